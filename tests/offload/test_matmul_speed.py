@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from offload import accelerator
 from offload.kernels import matmul_speed
 
 CPU = torch.device("cpu")
@@ -69,3 +71,11 @@ def test_the_real_measurement_leaves_torchs_threads_as_they_are() -> None:
     before = torch.get_num_threads()
     assert matmul_speed.bf16_slowdown("cpu") > 0
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("module", [SimpleNamespace(is_bf16_supported=lambda: False), SimpleNamespace()])
+def test_a_device_whose_torch_knows_no_emulation_can_be_asked(
+    monkeypatch: pytest.MonkeyPatch, module: SimpleNamespace
+) -> None:
+    monkeypatch.setattr(accelerator, "module_of", lambda device: module)
+    assert accelerator.computes_bf16(torch.device("cuda")) == (not hasattr(module, "is_bf16_supported"))
