@@ -71,7 +71,7 @@ def test_units_are_listed_in_the_order_in_which_they_came() -> None:
 @pytest.fixture
 def stepper() -> Iterator[Stepper]:
     nothing: Any = SimpleNamespace(layout=SimpleNamespace(units=[]))
-    yield Stepper(nothing, nothing, nothing, nothing, None, nothing, nothing, needs_all=False)
+    yield Stepper(nothing, nothing, nothing, nothing, nothing, nothing, needs_all=False)
 
 
 @pytest.mark.parametrize(("state", "after"), list(product(StepState, StepState)), ids=lambda s: s.name)
