@@ -165,6 +165,11 @@ def open_calls(engine: Any) -> list[Any]:
     return list(engine.run.parts.hooks._calls)
 
 
+def in_forward_use(engine: Any, index: int) -> bool:
+    """True while an open forward call uses the unit."""
+    return bool(engine.run.parts.coordinator._units[index].forward_uses)
+
+
 def lent_rows_numel(engine: Any) -> int:
     """Numbers of packed experts that were fetched as rows and not given back."""
     return int(engine.run.parts.coordinator._lent_numel)

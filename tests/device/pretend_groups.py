@@ -27,9 +27,12 @@ TRAINING = {
         "not_pinned",
         "many_small_chunks",
         "gradients_on_nvme",
+        "sums_on_nvme",
         "slow_writes",
         "kept_for_reuse",
         "many_sub_groups",
+        "side_by_side",
+        "side_by_side_in_fp32",
         "always_bound",
         "copied_to_be_used",
         "stage_0",
@@ -65,6 +68,7 @@ ONLY = {
     "without_an_engine_in_bf16": ("none-cpu", "none-nvme"),
     "activations_on_nvme": ("nvme-nvme", "none-nvme"),  # the folder is that of the planes
     "gradients_on_nvme": ("nvme-nvme",),
+    "sums_on_nvme": ("nvme-nvme",),
     "slow_writes": ("nvme-nvme", "cpu-nvme"),
     "stage_0": ("none-none",),  # nothing is offloaded there
     "no_sync_0": ("none-none",),

@@ -141,6 +141,26 @@ def two_backwards(place: Place, folder: Path) -> Results:
     return closing(engine)
 
 
+def side_by_side(**more: Any) -> Scenario:
+    """Three micro-batches pass each unit before the next one comes."""
+
+    def run(place: Place, folder: Path) -> Results:
+        model, config = more.get("model", "gpt"), more.get("config", {})
+        engine = opened(model, place, folder, accumulation=3, vertical_accumulation=True, **config)
+        losses = [
+            engine.train_batch(sent(batch(3 * index + part), engine) for part in range(3)) for index in range(STEPS)
+        ]
+        return closing(engine, {f"loss {index}": kept(loss) for index, loss in enumerate(losses)})
+
+    return run
+
+
+SCENARIOS |= {
+    "side_by_side": side_by_side(config={"clipping": 0.1}),
+    "side_by_side_in_fp32": side_by_side(model="lora", config={"bf16": False}),
+}
+
+
 @scenario
 def slow_writes(place: Place, folder: Path) -> Results:
     """Results wait to be written in memory of gradients, some of which the device reads."""
@@ -608,6 +628,13 @@ def gradients_on_nvme(place: Place, folder: Path) -> Results:
     """The host's budget has no room for gradients; on the CPU it would have to hold what lies on the device too."""
     budget = {"memory_budget": {"host": 17_300_000}} if os.environ["ZERO_DEVICE"] == "cuda" else {}
     return training(clipping=0.1, **budget)(place, folder)
+
+
+@scenario
+def sums_on_nvme(place: Place, folder: Path) -> Results:
+    """As above, of micro-batches side by side."""
+    budget = {"memory_budget": {"host": 17_300_000}} if os.environ["ZERO_DEVICE"] == "cuda" else {}
+    return side_by_side(config={"clipping": 0.1, **budget})(place, folder)
 
 
 @scenario

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import make_config
-from probe import bound_units, coordinator_of, flat_gradient, gradients_of, open_calls
+from probe import bound_units, flat_gradient, gradients_of, in_forward_use, open_calls
 from torch import Tensor, nn
 
 import zero
@@ -624,7 +624,7 @@ def test_what_a_module_borrows_goes_when_that_module_returns(
     ids = torch.arange(12)
     (table,) = [unit.index for unit in engine.units if "table.weight" in {slot.name for slot in unit.slots}]
     in_use: list[bool] = []
-    model.look = lambda: in_use.append(coordinator_of(engine).in_forward_use(table))
+    model.look = lambda: in_use.append(in_forward_use(engine, table))
     loss = engine(ids)
     assert in_use == [False, False, False]
     engine.backward(loss)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
+from offload.errors import StateError, StorageError
 from zero.assembly.run import Run
 
 
@@ -33,6 +34,25 @@ class Accumulation:
     def reduces(self) -> bool:
         """True when gradients of the backward under way are to be reduced as soon as they can be."""
         return self.is_gradient_accumulation_boundary() and not self._local_only
+
+    def check_begun(self, what: str) -> None:
+        """Raise StateError if micro-batches of the next step have had their backward."""
+        config = self._run.config
+        done = self._run.micro_steps % config.gradient_accumulation_steps if config.managed_gradient_accumulation else 0
+        if done:
+            raise StateError(f"{what}: {done} micro-batches of this step have been run one by one; run the others so")
+
+    @contextmanager
+    def whole_batch(self, forget_gradients: Callable[[], None]) -> Iterator[None]:
+        """Around forwards and backwards of all micro-batches of a step: nothing of them counts if one fails."""
+        begun = self._run.micro_steps
+        try:
+            yield
+        except BaseException:
+            self._run.micro_steps = begun
+            with suppress(StorageError):  # the next call tells it
+                forget_gradients()
+            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -46,6 +46,7 @@ from zero.schedule.events import Events
 from zero.schedule.hooks import ModuleHooks, in_backward
 from zero.schedule.loader import Loader
 from zero.schedule.rows import RowLender
+from zero.schedule.turns import Turns
 from zero.snapshots.commit import open_snapshots
 from zero.store.adoption import Adoption, Piece, read_parameter
 from zero.store.storage import Storage
@@ -142,11 +143,14 @@ class Assembly:
         )
         self.gradients.update = self.stepper.apply
         loader = Loader(layout, self.bound, storage, updates, owner.in_place, events, exchange)
-        self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)
+        self.turns = Turns(device)
+        self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader, self.turns.relieve)
         self.watch = BackwardWatch(self.coordinator, self.gradients, events)
-        self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
+        self.hooks = ModuleHooks(
+            *(self.model, self._scopes(), self.bound, self.coordinator, self.watch, self.turns), storage.timeline
+        )
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, events, exchange)
-        rows = RowLender(self.bound, storage, self.coordinator, updates, self.watch)
+        rows = RowLender(self.bound, storage, self.coordinator, updates, self.watch, self.turns)
         self.watch.on_end(rows.end_backward)
         sharded = self._config.zero_optimization.stage == 3
         self.keeper = EngineKeeper(

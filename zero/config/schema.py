@@ -126,6 +126,9 @@ class Config(ConfigBlock):
     """Samples of one forward on one rank."""
     gradient_accumulation_steps: Annotated[Whole, Field(ge=1)] = 1
     """Micro-batches of one step."""
+    vertical_accumulation: Flag = False
+    """Ours: `engine.train_batch` runs all micro-batches of a step unit by unit: a unit's weights come once in forward
+    and once in backward, not once for each micro-batch. The activations of all of them are kept at the same time."""
     gradient_clipping: Annotated[Number, Field(ge=0)] = 0.0
     """Largest global gradient norm; 0.0 is off."""
     ema_decay: Annotated[Number, Field(ge=0, lt=1)] | None = None
@@ -228,6 +231,11 @@ class Config(ConfigBlock):
     def world_size(self) -> int:
         """Number of ranks the batch sizes were resolved for."""
         return self._report.world_size
+
+    @property
+    def passes(self) -> int:
+        """How often a step brings each unit's weights in for a forward, and for a backward."""
+        return 1 if self.vertical_accumulation else self.gradient_accumulation_steps
 
     @property
     def source(self) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -35,6 +36,7 @@ from zero.engine.averaged_weights import AveragedWeights, AveragesShown
 from zero.engine.client_calls import ClientCalls
 from zero.engine.engine_names import EngineNames
 from zero.engine.generation import Generation
+from zero.engine.micro_batches import LossOf, loss_by_call, next_batch, side_by_side
 from zero.engine.qk_clip import QkClip
 from zero.engine.reports import Reports
 from zero.engine.snapshots import SnapshotCalls, SnapshotTurns
@@ -191,17 +193,17 @@ class ZeroEngine(EngineNames, nn.Module):
         return self.scaling.part_of(loss, accumulation) if accumulation > 1 else loss
 
     @contextmanager
-    def running_backward(self) -> Iterator[None]:
+    def running_backward(self, *, together: bool = False) -> Iterator[None]:
         """One backward through the model, whoever runs it: of a loss, or from gradients of its outputs.
 
-        Raises as `backward`.
+        Raises as `backward`. `together`: of several micro-batches at once.
         """
         with uninterrupted:
             self.steps.ready("backward", TO_TRAIN)
         parts = self.run.parts
         with self.reports.backward.running():
             parts.coordinator.accumulating = not self.accumulation.is_gradient_accumulation_boundary()
-            with parts.watch.outermost():
+            with parts.watch.outermost(together=together):
                 yield
 
     @whole
@@ -222,6 +224,58 @@ class ZeroEngine(EngineNames, nn.Module):
         """
         self.steps.step(lr_kwargs)
         self.reports.report_step()
+
+    def train_batch(self, data_iter: Iterator[Any], loss_of: LossOf | None = None) -> torch.Tensor:
+        """Forward, backward and step of one batch: of the next gradient_accumulation_steps micro-batches.
+
+        With `vertical_accumulation` all of them pass a unit before the next unit comes. The gradients have the same
+        bits as without; a model that draws random numbers draws others. If forward or backward fails, no gradient of
+        the batch is kept.
+
+        Args:
+            data_iter: gives micro-batches.
+            loss_of: micro-batch -> its loss, a scalar, by a call of the engine. None: the engine is called with the
+                micro-batch, a dict's items by name and a tuple's or list's in order, and its output, or the `loss` in
+                it, is the loss.
+
+        Returns:
+            The mean of the losses, detached.
+
+        Raises:
+            StateError: `data_iter` ends amid a batch, whose micro-batches are lost; or there are gradients of others.
+            ConfigError: the model returns no loss.
+            StorageError, LossScaleError: as `backward` and `step`.
+        """
+        config, loss_of = self.run.config, loss_of or partial(loss_by_call, self)
+        self.accumulation.check_begun("train_batch")
+        batches = next_batch(data_iter, config.gradient_accumulation_steps)
+        with self.accumulation.whole_batch(self.steps.zero_grad):
+            if config.passes < len(batches) and any(not unit.persistent for unit in self.units):
+                forwards = [partial(loss_of, batch) for batch in batches]
+                losses = side_by_side(self.run.parts.turns, forwards, self._whole_backward)
+            else:
+                losses = [
+                    self._forward_and_backward(loss_of, batch, begun=index) for index, batch in enumerate(batches)
+                ]
+        self.step()
+        return torch.stack([loss.detach().float() for loss in losses]).mean()
+
+    def _forward_and_backward(self, loss_of: LossOf, batch: Any, *, begun: int) -> torch.Tensor:
+        if begun and self.run.config.managed_gradient_accumulation:
+            self.step()  # the last backward was not the last of its step
+        loss = loss_of(batch)
+        self.backward(loss)
+        return loss.detach()
+
+    @contextmanager
+    def _whole_backward(self, losses: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """All backwards of a step as one; gives the losses divided and scaled."""
+        parts = [self.part_of_loss(loss) for loss in losses]
+        for part in parts:
+            self.reports.note_loss(part)
+        self.run.micro_steps += len(parts) - 1  # this backward is the last one before the step
+        with self.running_backward(together=True):
+            yield [self.scaling.scaled(part) for part in parts]
 
     @whole
     @traced("step")

@@ -59,6 +59,8 @@ def open_stages(module: PipelineModule, config: Config, device: torch.device) ->
             "zero_optimization.offload_optimizer.snapshot is not available in a pipeline, whose stages would have to "
             "commit together; use save_checkpoint"
         )
+    if config.vertical_accumulation:
+        raise ConfigError("vertical_accumulation is not available in a pipeline, which has an order of its own")
     columns = module.topology().get_axis_comm_lists("pipe")
     stages = AllStages(device, module.stage_ranks, columns, module.borrowed)
     try:

@@ -45,7 +45,7 @@ class Contribution:
     dtype: torch.dtype
     """What the plane holds for this unit."""
     buffer: torch.Tensor
-    """The flat gradient, unit.numel elements of unit.dtype; garbage where nothing has arrived."""
+    """The flat gradient, unit.numel elements of unit.dtype or of what the plane holds; garbage where none has come."""
     arrived: list[Slot]
     again: list[bool]
     """Per slot in `arrived`: is it added to an earlier contribution?"""
@@ -108,7 +108,7 @@ class ContributionStore:
         """
         unit, stored = item.unit, home.view(item.dtype)
         zero_gaps(item.buffer, unit, item.arrived, 0)
-        if item.dtype == unit.dtype:
+        if item.dtype == item.buffer.dtype:
             kernels.block_sumsq(item.buffer, sums)
             self._streams.copy_out(stored, item.buffer, self._streams.fence())
         else:
@@ -117,7 +117,7 @@ class ContributionStore:
 
     def sum_on_device(self, item: Contribution, sums: torch.Tensor) -> None:
         """Have the sums of a first contribution made where it is, so that `store` need not touch it."""
-        if item.first and item.dtype == item.unit.dtype:
+        if item.first and item.dtype == item.buffer.dtype:
             zero_gaps(item.buffer, item.unit, item.arrived, 0)
             kernels.block_sumsq(item.buffer, sums)
             self._streams.copy_out(item.sums, sums, self._streams.fence())
@@ -150,20 +150,20 @@ class ContributionStore:
         Raises:
             StorageError: of the first chunk that failed.
         """
-        numel = self._chunk_numel(item.dtype.itemsize + item.unit.dtype.itemsize)
+        numel = self._chunk_numel(item.dtype.itemsize + item.buffer.element_size())
         if item.left is None:
             item.left = set(range(0, item.unit.numel, numel))
         await _each(sorted(item.left), lambda lo: self._store_part(item, lo, min(lo + numel, item.unit.numel)))
 
     async def _store_part(self, item: Contribution, lo: int, hi: int) -> None:
-        unit, streams = item.unit, self._streams
+        unit, dtype, streams = item.unit, item.buffer.dtype, self._streams
         passes = not (streams.shared or item.summed)
-        passing_bytes = (hi - lo) * unit.dtype.itemsize if passes else 0
+        passing_bytes = (hi - lo) * dtype.itemsize if passes else 0
         run = unit.begin + lo, unit.begin + hi
         async with self._chunk(item.plane, run, passing_bytes, first=item.first) as (raw, passing):
             source = item.buffer[lo:hi]
             if not streams.shared:
-                copied = passing.view(unit.dtype) if passes else raw.view(unit.dtype)
+                copied = passing.view(dtype) if passes else raw.view(dtype)
                 await streams.reached(streams.copy_out(copied, source, item.fence))
                 source = copied
             if not item.summed:

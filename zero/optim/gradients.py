@@ -25,7 +25,7 @@ from offload.planes.copies import read_plane, write_plane
 from offload.planes.planes import Plane
 from offload.sizes import BLOCK_NUMEL, align_up
 from offload.streams import Fence
-from zero.optim.contributions import CHUNK_NUMEL, Contribution, ContributionStore
+from zero.optim.contributions import CHUNK_NUMEL, Contribution, ContributionStore, add_up
 from zero.params.layout import Layout, Slot, Unit
 from zero.plan.pools import gradient_sums_bytes
 from zero.store.storage import Storage
@@ -54,10 +54,12 @@ class UnitGradient:
     """Of what the plane holds, in host memory."""
     summed: bool = False
     """Something has been stored since the last step."""
-    arrived: dict[int, None] = field(default_factory=dict)
-    """Slots, in order, whose latest contribution waits in `buffer`."""
+    arrived: dict[int, int] = field(default_factory=dict)
+    """Slots, in order, whose latest contributions wait in `buffer`, and how many they are: one, unless it `adds`."""
     buffer: torch.Tensor | None = None
-    """Flat gradient, unit.numel elements of unit.dtype."""
+    """Flat gradient, unit.numel elements: of unit.dtype, or what the plane holds if it `adds`."""
+    adds: bool = False
+    """Contributions are added up in `buffer`: the plane held nothing when it was opened."""
     block: Block | None = None
     """The lease behind `buffer`, with room for its sums on a GPU; None when it is the plane's own memory."""
     stream: Any = None
@@ -94,16 +96,17 @@ class Gradients:
 
     Attributes:
         deferred: gradients of an earlier backward of this step wait to be reduced.
+        together: in this backward several micro-batches pass each unit before it is `passed`.
         update: called with a unit whose sealed gradient is in the way; must not return before it was used.
         reclaim: called with a unit whose gradient needs its memory now; must not return before it is free.
         order: (unit, position of the slot), as their first gradients since the last step have arrived.
     """
 
-    deferred = False
+    deferred = together = False
 
     def __init__(self, layout: Layout, storage: Storage, device: torch.device, in_place: bool, threads: int) -> None:
         self._storage, self._device, self._in_place = storage, device, in_place
-        self._streams, self._store = storage.streams, ContributionStore(storage, threads)
+        self._streams, self._store, self._threads = storage.streams, ContributionStore(storage, threads), threads
         self.update: Callable[[int], None] = lambda index: None  # until a step can be taken no gradient is sealed
         self.reclaim: Callable[[Unit], None] = lambda unit: None
         self.order: dict[tuple[int, int], None] = {}
@@ -120,7 +123,7 @@ class Gradients:
     def arrive(
         self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, parts: int = 1
     ) -> bool:
-        """Take one parameter's gradient. True when every slot of the unit has arrived.
+        """Take one parameter's gradient. True when every slot of the unit has arrived, and nothing is to be added.
 
         Args:
             index: the unit.
@@ -130,7 +133,7 @@ class Gradients:
             parts: it is divided by them.
         """
         state = self._units[index]
-        if position in state.arrived:
+        if position in state.arrived and (not state.adds or rows is not None):
             self.flush(index)  # a second contribution before the unit was complete
         if state.buffer is None:
             self._open(state)
@@ -139,16 +142,18 @@ class Gradients:
             raise StateError(f"gradient of {slot.name}: no buffer")
         state.stream = self._streams.follow(state.stream)
         place = state.buffer[slot.offset_numel : slot.end_numel]
-        if rows is None:
+        if position in state.arrived:
+            add_up(place, gradient.reshape(-1).to(state.unit.dtype), self._threads)
+        elif rows is None:
             place.copy_(gradient.reshape(-1))
         else:
             place.zero_()
             place.view(slot.shape)[rows] = gradient.to(place.dtype)
         if parts > 1:
             place.div_(parts)
-        state.arrived[position] = None
+        state.arrived[position] = state.arrived.get(position, 0) + 1
         self.order[index, position] = None
-        return len(state.arrived) == len(state.unit.slots)
+        return len(state.arrived) == len(state.unit.slots) and not state.adds
 
     def flush(self, index: int) -> None:
         """Move what has arrived into the plane; a later contribution opens the unit again."""
@@ -185,10 +190,10 @@ class Gradients:
         again = [state.contributions[position] > 0 for position in state.arrived]
         item = Contribution(state.unit, state.plane, state.dtype, buffer, arrived, again, state.empty, state.sums)
         item.block = state.block
-        for position in state.arrived:
-            state.contributions[position] += 1
+        for position, count in state.arrived.items():
+            state.contributions[position] += count
         state.buffer = state.block = state.stream = None
-        state.arrived, state.summed = {}, True
+        state.arrived, state.adds, state.summed = {}, False, True
         return item
 
     def _put(self, state: UnitGradient, item: Contribution, home: torch.Tensor) -> None:
@@ -209,12 +214,14 @@ class Gradients:
         for index in self._units:
             self.flush(index)
 
-    def begin_backward(self, *, boundary: bool) -> None:
+    def begin_backward(self, *, boundary: bool, together: bool = False) -> None:
         """A backward begins; `boundary`: the next step is to update the parameters with what it gives."""
+        self.together = together
 
     def end_backward(self) -> None:
         """A backward is over."""
         self.flush_all()
+        self.together = False
 
     def complete(self) -> None:
         """A step is about to be fixed: nothing waits in a buffer or is on its way. Raises StorageError."""
@@ -240,7 +247,7 @@ class Gradients:
                 if holder is not None and holder.block is not None:
                     holder.block.release(self._streams.fence())
             state.storing = state.buffer = state.block = state.stream = None
-            state.arrived = {}
+            state.arrived, state.adds = {}, False
             self._begin_anew(state)
         self.order.clear()
 
@@ -344,13 +351,22 @@ class Gradients:
             streams.wait(streams.behind_updates())  # on a GPU the update may only have been begun
             state.sealed = None
         self.reclaim(unit)
-        if self._in_place and state.empty and state.dtype == unit.dtype:
+        dtype = self._begin_adding(state) if self.together and state.empty else unit.dtype
+        if self._in_place and state.empty and state.dtype == dtype:
             home = state.plane.memory(unit.begin, unit.end)
             if home is not None and home.device == self._device:
-                state.buffer = home.view(unit.dtype)
+                state.buffer = home.view(dtype)
                 return
-        state.block = self._lease(state, unit.nbytes + (0 if streams.shared else gradient_sums_bytes(unit)))
-        state.buffer = state.block.view(unit.dtype, unit.numel)
+        nbytes = unit.numel * dtype.itemsize
+        state.block = self._lease(state, nbytes + (0 if streams.shared else gradient_sums_bytes(unit)))
+        state.buffer = state.block.view(dtype, unit.numel)
+
+    def _begin_adding(self, state: UnitGradient) -> torch.dtype:
+        """Contributions will be added up before they are stored; returns in what."""
+        state.adds = True
+        if self._widens(state):
+            self.make_wide(state)
+        return state.dtype
 
     def _lease(self, state: UnitGradient, nbytes: int) -> Block:
         """Memory of the device that its current stream may use."""

@@ -154,8 +154,10 @@ class ReducedGradients(Gradients):
 
     # ---- a backward -----------------------------------------------------------------------------
 
-    def begin_backward(self, *, boundary: bool) -> None:
-        """See `Gradients`."""
+    def begin_backward(self, *, boundary: bool, together: bool = False) -> None:
+        """See `Gradients`. What micro-batches add up together is reduced in fp32, as what is added up between them."""
+        super().begin_backward(boundary=boundary, together=together)
+        self.deferred = self.deferred or together
         if self._nothing is None and self._units:
             self._zeros(next(iter(self._units.values())).unit)
         self._in_backward = True
@@ -175,8 +177,8 @@ class ReducedGradients(Gradients):
         self._streams.follow(state.stream)
         arrived = [state.unit.slots[position] for position in state.arrived]
         zero_gaps(state.buffer, state.unit, arrived, 0)
-        for position in state.arrived:
-            state.contributions[position] += 1
+        for position, count in state.arrived.items():
+            state.contributions[position] += count
         newest = Waiting(state.buffer, state.block)
         if self._in_backward and self._reducing:
             given = self._given.setdefault(index, set())
@@ -185,7 +187,7 @@ class ReducedGradients(Gradients):
             given.update(state.arrived)
         self._wait(state, newest, arrived)
         state.buffer = state.block = state.stream = None
-        state.arrived = {}
+        state.arrived, state.adds = {}, False
 
     def passed(self, index: int) -> None:
         """See `Gradients`. What has arrived may be reduced when its turn comes."""
@@ -215,7 +217,7 @@ class ReducedGradients(Gradients):
             seen = self._reduce_rest("end of backward", self._order.seen)
             self._order.agree(seen)
             self._forget_blank(set[int]().union(*seen))
-        self._in_backward = False
+        self._in_backward = self.together = False
 
     def complete(self) -> None:
         """See `Gradients`. All ranks come here."""
@@ -274,8 +276,9 @@ class ReducedGradients(Gradients):
     def _open(self, state: UnitGradient) -> None:
         """Collect beside the plane; what the plane holds is not touched before the reduction."""
         self._settle(state)
-        state.block = self._lease(state, state.unit.nbytes)
-        state.buffer = state.block.view(state.unit.dtype, state.unit.numel)
+        state.adds, dtype = self.together, torch.float32 if self.together else state.unit.dtype
+        state.block = self._lease(state, state.unit.numel * dtype.itemsize)
+        state.buffer = state.block.view(dtype, state.unit.numel)
 
     def _lease(self, state: UnitGradient, nbytes: int) -> Block:
         """As in one rank; and what waits for its turn with no room left waits elsewhere."""

@@ -102,7 +102,10 @@ class Planner:
         self.trained = [unit for unit in layout.units if unit.trainable]
         self.kept = kept
         self.sizes = PlaneSizes(layout, self.state_dtype, kept.planes, wide=self.wide)
-        self.pools = PoolSizes(layout, device, on_gpu=not self.on_cpu, wide=self.wide, placement=placement)
+        together = config.passes < (config.gradient_accumulation_steps or 1) and bool(self.movable)
+        self.pools = PoolSizes(
+            *(layout, device), on_gpu=not self.on_cpu, wide=self.wide, together=together, placement=placement
+        )
         self.largest = max(self.movable, key=lambda unit: unit.numel, default=None)
 
     def make(self) -> Plan:
@@ -165,7 +168,7 @@ class Planner:
         plan.second_slot_bytes = plan_snapshots(plan, self.sizes, self.config.zero_optimization.offload_optimizer)
         plan.swap_bytes += plan.second_slot_bytes + plan.activations.swap_bytes
         plan.rows = tuple(row for row in rows_of(plan, self.sizes, self.pools) if row.nbytes)
-        written = plan.step_write_bytes(self.layout, self.config.gradient_accumulation_steps or 1)
+        written = plan.step_write_bytes(self.layout, self.config.passes)
         if written:
             plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
         plan.notes += self._padding_notes()

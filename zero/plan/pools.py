@@ -31,14 +31,23 @@ class PoolSizes:
         device: where units are computed on.
         on_gpu: the device's memory is not the host's.
         wide: gradients are accumulated in fp32 from the start.
+        together: those of several micro-batches are added up before they are stored or reduced.
         placement: who shares each unit.
     """
 
     def __init__(
-        self, layout: Layout, device: torch.device, *, on_gpu: bool, wide: bool, placement: Placement = ONE_RANK
+        self,
+        layout: Layout,
+        device: torch.device,
+        *,
+        on_gpu: bool,
+        wide: bool,
+        together: bool = False,
+        placement: Placement = ONE_RANK,
     ) -> None:
         self._layout, self._device, self.on_gpu = layout, device, on_gpu
         self._wide, self._placement = wide, placement
+        self._together = together and (wide or not placement.alone)
         self._trained = [unit for unit in layout.units if unit.trainable]
 
     def stand_in(self) -> int:
@@ -74,9 +83,10 @@ class PoolSizes:
 
         On a GPU with their sums, and with chunks widened there.
         """
-        largest = max((unit.nbytes for unit in self._trained), default=0)
+        sizes = [(unit.numel * 4 if self._together else unit.nbytes, unit.persistent) for unit in self._trained]
+        largest = max((nbytes for nbytes, _ in sizes), default=0)
         # Neighbours among these are open together while gradients come in the reverse order of the model.
-        small = 2 * max((unit.nbytes for unit in self._trained if unit.persistent and unit.nbytes < largest), default=0)
+        small = 2 * max((nbytes for nbytes, stays in sizes if stays and nbytes < largest), default=0)
         if not self._placement.alone:
             count += 1  # one is always zero: what a rank gives that has none
         flat = count * largest + small
@@ -97,7 +107,7 @@ class PoolSizes:
         if self._placement.shares_memory:  # slices of what all have whole, where the others can read them
             several = [unit for unit in self._layout.units if unit.persistent and unit.shard_numel != unit.numel]
             return sum(unit.shard_numel * unit.dtype.itemsize for unit in several)
-        deferred = self._placement.gradients_deferred and self._wide
+        deferred = self._together or (self._placement.gradients_deferred and self._wide)
         width = 4 if deferred else max((unit.dtype.itemsize for unit in self._trained), default=0)
         return width * max((unit.numel for unit in self._trained), default=0)
 

@@ -58,11 +58,14 @@ class BackwardWatch:
         self._handles.clear()
 
     @contextmanager
-    def outermost(self) -> Iterator[None]:
-        """The engine runs a backward inside; it is over at the end, well or not."""
+    def outermost(self, *, together: bool = False) -> Iterator[None]:
+        """The engine runs a backward inside; it is over at the end, well or not.
+
+        `together`: it is that of several micro-batches, which pass each unit one after the other.
+        """
         self._parts = 1
         with uninterrupted:
-            self._begin()
+            self._begin(together=together)
         try:
             yield
         except (StorageError, BudgetError):
@@ -122,10 +125,10 @@ class BackwardWatch:
 
         torch.autograd.Variable._execution_engine.queue_callback(finished)
 
-    def _begin(self) -> None:
+    def _begin(self, *, together: bool = False) -> None:
         self._running = True
         self._events.backward_begins()
-        self._gradients.begin_backward(boundary=self._events.reduces())
+        self._gradients.begin_backward(boundary=self._events.reduces(), together=together)
 
     def _end(self) -> None:
         self.scaled, self._parts = False, 1

@@ -27,10 +27,19 @@ from zero.store.storage import Storage
 
 
 class Coordinator:
-    """Owner of residency on the device."""
+    """Owner of residency on the device.
+
+    `relieve`: called when there is no room; ends uses that are held only because others may follow, if there are any.
+    """
 
     def __init__(
-        self, layout: Layout, bound: list[BoundUnit], storage: Storage, limits: Limits, loader: Loader
+        self,
+        layout: Layout,
+        bound: list[BoundUnit],
+        storage: Storage,
+        limits: Limits,
+        loader: Loader,
+        relieve: Callable[[], bool],
     ) -> None:
         self.trace = Trace(siblings(layout.units))
         self.counters = FetchCounters()
@@ -38,7 +47,7 @@ class Coordinator:
         self.accumulating = False
         self.persistent_bound = False  # False between `release_all` and `bind_persistent`.
         self._layout, self._bound, self._storage, self._limits = layout, bound, storage, limits
-        self._loader = loader
+        self._loader, self._relieve = loader, relieve
         self._numel = {unit.index: unit.numel for unit in layout.units}
         movable = {unit.index: unit.numel for unit in layout.units if not unit.persistent}
         self._hot = HotUnits(movable)
@@ -52,10 +61,6 @@ class Coordinator:
     @property
     def device(self) -> torch.device:
         return self._storage.device
-
-    def in_forward_use(self, index: int) -> bool:
-        """True while a forward use of the unit is open, and for a unit that is always there."""
-        return bool(self._units[index].forward_uses) or self._units[index].state == UnitState.HOME
 
     def begin_forward(self, *, training: bool, backward_follows: bool) -> None:
         """The root's forward begins: bring in what it uses first."""
@@ -151,6 +156,10 @@ class Coordinator:
             self._prefetch(with_backward=backward_follows)
         return True
 
+    def is_last_use(self, index: int) -> bool:
+        """True while one forward call uses the unit, and no other does."""
+        return self._units[index].forward_uses == 1
+
     def end_forward_use(self, index: int, *, backward_follows: bool) -> bool:
         """Such a call returned. True if it was the outermost."""
         one = self._units[index]
@@ -196,7 +205,7 @@ class Coordinator:
         if not one.backward_uses:
             return False
         one.backward_uses -= 1
-        if one.backward_uses:
+        if one.backward_uses or one.recomputing:  # another micro-batch may be recomputing it still
             return False
         one.recomputed = False
         if not one.forward_uses and one.state != UnitState.HOME:
@@ -342,6 +351,8 @@ class Coordinator:
             if sum(self._numel[i] for i in self._units.resident()) <= limit_numel:
                 block = self._loader.lease(nbytes)
             elif not candidates:
+                if self._relieve():
+                    continue
                 raise self._no_room(f"experts of {unit.name}", numel)
             if block is None and candidates:
                 self._evict_furthest(candidates)
@@ -400,6 +411,8 @@ class Coordinator:
         choices = (make_room(index, resident, pinned, upcoming, self._numel, live_numel_max) for pinned in pins)
         evict = next((choice for choice in choices if choice is not None), None)
         if evict is None:
+            if self._relieve():
+                return self._load(one)
             raise self._no_room(f"unit {unit.name}", unit.numel)
         for other in evict:
             self._evict(self._units[other])

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,31 +30,13 @@ from zero.schedule.backward import BackwardWatch
 from zero.schedule.compiling import apart, edge, inside, register, transformed
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.frame import close_frame, exchange, open_frame, tensors_in
+from zero.schedule.open_calls import OpenCall, OpenCalls
+from zero.schedule.turns import Turns
 
 
 def in_backward() -> bool:
     """True inside an autograd backward, so also in the forward of a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-@dataclass(slots=True)
-class OpenCall:
-    """A module call between its pre-forward and its post-forward."""
-
-    module: nn.Module
-    recompute: bool
-    units: list[int] = field(default_factory=list)  # Units that the call uses, borrowed ones included.
-    forward_ns: int = 0  # When its units were there; `backward_ns`: the same for its backward.
-    backward_ns: int = 0
-    begun: list[int] = field(default_factory=list)  # Forward uses that end with the call.
-    sentinel: torch.Tensor | None = None
-    # Inputs, their version counters and grad_fns, to see which the call modifies in place.
-    versions: list[tuple[torch.Tensor, int, Any]] = field(default_factory=list)
-
-    def close(self) -> None:
-        """Let go of the graph: its nodes hold this object, and nobody would ever free the circle."""
-        self.sentinel = None
-        self.versions = []
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
@@ -114,9 +95,10 @@ class ModuleHooks:
         bound: list[BoundUnit],
         coordinator: Coordinator,
         events: BackwardWatch,
+        turns: Turns,
         timeline: Timeline,
     ) -> None:
-        self._root, self._bound = root, bound
+        self._root, self._bound, self._turns = root, bound, turns
         fetched = {module: {i for i in units if not bound[i].unit.persistent} for module, units in scopes.items()}
         outside = _outside(root, fetched)
         self._scopes = {root: [], **{module: [] for module in outside}, **scopes}
@@ -125,19 +107,23 @@ class ModuleHooks:
         self._coordinator, self._events, self._timeline = coordinator, events, timeline
         self._names = {module: name or type(module).__name__ for name, module in root.named_modules()}
         self._unit_of = {id(p): unit.unit.index for unit in bound for p in unit.parameters}
-        self._calls: list[OpenCall] = []
-        self._look: OpenCall | None = None  # An operation that reads units which no open call uses.
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []  # Modules whose parameters are watched; some may have left the tree since.
         self.at_install: list[Callable[[], Callable[[], None]]] = []  # Each returns what undoes it.
         self._undo: list[Callable[[], None]] = []
         self._suspended = False
-        self._root_depth = 0
-        self._backward_follows = True
+
+    @property
+    def _open(self) -> OpenCalls:
+        return self._turns.lane.open
+
+    @property
+    def _calls(self) -> list[OpenCall]:
+        return self._turns.lane.open.calls
 
     @property
     def in_forward(self) -> bool:
-        return self._root_depth > 0
+        return self._turns.roots > 0
 
     @property
     def in_call(self) -> bool:
@@ -204,22 +190,24 @@ class ModuleHooks:
     @whole
     def reset(self) -> None:
         """No forward is running, whatever calls were seen to begin: one was interrupted."""
-        self._root_depth = 0
-        self._forget_calls()
+        self._turns.roots = self._open.root_depth = 0
+        self._open.forget()
         self._coordinator.end_forward()
-
-    def _forget_calls(self) -> None:
-        for call in self._calls:
-            call.close()
-        self._calls.clear()
 
     @whole
     def borrow(self, index: int) -> None:
         """The innermost open call uses the unit although its module does not own it."""
         if in_backward():
             self._coordinator.begin_recompute(index)
-        elif self._calls and not self._coordinator.in_forward_use(index):
+        elif self._calls and not self._uses(index):
             self._use(index, self._calls[-1])
+
+    def _uses(self, index: int) -> bool:
+        """True while an open call of this forward uses the unit, and for one that is always there."""
+        look = self._open.look
+        if self._bound[index].unit.persistent or (look is not None and index in look.begun):
+            return True
+        return any(index in call.begun for call in self._calls)
 
     def _use(self, index: int, call: OpenCall) -> None:
         """A forward use of the unit that ends with the call."""
@@ -228,8 +216,12 @@ class ModuleHooks:
             self._open_frame(call)
 
     def _begin_use(self, index: int, call: OpenCall) -> None:
+        follows = torch.is_grad_enabled()
         with apart() as inside_transform:
-            self._coordinator.begin_forward_use(index, backward_follows=torch.is_grad_enabled())
+            self._coordinator.begin_forward_use(index, backward_follows=follows)
+            comes = not self._bound[index].unit.persistent
+            if comes and self._turns.first(index, lambda: self._end_use(index, follows)):
+                self._coordinator.begin_forward_use(index, backward_follows=follows)
             if inside_transform:
                 self._coordinator.look(index)
         call.begun.append(index)
@@ -238,16 +230,21 @@ class ModuleHooks:
     def _end_uses(self, call: OpenCall) -> None:
         with apart():
             for index in reversed(call.begun):  # what began first encloses the others
-                self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
+                self._end_use(index, torch.is_grad_enabled())
+
+    def _end_use(self, index: int, backward_follows: bool) -> None:
+        if self._turns.on and not self._turns.holds(index) and self._coordinator.is_last_use(index):
+            self._turns.end_round()  # what the round holds lies inside this use, so it ends before
+        self._coordinator.end_forward_use(index, backward_follows=backward_follows)
 
     @whole
     def begin_look(self, index: int) -> None:
         """An operation inside a call reads the unit, past the module that owns it; `end_look` follows it."""
-        if in_backward() or self._coordinator.in_forward_use(index):
+        if in_backward() or self._uses(index):
             self.borrow(index)
             return
-        self._look = self._look or OpenCall(self._calls[-1].module, recompute=False)
-        self._use(index, self._look)
+        self._open.look = self._open.look or OpenCall(self._calls[-1].module, recompute=False)
+        self._use(index, self._open.look)
 
     @whole
     def end_look(self, given: list[Any], result: Any) -> Any:
@@ -256,7 +253,7 @@ class ModuleHooks:
         The units go, and come again for its backward. They stay until the innermost call returns where that is not
         enough: a view of them leaves the operation, or it has changed what it was given, or there is no result.
         """
-        look, self._look = self._look, None
+        look, self._open.look = self._open.look, None
         if look is None:
             return result
         tensors = tensors_in(result)
@@ -283,22 +280,29 @@ class ModuleHooks:
     def _begin_root(self, module: nn.Module, args: Any) -> None:
         if in_backward() or module is not self._root:
             return
-        self._root_depth += 1
-        if self._root_depth == 1:
-            self._backward_follows = torch.is_grad_enabled()
+        self._open.root_depth += 1
+        if self._open.root_depth == 1:
+            self._open.backward_follows = follows = torch.is_grad_enabled()
+            self._turns.roots += 1
+            if self._turns.roots > 1:
+                return
             with apart():
                 self._events.forward_begins()
-                self._coordinator.begin_forward(training=module.training, backward_follows=self._backward_follows)
+                self._coordinator.begin_forward(training=module.training, backward_follows=follows)
 
     def _end_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward() or module is not self._root:
             return
-        self._root_depth = max(self._root_depth - 1, 0)
-        if self._root_depth == 0:
-            self._forget_calls()
+        self._open.root_depth = max(self._open.root_depth - 1, 0)
+        if self._open.root_depth == 0:
+            self._open.forget()
+            self._turns.roots = max(self._turns.roots - 1, 0)
+            if self._turns.roots:
+                return
             # What has run without gradients runs again soon, a token or a batch later.
             with apart():
-                self._coordinator.end_forward(None if self._backward_follows or output is None else "eval")
+                self._turns.end_round()
+                self._coordinator.end_forward(None if self._open.backward_follows or output is None else "eval")
 
     def _pre_forward(self, units: list[int]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -307,10 +311,12 @@ class ModuleHooks:
             if self._calls and module in self._quiet:
                 return
             call = OpenCall(module, in_backward())
+            self._take_turn(units, backward=call.recompute)
             self._calls.append(call)
             for index in units:
                 if call.recompute:
                     self._coordinator.begin_recompute(index, by_call=True)
+                    self._hold_in_backward(index)
                     call.units.append(index)
                 else:
                     self._begin_use(index, call)
@@ -320,6 +326,23 @@ class ModuleHooks:
                 self._open_frame(call)
 
         return hook
+
+    def _take_turn(self, units: list[int], *, backward: bool) -> None:
+        """Where micro-batches run side by side: a unit that this one does not use yet is begun by all of them."""
+        if not self._turns.on:
+            return
+        if backward:
+            new = [i for i in units if not (self._bound[i].unit.persistent or i in self._turns.lane.passing)]
+        else:
+            new = [i for i in units if not self._uses(i)]
+        if new:
+            self._turns.take()
+
+    def _hold_in_backward(self, index: int) -> None:
+        if self._turns.on:
+            self._turns.lane.passing.add(index)
+            if self._turns.first(index, lambda: self._events.unit_passed(index)):
+                self._coordinator.begin_backward_use(index)
 
     def _open_frame(self, call: OpenCall) -> None:
         call.sentinel = open_frame(self._passed(call), self._coordinator.device)
@@ -351,6 +374,7 @@ class ModuleHooks:
             self._record("backward", call, call.backward_ns)
             call.backward_ns = 0  # a retained graph may be walked again
             for index in call.units:
+                self._turns.lane.passing.discard(index)
                 self._events.unit_passed(index)
 
         return passed
@@ -367,8 +391,10 @@ class ModuleHooks:
         @whole
         def reached() -> None:
             events.before_backward(generation)
+            self._take_turn(call.units, backward=True)
             for index in call.units:
                 coordinator.begin_backward_use(index)
+                self._hold_in_backward(index)
             call.backward_ns = call.backward_ns or time.perf_counter_ns()
 
         return reached

@@ -25,6 +25,7 @@ from zero.schedule.backward import BackwardWatch
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.frame import close_frame, open_frame
 from zero.schedule.hooks import in_backward
+from zero.schedule.turns import Turns
 from zero.store.storage import Storage
 
 
@@ -80,9 +81,10 @@ class RowLender:
         coordinator: Coordinator,
         updates: DueUpdates,
         events: BackwardWatch,
+        turns: Turns,
     ) -> None:
         self._bound, self._storage, self._coordinator = bound, storage, coordinator
-        self._updates, self._events = updates, events
+        self._updates, self._events, self._turns = updates, events, turns
         self._place_of = {
             id(parameter): (unit.unit.index, position)
             for unit in bound
@@ -154,7 +156,12 @@ class RowLender:
         loan.forward_uses += 1
         if recompute:
             loan.recomputed = True
-            self._in_backward[id(loan)] = loan
+            self._keep(loan)
+
+    def _keep(self, loan: Loan) -> None:
+        self._in_backward[id(loan)] = loan
+        if self._turns.on:
+            self._turns.lane.keeps.add(id(loan))
 
     def _rows_of(self, parameter: nn.Parameter, loans: dict[int, Loan]) -> torch.Tensor:
         """A leaf of the graph with the values of the rows, whose gradient goes to the unit's."""
@@ -185,7 +192,7 @@ class RowLender:
                 if not loan.used:
                     self._fetch(loan)
                 loan.backward_uses += 1
-                self._in_backward[id(loan)] = loan
+                self._keep(loan)
 
         return reached
 
@@ -193,6 +200,7 @@ class RowLender:
         @whole
         def passed() -> None:
             for loan in loans:
+                self._turns.lane.keeps.discard(id(loan))
                 if loan.backward_uses:
                     loan.backward_uses -= 1
                 if not loan.backward_uses:

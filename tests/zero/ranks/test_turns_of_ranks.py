@@ -1,0 +1,68 @@
+"""Micro-batches side by side on several ranks: each adds them up in fp32, and their sum is reduced once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import masters
+from ranks import RankPool
+from ranks_model import Batch, batch, motley
+from ranks_runs import CLIPPING, Place, Run, engine_config, quiet
+from reference import differences
+
+Pool = Callable[[int], RankPool]
+COUNT, STEPS = 3, 4
+"""Micro-batches of a step; steps."""
+
+
+def micro_batches(step: int, *, agreed: bool) -> list[Batch]:
+    """Of one batch of this rank: all of them call the same modules."""
+    rank = dist.get_rank()
+    parts = [batch(index, rank) for index in range(step * COUNT, (step + 1) * COUNT)]
+    return [Batch(part.tokens, (step if agreed else rank) % 2) for part in parts]
+
+
+def trained(
+    place: Place, nvme_path: str, bf16: bool, vertical: bool, agreed: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Masters, and how many numbers collectives have moved."""
+    import zero
+
+    quiet()
+    config = engine_config(Run(bf16=bf16, accumulation=COUNT, clipping=CLIPPING), place, nvme_path)
+    config["vertical_accumulation"] = vertical
+    with zero.initialize(model=motley(), config=config)[0] as engine:
+        for step in range(STEPS):
+            engine.train_batch(iter(micro_batches(step, agreed=agreed)))
+        moved = engine.statistics().payload_numel
+        return masters(engine), dict(moved)
+
+
+PLACES = (Place(3, "cpu", "cpu"), Place(3, "nvme", "nvme"),
+          Place(3, "nvme", "nvme", shared=False))  # fmt: skip
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+def test_bits_are_those_of_stage_1(rank_pool: Pool, nvme_path: Any, place: Place, bf16: bool, agreed: bool) -> None:
+    if place.stage == 3 and not (agreed or place.shared):
+        pytest.skip("without shared memory all ranks of stage 3 call the same modules")
+    pool = rank_pool(2)
+    expected = pool.run(trained, Place(1, "none", "cpu"), str(nvme_path), bf16, False, agreed)
+    found = pool.run(trained, place, str(nvme_path), bf16, True, agreed)
+    for rank in range(2):
+        assert differences(found[rank][0], expected[rank][0]) == []
+
+
+def test_each_unit_is_gathered_and_reduced_once_a_step(rank_pool: Pool, nvme_path: Any) -> None:
+    place = Place(3, "cpu", "cpu", shared=False)
+    once, each = (
+        rank_pool(2).run(trained, place, str(nvme_path), True, vertical, True)[0][1] for vertical in (True, False)
+    )
+    assert once["reduce"] * COUNT <= each["reduce"] * 1.2
+    assert once["gather"] * 2 <= each["gather"]

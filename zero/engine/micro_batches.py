@@ -1,0 +1,65 @@
+"""One batch as the micro-batches of a step: where they come from, what their losses are, how they run side by side."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError, StateError
+from zero.schedule.turns import Turns
+
+LossOf = Callable[[Any], torch.Tensor]
+
+
+def next_batch(data_iter: Iterator[Any], count: int) -> list[Any]:
+    """The next `count` micro-batches. Raises StateError: there are fewer."""
+    batches = list(itertools.islice(data_iter, count))
+    if len(batches) < count:
+        raise StateError(
+            f"train_batch: data_iter is at its end after {len(batches)} of {count} micro-batches "
+            "(gradient_accumulation_steps); give it whole batches, or begin anew with zero.RepeatingLoader"
+        )
+    return batches
+
+
+def loss_by_call(model: Callable[..., Any], batch: Any) -> torch.Tensor:
+    """What the model says of a batch: a dict's items are given by name, a tuple's or list's in order.
+
+    Raises ConfigError: that is no loss, and has none.
+    """
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(output).__name__
+        raise ConfigError(f"train_batch: expected the model to return a loss, or what has one, got {got}; give loss_of")
+    return loss
+
+
+def side_by_side(
+    turns: Turns,
+    forwards: Sequence[Callable[[], torch.Tensor]],
+    whole_backward: Callable[[list[torch.Tensor]], AbstractContextManager[list[torch.Tensor]]],
+) -> list[torch.Tensor]:
+    """Run the forwards, which return losses, and then their backwards, by turns at each unit.
+
+    Args:
+        turns: of the engine.
+        forwards: of one micro-batch each.
+        whole_backward: given the losses, a context that is one backward; it gives what `backward` is called of.
+
+    Returns:
+        The losses.
+    """
+    lanes = turns.lanes(len(forwards))
+    losses = turns.run(lanes, forwards)
+    with whole_backward(losses) as scaled:
+        turns.run(lanes, [partial(torch.Tensor.backward, loss) for loss in scaled])
+    return losses
