@@ -25,12 +25,15 @@ OF_ZERO = ("sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_dis
 """Of its settings, those that stand beside `offload_optimizer`; all of them small: its leanest."""
 
 
-def training_config(tier: str, path: Path | str, shape: Shape) -> dict[str, Any]:
-    """The JSON that both engines get: weights and optimizer states on `tier`, bf16, AdamW, clipping."""
+def training_config(
+    tier: str, path: Path | str, shape: Shape, *, bf16: bool = True, micro_batches: int = 1
+) -> dict[str, Any]:
+    """The JSON that both engines get: weights and optimizer states on `tier`, AdamW, clipping."""
     where = {"device": tier, **({"nvme_path": str(path)} if tier == "nvme" else {})}
     return {
         "train_micro_batch_size_per_gpu": shape.batch,
-        "bf16": {"enabled": True},
+        "gradient_accumulation_steps": micro_batches,
+        "bf16": {"enabled": bf16},
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         "zero_optimization": {
@@ -43,17 +46,30 @@ def training_config(tier: str, path: Path | str, shape: Shape) -> dict[str, Any]
 
 
 def our_config(
-    tier: str, path: Path | str, shape: Shape, budget: Mapping[str, Any] | None = None, optimizer: str = "AdamW"
+    tier: str,
+    path: Path | str,
+    shape: Shape,
+    budget: Mapping[str, Any] | None = None,
+    optimizer: str = "AdamW",
+    **trained: Any,
 ) -> dict[str, Any]:
-    """Ours: lean unless a `memory_budget` is given; another optimizer has AdamW's parameters."""
-    config = training_config(tier, path, shape)
+    """Ours: lean unless a `memory_budget` is given; another optimizer has AdamW's parameters.
+
+    `trained`: as of `training_config`.
+    """
+    config = training_config(tier, path, shape, **trained)
     config["optimizer"]["type"] = optimizer
     return config if budget is None else {**config, "memory_budget": dict(budget)}
 
 
-def rival_config(tier: str, path: Path | str, shape: Shape, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's; `settings` are some of `rival_settings`, and `buffer_size` [elements] of its parameter buffers."""
-    config = training_config(tier, path, shape)
+def rival_config(
+    tier: str, path: Path | str, shape: Shape, settings: Mapping[str, Any], **trained: Any
+) -> dict[str, Any]:
+    """DeepSpeed's; `settings` are some of `rival_settings`, and `buffer_size` [elements] of its parameter buffers.
+
+    `trained`: as of `training_config`.
+    """
+    config = training_config(tier, path, shape, **trained)
     zero = config["zero_optimization"]
     if tier == "nvme":
         # It fetches parameter by parameter, so the largest one must fit a buffer.
@@ -94,6 +110,8 @@ class Bench:
         self.counts = {"warmup": options.warmup, "steps": options.steps}
         self.inside: tuple[str, ...] = ()
         self._lock: tuple[str, ...] = () if options.lock is None else ("flock", options.lock)
+        self._bf16 = getattr(options, "dtype", "bf16") == "bf16"
+        self._trained = {"bf16": self._bf16, "micro_batches": getattr(options, "micro_batches", 1)}
 
     def ours(
         self,
@@ -101,10 +119,13 @@ class Bench:
         budget: Mapping[str, Any] | None = None,
         shape: Shape | None = None,
         optimizer: str = "AdamW",
+        *,
+        vertical: bool = False,
     ) -> Candidate:
         """This project's engine."""
         shape = shape or self.shape
-        config = our_config(tier, self.path, shape, budget, optimizer)
+        config = our_config(tier, self.path, shape, budget, optimizer, **self._trained)
+        config |= {"vertical_accumulation": True} if vertical else {}
         return lambda: self._run(OURS, shape, contestant="ours", config=config, path=str(self.path))
 
     def rival(self, tier: str, settings: Mapping[str, Any], shape: Shape | None = None) -> Candidate:
@@ -113,13 +134,14 @@ class Bench:
 
         def run() -> dict[str, Any]:
             with tempfile.TemporaryDirectory(prefix="rival-", dir=self.path) as folder:
-                return self._run(RIVAL, shape, config=rival_config(tier, folder, shape, settings), path=str(self.path))
+                config = rival_config(tier, folder, shape, settings, **self._trained)
+                return self._run(RIVAL, shape, config=config, path=str(self.path))
 
         return run
 
     def compute_floor(self, shape: Shape | None = None) -> Candidate:
         """Forward and backward in plain torch."""
-        return lambda: self._run(OURS, shape or self.shape, contestant="plain")
+        return lambda: self._run(OURS, shape or self.shape, contestant="plain", bf16=self._bf16)
 
     def disk_floor(self, read_bytes: float, write_bytes: float) -> Candidate:
         """The bytes of a step, read alone and then written alone."""

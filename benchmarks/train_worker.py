@@ -50,14 +50,14 @@ def ours(spec: dict[str, Any]) -> dict[str, Any]:
     engine = zero.initialize(model=model, config=config)[0]
     emit("ready", seconds=time.perf_counter() - begin)
     samples = Samples(shape, engine.device)
+    micro_batches = iter(samples.next, None)
     before = engine.statistics()
 
     def step() -> None:
         nonlocal before
         if engine.global_steps == spec["warmup"]:
             before = engine.statistics()
-        engine.backward(engine(samples.next()))
-        engine.step()
+        engine.train_batch(micro_batches)
         if engine.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -90,7 +90,8 @@ def plain(spec: dict[str, Any]) -> dict[str, Any]:
     Gradients are dropped, which spares adding to them, and what they lay in is kept, which spares page faults.
     """
     shape = Shape(**spec["shape"])
-    model, samples = GPT(shape).bfloat16(), Samples(shape)
+    model, samples = GPT(shape), Samples(shape)
+    model = model.bfloat16() if spec.get("bf16", True) else model
     keep_freed_memory()
     forward: list[float] = []
 

@@ -8,6 +8,7 @@ MODEL is a folder as `save_pretrained` or `hf download` leaves it: config.json, 
 text, or JSON lines with "text" or "messages". The plan of the memory is printed before anything is allocated. What
 comes out is a folder for `from_pretrained` in the dtype of the training, of an adapter the adapter's. Needs
 transformers; adapters need peft, qlora bitsandbytes. On a CPU begin with --steps 10 --sequence 128 --accumulation 2.
+With --save-every the same command goes on where it was ended; the newest two checkpoints stay.
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ except ImportError as error:
 ADAPTER: dict[str, Any] = {"r": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 """Of peft.LoraConfig."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+KEPT = 2
+"""Checkpoints that stay."""
 FIRST = os.environ.get("RANK", "0") == "0"
 """Of several ranks one speaks."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("model", type=Path, help="folder of the model")
     parser.add_argument("--data", type=Path, required=True, help="text, or JSON lines with text or messages")
     parser.add_argument("--out", type=Path, required=True, help="folder for the result")
@@ -57,14 +62,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
     memory = 'for what could be on the drive: such as 32GB; "auto": most of what is free; "least": none of it (auto)'
     parser.add_argument("--host-memory", type=memory_size, metavar="BYTES", help=memory)
-    parser.add_argument("--steps", type=at_least(1), default=100)
-    parser.add_argument("--batch", type=at_least(1), default=1, help="samples of a rank at once")
-    parser.add_argument("--accumulation", type=at_least(1), default=8, help="batches of a step")
-    parser.add_argument("--sequence", type=at_least(2), default=1024, help="tokens of a sample")
+    parser.add_argument("--steps", type=at_least(1), default=100, help="optimizer steps (100)")
+    parser.add_argument("--batch", type=at_least(1), default=1, help="samples of a rank at once (1)")
+    parser.add_argument("--accumulation", type=at_least(1), default=8, help="batches of a step (8)")
+    parser.add_argument("--sequence", type=at_least(2), default=1024, help="tokens of a sample (1024)")
     parser.add_argument("--lr", type=float, default=None, help="default: 1e-5, and 1e-4 for an adapter")
     every = "checkpoints; the same command goes on from the newest (off)"
     parser.add_argument("--save-every", type=at_least(0), default=0, metavar="STEPS", help=every)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the samples (0)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # zero run passes it
     return checked(parser.parse_args(arguments))
 
@@ -106,7 +111,7 @@ def checked(options: argparse.Namespace) -> argparse.Namespace:
     if options.dtype == "auto":
         options.dtype = "fp32" if slow else "bf16"
     if slow and FIRST:
-        print(f"training in fp32: {slow} (--dtype bf16 trains in bf16 all the same)")
+        print(f"training in fp32, which the result is in too: {slow} (--dtype bf16 trains in bf16 all the same)")
     need, told = result_bytes(options)
     there = next(folder for folder in (options.out, *options.out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
@@ -123,7 +128,8 @@ def result_bytes(options: argparse.Namespace) -> tuple[int, str]:
     # A checkpoint has fp32 weights and Adam's two moments of what is trained, and plain weights of what is not.
     each = {"none": 12 * numel, "lora": width * numel, "qlora": 0}[options.adapter]
     made = len(list(folder.glob("global_step*")))
-    count = max(options.steps // options.save_every - made, 0) if options.save_every else 0
+    # One more than stays is there while it is written.
+    count = max(min(options.steps // options.save_every, KEPT + 1) - made, 0) if options.save_every else 0
     told = f"the model takes {model:,}"
     return model + count * each, told + (f" and {count} checkpoints of --save-every {each:,} each" if count else "")
 
@@ -143,6 +149,8 @@ def make_config(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": options.batch,
         "gradient_accumulation_steps": options.accumulation,
+        # All batches of a step pass a layer before the next layer's weights come.
+        "vertical_accumulation": True,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": options.dtype == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": lr}},
@@ -157,6 +165,7 @@ def make_config(options: argparse.Namespace) -> dict[str, Any]:
             "stage3_gather_16bit_weights_on_model_save": True,
         },
         **({"memory_budget": {"host": memory}} if budgeted else {}),
+        "checkpoint": {"keep_last": KEPT},
         "log_level": "info",
     }
 
@@ -229,23 +238,21 @@ def build(options: argparse.Namespace, config: dict[str, Any]) -> Any:
 
 
 def train(engine: Any, options: argparse.Namespace) -> float:
-    """All steps; the mean loss of the last one."""
-    micro_batches, loss_sum, mean = iter(zero.RepeatingLoader(engine.training_dataloader)), 0.0, float("nan")
-    batches, done = options.steps * options.accumulation, engine.global_steps * options.accumulation
-    with tqdm(total=batches, initial=done, disable=engine.global_rank != 0, unit="batch") as bar:
+    """All steps that are left; the mean loss of the last one."""
+    batches, mean = iter(zero.RepeatingLoader(engine.training_dataloader)), float("nan")
+
+    def loss_of(ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.to(engine.device)
+        loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss
+        return loss
+
+    with tqdm(total=options.steps, initial=engine.global_steps, disable=engine.global_rank != 0, unit="step") as bar:
         while engine.global_steps < options.steps:
-            ids = next(micro_batches).to(engine.device)
-            loss = engine(input_ids=ids, labels=ids).loss
-            engine.backward(loss)
-            loss_sum += loss.item()
-            at_boundary = engine.is_gradient_accumulation_boundary()
-            engine.step()
+            mean = engine.train_batch(batches, loss_of).item()
             bar.update()
-            if at_boundary:
-                mean, loss_sum = loss_sum / options.accumulation, 0.0
-                bar.set_postfix(step=engine.global_steps, loss=f"{mean:.3f}")
-                if options.save_every and engine.global_steps % options.save_every == 0:
-                    engine.save_checkpoint(options.out / "checkpoints")
+            bar.set_postfix(loss=f"{mean:.3f}")
+            if options.save_every and engine.global_steps % options.save_every == 0:
+                engine.save_checkpoint(options.out / "checkpoints")
     return mean
 
 
@@ -268,13 +275,13 @@ def save(engine: Any, tokenizer: Any, options: argparse.Namespace) -> None:
 
 
 def resume(engine: Any, options: argparse.Namespace) -> None:
-    """Go on from the newest checkpoint, if there is one."""
+    """Go on from the newest checkpoint, if there is one; the engine says from which."""
     folder = options.out / "checkpoints"
+    if not folder.exists():
+        return
     if options.save_every:
-        path, _ = engine.load_checkpoint(folder)
-        if path is not None and FIRST:
-            print(f"going on from step {engine.global_steps} of checkpoint {path}")
-    elif folder.exists() and FIRST:
+        engine.load_checkpoint(folder)
+    elif FIRST:
         print(f"warning: {folder} is not used without --save-every; with it, training goes on from there")
 
 
@@ -290,7 +297,8 @@ def run(options: argparse.Namespace) -> float:
     finally:
         engine.close()
     if engine.global_rank == 0:
-        print(f"loss {loss:.3f}; the model is in {options.out}")
+        told = f"loss {loss:.3f}" if loss == loss else f"step {engine.global_steps} was reached before, none was taken"
+        print(f"{told}; the model is in {options.out}")
     return loss
 
 
@@ -306,7 +314,11 @@ def main(arguments: list[str] | None = None) -> float:
             told += f"; --out needs room: {result_bytes(options)[1]}"
         raise SystemExit(f"finetune.py: {told}") from None
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        saved = sorted((options.out / "checkpoints").glob("global_step*"))
+        told = (
+            "the same command goes on from its newest checkpoint" if saved else "nothing is kept without --save-every"
+        )
+        print(f"interrupted; {told}", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
         with suppress(OSError):  # not empty: there is a result

@@ -37,8 +37,9 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
 
     def step() -> None:
         with deepspeed_setup.quietly():
-            engine.backward(engine(samples.next()))
-            engine.step()
+            for _ in range(config.get("gradient_accumulation_steps", 1)):
+                engine.backward(engine(samples.next()))
+                engine.step()
 
     return timed_steps(step, warmup=spec["warmup"], steps=spec["steps"], path=spec.get("path"))
 

@@ -251,14 +251,22 @@ class ZeroEngine(EngineNames, nn.Module):
         batches = next_batch(data_iter, config.gradient_accumulation_steps)
         with self.accumulation.whole_batch(self.steps.zero_grad):
             if config.passes < len(batches) and any(not unit.persistent for unit in self.units):
-                forwards = [partial(loss_of, batch) for batch in batches]
-                losses = side_by_side(self.run.parts.turns, forwards, self._whole_backward)
+                losses = self._side_by_side([partial(loss_of, batch) for batch in batches])
             else:
                 losses = [
                     self._forward_and_backward(loss_of, batch, begun=index) for index, batch in enumerate(batches)
                 ]
         self.step()
-        return torch.stack([loss.detach().float() for loss in losses]).mean()
+        return torch.stack([loss.float() for loss in losses]).mean()
+
+    def _side_by_side(self, forwards: list[partial[torch.Tensor]]) -> list[torch.Tensor]:
+        def backward(loss: torch.Tensor) -> None:
+            part = self.part_of_loss(loss)
+            self.reports.note_loss(part)
+            self.scaling.scaled(part).backward()  # type: ignore[no-untyped-call]
+
+        self.run.micro_steps += len(forwards) - 1  # their one backward is the last before the step
+        return side_by_side(self.run.parts.turns, forwards, backward, self.running_backward(together=True))
 
     def _forward_and_backward(self, loss_of: LossOf, batch: Any, *, begun: int) -> torch.Tensor:
         if begun and self.run.config.managed_gradient_accumulation:
@@ -266,16 +274,6 @@ class ZeroEngine(EngineNames, nn.Module):
         loss = loss_of(batch)
         self.backward(loss)
         return loss.detach()
-
-    @contextmanager
-    def _whole_backward(self, losses: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """All backwards of a step as one; gives the losses divided and scaled."""
-        parts = [self.part_of_loss(loss) for loss in losses]
-        for part in parts:
-            self.reports.note_loss(part)
-        self.run.micro_steps += len(parts) - 1  # this backward is the last one before the step
-        with self.running_backward(together=True):
-            yield [self.scaling.scaled(part) for part in parts]
 
     @whole
     @traced("step")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -46,20 +46,28 @@ def loss_by_call(model: Callable[..., Any], batch: Any) -> torch.Tensor:
 def side_by_side(
     turns: Turns,
     forwards: Sequence[Callable[[], torch.Tensor]],
-    whole_backward: Callable[[list[torch.Tensor]], AbstractContextManager[list[torch.Tensor]]],
+    backward: Callable[[torch.Tensor], None],
+    whole_backward: AbstractContextManager[None],
 ) -> list[torch.Tensor]:
-    """Run the forwards, which return losses, and then their backwards, by turns at each unit.
+    """Forward and backward of several micro-batches, by turns at each unit.
 
     Args:
         turns: of the engine.
-        forwards: of one micro-batch each.
-        whole_backward: given the losses, a context that is one backward; it gives what `backward` is called of.
+        forwards: of one micro-batch each; they return losses.
+        backward: of a loss.
+        whole_backward: around all of them, from the first on.
 
     Returns:
-        The losses.
+        The losses, detached.
     """
-    lanes = turns.lanes(len(forwards))
-    losses = turns.run(lanes, forwards)
-    with whole_backward(losses) as scaled:
-        turns.run(lanes, [partial(torch.Tensor.backward, loss) for loss in scaled])
-    return losses
+    with ExitStack() as begun:
+        contexts = iter([whole_backward])
+
+        def work(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+            loss = forward()
+            for context in contexts:  # the first only
+                begun.enter_context(context)
+            backward(loss)
+            return loss.detach()
+
+        return turns.run([partial(work, forward) for forward in forwards])

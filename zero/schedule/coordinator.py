@@ -156,6 +156,10 @@ class Coordinator:
             self._prefetch(with_backward=backward_follows)
         return True
 
+    def is_used(self, index: int) -> bool:
+        """True while a call or a backward uses the unit, and for one that is always there."""
+        return self._units[index].used or self._units[index].state == UnitState.HOME
+
     def is_last_use(self, index: int) -> bool:
         """True while one forward call uses the unit, and no other does."""
         return self._units[index].forward_uses == 1

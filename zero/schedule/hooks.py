@@ -33,6 +33,9 @@ from zero.schedule.frame import close_frame, exchange, open_frame, tensors_in
 from zero.schedule.open_calls import OpenCall, OpenCalls
 from zero.schedule.turns import Turns
 
+FORWARD, BACKWARD = "forward", "backward"
+"""What a round holds a unit for."""
+
 
 def in_backward() -> bool:
     """True inside an autograd backward, so also in the forward of a recomputation."""
@@ -216,11 +219,11 @@ class ModuleHooks:
             self._open_frame(call)
 
     def _begin_use(self, index: int, call: OpenCall) -> None:
-        follows = torch.is_grad_enabled()
+        follows, end = torch.is_grad_enabled(), self._coordinator.end_forward_use
         with apart() as inside_transform:
             self._coordinator.begin_forward_use(index, backward_follows=follows)
             comes = not self._bound[index].unit.persistent
-            if comes and self._turns.first(index, lambda: self._end_use(index, follows)):
+            if comes and self._turns.first((FORWARD, index), lambda: end(index, backward_follows=follows)):
                 self._coordinator.begin_forward_use(index, backward_follows=follows)
             if inside_transform:
                 self._coordinator.look(index)
@@ -230,12 +233,9 @@ class ModuleHooks:
     def _end_uses(self, call: OpenCall) -> None:
         with apart():
             for index in reversed(call.begun):  # what began first encloses the others
-                self._end_use(index, torch.is_grad_enabled())
-
-    def _end_use(self, index: int, backward_follows: bool) -> None:
-        if self._turns.on and not self._turns.holds(index) and self._coordinator.is_last_use(index):
-            self._turns.end_round()  # what the round holds lies inside this use, so it ends before
-        self._coordinator.end_forward_use(index, backward_follows=backward_follows)
+                if self._turns.on and not self._turns.holds((FORWARD, index)) and self._coordinator.is_last_use(index):
+                    self._turns.let_go(FORWARD)  # what the round holds lies inside this use, so it ends before
+                self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
 
     @whole
     def begin_look(self, index: int) -> None:
@@ -301,7 +301,7 @@ class ModuleHooks:
                 return
             # What has run without gradients runs again soon, a token or a batch later.
             with apart():
-                self._turns.end_round()
+                self._turns.let_go(FORWARD)
                 self._coordinator.end_forward(None if self._open.backward_follows or output is None else "eval")
 
     def _pre_forward(self, units: list[int]) -> Callable[..., None]:
@@ -311,7 +311,7 @@ class ModuleHooks:
             if self._calls and module in self._quiet:
                 return
             call = OpenCall(module, in_backward())
-            self._take_turn(units, backward=call.recompute)
+            self._take_turn(units)
             self._calls.append(call)
             for index in units:
                 if call.recompute:
@@ -327,22 +327,14 @@ class ModuleHooks:
 
         return hook
 
-    def _take_turn(self, units: list[int], *, backward: bool) -> None:
-        """Where micro-batches run side by side: a unit that this one does not use yet is begun by all of them."""
-        if not self._turns.on:
-            return
-        if backward:
-            new = [i for i in units if not (self._bound[i].unit.persistent or i in self._turns.lane.passing)]
-        else:
-            new = [i for i in units if not self._uses(i)]
-        if new:
+    def _take_turn(self, units: list[int]) -> None:
+        """Where micro-batches run side by side: a unit that none of them uses is begun by all, one after the other."""
+        if self._turns.on and not all(self._coordinator.is_used(index) for index in units):
             self._turns.take()
 
     def _hold_in_backward(self, index: int) -> None:
-        if self._turns.on:
-            self._turns.lane.passing.add(index)
-            if self._turns.first(index, lambda: self._events.unit_passed(index)):
-                self._coordinator.begin_backward_use(index)
+        if self._turns.first((BACKWARD, index), lambda: self._events.unit_passed(index)):
+            self._coordinator.begin_backward_use(index)
 
     def _open_frame(self, call: OpenCall) -> None:
         call.sentinel = open_frame(self._passed(call), self._coordinator.device)
@@ -374,7 +366,6 @@ class ModuleHooks:
             self._record("backward", call, call.backward_ns)
             call.backward_ns = 0  # a retained graph may be walked again
             for index in call.units:
-                self._turns.lane.passing.discard(index)
                 self._events.unit_passed(index)
 
         return passed
@@ -391,7 +382,7 @@ class ModuleHooks:
         @whole
         def reached() -> None:
             events.before_backward(generation)
-            self._take_turn(call.units, backward=True)
+            self._take_turn(call.units)
             for index in call.units:
                 coordinator.begin_backward_use(index)
                 self._hold_in_backward(index)

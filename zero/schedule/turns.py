@@ -1,11 +1,12 @@
 """Micro-batches side by side: one of them computes at a time, and at each unit the next one takes its turn.
 
 [Note: vertical order] Each micro-batch runs in a thread of its own, because autograd and a model's forward keep what
-they have open on the stack. Whoever is about to begin a unit that it does not use yet hands over to the next one, so
-all of them pass one unit before the first begins the next: its weights come once, and its gradients are added up in
-the order of the micro-batches, as they are when these run one after the other. A round is over when the first one is
-about to go on; what the round has brought in is held until then. Paths through the model may differ between
-micro-batches: then units come again, and nothing else changes.
+they have open on the stack. Whoever is about to begin a unit that nobody uses hands over to the next one, so all
+pass one unit before the first begins the next: its weights come once, and its gradients are added up in the order of
+the micro-batches, as they are when these run one after the other. A round is over when the first one is about to go
+on; what the round has brought in is held until then. A backward begins as soon as its forward is over, so what a loss
+needs (logits above all) is there for one micro-batch at a time. Paths through the model may differ between
+micro-batches: then units come again, and sums may be made in another order.
 
 [Note: random numbers] A recomputation draws what its forward has drawn, so each micro-batch has its own generators:
 the first goes on with those of the process, which have its state in the end, the others' are seeded from them.
@@ -27,6 +28,8 @@ from offload.system.interrupts import uninterrupted
 from zero.schedule.open_calls import OpenCalls
 
 T = TypeVar("T")
+Held = tuple[str, int]
+"""What a unit is held for, and its index."""
 
 
 class _Stopped(BaseException):
@@ -39,7 +42,6 @@ class Lane(Generic[T]):
 
     Attributes:
         open: what its forward has open.
-        passing: units whose calls gradients have reached, or that were recomputed for them, and not passed.
         keeps: what its backward has in memory that the others need too; it goes on until gradients have passed that.
         random: states of its generators while others compute.
         turn: taken by who computes; one is given for each turn.
@@ -47,15 +49,10 @@ class Lane(Generic[T]):
 
     random: list[torch.Tensor]
     open: OpenCalls = field(default_factory=OpenCalls)
-    passing: set[int] = field(default_factory=set)
     keeps: set[int] = field(default_factory=set)
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     over: bool = False
     result: T | None = None
-
-    def take_result(self) -> T:
-        result, self.result = self.result, None
-        return result  # type: ignore[return-value]  # None where T is
 
 
 class Turns:
@@ -72,24 +69,18 @@ class Turns:
         self._alone: Lane[Any] = Lane([])
         self.lane, self.on, self.roots = self._alone, False, 0
         self._lanes: list[Lane[Any]] = []
-        self._held: dict[int, Callable[[], None]] = {}  # Unit -> what lets go of it at the end of the round.
+        self._held: dict[Held, Callable[[], object]] = {}  # What lets go of it at the end of the round.
         self._error: BaseException | None = None  # Why all of them stop.
         self._finished = threading.Event()  # To join a thread that runs is nothing that an interrupt may end.
 
-    def lanes(self, count: int) -> list[Lane[Any]]:
-        """For the micro-batches of one step: `run` their forwards in them, then their backwards."""
-        return [Lane(states) for states in _seeded_states(count, self._device)]
-
-    def run(self, lanes: Sequence[Lane[T]], jobs: Sequence[Callable[[], T]]) -> list[T]:
+    def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """The results of the jobs, which take turns. Raises what one of them raises; the others are broken off."""
+        lanes: list[Lane[T]] = [Lane(states) for states in _seeded_states(len(jobs), self._device)]
         thread_state = _ThreadState(self._device)
         threads = [
             threading.Thread(target=contextvars.copy_context().run, args=(self._work, lane, job, thread_state))
             for lane, job in zip(lanes, jobs, strict=True)
         ]
-        for lane in lanes:
-            lane.over = False
-            lane.keeps.clear()
         self._lanes, self._error, self.on = list(lanes), None, True
         self._finished.clear()
         try:
@@ -107,7 +98,7 @@ class Turns:
         failed, self._error = self._error, None
         if failed is not None:
             raise failed
-        return [lane.take_result() for lane in lanes]
+        return [lane.result for lane in lanes]  # type: ignore[misc]  # None where T is
 
     def _end(self, lanes: Sequence[Lane[Any]], threads: Sequence[threading.Thread]) -> None:
         """Wait for the threads, none of which waits for an interrupt that is kept meanwhile."""
@@ -135,21 +126,21 @@ class Turns:
         following.turn.release()
         self._await_turn(lane)
 
-    def first(self, unit: int, let_go: Callable[[], None]) -> bool:
-        """True where this round has not brought the unit in: hold it, until `let_go` is called at the round's end."""
-        if not self.on or unit in self._held:
+    def first(self, what: Held, let_go: Callable[[], object]) -> bool:
+        """True where this round does not hold it: it does from now on, until `let_go` is called at the round's end."""
+        if not self.on or what in self._held:
             return False
-        self._held[unit] = let_go
+        self._held[what] = let_go
         return True
 
     def relieve(self) -> bool:
         """There is no room for what is needed now: let go of what the round holds. False: it holds nothing."""
         held = bool(self._held)
-        self.end_round()
+        self.let_go()
         return held
 
-    def holds(self, unit: int) -> bool:
-        return unit in self._held
+    def holds(self, what: Held) -> bool:
+        return what in self._held
 
     def _following(self, lane: Lane[Any]) -> Lane[Any]:
         """Who is next; a round ends where the first of those that run is."""
@@ -157,15 +148,14 @@ class Turns:
         later = (each for each in self._lanes[position + 1 :] if not each.over)
         following = next(later, None)
         if following is None:
-            self.end_round()
+            self.let_go()
             following = next((each for each in self._lanes if not each.over), lane)
         return following
 
-    def end_round(self) -> None:
-        """All have passed what the round has brought in, or nobody will."""
-        while self._held:
-            _, let_go = self._held.popitem()
-            let_go()
+    def let_go(self, kind: str | None = None) -> None:
+        """Nobody of this round needs what it holds (of this kind; None: of any), or there is no room for it."""
+        for what in [what for what in reversed(self._held) if kind in (None, what[0])]:
+            self._held.pop(what)()
 
     def _await_turn(self, lane: Lane[Any]) -> None:
         lane.turn.acquire()

@@ -42,6 +42,14 @@ from zero.tools.plan_choices import Choice, choice_lines, find_choices, smallest
 
 RATE_NUMEL = 4 << 20
 RATE_ROUNDS = 3
+ON_A_DRIVE = {"device": "nvme", "nvme_path": "."}
+DEFAULT = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 3, "offload_param": ON_A_DRIVE, "offload_optimizer": ON_A_DRIVE},
+}
+"""What is planned for where nobody gives a CONFIG."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="folder, config.json or cached id of a Hugging Face model, or module:callable"
     )
-    parser.add_argument("config", metavar="CONFIG", help="DeepSpeed JSON file")
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="DeepSpeed JSON file (bf16, AdamW, stage 3, all of it on a drive)"
+    )
     parser.add_argument("--model-args", metavar="JSON", default="{}", help="keyword arguments of the callable")
     parser.add_argument("--stage", type=int, help="ZeRO stage, in place of CONFIG's")
     parser.add_argument("--world-size", "--ranks", dest="ranks", type=int, default=1, help="ranks (1)")
@@ -153,7 +163,7 @@ def _content(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--world-size: expected at least 1, got {options.ranks}")
     if options.nodes < 1 or options.ranks % options.nodes:
         raise ConfigError(f"--nodes: expected a divisor of {options.ranks}, the number of ranks, got {options.nodes}")
-    content = dict(read_json(options.config))
+    content = dict(DEFAULT if options.config is None else read_json(options.config))
     if options.stage is not None:
         block = content.get("zero_optimization")
         content["zero_optimization"] = {**(block if isinstance(block, dict) else {}), "stage": options.stage}
