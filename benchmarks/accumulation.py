@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.common import Candidate, Report, floor_deviates, measure, parser
-from benchmarks.contestants import Bench, add_arguments, floor_contended
+from benchmarks.contestants import Bench, add_arguments, floor_contended, longer
 from benchmarks.rivals import deepspeed_setup
 
 TOGETHER, IN_TURN, RIVAL = "side by side", "one after the other", "deepspeed"
@@ -31,9 +31,11 @@ def main() -> None:
     add_arguments(parsed, shape="168M", warmup=1, steps=2)
     parsed.add_argument("--micro-batches", type=int, default=8)
     parsed.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
+    parsed.add_argument("--tokens", type=int, default=16, help="of a micro-batch: few, as for a GPU that is fast (16)")
     options = parsed.parse_args()
     report = Report("accumulation", __doc__, options, folders=[options.path])
     bench = Bench(options)
+    bench.shape = longer(bench.shape, options.tokens)
     report.figure("parameters", bench.shape.numel, f"{bench.shape.numel:,}")
     rival = rivals(report, bench)
     first = measure("first look", {TOGETHER: bench.ours("nvme", vertical=True)}, rounds=1, warmups=0, disk=options.path)

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import plot, precision_loss, rank_memory, ranks
 from benchmarks.common import verdict_of
-from benchmarks.kept import NAMES, counted, kept, large_runs
+from benchmarks.kept import NAMES, counted, kept, large_runs, machine_of
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -126,6 +126,27 @@ def of_marks(*marks: Mark) -> Table:
     return Table(sources, make)
 
 
+def micro_batches(result: Mapping[str, Any]) -> str:
+    """Steps of several micro-batches: seconds, bytes per parameter, peak memory."""
+    (series,) = [each for each in result["series"] if each["name"] == "nvme"]
+    rounds, rows = counted(series), []
+    for name in rounds[0]:
+        seconds = statistics.median(each[name]["seconds"] for each in rounds)
+        moved = result["figures"].get(f"{name}, bytes per parameter and step")
+        told = ("", "") if moved is None else (f"{moved['read']:.1f}", f"{moved['peak_rss_bytes'] / 1e9:.2f} GB")
+        rows.append((MICRO_BATCHES.get(name, name), f"{seconds:.2f} s", *told))
+    options, parameters = result["options"], result["figures"]["parameters"]
+    what = f"{parameters / 1e6:.0f} M parameters in {options['dtype']}, {options['micro_batches']} micro-batches of "
+    text = markdown((f"{what}{options['tokens']} tokens", "a step", "read, bytes per parameter", "peak memory"), rows)
+    return f"{text}\n\nOn {machine_of([result])}."
+
+
+MICRO_BATCHES = {
+    "deepspeed, default": "DeepSpeed, default",
+    "deepspeed, pipelined": "DeepSpeed, pipelined reads and writes",
+    "compute floor": "floor: forward and backward of one micro-batch alone",
+    "read + write alone": "floor: the bytes of a step side by side alone",
+}
 STEPS = {
     ("nvme", "deepspeed"): ("DeepSpeed, NVMe", None),
     ("nvme", "lean"): ("ours, NVMe, no budget", "nvme: lean / deepspeed, step time"),
@@ -310,6 +331,7 @@ TABLES = {
         Mark("minor page faults in a steady step, NVMe", "faults", "nvme, 128 tokens: minor faults in a step"),
         Mark("minor page faults in a steady step, host memory", "faults", "cpu, 128 tokens: minor faults in a step"),
     ),
+    "accumulation": Table(("accumulation",), micro_batches),
     "codes": Table(("codes_loss",), coded_weights),
     "rollouts": Table(("rollout",), rollouts),
     "disk": of_marks(

@@ -36,7 +36,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     add = parser.add_argument
     add("--offload", choices=("nvme", "cpu", "none"), default="nvme", help="home of weights and states (%(default)s)")
     add("--nvme-path", type=Path, default=REPOSITORY / ".swap", metavar="DIR", help="on a real disk (%(default)s)")

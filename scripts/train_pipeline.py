@@ -25,7 +25,9 @@ from zero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     add = parser.add_argument
     add("--stages", type=int, default=2, help="a divisor of the ranks (%(default)s)")
     add("--schedule", choices=("1f1b", "gpipe"), default="1f1b", help="order of micro-batches (%(default)s)")

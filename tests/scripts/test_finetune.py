@@ -78,18 +78,30 @@ def test_an_adapter_learns_and_is_saved_alone(finetune: ModuleType, given: Path,
 
 
 def test_it_goes_on_from_its_newest_checkpoint(
-    finetune: ModuleType, given: Path, capsys: pytest.CaptureFixture[str]
+    finetune: ModuleType, given: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     once = finetune.main(arguments(given, "data.txt", "--save-every", "4", "--steps", "12"))
     folders = sorted(path.name for path in (given / "out" / "checkpoints").glob("global_step*"))
-    assert folders == ["global_step12", "global_step4", "global_step8"]
+    assert folders == ["global_step12", "global_step8"], "the newest two stay"
     (given / "out" / "checkpoints" / "global_step12").rename(given / "away")
-    assert "going on" not in capsys.readouterr().out
+    assert "going on" not in caplog.text and "checkpoint" not in capsys.readouterr().out
     again = finetune.main(arguments(given, "data.txt", "--save-every", "4", "--steps", "12"))
     assert again == once
-    assert "going on from step 8 of checkpoint" in capsys.readouterr().out
+    assert "global_step8" in caplog.text and "going on" in caplog.text
+    capsys.readouterr()
+    finetune.main(arguments(given, "data.txt", "--save-every", "4", "--steps", "12"))
+    told = capsys.readouterr().out
+    assert "step 12 was reached before, none was taken; the model is in" in told and "nan" not in told
     finetune.main(arguments(given, "data.txt", "--steps", "1"))
     assert "checkpoints is not used without --save-every" in capsys.readouterr().out
+
+
+def test_a_flag_is_not_guessed_from_its_first_letters(
+    finetune: ModuleType, given: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        finetune.main([*arguments(given, "data.txt"), "--ste", "2"])
+    assert "unrecognized arguments: --ste 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -136,7 +148,7 @@ def test_fp32_is_taken_where_bf16_is_slow_and_not_asked_for(
     assert finetune.parse_arguments(arguments(given, "data.txt", "--dtype", "bf16")).dtype == "bf16"
     assert capsys.readouterr().out == ""
     finetune.main(arguments(given, "data.txt", "--steps", "1"))
-    assert "training in fp32: bf16 is slow" in capsys.readouterr().out
+    assert "training in fp32, which the result is in too: bf16 is slow" in capsys.readouterr().out
     model = transformers.AutoModelForCausalLM.from_pretrained(given / "out", dtype="auto")
     assert model.dtype == torch.float32
     monkeypatch.setattr(finetune, "slow_bf16", lambda device: "")
@@ -235,7 +247,9 @@ def test_an_interrupt_is_one_line(
     monkeypatch.setattr(finetune, "train", train)
     with pytest.raises(SystemExit) as ended:
         finetune.main(arguments(given, "data.txt"))
-    assert ended.value.code == 130 and capsys.readouterr().err.endswith("interrupted\n")
+    assert ended.value.code == 130 and capsys.readouterr().err.endswith(
+        "interrupted; nothing is kept without --save-every\n"
+    )
     assert not (given / "out").exists()
 
 
