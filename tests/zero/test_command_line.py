@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,7 @@ def test_a_wrong_flag_prints_the_usage_of_its_subcommand(
 def test_help_and_typos_do_not_wait_for_torch(arguments: list[str]) -> None:
     code = """
 import sys
+from pathlib import Path
 from zero.tools import cli
 try:
     cli.main(sys.argv[1:])
@@ -42,11 +44,21 @@ finally:
     assert "AssertionError" not in done.stderr and "zero" in done.stdout + done.stderr
 
 
+def test_a_plan_needs_no_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Then all of the model is on a drive."""
+    (tmp_path / "small.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(512, 512)\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        assert cli.main(["plan", "small:build"]) == 0
+    told = capsys.readouterr().out
+    assert "nvme    weights" in told and "nvme    optimizer states" in told
+
+
 def test_a_misspelt_flag_is_named_beside_what_is_missing_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["plan", "--modle", "x", "--host=64GB"])
+        cli.main(["plan", "--modle=x", "--host=64GB"])
     error = capsys.readouterr().err
-    assert error.endswith("unrecognized arguments: --modle; the following arguments are required: CONFIG\n")
+    assert error.endswith("unrecognized arguments: --modle; the following arguments are required: MODEL\n")
     with pytest.raises(SystemExit):
         cli.main(["plan", "--hos", "64GB"])
     assert "unrecognized" not in capsys.readouterr().err

@@ -305,6 +305,15 @@ def test_a_micro_batch_that_fails_takes_the_others_with_it(
     as_if_nothing_had_been(engine, open_engine, nvme_path)
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_an_interrupt_ends_all_micro_batches(open_engine: Open, nvme_path: Path, part: str) -> None:
     engine = open_engine(picky(), config_of(nvme_path, vertical=True))
@@ -322,6 +331,74 @@ def test_an_interrupt_ends_all_micro_batches(open_engine: Open, nvme_path: Path,
     handle.remove()
     assert threading.active_count() == threads
     as_if_nothing_had_been(engine, open_engine, nvme_path)
+
+
+def test_a_forward_that_fails_fails_the_batch_whoever_catches_the_error(open_engine: Open, nvme_path: Path) -> None:
+    """The others' weights have been let go with its own: they must not compute on."""
+    engine = open_engine(picky(), config_of(nvme_path, vertical=True))
+
+    def patient(batch: tuple[int, torch.Tensor]) -> torch.Tensor:
+        try:
+            return engine(batch[1], "forward" if batch[0] == 1 else None)
+        except Stumbling.Stumble:
+            return engine(batch[1])
+
+    with pytest.raises(Stumbling.Stumble):
+        engine.train_batch(((index, tokens(index)) for index in range(COUNT)), patient)
+    as_if_nothing_had_been(engine, open_engine, nvme_path)
+
+
+def test_a_loss_of_submodules_alone_that_fails_leaves_no_unit_in_use(open_engine: Open, nvme_path: Path) -> None:
+    engine = open_engine(picky(), config_of(nvme_path, vertical=True))
+
+    def by_parts(batch: tuple[int, torch.Tensor]) -> torch.Tensor:
+        model = engine.module
+        x = model.blocks[0](model.embedding(batch[1]))
+        if batch[0] == 2:
+            raise Stumbling.Stumble
+        return model.head(x).float().square().mean()
+
+    with pytest.raises(Stumbling.Stumble):
+        engine.train_batch(((index, tokens(index)) for index in range(COUNT)), by_parts)
+    as_if_nothing_had_been(engine, open_engine, nvme_path)
+
+
+@pytest.mark.parametrize("calls", [(1, 2), (2, 1), (0, 1), (1, 0)])
+def test_micro_batches_may_call_the_engine_as_often_as_they_like(
+    open_engine: Open, nvme_path: Path, calls: tuple[int, int]
+) -> None:
+    outcomes = []
+    for vertical in (True, False):
+        engine = open_engine(build("gpt"), config_of(nvme_path, vertical=vertical, accumulation=2))
+
+        def loss_of(index: int, engine: Any = engine) -> torch.Tensor:
+            own = torch.ones((), requires_grad=True) * 2
+            return sum((engine(tokens(index + 7 * call)) for call in range(calls[index % 2])), own)
+
+        losses = [float(engine.train_batch(iter((2 * step, 2 * step + 1)), loss_of)) for step in range(3)]
+        outcomes.append((losses, engine.get_global_grad_norm(), masters(engine)))
+    assert outcomes[0][:2] == outcomes[1][:2]
+    assert equal(outcomes[0][2], outcomes[1][2])
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_second_interrupt_leaves_a_micro_batch_behind_that_waits(open_engine: Open, nvme_path: Path) -> None:
+    engine, ever = open_engine(picky(), config_of(nvme_path, vertical=True)), threading.Event()
+    for delay in (0.5, 1.5):
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        timer.daemon = True
+        timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.train_batch(batches(), lambda batch: ever.wait() or engine(batch))
+    ever.set()
+
+
+def test_the_default_device_of_the_thread_is_that_of_every_micro_batch(open_engine: Open, nvme_path: Path) -> None:
+    engine, seen = open_engine(build("gpt"), config_of(nvme_path, vertical=True)), []
+    given = [tokens(index) for index in range(COUNT)]
+    with torch.device("meta"):
+        engine.train_batch(iter(given), lambda batch: seen.append(torch.empty(1).device.type) or engine(batch))
+    assert seen == ["meta"] * COUNT
 
 
 def test_a_disk_that_fails_costs_the_batch_and_nothing_else(open_engine: Open, nvme_path: Path) -> None:

@@ -43,15 +43,19 @@ class Accumulation:
             raise StateError(f"{what}: {done} micro-batches of this step have been run one by one; run the others so")
 
     @contextmanager
-    def whole_batch(self, forget_gradients: Callable[[], None]) -> Iterator[None]:
-        """Around forwards and backwards of all micro-batches of a step: nothing of them counts if one fails."""
+    def whole_batch(self, forget_gradients: Callable[[], None] | None) -> Iterator[None]:
+        """Around forwards and backwards of all micro-batches of a step: nothing of them counts if one fails.
+
+        `forget_gradients`: None where other ranks have a part in them, who cannot go on without this one.
+        """
         begun = self._run.micro_steps
         try:
             yield
         except BaseException:
             self._run.micro_steps = begun
-            with suppress(StorageError):  # the next call tells it
-                forget_gradients()
+            if forget_gradients is not None:
+                with suppress(StorageError):  # the next call tells it
+                    forget_gradients()
             raise
 
     @contextmanager

@@ -165,8 +165,9 @@ class ZeroEngine(EngineNames, nn.Module):
         try:
             with reports.forward.running(), run.activations.forward(), scaling.precisely(), reports.profiled():
                 return self.module(*scaling.cast_inputs(args), **kwargs)
-        except BaseException:
+        except BaseException as error:
             # torch calls no hooks for an interrupt: uses would stay open for ever.
+            run.parts.turns.fail(error)
             run.parts.hooks.reset()
             raise
 
@@ -228,9 +229,9 @@ class ZeroEngine(EngineNames, nn.Module):
     def train_batch(self, data_iter: Iterator[Any], loss_of: LossOf | None = None) -> torch.Tensor:
         """Forward, backward and step of one batch: of the next gradient_accumulation_steps micro-batches.
 
-        With `vertical_accumulation` all of them pass a unit before the next unit comes. The gradients have the same
-        bits as without; a model that draws random numbers draws others. If forward or backward fails, no gradient of
-        the batch is kept.
+        With `vertical_accumulation` all of them pass a unit before the next unit comes. On one rank the gradients have
+        the same bits as without, on several those of stage 1; a model that draws random numbers draws others. If a
+        forward or backward fails, the batch does, and one rank keeps no gradient of it.
 
         Args:
             data_iter: gives micro-batches.
@@ -246,11 +247,11 @@ class ZeroEngine(EngineNames, nn.Module):
             ConfigError: the model returns no loss.
             StorageError, LossScaleError: as `backward` and `step`.
         """
-        config, loss_of = self.run.config, loss_of or partial(loss_by_call, self)
+        config, reports, loss_of = self.run.config, self.reports, loss_of or partial(loss_by_call, self)
         self.accumulation.check_begun("train_batch")
         batches = next_batch(data_iter, config.gradient_accumulation_steps)
-        with self.accumulation.whole_batch(self.steps.zero_grad):
-            if config.passes < len(batches) and any(not unit.persistent for unit in self.units):
+        with self.accumulation.whole_batch(self.steps.zero_grad if self.run.exchange.placement.alone else None):
+            if config.passes < len(batches) and self.run.parts.moves_units and not reports.profiles_next:
                 losses = self._side_by_side([partial(loss_of, batch) for batch in batches])
             else:
                 losses = [
@@ -266,7 +267,11 @@ class ZeroEngine(EngineNames, nn.Module):
             self.scaling.scaled(part).backward()  # type: ignore[no-untyped-call]
 
         self.run.micro_steps += len(forwards) - 1  # their one backward is the last before the step
-        return side_by_side(self.run.parts.turns, forwards, backward, self.running_backward(together=True))
+        try:
+            return side_by_side(self.run.parts.turns, forwards, backward, self.running_backward(together=True))
+        except BaseException:
+            self.run.parts.hooks.reset()  # what a round has held is nobody's
+            raise
 
     def _forward_and_backward(self, loss_of: LossOf, batch: Any, *, begun: int) -> torch.Tensor:
         if begun and self.run.config.managed_gradient_accumulation:

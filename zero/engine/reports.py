@@ -163,6 +163,11 @@ class Reports:
         self._measured = None if block is None or path is None else MeasuredRun(block, Path(path), run, steps)
         self._reported_steps = 0
 
+    @property
+    def profiles_next(self) -> bool:
+        """The next forward is the one that `flops_profiler` asks for."""
+        return self._one_forward is not None and self._one_forward.due(self._run.global_steps)
+
     def profiled(self) -> AbstractContextManager[None]:
         """Around a forward: measured, if it is the one that `flops_profiler` asks for."""
         one = self._one_forward

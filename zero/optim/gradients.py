@@ -223,6 +223,10 @@ class Gradients:
         self.flush_all()
         self.together = False
 
+    def break_off(self) -> None:
+        """A backward of micro-batches together has failed; `clear` follows, or the end."""
+        self.together = False
+
     def complete(self) -> None:
         """A step is about to be fixed: nothing waits in a buffer or is on its way. Raises StorageError."""
         self.flush_all()

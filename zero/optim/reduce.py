@@ -219,6 +219,10 @@ class ReducedGradients(Gradients):
             self._forget_blank(set[int]().union(*seen))
         self._in_backward = self.together = False
 
+    def break_off(self) -> None:
+        """See `Gradients`."""
+        self._in_backward = self.together = False
+
     def complete(self) -> None:
         """See `Gradients`. All ranks come here."""
         self.flush_all()

@@ -102,7 +102,9 @@ class Planner:
         self.trained = [unit for unit in layout.units if unit.trainable]
         self.kept = kept
         self.sizes = PlaneSizes(layout, self.state_dtype, kept.planes, wide=self.wide)
-        together = config.passes < (config.gradient_accumulation_steps or 1) and bool(self.movable)
+        # Where nothing comes and goes micro-batches run one after the other.
+        self.passes = config.passes if self.movable else config.gradient_accumulation_steps or 1
+        together = self.passes < (config.gradient_accumulation_steps or 1)
         self.pools = PoolSizes(
             *(layout, device), on_gpu=not self.on_cpu, wide=self.wide, together=together, placement=placement
         )
@@ -168,7 +170,7 @@ class Planner:
         plan.second_slot_bytes = plan_snapshots(plan, self.sizes, self.config.zero_optimization.offload_optimizer)
         plan.swap_bytes += plan.second_slot_bytes + plan.activations.swap_bytes
         plan.rows = tuple(row for row in rows_of(plan, self.sizes, self.pools) if row.nbytes)
-        written = plan.step_write_bytes(self.layout, self.config.passes)
+        written = plan.step_write_bytes(self.layout, self.passes)
         if written:
             plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
         plan.notes += self._padding_notes()

@@ -63,11 +63,12 @@ class BackwardWatch:
 
         `together`: it is that of several micro-batches, which pass each unit one after the other.
         """
-        self._parts = 1
+        self._parts, broken_off = 1, together
         with uninterrupted:
             self._begin(together=together)
         try:
             yield
+            broken_off = False
         except (StorageError, BudgetError):
             # Autograd stops where a hook raises: what it had not reached is missing.
             self.torn = True
@@ -75,7 +76,7 @@ class BackwardWatch:
         finally:
             with uninterrupted:
                 self._running = False
-                self._end()
+                self._end(broken_off=broken_off)
 
     def tear(self) -> None:
         """What a backward needs cannot be had: the gradients it has not reached will be missing."""
@@ -100,8 +101,12 @@ class BackwardWatch:
             self._gradients.passed(index)
 
     def forward_begins(self) -> None:
-        """The root is called outside any backward: none can be running, whatever became of the last one."""
-        self.end_stray()
+        """The root is called outside any backward: none can be running, whatever became of the last one.
+
+        Unless it is that of micro-batches of which another has begun.
+        """
+        if not self._gradients.together:
+            self.end_stray()
         self._events.ready_to_run("forward")
 
     @whole
@@ -130,10 +135,14 @@ class BackwardWatch:
         self._events.backward_begins()
         self._gradients.begin_backward(boundary=self._events.reduces(), together=together)
 
-    def _end(self) -> None:
+    def _end(self, *, broken_off: bool = False) -> None:
+        """`broken_off`: its gradients are going to be forgotten, and other ranks are not asked for theirs."""
         self.scaled, self._parts = False, 1
         try:
-            self._gradients.end_backward()
+            if broken_off:
+                self._gradients.break_off()
+            else:
+                self._gradients.end_backward()
         finally:
             self._coordinator.end_backward()
             for heard in self._at_end:

@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from offload.accelerator import HOST, is_accelerator, module_of, rng_state, set_rng_state
-from offload.system.interrupts import uninterrupted
+from offload.system.interrupts import LATE_SECONDS, uninterrupted
 from zero.schedule.open_calls import OpenCalls
 
 T = TypeVar("T")
@@ -78,7 +78,9 @@ class Turns:
         lanes: list[Lane[T]] = [Lane(states) for states in _seeded_states(len(jobs), self._device)]
         thread_state = _ThreadState(self._device)
         threads = [
-            threading.Thread(target=contextvars.copy_context().run, args=(self._work, lane, job, thread_state))
+            threading.Thread(
+                target=contextvars.copy_context().run, args=(self._work, lane, job, thread_state), daemon=True
+            )
             for lane, job in zip(lanes, jobs, strict=True)
         ]
         self._lanes, self._error, self.on = list(lanes), None, True
@@ -95,18 +97,19 @@ class Turns:
         finally:
             with uninterrupted:
                 self._end(lanes, threads)
-        failed, self._error = self._error, None
+            failed, self._error = self._error, None
         if failed is not None:
             raise failed
         return [lane.result for lane in lanes]  # type: ignore[misc]  # None where T is
 
     def _end(self, lanes: Sequence[Lane[Any]], threads: Sequence[threading.Thread]) -> None:
-        """Wait for the threads, none of which waits for an interrupt that is kept meanwhile."""
+        """Wait for the threads. A second interrupt leaves one behind that waits for something else."""
         if threads[-1].ident is None:  # it could not be started, and nobody has begun
             for lane in lanes:
                 lane.turn.release()
         else:
-            self._finished.wait()
+            while not self._finished.wait(LATE_SECONDS):
+                uninterrupted.deliver_late()
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
@@ -117,6 +120,8 @@ class Turns:
     def take(self) -> None:
         """A new unit is about to be begun: the others have their turns before. Returns when it is this one's again."""
         lane = self.lane
+        if self._error is not None:
+            raise _Stopped
         if lane.keeps:
             return
         following = self._following(lane)
@@ -125,6 +130,11 @@ class Turns:
         lane.random = _states(self._device)
         following.turn.release()
         self._await_turn(lane)
+
+    def fail(self, error: BaseException) -> None:
+        """A forward has been broken off, and with it what all others use: they end at their next turn."""
+        if self.on:
+            self._fail(error)
 
     def first(self, what: Held, let_go: Callable[[], object]) -> bool:
         """True where this round does not hold it: it does from now on, until `let_go` is called at the round's end."""
@@ -194,6 +204,7 @@ class _ThreadState:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._gradients = device, torch.is_grad_enabled()
+        self._default = torch.get_default_device()
         kinds = {kind for kind in ("cpu", device.type) if torch.is_autocast_enabled(kind)}
         self._autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
         self._stream = module_of(device).current_stream(device) if is_accelerator(device) else None
@@ -204,6 +215,8 @@ class _ThreadState:
             contexts.enter_context(torch.set_grad_enabled(self._gradients))
             # Else a backward would run in a thread that is the device's, and wait for its turn there.
             contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if self._default != HOST:
+                contexts.enter_context(self._default)
             for kind, dtype in self._autocast.items():
                 contexts.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
             if self._stream is not None:
@@ -225,7 +238,7 @@ def _seeded_states(count: int, device: torch.device) -> Iterator[list[torch.Tens
     """Those of the process, then others that follow from them; the process's stay as they are."""
     states = _states(device)
     yield states
-    seeds = torch.Generator()
+    seeds = torch.Generator(HOST)
     seeds.set_state(states[0])
-    for seed in torch.randint(2**63 - 1, (count - 1,), generator=seeds).tolist():
+    for seed in torch.randint(2**63 - 1, (count - 1,), generator=seeds, device=HOST).tolist():
         yield [torch.Generator(each).manual_seed(seed).get_state() for each in dict.fromkeys((HOST, device))]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import masters
-from ranks import RankPool
+from ranks import RankError, RankPool
 from ranks_model import Batch, batch, motley
 from ranks_runs import CLIPPING, Place, Run, engine_config, quiet
 from reference import differences
@@ -66,3 +66,28 @@ def test_each_unit_is_gathered_and_reduced_once_a_step(rank_pool: Pool, nvme_pat
     )
     assert once["reduce"] * COUNT <= each["reduce"] * 1.2
     assert once["gather"] * 2 <= each["gather"]
+
+
+def failing(place: Place, nvme_path: str) -> None:
+    import zero
+
+    quiet()
+    config = engine_config(Run(bf16=True, accumulation=COUNT), place, nvme_path) | {"vertical_accumulation": True}
+    with zero.initialize(model=motley(), config=config)[0] as engine:
+
+        def loss_of(numbered: tuple[int, Batch]) -> torch.Tensor:
+            loss: torch.Tensor = engine(numbered[1])
+            if dist.get_rank() == 1 and numbered[0] == COUNT - 1:
+                raise ValueError("on purpose")
+            return loss
+
+        engine.train_batch(enumerate(micro_batches(0, agreed=True)), loss_of)
+
+
+def test_what_a_rank_raises_is_what_is_told(nvme_path: Any) -> None:
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RankError, match="ValueError: on purpose"):
+            pool.run(failing, Place(3, "cpu", "cpu", shared=False), str(nvme_path))
+    finally:
+        pool.close()
