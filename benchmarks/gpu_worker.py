@@ -54,7 +54,7 @@ def tell_plan(spec: dict[str, Any]) -> None:
     free = shutil.disk_usage(spec["path"]).free
     if plan.swap_bytes > free:
         raise BudgetError(f"the plan needs {plan.swap_bytes:,} bytes of the disk, {free:,} are free")
-    traffic = step_traffic(plan, layout, config.gradient_accumulation_steps, on_gpu=not shares_host_memory(device))
+    traffic = step_traffic(plan, layout, on_gpu=not shares_host_memory(device))
     emit(
         "plan",
         model=type(model).__name__,

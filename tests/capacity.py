@@ -201,7 +201,7 @@ def measure(case: Case) -> Taken:
         layout, plan = plan_on(case, machine_of())
     except BudgetError as refusal:
         return Taken(*least_of(case), None, None, "device" if "bytes of device memory" in str(refusal) else "host")
-    traffic = step_traffic(plan, layout, 1, on_gpu=True)
+    traffic = step_traffic(plan, layout, on_gpu=True)
     moved_bytes = traffic.nvme_read_bytes + traffic.nvme_write_bytes
     return Taken(*least_of(case), moved_bytes, step_time(traffic, RATES).expected_seconds, "")
 

@@ -87,7 +87,7 @@ def test_the_bytes_foretold_are_those_a_steady_step_moves(
                 engine.synchronize()
                 shots.append(engine.statistics())
             engine.step()
-    foretold = step_traffic(engine.plan, layout_of(engine), accumulation, on_gpu=False)
+    foretold = step_traffic(engine.plan, layout_of(engine), on_gpu=False)
     before, after = list(pairwise(shots))[-1]
     assert after.nvme_write_bytes - before.nvme_write_bytes == foretold.nvme_write_bytes
     read = after.nvme_read_bytes - before.nvme_read_bytes

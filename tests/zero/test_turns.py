@@ -390,6 +390,8 @@ def test_a_second_interrupt_leaves_a_micro_batch_behind_that_waits(open_engine: 
         timer.start()
     with pytest.raises(KeyboardInterrupt):
         engine.train_batch(batches(), lambda batch: ever.wait() or engine(batch))
+    with pytest.raises(StateError, match="close the engine"):
+        engine.train_batch(batches())
     ever.set()
 
 
@@ -414,6 +416,16 @@ def test_data_that_ends_amid_a_batch_is_told(open_engine: Open, nvme_path: Path)
     engine = open_engine(build("gpt"), config_of(nvme_path, vertical=True))
     with pytest.raises(StateError, match="at its end after 3 of 4 micro-batches"):
         engine.train_batch(iter([tokens(0)] * 3))
+
+
+@pytest.mark.parametrize("vertical", [True, False])
+def test_a_batch_is_one_step_also_where_its_boundary_is_set_from_outside(
+    open_engine: Open, nvme_path: Path, vertical: bool
+) -> None:
+    engine = open_engine(build("gpt"), config_of(nvme_path, vertical=vertical))
+    engine.set_gradient_accumulation_boundary(True)
+    engine.train_batch(batches())
+    assert engine.global_steps == 1
 
 
 def test_a_batch_is_not_begun_amid_another(open_engine: Open, nvme_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_step_writes_what_the_plan_says(
         least = int(re.findall(r"at least ([\d,]+)", str(too_few.value))[0].replace(",", ""))
         config["memory_budget"] = {"host": least + spare_bytes}
     engine = open_engine(build("gpt"), config)
-    predicted = engine.plan.step_write_bytes(layout_of(engine), accumulation)
+    predicted = engine.plan.step_write_bytes(layout_of(engine))
     assert measured(engine, accumulation).nvme_written_bytes_per_step == predicted
     if spare_bytes is None:
         assert (predicted == 0) == ("nvme" not in pair)

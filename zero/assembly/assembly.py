@@ -289,11 +289,6 @@ class Assembly:
         """True when gradients have been collected since the last step."""
         return any(any(state.contributions) or state.arrived for state in self.gradients.states())
 
-    @property
-    def moves_units(self) -> bool:
-        """Some weights come and go."""
-        return any(not unit.persistent for unit in self.layout.units)
-
     def undo(self) -> None:
         """Building has failed: the model gets back what the planes have taken, no hook stays, all is freed.
 

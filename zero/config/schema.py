@@ -233,11 +233,6 @@ class Config(ConfigBlock):
         return self._report.world_size
 
     @property
-    def passes(self) -> int:
-        """How often a step brings each unit's weights in for a forward, and for a backward."""
-        return 1 if self.vertical_accumulation else self.gradient_accumulation_steps
-
-    @property
     def source(self) -> Mapping[str, Any]:
         """A copy of the configuration as it was given."""
         return self._report.source

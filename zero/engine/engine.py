@@ -247,11 +247,11 @@ class ZeroEngine(EngineNames, nn.Module):
             ConfigError: the model returns no loss.
             StorageError, LossScaleError: as `backward` and `step`.
         """
-        config, reports, loss_of = self.run.config, self.reports, loss_of or partial(loss_by_call, self)
+        loss_of = loss_of or partial(loss_by_call, self)
         self.accumulation.check_begun("train_batch")
-        batches = next_batch(data_iter, config.gradient_accumulation_steps)
+        batches = next_batch(data_iter, self.run.config.gradient_accumulation_steps)
         with self.accumulation.whole_batch(self.steps.zero_grad if self.run.exchange.placement.alone else None):
-            if config.passes < len(batches) and self.run.parts.moves_units and not reports.profiles_next:
+            if self.plan.passes < len(batches) and not self.reports.profiles_next:
                 losses = self._side_by_side([partial(loss_of, batch) for batch in batches])
             else:
                 losses = [
@@ -274,8 +274,7 @@ class ZeroEngine(EngineNames, nn.Module):
             raise
 
     def _forward_and_backward(self, loss_of: LossOf, batch: Any, *, begun: int) -> torch.Tensor:
-        if begun and self.run.config.managed_gradient_accumulation:
-            self.step()  # the last backward was not the last of its step
+        self.run.micro_steps += begun > 0  # the backward before was not the last of its step
         loss = loss_of(batch)
         self.backward(loss)
         return loss.detach()

@@ -21,8 +21,8 @@ def next_batch(data_iter: Iterator[Any], count: int) -> list[Any]:
     batches = list(itertools.islice(data_iter, count))
     if len(batches) < count:
         raise StateError(
-            f"train_batch: data_iter is at its end after {len(batches)} of {count} micro-batches "
-            "(gradient_accumulation_steps); give it whole batches, or begin anew with zero.RepeatingLoader"
+            f"data_iter is at its end after {len(batches)} of {count} micro-batches; give it whole batches, or begin "
+            "anew with zero.RepeatingLoader"
         )
     return batches
 

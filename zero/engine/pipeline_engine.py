@@ -20,6 +20,7 @@ from zero.config.pipeline_block import Pipeline
 from zero.data.loaders import make_loader
 from zero.data.resumable import RepeatingLoader
 from zero.engine.engine import ZeroEngine
+from zero.engine.micro_batches import next_batch
 from zero.exchange.all_stages import AllStages
 from zero.exchange.together import Together
 from zero.pipe.module import PipelineModule
@@ -225,14 +226,7 @@ class PipelineEngine:
         if data is None:
             raise ConfigError("train_batch: expected data_iter, or set_dataiterator(...) before, got neither")
         inputs, labels, device = [], [], self._engine.run.device
-        for number in range(count):
-            try:
-                batch = next(data)
-            except StopIteration:
-                raise StateError(
-                    f"data_iter is at its end after {number} of {count} micro-batches; give it whole batches, or begin "
-                    "anew with zero.RepeatingLoader"
-                ) from None
+        for batch in next_batch(data, count):
             batch = batch if self._batch_fn is None else self._batch_fn(batch)
             if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
                 raise ConfigError(f"data_iter: expected (inputs, labels), got {type(batch).__name__}; see set_batch_fn")

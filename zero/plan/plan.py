@@ -81,6 +81,8 @@ class Plan:
     """Units (indices) of several slices whose home holds all of them, in one piece."""
     gradient_tiers: dict[int, str] = field(default_factory=dict)
     """Trainable unit index -> tier of its gradient."""
+    passes: int = 1
+    """Forwards of a step that bring weights in, and backwards: one for all micro-batches that run side by side."""
     gradient_wide: bool = False
     """Gradients are accumulated in fp32 from the start: more than one micro-batch is announced."""
     accumulation: torch.dtype = torch.float32
@@ -133,10 +135,10 @@ class Plan:
         """Names of the state planes that trained parameters have there."""
         return self.states[where.rule]
 
-    def step_write_bytes(self, layout: Layout, micro_steps: int) -> int:
-        """Bytes that a step of `micro_steps` backwards writes to NVMe: drives are rated in bytes written.
+    def step_write_bytes(self, layout: Layout) -> int:
+        """Bytes that a step writes to NVMe: drives are rated in bytes written.
 
-        Every trained weight and record that lives there once, every gradient that lives there once a backward.
+        Every trained weight and record that lives there once, every gradient that lives there once a pass.
         """
         trained = [unit for unit in layout.units if unit.trainable]
         weights = sum(u.shard_numel * u.dtype.itemsize for u in trained if self.weight_tiers[u.index] == NVME)
@@ -150,7 +152,7 @@ class Plan:
             for u in trained
             if self.gradient_tiers[u.index] == NVME
         )
-        return weights + records + micro_steps * gradients
+        return weights + records + self.passes * gradients
 
     @property
     def host_bounded(self) -> bool:

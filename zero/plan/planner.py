@@ -103,8 +103,9 @@ class Planner:
         self.kept = kept
         self.sizes = PlaneSizes(layout, self.state_dtype, kept.planes, wide=self.wide)
         # Where nothing comes and goes micro-batches run one after the other.
-        self.passes = config.passes if self.movable else config.gradient_accumulation_steps or 1
-        together = self.passes < (config.gradient_accumulation_steps or 1)
+        micro_batches = config.gradient_accumulation_steps or 1
+        self.passes = 1 if config.vertical_accumulation and self.movable else micro_batches
+        together = self.passes < micro_batches
         self.pools = PoolSizes(
             *(layout, device), on_gpu=not self.on_cpu, wide=self.wide, together=together, placement=placement
         )
@@ -141,6 +142,7 @@ class Planner:
         depth = effort.depth
         plan = Plan(
             self._limits(depth),
+            passes=self.passes,
             gradient_wide=self.wide,
             accumulation=self.config.accumulation_dtype,
             state_dtype=self.state_dtype,
@@ -170,7 +172,7 @@ class Planner:
         plan.second_slot_bytes = plan_snapshots(plan, self.sizes, self.config.zero_optimization.offload_optimizer)
         plan.swap_bytes += plan.second_slot_bytes + plan.activations.swap_bytes
         plan.rows = tuple(row for row in rows_of(plan, self.sizes, self.pools) if row.nbytes)
-        written = plan.step_write_bytes(self.layout, self.passes)
+        written = plan.step_write_bytes(self.layout)
         if written:
             plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
         plan.notes += self._padding_notes()

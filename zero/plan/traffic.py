@@ -38,13 +38,12 @@ class StepTraffic:
         return self.update_write_bytes + self.gradient_write_bytes
 
 
-def step_traffic(plan: Plan, layout: Layout, micro_steps: int, *, on_gpu: bool) -> StepTraffic:
-    """Bytes of a step of `micro_steps` forwards and backwards in which every unit is used once each.
+def step_traffic(plan: Plan, layout: Layout, *, on_gpu: bool) -> StepTraffic:
+    """Bytes of a step in whose passes, forward and backward, every unit is used once each.
 
     Args:
         plan: of one rank.
         layout: that it was made for.
-        micro_steps: micro-batches per optimizer step.
         on_gpu: the device has memory of its own.
     """
     trained = [unit for unit in layout.units if unit.trainable]
@@ -61,16 +60,16 @@ def step_traffic(plan: Plan, layout: Layout, micro_steps: int, *, on_gpu: bool) 
     fetched = gathered = 0
     for unit in movable:
         # The first forward after a step finds what the update has read; frozen units are read each time.
-        times = (micro_steps - (1 if unit.trainable else 0)) + (0 if unit.index in kept else micro_steps)
+        times = (plan.passes - (1 if unit.trainable else 0)) + (0 if unit.index in kept else plan.passes)
         fetched += times * _shard_bytes(unit) if unit.index in on_disk else 0
-        uses = micro_steps * (1 if unit.index in kept else 2)
+        uses = plan.passes * (1 if unit.index in kept else 2)
         gathered += uses * _shard_bytes(unit) if plan.weight_tiers[unit.index] != DEVICE else 0
     gradients = [
         (unit.shard_numel * (4 if plan.gradient_wide else unit.dtype.itemsize), plan.gradient_tiers[unit.index])
         for unit in trained
     ]
-    spilled = micro_steps * sum(nbytes for nbytes, tier in gradients if tier == NVME)
-    leaving = micro_steps * sum(_shard_bytes(unit) for unit in trained if plan.gradient_tiers[unit.index] != DEVICE)
+    spilled = plan.passes * sum(nbytes for nbytes, tier in gradients if tier == NVME)
+    leaving = plan.passes * sum(_shard_bytes(unit) for unit in trained if plan.gradient_tiers[unit.index] != DEVICE)
     return StepTraffic(
         update_read_bytes=records + trained_weights,
         update_write_bytes=records + trained_weights,

@@ -24,10 +24,12 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from offload.accelerator import HOST, is_accelerator, module_of, rng_state, set_rng_state
+from offload.errors import StateError
 from offload.system.interrupts import LATE_SECONDS, uninterrupted
 from zero.schedule.open_calls import OpenCalls
 
 T = TypeVar("T")
+LEFT = "train_batch: an interrupt has left micro-batches behind that wait for something; close the engine"
 Held = tuple[str, int]
 """What a unit is held for, and its index."""
 
@@ -75,6 +77,8 @@ class Turns:
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """The results of the jobs, which take turns. Raises what one of them raises; the others are broken off."""
+        if self.on:
+            raise StateError(LEFT)
         lanes: list[Lane[T]] = [Lane(states) for states in _seeded_states(len(jobs), self._device)]
         thread_state = _ThreadState(self._device)
         threads = [
@@ -103,7 +107,7 @@ class Turns:
         return [lane.result for lane in lanes]  # type: ignore[misc]  # None where T is
 
     def _end(self, lanes: Sequence[Lane[Any]], threads: Sequence[threading.Thread]) -> None:
-        """Wait for the threads. A second interrupt leaves one behind that waits for something else."""
+        """Wait for the threads. A second interrupt leaves one that waits for something else: all is over then."""
         if threads[-1].ident is None:  # it could not be started, and nobody has begun
             for lane in lanes:
                 lane.turn.release()
@@ -121,7 +125,7 @@ class Turns:
         """A new unit is about to be begun: the others have their turns before. Returns when it is this one's again."""
         lane = self.lane
         if self._error is not None:
-            raise _Stopped
+            raise _Stopped(LEFT)
         if lane.keeps:
             return
         following = self._following(lane)

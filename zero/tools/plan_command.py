@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     content = _content(options)
     config = _config(content, options)
-    planning = Planning(options, build_on_meta(options.model, options.model_args), config.passes)
+    planning = Planning(options, build_on_meta(options.model, options.model_args))
     free = planning.config({key: value for key, value in content.items() if key != "memory_budget"})
     least = smallest(planning.model, free, planning.machine, planning.device, options.ranks)
     if not options.json:
@@ -132,8 +132,8 @@ def run(options: argparse.Namespace) -> int:
 class Planning:
     """Plans of one model on one machine under several configurations."""
 
-    def __init__(self, options: argparse.Namespace, model: nn.Module, passes: int = 1) -> None:
-        self._options, self.model, self._passes = options, model, passes
+    def __init__(self, options: argparse.Namespace, model: nn.Module) -> None:
+        self._options, self.model = options, model
         self.device = planned_device() if options.device is not None else compute_device()
         self.machine = _machine(options, self.device)
         self.numel = sum(p.numel() for p in model.parameters())
@@ -149,7 +149,7 @@ class Planning:
         return layout, plan
 
     def traffic(self, layout: Layout, plan: Plan) -> StepTraffic:
-        return step_traffic(plan, layout, self._passes, on_gpu=not shares_host_memory(self.device))
+        return step_traffic(plan, layout, on_gpu=not shares_host_memory(self.device))
 
     def cost(self, rates: Rates, layout: Layout, plan: Plan) -> tuple[int, float | None]:
         """Bytes that a step moves to and from NVMe, and the seconds it takes."""
