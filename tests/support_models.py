@@ -150,7 +150,7 @@ class ConvNet(nn.Module):
         self.wrapped = recompute
 
     def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
-        x = self.stem(pixels)
+        x = self.stem(pixels.to(self.stem.weight.dtype))
         for block in self.blocks:
             x = x + (block(x) if self.wrapped is None else self.wrapped(block, x))
         return F.cross_entropy(self.head(x.mean((2, 3))).float(), labels)

@@ -6,7 +6,8 @@ pass one unit before the first begins the next: its weights come once, and its g
 the micro-batches, as they are when these run one after the other. A round is over when the first one is about to go
 on; what the round has brought in is held until then. A backward begins as soon as its forward is over, so what a loss
 needs (logits above all) is there for one micro-batch at a time. Paths through the model may differ between
-micro-batches: then units come again, and sums may be made in another order.
+micro-batches: then units come again, and sums may be made in another order; so they are of a module whose uses are
+recomputed one by one (`use_reentrant=True`).
 
 [Note: random numbers] A recomputation draws what its forward has drawn, so each micro-batch has its own generators:
 the first goes on with those of the process, which have its state in the end, the others' are seeded from them.
