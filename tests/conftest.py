@@ -24,22 +24,31 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 LATE = ("torch._dynamo", "zero.api")
 """An engine imports them when it is made; every worker would, and its collections would look through them."""
 
+LEFT_OUT = {
+    "broad": "takes whole processes, launchers or compilers: run with --broad, -m broad, or by its name",
+    "slow": "a long form: run with --full, -m slow, or by its name",
+}
+"""Marker -> why ./scripts/test alone does not run it."""
+
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS))  # importlib mode leaves it out; tests import `models` and `reference` by name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run the long forms (marked slow) too")
+    parser.addoption("--broad", action="store_true", help="run what takes whole processes (marked broad) too")
+    parser.addoption("--full", action="store_true", help="run the long forms (marked slow) too, and --broad")
     parser.addoption("--workers", type=int, default=1, help="processes that run test files side by side")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    asked_for = config.getoption("--full") or "slow" in config.getoption("-m") or any("::" in a for a in config.args)
-    if asked_for:
-        return
-    for item in items:
-        if item.get_closest_marker("slow") is not None:
-            item.add_marker(pytest.mark.skip(reason="a long form: run with --full, -m slow, or by its name"))
+    named, chosen = any("::" in argument for argument in config.args), config.getoption("-m")
+    asked = {"broad": config.getoption("--broad") or config.getoption("--full"), "slow": config.getoption("--full")}
+    for mark, what in LEFT_OUT.items():
+        if asked[mark] or named or mark in chosen:
+            continue
+        for item in items:
+            if item.get_closest_marker(mark) is not None:
+                item.add_marker(pytest.mark.skip(reason=what))
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
@@ -92,7 +101,7 @@ def nothing_left(nvme_path: Path) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> Iterator[None]:
     """The collections after each test look at what this module has made, not at what others have left or imported."""
     gc.collect()

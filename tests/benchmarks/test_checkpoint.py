@@ -15,6 +15,8 @@ from benchmarks.checkpoint_worker import sync_folder
 from benchmarks.common import RivalMissing
 from benchmarks.rivals import deepspeed_setup, fio
 
+pytestmark = pytest.mark.broad
+
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 
 

@@ -73,6 +73,7 @@ def test_optimizer_step_compares_with_the_same_bytes_alone(
     assert content["figures"]["write: bytes per parameter"] == 12
 
 
+@pytest.mark.broad
 def test_adam_runs_every_kernel_it_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, two_threads_at_most: None
 ) -> None:

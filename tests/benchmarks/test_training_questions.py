@@ -123,6 +123,7 @@ def test_train_step_holds_a_lean_step_against_its_floor(monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == [tmp_path / "answer.json"]
 
 
+@pytest.mark.broad
 def test_train_step_alone_measures_our_engine_on_each_tier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     content = answer(monkeypatch, tmp_path, "train_step", *TINY, "--alone", "--tier", "cpu", "none")
     assert [series["name"] for series in content["series"]] == ["cpu", "none"] and content["marks"] == []

@@ -40,6 +40,7 @@ def make(nvme_path: Path) -> Callable[..., dict[str, Any]]:
     return config
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("stage", "device", "threshold"), RUNS)
 def test_the_loop_trains_and_saves_what_it_does_without(
     clients: Any, plain: Plain, tolerance: float, make: Any, stage: int, device: str, threshold: int | None
@@ -129,6 +130,7 @@ def test_two_models_train_side_by_side(clients: Any, plain: Plain, make: Any) ->
     assert same_run(ours, plain(f"{CASES}:two_that_train"), tolerance) == []
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("stage", "device"), [(2, "cpu"), (3, "nvme")])
 def test_two_ranks_train_as_one_with_their_batches(
     clients: Any, plain: Plain, tolerance: float, make: Any, stage: int, device: str

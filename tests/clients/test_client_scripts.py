@@ -16,6 +16,7 @@ STEPS = ("--steps", "6")
 PLACES = [pytest.param("2", "cpu", marks=pytest.mark.slow), ("3", "nvme")]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("script", ("trainer.py", "accelerate_loop.py"))
 @pytest.mark.parametrize(("stage", "device"), PLACES)
 def test_a_script_reaches_the_loss_of_the_plain_one(

@@ -22,6 +22,7 @@ def marked() -> list[Any]:
     return [pytest.param(*case, marks=() if case in USUAL else pytest.mark.slow) for case in cases]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("name", "kind"), marked())
 def test_a_shipped_config_trains_as_without_an_engine(tuned: Any, name: str, kind: str) -> None:
     """Embeddings resized, checkpointing, a client's optimizer with two groups; then evaluation and generation."""

@@ -16,6 +16,7 @@ MORE = ["PrefixTuningConfig", "IA3Config", "VeraConfig"]
 PLACES = [pytest.param(2, "cpu", marks=pytest.mark.slow), (3, "nvme")]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)])
 def test_other_kinds_train_as_without_an_engine(tuned: Any, nvme_path: Path, kind: str) -> None:
     """Prompts and prefixes that are learnt, ranks that are shared out, vectors that scale."""

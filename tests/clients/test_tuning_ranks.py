@@ -17,6 +17,7 @@ ALONE = {"gradient_accumulation_steps": 1}
 """Micro-batches go round: two ranks with one each are one rank with two."""
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("case", "stage", "device"),
     [

@@ -8,6 +8,8 @@ import pytest
 from pretend_groups import FOUR_RANKS, GROUPS, LONG, OF_RANKS, everywhere
 from pretend_process import needed, verdicts, wrong
 
+pytestmark = pytest.mark.broad
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["copies", "compute", "late", "random", "eager", "copies_in", "copies_out", "updates"])

@@ -10,6 +10,8 @@ import pytest
 from pretend_fences import REMOVALS, Removal
 from pretend_process import TESTS, needed, verdicts, verdicts_of_ranks, wrong
 
+pytestmark = pytest.mark.broad
+
 ROOT = TESTS.parent
 PRODUCT = ("offload", "zero", "native")
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from pretend_process import SHOWN_CHARACTERS, TESTS, finished, needed
 
+pytestmark = pytest.mark.broad
+
 KERNELS = TESTS / "offload" / "test_kernels_cuda.py"
 STREAMS = TESTS / "offload" / "test_streams_cuda.py"
 TRAINING = TESTS / "zero" / "test_cuda.py"

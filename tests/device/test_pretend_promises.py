@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from pretend_process import HERE, SHOWN_CHARACTERS, finished, needed
 
+pytestmark = pytest.mark.broad
+
 ENGINES = (
     *("none-none bf16", "none-none accumulated", "cpu-cpu fp16", "nvme-nvme bf16", "nvme-nvme accumulated"),
     *("none-nvme clipped", "cpu-nvme muon"),

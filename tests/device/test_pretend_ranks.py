@@ -15,6 +15,8 @@ from pretend_groups import (
 )
 from pretend_process import needed, verdicts_of_ranks, wrong
 
+pytestmark = pytest.mark.broad
+
 
 def same(cells: list[str], way: str, ranks: int = 2) -> None:
     needed()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 from fuzz.verdict import failures
 
+pytestmark = pytest.mark.broad
+
 CHUNKS = [range(first, first + 25) for first in range(0, 75, 25)]
 LONG = [range(first, first + 400) for first in range(75, 75 + 10 * 400, 400)]
 long = (pytest.mark.slow, pytest.mark.timeout(1800))

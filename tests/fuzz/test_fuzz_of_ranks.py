@@ -8,6 +8,8 @@ import pytest
 from fuzz.verdict import failures
 from ranks import RankPool
 
+pytestmark = pytest.mark.broad
+
 CHUNKS = [range(first, first + 12) for first in range(0, 24, 12)]
 LONG = [range(first, first + 80) for first in range(24, 24 + 20 * 80, 80)]
 FOUND = [range(seed, seed + 1) for seed in (600, 831, 1455)]

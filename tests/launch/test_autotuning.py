@@ -318,6 +318,7 @@ def test_an_engine_measures_the_steps_and_ends_the_script(tmp_path: Path) -> Non
     assert found["seconds"] > 0 and found["peak_bytes"] > 0
 
 
+@pytest.mark.broad
 def test_ranks_run_tuned_and_then_to_the_end(job: Write, capfd: pytest.CaptureFixture[str]) -> None:
     """A command as a user gives it; both the run that is measured and the last one are jobs of two ranks."""
     words = job(metric="latency", start_profile_step=1, end_profile_step=2)
@@ -330,6 +331,7 @@ def test_ranks_run_tuned_and_then_to_the_end(job: Write, capfd: pytest.CaptureFi
     assert "trained to the end" not in Path("autotuning_exps/given_mbs2/stdout.log").read_text()
 
 
+@pytest.mark.broad
 def test_why_a_run_failed_is_said(job: Write, capfd: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text("raise RuntimeError('no such data')")
     assert cli.main(["run", "--autotuning", "tune", *job()]) == 1

@@ -38,6 +38,7 @@ def kill_one(folder: Path, chance: random.Random, victim: int, stop: threading.E
             return
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))]
 )  # long form: more moments

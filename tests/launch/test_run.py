@@ -210,6 +210,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.broad
 def test_nodes_may_have_different_numbers_of_ranks(two_nodes: RankPool, tmp_path: Path, free_port: int) -> None:
     results = run_two(two_nodes, tmp_path, write_script(tmp_path, FACTS), free_port)
     assert [status for status, _ in results] == [0, 0], results
@@ -220,6 +221,7 @@ def test_nodes_may_have_different_numbers_of_ranks(two_nodes: RankPool, tmp_path
     assert told == [("0", "0", "2", "0"), ("1", "1", "2", "0"), ("2", "0", "1", "1")]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("quiet", [False, True])
 def test_one_nodes_failure_ends_the_others_and_is_told_last(
     two_nodes: RankPool, tmp_path: Path, free_port: int, quiet: bool

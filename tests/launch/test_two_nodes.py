@@ -16,6 +16,8 @@ from ranks_training import train
 
 from zero.tools.cli import main
 
+pytestmark = pytest.mark.broad
+
 TESTS = Path(__file__).parents[1]
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 

@@ -212,11 +212,14 @@ def split_and_join(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return weight, joined
 
 
-def test_the_split_master_restores_every_fp32_bit_pattern() -> None:
-    chunk = 1 << 24
-    offsets = np.arange(chunk, dtype=np.uint32)
+EDGES = np.array([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF, 0x1234, 0xABCD], np.uint32)
+"""Low halves of fp32 values around the places where rounding turns."""
+
+
+@pytest.mark.parametrize("low", [EDGES, pytest.param(np.arange(1 << 16, dtype=np.uint32), marks=pytest.mark.slow)])
+def test_the_split_master_restores_every_fp32_bit_pattern(low: np.ndarray) -> None:
     for top in range(1 << 8):
-        bits = offsets + np.uint32(top << 24)
+        bits = (((np.arange(1 << 8, dtype=np.uint32) + np.uint32(top << 8)) << 16)[:, None] + low).reshape(-1)
         _, joined = split_and_join(bits)
         expected = bits
         if top & 0x7F == 0x7F:

@@ -137,6 +137,7 @@ def test_freed_heap_memory_goes_back_to_the_kernel() -> None:
     del top
 
 
+@pytest.mark.broad
 def test_what_a_step_frees_is_there_for_the_next_one_without_page_faults() -> None:
     """Blocks that glibc would give back at the end of each round, since together they are longer than its limit."""
     script = """

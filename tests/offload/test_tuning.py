@@ -136,6 +136,7 @@ def test_one_engine_for_several_devices_takes_the_fastest_ones_chunk_and_every_o
 # ---- probing -----------------------------------------------------------------------------------
 
 
+@pytest.mark.broad
 def test_a_probe_answers_every_question_and_leaves_nothing_behind(tmp_path: Path, cache: Path, quick: None) -> None:
     folder = tmp_path / "nvme"
     folder.mkdir()

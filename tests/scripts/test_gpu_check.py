@@ -168,6 +168,7 @@ def test_what_was_not_measured_is_no_floor(tmp_path: Path) -> None:
 # ---- contestants ----------------------------------------------------------------------------------
 
 
+@pytest.mark.broad
 def test_ours_trains_a_tiny_model_anywhere_and_tells_plan_steps_and_timeline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.broad
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts" / "offload_optimizer"
 PAGE = (ROOT / "docs" / "offload-optimizer.md").read_text(encoding="utf-8")

@@ -98,6 +98,7 @@ def test_the_loss_curve_is_a_picture(on_nvme: Run) -> None:
     assert (on_nvme.folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("tier", ["cpu", "none"])
 def test_the_tier_does_not_change_the_losses(on_nvme: Run, tmp_path: Path, tier: str) -> None:
     elsewhere = train(tmp_path, tier).figures

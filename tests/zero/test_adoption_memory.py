@@ -34,6 +34,7 @@ engine.close()
 """
 
 
+@pytest.mark.broad
 def test_initial_values_leave_their_memory_while_the_planes_fill() -> None:
     told = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, cwd=ROOT)
     if told.returncode:

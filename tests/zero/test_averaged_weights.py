@@ -78,6 +78,7 @@ class Followed:
         return {f"{name}/ema": averages[name] for name in self.names if self._counts[name]}
 
 
+@pytest.mark.broad
 @in_pairs(
     pair=TIERS,
     kind=tuple(BLOCKS),

@@ -37,8 +37,6 @@ from torch import Tensor
 import zero
 from offload.errors import StorageError
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 class Spy:
     """Which sub-groups were updated, in order, and with which step's arguments."""

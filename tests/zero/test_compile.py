@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 Open = Callable[..., Any]
 STEPS = 4
-pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,6 @@ from offload.disk.aio import NativeAio
 from offload.errors import StorageError
 from zero.params.released import is_kept
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
-
 # ---- initialisation that fails --------------------------------------------------------------------------------------
 
 

@@ -25,8 +25,6 @@ Open = Callable[..., Any]
 TIERS = ["none", "cpu", "nvme"]
 MANY = 10**9
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 def config_for(tier: str, nvme_path: Any, **more: Any) -> dict[str, Any]:
     return make_config((tier, tier), nvme_path, bf16=False, **more)

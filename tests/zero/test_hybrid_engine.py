@@ -24,8 +24,6 @@ pytest.importorskip("transformers")
 Open = Callable[..., Any]
 LAYERS = 24
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 def block_numel(model: Any) -> int:
     return 4096 * -(-sum(p.numel() for p in model.model.layers[0].parameters()) // 4096)

@@ -17,7 +17,6 @@ from offload.errors import ConfigError, StateError
 
 Open = Callable[..., Any]
 TIERS = ["none", "cpu", "nvme"]
-pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 class Logits(GPT):

@@ -470,6 +470,7 @@ MEMORY = """
 """
 
 
+@pytest.mark.broad
 def test_building_a_400_mb_model_takes_less_than_100_mb(nvme_path: Path) -> None:
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("the kernel does not let the peak of resident memory be reset")

@@ -38,9 +38,6 @@ import zero
 from offload.disk.aio import AioFault
 from offload.errors import WatchdogError
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
-
 # ---- interrupts -----------------------------------------------------------------------------------------------------
 
 

@@ -129,6 +129,7 @@ def traffic_of_steady_steps(engine: Any, accumulation: int) -> int:
     return marks[1] - marks[0]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("accumulation", "pair"),
     [
@@ -232,6 +233,7 @@ zero.initialize(model=build("gpt"), config=config)[0].close()
 """
 
 
+@pytest.mark.broad
 def test_the_plan_is_printed_before_anything_is_allocated(nvme_path: Any) -> None:
     tests = Path(__file__).parent.parent
     path = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.broad
+
 TESTS = Path(__file__).parent.parent
 COMMON = """
 import gc, json, os, sys

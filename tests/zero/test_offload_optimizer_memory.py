@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.broad
+
 ROOT = Path(__file__).parents[2]
 TRAIN = """
 import ctypes, gc, json, os, sys

@@ -237,6 +237,7 @@ def test_states_are_read_and_replaced_by_torchs_names(
     assert differences(held_by(engine, model), plain.held()) == []
 
 
+@pytest.mark.broad
 @in_pairs(name=tuple(NAMED), pair=TIERS)
 def test_the_state_dict_of_torchs_optimizer_goes_on_in_the_engine(
     open_engine: Open, nvme_path: Path, name: str, pair: tuple[str, str]

@@ -43,9 +43,6 @@ LLAMA = {
 """70.6 billion parameters."""
 
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
-
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str, Any], str]:
     def written(name: str, content: Any) -> str:

@@ -105,6 +105,7 @@ def leased_bytes(engine: Any) -> dict[str, int]:
     return {pool: used_bytes(engine, pool) for pool in ("arena", "unit_pool", "gradient_pool")}
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_after_interrupts(
     open_engine: Open, nvme_path: Path, kind: str, alarm: Callable[[float], None]

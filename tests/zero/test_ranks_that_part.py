@@ -209,6 +209,7 @@ def dying_while_opening(groups_before: int) -> tuple[str, str]:
         Lines.open = opens  # type: ignore[method-assign]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("groups_before", [-1, 0, 1])
 def test_a_rank_that_dies_while_the_engine_is_made_is_named(rank_pool: Pool, groups_before: int) -> None:
     results = rank_pool(3).run(dying_while_opening, groups_before, timeout_seconds=HANG_SECONDS, errors="return")
@@ -288,6 +289,7 @@ def slow(seconds: float) -> list[str]:
     return told
 
 
+@pytest.mark.broad
 def test_a_slow_rank_is_waited_for_and_told_about(rank_pool: Pool) -> None:
     first, second = rank_pool(2).run(slow, 3.0)
     assert any("in gather of unit 0 (blocks.0): rank 0 is in no collective" in line for line in second)

@@ -36,9 +36,6 @@ import offload.memory.flat_storage
 import zero
 from offload.errors import StateError, StorageError
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
-
 # ---- a torch that cannot swap storages ------------------------------------------------------------------------------
 
 

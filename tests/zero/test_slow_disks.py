@@ -23,8 +23,6 @@ import zero
 from offload.disk.aio import AioFault
 from offload.errors import StorageError
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 STEPS = 6
 ATTEMPTS = 60
 
@@ -132,6 +130,7 @@ def run(open_engine: Open, nvme_path: Path, seed: int, *, failures: bool) -> Non
     engine.close()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("seed", range(12))
 def test_a_slow_disk_changes_nothing_and_stops_nothing(open_engine: Open, nvme_path: Path, seed: int) -> None:
     run(open_engine, nvme_path, seed, failures=False)

@@ -20,8 +20,6 @@ from offload.disk.aio import AioFault
 from offload.errors import StorageError
 from zero.optim.lent_gradients import SpareRanges
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 SIZE = 24
 SPANS = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(lambda pair: (min(pair), max(pair)))
 ACTIONS = st.one_of(

@@ -41,6 +41,7 @@ def said(tmp_path: Path, *, ranks: int = 1, **more: Any) -> list[str]:
     return done.stderr.splitlines()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_line_is_said_and_one_for_keys_without_effect(tmp_path: Path, ranks: int) -> None:
     note, line = said(tmp_path, ranks=ranks)
@@ -48,6 +49,7 @@ def test_one_line_is_said_and_one_for_keys_without_effect(tmp_path: Path, ranks:
     assert ("each of 2 ranks" in line) == (ranks == 2)
 
 
+@pytest.mark.broad
 def test_the_tables_come_at_level_info_and_nothing_above_warnings(tmp_path: Path) -> None:
     told = said(tmp_path, log_level="info")
     assert {"zero-infinity plan (this rank)", "what is kept in which dtype", NOTE} <= set(told)

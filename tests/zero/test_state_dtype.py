@@ -222,6 +222,7 @@ def held_out_loss(state_dtype: str, seed: int, steps: int = 300) -> float:
         return statistics.fmean(float(model(text(-1 - index, batch=64))) for index in range(8))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("state_dtype", [pytest.param("bf16", marks=pytest.mark.slow), "8bit"])
 def test_narrow_moments_reach_the_loss_of_fp32_ones(state_dtype: str) -> None:
     """The mean difference over seeds is less than three standard errors of what the seeds themselves differ by."""

@@ -10,6 +10,8 @@ import pytest
 from support import CELLS, FEW_STEPS, MODES, STEPS, TABLE, TIERS, WORDS, WRITE, Cell, pairwise, parse, render, verdict
 from support_models import ROWS
 
+pytestmark = pytest.mark.broad
+
 SEEN: dict[Cell, str] = {}
 """Verdicts of this run, when it writes the page."""
 USUAL = set(pairwise())

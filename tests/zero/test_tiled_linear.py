@@ -17,8 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from offload.errors import ConfigError, StateError
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 Open = Callable[..., Any]
 IN, OUT = 96, 320
 

@@ -20,8 +20,6 @@ import zero
 from offload.errors import StateError
 from zero.params.tiles import Tile, row_ranges
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 Open = Callable[..., Any]
 PAIRS = [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("none", "nvme")]
 

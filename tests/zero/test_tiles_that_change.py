@@ -20,7 +20,6 @@ from zero.params.face import ZeroParamStatus
 from zero.params.tiles import TiledParameter
 
 safetensors = pytest.importorskip("safetensors.torch")
-pytestmark = pytest.mark.usefixtures("quick_collections")
 
 Open = Callable[..., Any]
 Change = Callable[[Any], None]

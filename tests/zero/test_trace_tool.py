@@ -83,6 +83,7 @@ def test_without_a_config_a_folder_is_enough(nvme_path: Path, tmp_path: Path) ->
     assert spans_in(file, "reads") and spans_in(file, "writes")
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("status", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_script_is_run_as_it_is_and_its_steps_are_recorded(
     script: Path, nvme_path: Path, tmp_path: Path, status: int
@@ -94,6 +95,7 @@ def test_a_script_is_run_as_it_is_and_its_steps_are_recorded(
     assert (facts["steps_before"], facts["steps"]) == (1, 2)
 
 
+@pytest.mark.broad
 def test_a_script_that_takes_too_few_steps_is_told_and_an_older_file_is_not_taken_for_its(
     script: Path, nvme_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

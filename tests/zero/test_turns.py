@@ -181,6 +181,7 @@ def test_micro_batches_may_take_different_ways(open_engine: Open, nvme_path: Pat
     agree(*pair_of(open_engine, model, nvme_path, accumulation=2))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("reentrant", [None, True, False])
 @pytest.mark.parametrize("name", ROWS)
 def test_bits_agree_for_every_kind_of_model(

@@ -25,6 +25,8 @@ import zero
 from offload.errors import StorageError
 from offload.files.durable import Files
 
+pytestmark = pytest.mark.broad
+
 Open = Callable[..., Any]
 TAGS = ("a", "a", "b")
 """Of the saves after steps 1, 2 and 3: a new one, one in place of another, and with `keep_last` 1 one that goes."""

@@ -106,6 +106,7 @@ def name(case: Case) -> str:
     return ", ".join(words + ["beside"] * case.beside)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_any_order_of_train_save_and_load_equals_an_uninterrupted_run(tmp_path: Path, case: Case) -> None:
     Program(case, tmp_path, seed=CASES.index(case)).run()

@@ -77,6 +77,7 @@ engine.save_checkpoint(sys.argv[1])
 """
 
 
+@pytest.mark.broad
 def test_a_job_that_ends_without_closing_its_engine_has_its_last_checkpoint(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(Path(zero.__file__).parents[1]), *sys.path])
     environment = {**os.environ, "PYTHONPATH": paths, "ZERO_DEVICE": "cpu"}

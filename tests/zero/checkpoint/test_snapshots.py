@@ -80,6 +80,7 @@ def test_narrow_moments_go_on(open_engine: Open, tmp_path: Path, nvme_path: Path
     assert unequal(first, second) == []
 
 
+@pytest.mark.broad
 def test_another_budget_finds_everything_again(open_engine: Open, tmp_path: Path, nvme_path: Path) -> None:
     """Where a byte lies in the files depends on its coordinates, not on what was cached."""
     base = config_of(nvme_path, zero={"sub_group_size": 4096})

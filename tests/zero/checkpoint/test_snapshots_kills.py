@@ -46,6 +46,7 @@ def test_a_job_that_is_killed_at_any_instant_gives_the_bits_of_one_that_is_not(
     assert survived(rank_pool(1), tmp_path, 5, 1, 1, pair, 200) >= 5
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("stage", "shared"), [(1, False), (3, False), (3, True)])
 def test_ranks_that_are_killed_at_any_instant_go_on_together(
     rank_pool: Pool, tmp_path: Path, stage: int, shared: bool

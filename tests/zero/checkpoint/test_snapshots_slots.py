@@ -76,6 +76,7 @@ def again(engine: Any) -> None:
     raise AssertionError("still failing on a disk that is well again")
 
 
+@pytest.mark.broad
 @settings(max_examples=12)
 @given(
     actions=st.lists(st.sampled_from(ACTIONS), min_size=4, max_size=9),

@@ -148,6 +148,7 @@ def test_stage_persistence_tiles_and_state_dtype_do_not_matter(
     same(read(tmp_path / "32"), kept_by(engine, model, masters=True))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("pair", [NVME, DEVICE], ids="-".join)
 def test_saving_anywhere_between_calls_changes_no_bit_of_the_training(
     open_engine: Open, nvme_path: Path, tmp_path: Path, pair: tuple[str, str]

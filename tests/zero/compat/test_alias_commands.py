@@ -62,6 +62,7 @@ def test_the_report_is_the_doctors(
     assert "zero-infinity" in capsys.readouterr().out.partition("cpu")[0]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("read", [[], ["--read"]])
 def test_ds_io_measures_with_deepspeeds_flags_and_leaves_nothing(nvme_path: Path, read: list[str]) -> None:
     (nvme_path / "a").mkdir()
@@ -107,6 +108,7 @@ def ssh(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.broad
 def test_ds_ssh_runs_on_all_hosts_and_fails_with_the_first_that_failed(tmp_path: Path, ssh: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("worker-1 slots=4\nworker-2 slots=4\nworker-3 slots=1\n")

@@ -15,6 +15,8 @@ from aliased import ROOT, code, environment, python, said, script
 
 from zero.compat.operators import VERSION
 
+pytestmark = pytest.mark.broad
+
 COMPAT = ROOT / "compat"
 checkout = pytest.mark.skipif(not (COMPAT / "pyproject.toml").is_file(), reason="not a checkout")
 

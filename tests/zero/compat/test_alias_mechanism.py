@@ -112,6 +112,7 @@ def test_every_kind_of_child_finds_it(tmp_path: Path, way: str) -> None:
     assert said(*words, env=env).split() == ["True"] * 4
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("launcher", ["torchrun", "launch"])
 def test_ranks_of_a_launcher_find_it(tmp_path: Path, launcher: str) -> None:
     file = script(
@@ -135,6 +136,7 @@ def test_ranks_of_a_launcher_find_it(tmp_path: Path, launcher: str) -> None:
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["0 of 2", "1 of 2"]
 
 
+@pytest.mark.broad
 def test_the_commands_beside_the_alias_are_zero_run(tmp_path: Path) -> None:
     file = script(tmp_path, "import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1:])\n")
     for name in ("deepspeed", "ds"):

@@ -118,6 +118,7 @@ def looked_up() -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("way", ["attributes", "imports"])
 def test_every_path_of_the_table_is_there(way: str) -> None:
     assert looked_up()[way] == []
@@ -176,6 +177,7 @@ def test_importing_it_loads_neither_torch_nor_us_and_using_it_starts_nothing() -
     assert started == "False False False 1"
 
 
+@pytest.mark.broad
 def test_modules_that_clients_assign_into_are_ours_and_classes_have_one_identity() -> None:
     assert (
         said(

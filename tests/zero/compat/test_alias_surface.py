@@ -11,6 +11,7 @@ from aliased import ROOT, code, said, script
 MODULES = (ROOT / "tests/data/deepspeed_modules.txt").read_text(encoding="utf-8").split()
 
 
+@pytest.mark.broad
 def test_every_module_imports_and_its_names_are_there_and_no_others() -> None:
     told = said(
         *code(f"""
@@ -131,6 +132,7 @@ def test_small_functions_do_what_theirs_do(tmp_path: Path) -> None:
     assert "['a']" in said(*code(text))
 
 
+@pytest.mark.broad
 def test_modules_of_a_model_are_found_set_and_made_linear() -> None:
     text = """
     import torch
@@ -208,11 +210,13 @@ def test_a_submodule_does_not_hide_what_a_module_of_ours_uses() -> None:
     assert said(*code(text)).split() == ["True"] * 3
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("module", ["deepspeed.utils.zero_to_fp32", "deepspeed.launcher.runner"])
 def test_a_module_with_a_command_runs_as_one(module: str) -> None:
     assert "usage: " in said("-m", module, "--help")
 
 
+@pytest.mark.broad
 def test_every_child_finds_what_the_tables_have(tmp_path: Path) -> None:
     text = """
     import multiprocessing, subprocess, sys

@@ -21,6 +21,7 @@ def found() -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "form",
     [

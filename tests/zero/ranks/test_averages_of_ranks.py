@@ -6,12 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from models import make_config
 from pairwise import in_pairs
 from ranks import RankPool
 from ranks_runs import quiet
 from tiled_optimizers import batch, differences, held_by, patchy, train
+
+pytestmark = pytest.mark.broad
 
 Pool = Callable[[int], RankPool]
 

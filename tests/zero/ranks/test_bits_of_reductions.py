@@ -16,6 +16,8 @@ from reference import Hyper, Reference, differences
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.broad
+
 Pool = Callable[[int], RankPool]
 WIDTH, STEPS, RESUMED = 48, 5, (1, 2, 4)
 PLACES = (Place(0), Place(1, "none", "cpu"), Place(2, "none", "cpu"), Place(3, "cpu", "cpu"),

@@ -176,6 +176,7 @@ def uneven(place: Place, nvme_path: str) -> None:
         train(engine, "one rank skips a block", DIVERGING_STEP - dist.get_rank())
 
 
+@pytest.mark.broad
 @each_once(stage=(0, 2, 3), shared=(False, True))
 def test_a_rank_that_has_fewer_batches_is_named_by_those_that_wait_for_it(
     rank_pool: Pool, nvme_path: Any, stage: int, shared: bool

@@ -187,6 +187,7 @@ def edit_while_updates_are_due(place: Place, nvme_path: str, kind: str, slow: in
     return told
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("kind", ["gathered", "full", "local"])
 @pytest.mark.parametrize("where", ["cpu", "nvme"])

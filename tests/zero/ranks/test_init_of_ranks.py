@@ -77,6 +77,7 @@ def held_while_built(place: Place, nvme_path: str) -> tuple[dict[tuple[int, int]
     return held, grown, same, left
 
 
+@pytest.mark.broad
 @everywhere
 def test_ranks_of_a_node_hold_the_model_once(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
     told = rank_pool(2).run(held_while_built, place, str(nvme_path))

@@ -18,6 +18,8 @@ from ranks_runs import CLIPPING, HYPER, Place, Run, engine_config, outcome_of, q
 from reference import differences
 from torch import nn
 
+pytestmark = pytest.mark.broad
+
 Pool = Callable[[int], RankPool]
 
 STEPS = 4

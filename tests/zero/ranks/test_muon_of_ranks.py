@@ -33,6 +33,7 @@ def part(pair: tuple[str, str], first: int, folder: str, stage: int) -> Any:
         return held_by(engine, model)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("counts", "stage"), [((1, 2, 4, 1), 3), pytest.param((4, 2, 3), 1, marks=pytest.mark.slow)])
 def test_ranks_come_and_go_between_checkpoints(
     rank_pool: Pool, tmp_path: Path, counts: tuple[int, ...], stage: int

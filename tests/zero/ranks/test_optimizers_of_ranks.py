@@ -19,6 +19,8 @@ from tiled_optimizers import Group, Plain, differences, held_by, in_groups, patc
 from offload.errors import ConfigError
 from zero.ops.lion import Lion
 
+pytestmark = pytest.mark.broad
+
 Pool = Callable[[int], RankPool]
 
 STEPS = 4

@@ -13,6 +13,8 @@ from ranks_plain import Ddp, Opposite, Outcome, beyond
 from ranks_runs import CLIPPING, HYPER, Place, Run, engine_config, outcome_of, quiet
 from reference import differences
 
+pytestmark = pytest.mark.broad
+
 pytest.importorskip("transformers")
 
 Pool = Callable[[int], RankPool]

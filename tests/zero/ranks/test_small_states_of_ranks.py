@@ -51,6 +51,7 @@ def part(place: tuple[int, str, str], first: int, folder: str) -> Any:
         return held_by(engine, model)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("counts", "stage"), [((1, 2, 4, 1), 3), pytest.param((4, 2, 3), 1, marks=pytest.mark.slow)])
 def test_states_follow_their_parameters_between_ranks_that_come_and_go(
     rank_pool: Pool, tmp_path: Path, counts: tuple[int, ...], stage: int
