@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,33 @@ def test_each_unit_is_gathered_and_reduced_once_a_step(rank_pool: Pool, nvme_pat
     )
     assert once["reduce"] * COUNT <= each["reduce"] * 1.2
     assert once["gather"] * 2 <= each["gather"]
+
+
+def table_of_dtypes(place: Place, nvme_path: str, vertical: bool) -> list[str]:
+    """Words of its line for what is trained, on the rank that prints it."""
+    import zero
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero").addHandler(handler)
+    config = engine_config(Run(bf16=True, accumulation=COUNT), place, nvme_path) | {"vertical_accumulation": vertical}
+    try:
+        with zero.initialize(model=motley(), config={**config, "log_level": "info"})[0]:
+            pass
+    finally:
+        logging.getLogger("zero").removeHandler(handler)
+        quiet()
+    tables = [text for text in said if text.startswith("what is kept in which dtype")]
+    return [word for table in tables for line in table.splitlines() if "trained" in line for word in line.split()]
+
+
+@pytest.mark.parametrize(("vertical", "travels"), [(True, "fp32"), (False, "bf16")])
+def test_the_table_of_dtypes_says_in_which_gradients_travel(
+    rank_pool: Pool, nvme_path: Any, vertical: bool, travels: str
+) -> None:
+    place = Place(3, "cpu", "cpu", shared=False)
+    assert rank_pool(2).run(table_of_dtypes, place, str(nvme_path), vertical)[0][-2] == travels
 
 
 def failing(place: Place, nvme_path: str) -> None:
