@@ -136,9 +136,11 @@ class Plane:
 
     Attributes:
         host: the memory that the homes in host memory are pieces of, uint8; None if unknown, or there are none.
+        starts_as_zeros: what nobody has written is zeros.
     """
 
     host: torch.Tensor | None = None
+    starts_as_zeros = True
 
     def __init__(
         self,

@@ -65,6 +65,8 @@ class TwoSlotPlane(Plane):
         frozen: a snapshot that may or may not be valid names the current slots: writing to the disk is refused.
     """
 
+    starts_as_zeros = False  # The files may be there from an earlier run.
+
     def __init__(
         self,
         name: str,

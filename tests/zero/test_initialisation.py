@@ -217,6 +217,14 @@ def test_edits_between_init_and_initialize_are_kept(open_engine: Open, nvme_path
     assert torch.equal(engine.full_master("norm.bias"), build("gpt").norm.bias.detach())  # type: ignore[arg-type, union-attr]
 
 
+def test_a_model_without_values_is_refused_with_the_way_to_build_it(nvme_path: Path) -> None:
+    with torch.device("meta"):
+        model = MODELS["gpt"]()
+    with pytest.raises(ConfigError, match=r"on the meta device .*embedding\.weight.*zero\.Init"):
+        zero.initialize(model=model, config=make_config(("nvme", "nvme"), nvme_path))
+    assert not list(nvme_path.iterdir())
+
+
 def test_between_init_and_initialize_values_are_refused_with_the_way_out(nvme_path: Path) -> None:
     with zero.Init(config_dict_or_path=make_config(NVME, nvme_path)):
         model = nn.Linear(3, 4)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models import build, make_config, tokens
 from pairwise import in_pairs
 from probe import layout_of
@@ -72,3 +73,18 @@ def test_a_day_is_the_measured_time_drawn_out(open_engine: Open, nvme_path: Path
     assert wear.nvme_written_bytes_per_day == pytest.approx(1000 / 8 * 86_400)
     nothing = before.wear_since(before)
     assert (nothing.nvme_written_bytes_per_step, nothing.nvme_written_bytes_per_day) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
+def test_the_start_writes_no_zeros(open_engine: Open, nvme_path: Path, given: torch.dtype, states: str) -> None:
+    """Swap space reads as zeros where nothing was written; bf16 weights are their own masters, fp32 ones are not."""
+    zero = {"offload_optimizer": {"state_dtype": states}}
+    engine = open_engine(build("gpt").to(given), make_config(("nvme", "nvme"), nvme_path, zero=zero))
+    engine.synchronize()
+    weights = sum(unit.numel * 2 for unit in layout_of(engine).units)
+    records = engine.plan.tier_bytes("nvme") - weights
+    assert engine.statistics().nvme_write_bytes == weights + (records if given == torch.float32 else 0)
+    exact = {name: p.detach().float() for name, p in build("gpt").to(given).named_parameters()}
+    assert all(torch.equal(engine.full_master(name), value) for name, value in exact.items())
+    assert not any(engine.full_state(name)["exp_avg_sq"].any() for name in exact)

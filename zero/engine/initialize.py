@@ -87,6 +87,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     pipeline = model if isinstance(model, PipelineModule) else None
     if pipeline is None:
         _refuse_pipelines(model)
+        _refuse_without_values(model)
     if mpu is not None or mesh_param is not None:
         raise ConfigError("initialize: mpu and mesh_param are not available; leave them out")
     check_scheduler(lr_scheduler)
@@ -129,6 +130,17 @@ def _open_engine(
             if opened is not None:
                 opened.close(error)
         raise
+
+
+def _refuse_without_values(model: nn.Module) -> None:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    missing = [name for name, tensor in tensors if tensor.is_meta]
+    if missing:
+        raise ConfigError(
+            f"initialize: {len(missing):,} of {len(tensors):,} parameters and buffers are on the meta device and have "
+            f"no values ({', '.join(missing[:3])}, ...); build or load the model under zero.Init, which needs no memory "
+            "for it either"
+        )
 
 
 def _quantize(model: nn.Module, config: Config, trained: Trained | None) -> None:
