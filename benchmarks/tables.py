@@ -77,6 +77,19 @@ def rollouts(result: Mapping[str, Any]) -> str:
     return markdown(["room for", "tokens a second / all in memory", "read a token / weights"], rows)
 
 
+def starts(result: Mapping[str, Any]) -> str:
+    """Seconds from a folder of safetensors to the first step, by place."""
+    figures, parts = result["figures"], ("load", "initialize", "first_step", "step")
+    (series,) = result["series"]
+    names = [name for name in counted(series)[0] if name != "read"]
+    rows = [(name, *(f"{figures[f'{name}: {part}']:.1f} s" for part in parts)) for name in names]
+    floor = statistics.median(each["read"]["seconds"] for each in counted(series))
+    rows.append(("floor: the file read by fio", f"{floor:.1f} s", "", "", ""))
+    what = f"{figures['parameters'] / 1e9:.1f} B parameters, {figures['bytes of the model'] / 1e9:.1f} GB"
+    head = (what, "`from_pretrained`", "`zero.initialize`", "first step", "a later step")
+    return f"{markdown(head, rows)}\n\nOn {machine_of([result])}."
+
+
 UNBOUND = {"at_least": None, "at_most": None, "verdict": ""}
 
 
@@ -334,6 +347,7 @@ TABLES = {
     "accumulation": Table(("accumulation",), micro_batches),
     "codes": Table(("codes_loss",), coded_weights),
     "rollouts": Table(("rollout",), rollouts),
+    "start": Table(("start",), starts),
     "disk": of_marks(
         *(
             Mark(f"{way}: GB/s, ours / {label}", "swap_bandwidth", f"{way}: GB/s, ours / {rival}")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import tables
 from benchmarks.common import RivalMissing
 from benchmarks.rivals import deepspeed_setup, fio
 from benchmarks.rivals.streaming import PREFETCH_NUMEL, StreamingBound
@@ -110,3 +111,16 @@ def test_the_streaming_bound_refuses_lengths_it_would_not_cover() -> None:
         pytest.skip(str(error))
     with pytest.raises(RuntimeError, match="a multiple of 128"):
         bound.run([torch.zeros(64)] * 5, 2, 0)
+
+
+@pytest.mark.broad
+def test_start_times_loading_initializing_and_steps_of_each_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    content = answer(monkeypatch, tmp_path, "start", "--path", str(tmp_path), "--width", "tiny", "--rounds", "1")
+    places = [f"{where}{init}" for where in ("NVMe", "host memory") for init in ("", " under zero.Init")]
+    parts = ("load", "initialize", "first_step", "step")
+    assert all(content["figures"][f"{place}: {part}"] > 0 for place in places for part in parts)
+    assert {mark.split(":")[0] for mark in marks(content)} == set(places)
+    assert len(tables.starts(content).splitlines()) == 9

@@ -138,8 +138,8 @@ def _refuse_without_values(model: nn.Module) -> None:
     if missing:
         raise ConfigError(
             f"initialize: {len(missing):,} of {len(tensors):,} parameters and buffers are on the meta device and have "
-            f"no values ({', '.join(missing[:3])}, ...); build or load the model under zero.Init, which needs no memory "
-            "for it either"
+            f"no values ({', '.join(missing[:3])}, ...); build or load the model under zero.Init, which does not need "
+            "memory for all of it either"
         )
 
 
