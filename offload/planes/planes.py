@@ -229,6 +229,19 @@ class Plane:
         """Copy `source` (uint8) to [begin, end)."""
         await self._transfer(begin, end, source, write=True)
 
+    async def write_front(self, begin: int, end: int, source: torch.Tensor) -> None:
+        """Copy `source` (uint8, whole pages) to the first bytes of [begin, end), which one home holds.
+
+        Raises StorageError; what was there before is lost then.
+        """
+        home = self._home_at(begin)
+        if source.numel() == self.nbytes(begin, end):
+            await self.write(begin, end, source)
+        elif home.memory is not None:
+            await self._transfer_device(self._slice(home, begin, end)[: source.numel()], source)
+        elif self._disk is not None:
+            await self._disk.write(home.swap_offset + self.nbytes(home.begin, begin), source, self.name)
+
     def strand(self, begin: int, end: int, data: torch.Tensor, written: Callable[[], None] = lambda: None) -> None:
         """A write of [begin, end) failed: let `data` be what the plane holds there until one succeeds."""
         self._supersede(begin, end, data)

@@ -5,8 +5,8 @@ built in memory shrinks while its shards grow, and one built under `Init` never 
 planes hold comes with its exact master and its states.
 
 [Note: zeros] New planes hold zeros, in memory and in a swap space, where the file system reads what was reserved and
-never written as zeros. So a record of zeros, that of fresh states and of weights that are their own masters, is not
-written: 10 of 12 bytes a parameter.
+never written as zeros. So of a record only the front is written that holds more: nothing, where states are fresh and
+weights are their own masters; what weights lack of their masters; or, with states, all of it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from offload.memory.pinned import return_freed_memory
 from offload.planes.copies import CHUNK_BYTES, clear_alone, copy_alone
 from offload.planes.planes import settle_all
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
+from zero.plan.record import Record
 from zero.ranks import world
 from zero.store.staging import Staged, StagedGroup, Staging
 from zero.store.storage import Storage
@@ -165,22 +166,23 @@ class Adoption:
             return
         staged = StagedGroup(self._storage, self._layout, group)
         await staged.lease("sub-group")
-        blank = self._only is None and staged.state.plane.starts_as_zeros
-        """The record is zeros where it lives, and has not been looked at."""
+        fresh = self._only is None and staged.state.plane.starts_as_zeros
+        front_bytes = 0 if fresh else staged.state.bytes.numel()
+        """Of the record, that are in memory and to be written; the rest is zeros where it lives."""
         try:
-            await self._begin([part for part in staged.parts if not (blank and part is staged.state)])
+            await self._begin([part for part in staged.parts if not (fresh and part is staged.state)])
             for unit in staged.units:
-                blank = self._encode(unit, staged, blank)
+                front_bytes = self._encode(unit, staged, front_bytes)
         except BaseException:
             staged.release()
             raise
-        stored = [part for part in staged.parts if not (blank and part is staged.state)]
-        self._stores.append(asyncio.create_task(self._store(staged, stored)))
+        self._stores.append(asyncio.create_task(self._store(staged, front_bytes)))
         await self._settle(STORES)
 
-    async def _store(self, staged: StagedGroup, parts: Iterable[Staged]) -> None:
+    async def _store(self, staged: StagedGroup, front_bytes: int) -> None:
         try:
-            await settle_all([part.write() for part in parts])
+            weights = (weight.write() for weight in staged.weights.values())
+            await settle_all([staged.state.write_front(front_bytes), *weights])
         finally:
             staged.release()
 
@@ -192,10 +194,10 @@ class Adoption:
             finally:
                 self._stores.popleft()
 
-    def _encode(self, unit: Unit, staged: StagedGroup, blank: bool) -> bool:
+    def _encode(self, unit: Unit, staged: StagedGroup, front_bytes: int) -> int:
         """Fill one unit's run of a sub-group: the weight and, where there is more than zeros, the record.
 
-        Returns whether the record is still blank.
+        `front_bytes`: of the record are in memory; returns how many are now.
         """
         weight, record = staged.weights[unit.index], staged.record()
         stored, shift = weight.bytes.view(unit.dtype), weight.begin - staged.group.begin
@@ -204,12 +206,10 @@ class Adoption:
         for slot, piece in self._pieces(unit, lo, hi, state=True):
             at, numel = slot.offset_numel + piece.first - slot.first_numel - lo, piece.weight.numel()
             target = stored[at : at + numel]
-            if blank and _is_own_master(target, record.remainder, piece):
+            front_bytes = _front_for(piece, staged, record, front_bytes)
+            if not front_bytes:
                 target.copy_(piece.weight)
                 continue
-            if blank and not staged.state.in_place:
-                clear_alone(staged.state.bytes)
-            blank = False
             remainder = None if record.remainder is None else record.remainder[shift + at : shift + at + numel]
             _store_weight(target, remainder, piece)
             if piece.states is not None and record.states.planes:
@@ -223,7 +223,7 @@ class Adoption:
                     values[at : at + numel].copy_(given)
         if states is not None:
             record.states.part(shift, shift + hi - lo).store(states)
-        return blank
+        return front_bytes
 
     async def _adopt_frozen(self, index: int, unit: Unit) -> None:
         plane = self._storage.weights[index]
@@ -294,11 +294,17 @@ class Adoption:
                     self._done(unit, slot)
 
 
-def _is_own_master(target: torch.Tensor, remainder: torch.Tensor | None, piece: Piece) -> bool:
-    """True where the record of a piece is zeros: no state, and nothing that the weight lacks."""
-    if piece.states is not None or piece.remainder is not None:
-        return False
-    return remainder is None or (remainder.dtype == torch.int16 and piece.weight.dtype == target.dtype)
+def _front_for(piece: Piece, staged: StagedGroup, record: Record, front_bytes: int) -> int:
+    """Make room in the record's front for what a piece makes more than zeros; returns how long it is now."""
+    needed_bytes = 0
+    if piece.states is not None:
+        needed_bytes = staged.state.bytes.numel()
+    elif record.remainder is not None:
+        exact = piece.remainder is None and piece.weight.dtype == staged.space.dtype
+        needed_bytes = 0 if exact and record.remainder.dtype == torch.int16 else record.remainder.nbytes
+    if needed_bytes > front_bytes and not staged.state.in_place:
+        clear_alone(staged.state.bytes[front_bytes:needed_bytes])
+    return max(front_bytes, needed_bytes)
 
 
 def _store_weight(target: torch.Tensor, remainder: torch.Tensor | None, piece: Piece) -> None:

@@ -87,14 +87,18 @@ class Staged:
 
     async def write(self) -> None:
         """Bring it back, unless it is in place."""
-        if self.in_place:
-            return
-        if self._host is None:
-            await self.plane.write(self.begin, self.end, self.bytes)
-            return
-        if self._host is not self._data:
+        if not self.in_place:
+            await self.plane.write(self.begin, self.end, await self._to_write())
+
+    async def write_front(self, nbytes: int) -> None:
+        """As `write`, the first `nbytes` alone, whole pages; where it lives the rest is as it should be."""
+        if not self.in_place and nbytes:
+            await self.plane.write_front(self.begin, self.end, (await self._to_write())[:nbytes])
+
+    async def _to_write(self) -> torch.Tensor:
+        if self._host is not None and self._host is not self._data:
             await self._streams.reached(self._streams.copy_out(self._host, self.bytes, self._streams.fence()))
-        await self.plane.write(self.begin, self.end, self._host)
+        return self.host_bytes
 
     @property
     def host_bytes(self) -> torch.Tensor:
