@@ -130,6 +130,11 @@ class SwapSpace:
         self.capacity_bytes = end
         return begin
 
+    @property
+    def reserved(self) -> bool:
+        """False where room is still to come, see `coming`."""
+        return not self._unreserved
+
     def reserve(self) -> None:
         """Reserve what had no room when the space was made. Raises StorageError: somebody else has taken it."""
         self._check_open()

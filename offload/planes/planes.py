@@ -230,13 +230,15 @@ class Plane:
         await self._transfer(begin, end, source, write=True)
 
     async def write_front(self, begin: int, end: int, source: torch.Tensor) -> None:
-        """Copy `source` (uint8, whole pages) to the first bytes of [begin, end), which one home holds.
+        """Copy `source` (uint8, whole pages) to the first bytes of [begin, end), which one home holds; the rest stays.
 
-        Raises StorageError; what was there before is lost then.
+        Raises StorageError. Raises StateError: a part alone cannot be written where writes are kept apart or stranded.
         """
         home = self._home_at(begin)
         if source.numel() == self.nbytes(begin, end):
             await self.write(begin, end, source)
+        elif self._stranded or not self.starts_as_zeros:
+            raise StateError(f"plane {self.name}: [{begin:,}, {end:,}) is written as a whole")
         elif home.memory is not None:
             await self._transfer_device(self._slice(home, begin, end)[: source.numel()], source)
         elif self._disk is not None:

@@ -237,6 +237,17 @@ def test_a_closed_plane_holds_nothing_and_gives_nothing() -> None:
         bench.read(0, 1)
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("length", [1, 20, 30])
+def test_the_front_of_a_home_is_written_alone(in_memory: bool, length: int) -> None:
+    bench = Bench([(10, not in_memory), (30, in_memory)])
+    truth = values(40, 0)
+    bench.write(0, 40, truth)
+    truth[10 : 10 + length] = values(length, 1)
+    asyncio.run(bench.plane.write_front(10, 40, truth[10 : 10 + length].clone()))
+    assert torch.equal(bench.read(0, 40), truth)
+
+
 # ---- failed writes -----------------------------------------------------------------------------
 
 
@@ -291,6 +302,13 @@ def test_a_good_write_over_part_of_it_updates_it(
     assert calls == []
     assert torch.equal(bench.read(0, 50), truth)
     assert torch.equal(bench.read(10, 30), truth[10:30])
+
+
+def test_a_front_is_refused_while_something_is_stranded(stranded: tuple[Bench, torch.Tensor, list[str]]) -> None:
+    bench, truth, _ = stranded
+    with pytest.raises(StateError, match=r"weights: \[0, 50\) is written as a whole"):
+        asyncio.run(bench.plane.write_front(0, 50, values(12, 5)))
+    assert torch.equal(bench.read(0, 50), truth)
 
 
 @pytest.mark.parametrize(("begin", "end"), [(10, 30), (5, 35), (12, 20), (0, 15), (25, 40)])

@@ -189,7 +189,7 @@ class Assembly:
         from_memory, spilled = (sum(p.numel() * p.element_size() for p in kind) for kind in self._by_source())
         _warn_of_channels_last(self.leaves)
         take_first_ranks_values(self.exchange, self.parameters())
-        Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take).run()
+        Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take, fresh=True).run()
         if self.storage.disk is not None:
             self.storage.disk.swap.reserve()
         self.exchange.adopted()
@@ -229,7 +229,8 @@ class Assembly:
             return _read_model(parameter, begin, end, state)
 
         slices = [index - placement.shard_index for index in range(placement.shard_size)]
-        Adoption(self.layout, self.parameters(), self.storage, read, lambda unit, slot: None, slices=slices).run()
+        given = self.layout, self.parameters(), self.storage, read, lambda unit, slot: None
+        Adoption(*given, fresh=True, slices=slices).run()
         exchange.adopted()
 
     def take_all(self) -> None:

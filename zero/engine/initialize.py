@@ -134,12 +134,13 @@ def _open_engine(
 
 def _refuse_without_values(model: nn.Module) -> None:
     tensors = (*model.named_parameters(), *model.named_buffers())
-    missing = [name for name, tensor in tensors if tensor.is_meta]
+    missing = [name for name, tensor in tensors if tensor.is_meta and tensor.numel()]
     if missing:
+        named = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
         raise ConfigError(
             f"initialize: {len(missing):,} of {len(tensors):,} parameters and buffers are on the meta device and have "
-            f"no values ({', '.join(missing[:3])}, ...); build or load the model under zero.Init, which does not need "
-            "memory for all of it either"
+            f"no values ({named}); build or load the model under zero.Init, which does not need memory for all of it "
+            "either"
         )
 
 

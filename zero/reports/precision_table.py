@@ -89,7 +89,8 @@ def _row(space: Space, plan: Plan, config: Config, placement: Placement, coded: 
     kept = torch.float32 if plan.gradient_wide else space.dtype
     added = torch.float32 if plan.accumulation == torch.float32 or plan.gradient_wide else space.dtype
     together = plan.passes < (config.gradient_accumulation_steps or 1)
-    travel = NOTHING if placement.alone else _between(kept if plan.deferred_bytes or together else space.dtype, config)
+    wide = torch.float32 if together else kept if plan.deferred_bytes else space.dtype
+    travel = NOTHING if placement.alone else _between(wide, config)
     narrow = plan.states_of(space) == ADAM_STATES
     states = _name(plan.state_dtype if narrow else torch.float32) if plan.states_of(space) else NOTHING
     return ("trained", numel, weights, master, _name(kept), _name(added), travel, states)

@@ -69,6 +69,7 @@ class Adoption:
         parameters: the model's, by their index in the layout.
         read: where values come from.
         done: called with (unit, slot) once all of a slot is stored, to let go of what it came from; None: of nothing.
+        fresh: nobody has written to the planes yet.
         only: indices of the parameters that are stored over what the planes hold; everything else stays, states too.
         slices: where other slices are, counted from this rank's (0, always there): what goes there is read too, in that
             order, and dropped. So ranks that read together read the same.
@@ -81,12 +82,16 @@ class Adoption:
         storage: Storage,
         read: ReadSource,
         done: Callable[[Unit, Slot], None] | None,
+        *,
+        fresh: bool = False,
         only: Collection[int] | None = None,
         slices: Sequence[int] = (0,),
     ) -> None:
         self._layout, self._parameters, self._storage = layout, parameters, storage
         self._read, self._done, self._only = read, done, only
-        self._slices = slices
+        self._slices, self._fresh = slices, fresh
+        # What is let go may be what makes room for the next one on a drive that is full.
+        self._behind = STORES if storage.disk is None or storage.disk.swap.reserved else 0
         self._stored_numel = 0
         """Since freed memory was last handed back."""
         self._stores: deque[asyncio.Task[None]] = deque()
@@ -133,7 +138,7 @@ class Adoption:
                 continue
             self._storage.mover.run("storing initial values", self._adopt_group(group))
             self._storing.append(group)
-            self._finish_groups(STORES)
+            self._finish_groups(self._behind)
             self._stored_numel += group.end - group.begin
             if self._stored_numel >= RETURN_NUMEL and self._done is not None:
                 # The C library would keep what the parameters lay in, and the planes are growing.
@@ -166,7 +171,7 @@ class Adoption:
             return
         staged = StagedGroup(self._storage, self._layout, group)
         await staged.lease("sub-group")
-        fresh = self._only is None and staged.state.plane.starts_as_zeros
+        fresh = self._fresh and staged.state.plane.starts_as_zeros
         front_bytes = 0 if fresh else staged.state.bytes.numel()
         """Of the record, that are in memory and to be written; the rest is zeros where it lives."""
         try:
@@ -177,7 +182,7 @@ class Adoption:
             staged.release()
             raise
         self._stores.append(asyncio.create_task(self._store(staged, front_bytes)))
-        await self._settle(STORES)
+        await self._settle(self._behind)
 
     async def _store(self, staged: StagedGroup, front_bytes: int) -> None:
         try:

@@ -69,7 +69,7 @@ def test_each_unit_is_gathered_and_reduced_once_a_step(rank_pool: Pool, nvme_pat
     assert once["gather"] * 2 <= each["gather"]
 
 
-def table_of_dtypes(place: Place, nvme_path: str, vertical: bool) -> list[str]:
+def table_of_dtypes(place: Place, nvme_path: str, vertical: bool, sums: str) -> list[str]:
     """Words of its line for what is trained, on the rank that prints it."""
     import zero
 
@@ -78,8 +78,9 @@ def table_of_dtypes(place: Place, nvme_path: str, vertical: bool) -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zero").addHandler(handler)
     config = engine_config(Run(bf16=True, accumulation=COUNT), place, nvme_path) | {"vertical_accumulation": vertical}
+    more = {"log_level": "info", "data_types": {"grad_accum_dtype": sums}}
     try:
-        with zero.initialize(model=motley(), config={**config, "log_level": "info"})[0]:
+        with zero.initialize(model=motley(), config={**config, **more})[0]:
             pass
     finally:
         logging.getLogger("zero").removeHandler(handler)
@@ -88,12 +89,13 @@ def table_of_dtypes(place: Place, nvme_path: str, vertical: bool) -> list[str]:
     return [word for table in tables for line in table.splitlines() if "trained" in line for word in line.split()]
 
 
+@pytest.mark.parametrize("sums", ["fp32", "bf16"])
 @pytest.mark.parametrize(("vertical", "travels"), [(True, "fp32"), (False, "bf16")])
 def test_the_table_of_dtypes_says_in_which_gradients_travel(
-    rank_pool: Pool, nvme_path: Any, vertical: bool, travels: str
+    rank_pool: Pool, nvme_path: Any, vertical: bool, travels: str, sums: str
 ) -> None:
     place = Place(3, "cpu", "cpu", shared=False)
-    assert rank_pool(2).run(table_of_dtypes, place, str(nvme_path), vertical)[0][-2] == travels
+    assert rank_pool(2).run(table_of_dtypes, place, str(nvme_path), vertical, sums)[0][-2] == travels
 
 
 def failing(place: Place, nvme_path: str) -> None:
