@@ -339,6 +339,11 @@ TABLES = {
             NVME_STEP,
             "nvme: lean / max(compute floor, read + write alone)",
         ),
+        Mark(
+            "... on an Intel Xeon whose disk is slower",
+            "train_step_nvme_336M_xeon",
+            "nvme: lean / max(compute floor, read + write alone)",
+        ),
         Mark("peak memory at a third / DeepSpeed's, NVMe", NVME_STEP, "nvme: at a third / deepspeed, peak memory"),
         Mark("peak memory / DeepSpeed's, host memory", CPU_STEP, "cpu: ours / deepspeed, peak memory"),
         Mark("minor page faults in a steady step, NVMe", "faults", "nvme, 128 tokens: minor faults in a step"),
