@@ -172,8 +172,8 @@ class Adoption:
         staged = StagedGroup(self._storage, self._layout, group)
         await staged.lease("sub-group")
         fresh = self._fresh and staged.state.plane.starts_as_zeros
+        # Of the record, that are in memory and to be written; the rest is zeros where it lives.
         front_bytes = 0 if fresh else staged.state.bytes.numel()
-        """Of the record, that are in memory and to be written; the rest is zeros where it lives."""
         try:
             await self._begin([part for part in staged.parts if not (fresh and part is staged.state)])
             for unit in staged.units:
