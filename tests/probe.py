@@ -50,6 +50,11 @@ def gradients_of(engine: Any) -> Any:
     return engine.run.parts.gradients
 
 
+def wide_gradients(engine: Any) -> Any:
+    """Units whose gradient has got an fp32 home that the plan does not have."""
+    return engine.run.parts.gradients._wide
+
+
 def keeper_of(engine: Any) -> Any:
     return engine.run.parts.keeper
 

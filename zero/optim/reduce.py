@@ -155,9 +155,9 @@ class ReducedGradients(Gradients):
     # ---- a backward -----------------------------------------------------------------------------
 
     def begin_backward(self, *, boundary: bool, together: bool = False) -> None:
-        """See `Gradients`. What micro-batches add up together is reduced in fp32, as what is added up between them."""
+        """See `Gradients`. What micro-batches add up together in fp32 is reduced in fp32, as what waits between them."""
         super().begin_backward(boundary=boundary, together=together)
-        self.deferred = self.deferred or together
+        self.deferred = self.deferred or (together and self._storage.plan.accumulation == torch.float32)
         if self._nothing is None and self._units:
             self._zeros(next(iter(self._units.values())).unit)
         self._in_backward = True
@@ -280,7 +280,8 @@ class ReducedGradients(Gradients):
     def _open(self, state: UnitGradient) -> None:
         """Collect beside the plane; what the plane holds is not touched before the reduction."""
         self._settle(state)
-        state.adds, dtype = self.together, torch.float32 if self.together else state.unit.dtype
+        wide = self.together and self._storage.plan.accumulation == torch.float32
+        state.adds, dtype = self.together, torch.float32 if wide else state.unit.dtype
         state.block = self._lease(state, state.unit.numel * dtype.itemsize)
         state.buffer = state.block.view(dtype, state.unit.numel)
 

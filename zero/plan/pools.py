@@ -47,7 +47,7 @@ class PoolSizes:
     ) -> None:
         self._layout, self._device, self.on_gpu = layout, device, on_gpu
         self._wide, self._placement = wide, placement
-        self._together = together and (wide or not placement.alone)
+        self._together = together and wide
         self._trained = [unit for unit in layout.units if unit.trainable]
 
     def stand_in(self) -> int:

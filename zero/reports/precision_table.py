@@ -88,9 +88,8 @@ def _row(space: Space, plan: Plan, config: Config, placement: Placement, coded: 
     master = "the weights, rounded at random" if space.rounded else exact
     kept = torch.float32 if plan.gradient_wide else space.dtype
     added = torch.float32 if plan.accumulation == torch.float32 or plan.gradient_wide else space.dtype
-    together = plan.passes < (config.gradient_accumulation_steps or 1)
-    wide = torch.float32 if together else kept if plan.deferred_bytes else space.dtype
-    travel = NOTHING if placement.alone else _between(wide, config)
+    summed = plan.deferred_bytes or plan.passes < (config.gradient_accumulation_steps or 1)  # before they travel
+    travel = NOTHING if placement.alone else _between(kept if summed else space.dtype, config)
     narrow = plan.states_of(space) == ADAM_STATES
     states = _name(plan.state_dtype if narrow else torch.float32) if plan.states_of(space) else NOTHING
     return ("trained", numel, weights, master, _name(kept), _name(added), travel, states)

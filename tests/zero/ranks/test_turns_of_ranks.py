@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import probe
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,13 +90,38 @@ def table_of_dtypes(place: Place, nvme_path: str, vertical: bool, sums: str) -> 
     return [word for table in tables for line in table.splitlines() if "trained" in line for word in line.split()]
 
 
-@pytest.mark.parametrize("sums", ["fp32", "bf16"])
-@pytest.mark.parametrize(("vertical", "travels"), [(True, "fp32"), (False, "bf16")])
+@pytest.mark.parametrize(
+    ("vertical", "sums", "travels"),
+    [(True, "fp32", "fp32"), (True, "bf16", "bf16"), (False, "fp32", "bf16"), (False, "bf16", "bf16")],
+)
 def test_the_table_of_dtypes_says_in_which_gradients_travel(
     rank_pool: Pool, nvme_path: Any, vertical: bool, travels: str, sums: str
 ) -> None:
     place = Place(3, "cpu", "cpu", shared=False)
     assert rank_pool(2).run(table_of_dtypes, place, str(nvme_path), vertical, sums)[0][-2] == travels
+
+
+def trained_alike(place: Place, nvme_path: str) -> tuple[dict[str, torch.Tensor], int, dict[str, int]]:
+    """Masters after steps of batches that are the same on all ranks, homes beyond the plan, and what has travelled."""
+    import zero
+
+    quiet()
+    config = engine_config(Run(bf16=True, accumulation=COUNT), place, nvme_path)
+    keys = {"vertical_accumulation": True, "data_types": {"grad_accum_dtype": "bf16"}}
+    with zero.initialize(model=motley(), config={**config, **keys})[0] as engine:
+        for step in range(STEPS):
+            alike = [batch(index, 0) for index in range(step * COUNT, (step + 1) * COUNT)]
+            engine.train_batch(Batch(part.tokens, step % 2) for part in alike)
+        return masters(engine), len(probe.wide_gradients(engine)), dict(engine.statistics().payload_numel)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+def test_sums_in_16_bits_stay_so_on_several_ranks(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
+    """The mean of ranks that are alike is what one has: the bits are those of one rank, and no sum is wider."""
+    alone = rank_pool(1).run(trained_alike, place, str(nvme_path))[0]
+    for found in rank_pool(2).run(trained_alike, place, str(nvme_path)):
+        assert differences(found[0], alone[0]) == []
+        assert found[1] == 0
 
 
 def failing(place: Place, nvme_path: str) -> None:
