@@ -217,12 +217,35 @@ def test_edits_between_init_and_initialize_are_kept(open_engine: Open, nvme_path
     assert torch.equal(engine.full_master("norm.bias"), build("gpt").norm.bias.detach())  # type: ignore[arg-type, union-attr]
 
 
-def test_a_model_without_values_is_refused_with_the_way_to_build_it(nvme_path: Path) -> None:
+WAYS_IN: dict[str, Callable[[nn.Module, dict[str, Any]], Any]] = {
+    "initialize": lambda model, config: zero.initialize(model=model, config=config),
+    "init_inference": lambda model, config: zero.init_inference(model, zero=config["zero_optimization"]),
+    "codes": lambda model, config: zero.init_inference(model, quant={"enabled": True}),
+    "load_pretrained": lambda model, config: zero.load_pretrained(model, "does-not-matter"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_a_model_without_values_is_refused_with_the_way_to_build_it(nvme_path: Path, way: str) -> None:
     with torch.device("meta"):
         model = MODELS["gpt"]()
     with pytest.raises(ConfigError, match=r"on the meta device .*embedding\.weight.*zero\.Init"):
-        zero.initialize(model=model, config=make_config(("nvme", "nvme"), nvme_path))
+        WAYS_IN[way](model, make_config(("nvme", "nvme"), nvme_path))
     assert not list(nvme_path.iterdir())
+
+
+def test_a_layer_without_values_that_comes_later_is_refused_and_may_go_again(
+    open_engine: Open, nvme_path: Path
+) -> None:
+    engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
+    groups = [len(group["params"]) for group in engine.optimizer.param_groups]
+    engine.module.more = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ConfigError, match=r"on the meta device .*more\.weight"):
+        engine(tokens(0))
+    assert [len(group["params"]) for group in engine.optimizer.param_groups] == groups
+    del engine.module.more
+    engine.backward(engine(tokens(0)))
+    engine.step()
 
 
 def test_between_init_and_initialize_values_are_refused_with_the_way_out(nvme_path: Path) -> None:

@@ -32,6 +32,7 @@ from zero.assembly.steps import Steps
 from zero.optim.gradients import GradientCarrier
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import Small, gathered, owned
+from zero.params.initialisation import refuse_without_values
 from zero.params.units import Leaf
 from zero.schedule.events import Events
 from zero.schedule.hooks import in_backward
@@ -144,6 +145,7 @@ class ModelChanges:
         joining = census.joining() if run.updater is not None else []
         if not joining and census.same_as(self._census):
             return False
+        refuse_without_values(run.module)
         if parts.snapshots is not None:
             raise StateError(
                 "the model has changed, and snapshots are of the layout that initialize saw; change the model before "

@@ -17,6 +17,7 @@ from zero.config.inference_block import read_inference
 from zero.engine.engine import ZeroEngine
 from zero.engine.pretrained import load_pretrained
 from zero.engine.quantization import quantize
+from zero.params.initialisation import refuse_without_values
 from zero.params.released import is_kept
 from zero.reports.log import NOTICE, show_log
 from zero.values.access import take_back
@@ -85,11 +86,12 @@ def init_inference(
 
     Raises:
         ConfigError: a key is unknown, contradicts a keyword, or asks for what is not available: kernel injection,
-            tensor parallelism, CUDA graphs. Names it and the alternative.
+            tensor parallelism, CUDA graphs. Names it and the alternative. Or the model is on the meta device.
         BudgetError: the plan does not fit.
     """
     show_log()
     options = read_inference(config, kwargs)
+    refuse_without_values(model)
     if options.ignored:
         logger.log(NOTICE, "zero: without effect here: %s", ", ".join(options.ignored))
     device = compute_device()

@@ -28,7 +28,7 @@ from zero.optim.make_rule import trained_from
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import Trained
 from zero.optim.scheduling import check_scheduler
-from zero.params.initialisation import suspended
+from zero.params.initialisation import refuse_without_values, suspended
 from zero.pipe.module import PipelineModule
 from zero.ranks.joining import join_or_stay_alone
 from zero.reports.log import NOTICE, follow, show_log
@@ -87,7 +87,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     pipeline = model if isinstance(model, PipelineModule) else None
     if pipeline is None:
         _refuse_pipelines(model)
-        _refuse_without_values(model)
+    refuse_without_values(model)
     if mpu is not None or mesh_param is not None:
         raise ConfigError("initialize: mpu and mesh_param are not available; leave them out")
     check_scheduler(lr_scheduler)
@@ -130,18 +130,6 @@ def _open_engine(
             if opened is not None:
                 opened.close(error)
         raise
-
-
-def _refuse_without_values(model: nn.Module) -> None:
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    missing = [name for name, tensor in tensors if tensor.is_meta and tensor.numel()]
-    if missing:
-        named = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
-        raise ConfigError(
-            f"initialize: {len(missing):,} of {len(tensors):,} parameters and buffers are on the meta device and have "
-            f"no values ({named}); build or load the model under zero.Init, which does not need memory for all of it "
-            "either"
-        )
 
 
 def _quantize(model: nn.Module, config: Config, trained: Trained | None) -> None:

@@ -20,6 +20,7 @@ from offload.files.safetensors_file import Entry, SafetensorsFile, open_checkpoi
 from zero.checkpoint.load import mismatch
 from zero.engine.engine import ZeroEngine
 from zero.params.buffers import persistent_buffers
+from zero.params.initialisation import refuse_without_values
 from zero.params.released import is_kept
 from zero.params.tiles import engine_keeper
 from zero.params.unadopted import provisional_source
@@ -62,11 +63,12 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
 
     Raises:
         ConfigError: a name is missing or too many (`strict`), a shape or dtype does not fit, a file is damaged; names
-            the key, the file, what was expected and what was found.
+            the key, the file, what was expected and what was found. Or the model is on the meta device.
         StateError: inside forward, backward or `GatheredParameters` of the engine.
         StorageError: a transfer failed. An engine may hold some of the new values then; load again.
     """
     target: nn.Module = model.module if isinstance(model, ZeroEngine) else model
+    refuse_without_values(target)
     files = open_checkpoint(Path(folder))
     leaves = collect_leaves(target)
     buffers = persistent_buffers(target)

@@ -155,7 +155,7 @@ class ReducedGradients(Gradients):
     # ---- a backward -----------------------------------------------------------------------------
 
     def begin_backward(self, *, boundary: bool, together: bool = False) -> None:
-        """See `Gradients`. What micro-batches add up together in fp32 is reduced in fp32, as what waits between them."""
+        """See `Gradients`. What micro-batches add up together in fp32 is reduced in fp32, as what waits is."""
         super().begin_backward(boundary=boundary, together=together)
         self.deferred = self.deferred or (together and self._storage.plan.accumulation == torch.float32)
         if self._nothing is None and self._units:

@@ -228,6 +228,18 @@ def suspended() -> Iterator[None]:
             context._watch()
 
 
+def refuse_without_values(model: nn.Module) -> None:
+    """Raise ConfigError, with the way to build it, for a model on the meta device."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    missing = [name for name, tensor in tensors if tensor.is_meta and tensor.numel()]
+    if missing:
+        named = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
+        raise ConfigError(
+            f"the model: {len(missing):,} of {len(tensors):,} parameters and buffers are on the meta device and have "
+            f"no values ({named}); build or load it under zero.Init, which does not need memory for all of it either"
+        )
+
+
 def _check_keywords(remote_device: str | None, dtype: torch.dtype | None, unused: dict[str, Any]) -> None:
     unknown = sorted(set(unused) - DEEPSPEED_ONLY)
     if unknown:

@@ -167,8 +167,6 @@ class Adoption:
                 clear_alone(part.bytes)
 
     async def _adopt_group(self, group: SubGroup) -> None:
-        if self._storage.records[group.space] is None:
-            return
         staged = StagedGroup(self._storage, self._layout, group)
         await staged.lease("sub-group")
         fresh = self._fresh and staged.state.plane.starts_as_zeros

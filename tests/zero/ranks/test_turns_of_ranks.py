@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import probe
 import pytest
 import torch
 import torch.distributed as dist
 from harness import masters
+from probe import wide_gradients
 from ranks import RankError, RankPool
 from ranks_model import Batch, batch, motley
 from ranks_runs import CLIPPING, Place, Run, engine_config, quiet
@@ -112,7 +112,7 @@ def trained_alike(place: Place, nvme_path: str) -> tuple[dict[str, torch.Tensor]
         for step in range(STEPS):
             alike = [batch(index, 0) for index in range(step * COUNT, (step + 1) * COUNT)]
             engine.train_batch(Batch(part.tokens, step % 2) for part in alike)
-        return masters(engine), len(probe.wide_gradients(engine)), dict(engine.statistics().payload_numel)
+        return masters(engine), len(wide_gradients(engine)), dict(engine.statistics().payload_numel)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
