@@ -17,12 +17,14 @@ import torch
 from harness import train
 from models import build, make_config
 from probe import drain_mover, keep_spans, spans_recorded, storage_of, timeline_of
+from recovery import spilling
 
 import offload.disk.swapfile
 import zero
 from offload.disk.aio import AioFault
 from offload.disk.stripes import StripeMap
 from offload.errors import ConfigError, StateError, StorageError
+from offload.sizes import BLOCK_NUMEL
 
 PAIRS = [("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu"), ("none", "none")]
 OpenEngine = Callable[..., Any]
@@ -92,6 +94,21 @@ def test_a_request_that_is_cut_into_stripes_is_a_span_per_part(
     assert bytes_of(nvme_path / "trace.json", "reads") == moved > 0
     sizes = [span["args"]["bytes"] for span in spans_of(nvme_path / "trace.json", "reads")]
     assert max(sizes) <= 1 << 16 < max(unit.nbytes for unit in engine.units)  # equal paths take turns
+
+
+def test_a_gradient_is_written_from_where_it_was_collected_in_one_request(
+    open_engine: OpenEngine, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zero.optim.contributions, "CHUNK_NUMEL", BLOCK_NUMEL)  # of what passes through the arena
+    engine = spilling(open_engine, nvme_path, "middle")
+    train(engine, 1)
+    settle(engine)
+    with engine.trace(nvme_path / "trace.json"):
+        train(engine, 2)
+        settle(engine)
+    written = [span for span in spans_of(nvme_path / "trace.json", "writes") if span["name"].startswith("gradients")]
+    assert sorted(span["args"]["bytes"] for span in written) == sorted(unit.nbytes for unit in engine.units)
+    assert max(unit.numel for unit in engine.units) > 2 * BLOCK_NUMEL
 
 
 @pytest.mark.parametrize("backend", ["auto", "aiofiles"])

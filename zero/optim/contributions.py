@@ -1,9 +1,10 @@
 """One contribution to a unit's gradient, on its way from the buffer autograd filled to its home.
 
 What has a home in memory that the buffer's device can address is put there at once. From a GPU to the host it is copied
-beside the computation, with the block sums made on the device; what has to be added to earlier contributions there, and
-everything that goes to the disk, passes through chunks of the arena on the mover's loop. Gradients are added up in
-fp32, or, where `grad_accum_dtype` says so, in their own 16 bits: then each sum is made in fp32 and rounded.
+beside the computation, with the block sums made on the device. What goes to the disk as it is, is written from where it
+was collected; what else goes there, and what has to be added to earlier contributions on the host, passes through
+chunks of the arena on the mover's loop. Gradients are added up in fp32, or, where `grad_accum_dtype` says so, in their
+own 16 bits: then each sum is made in fp32 and rounded.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from zero.store.storage import Storage
 
 CHUNK_NUMEL = 256 * 1024
 """Dealt with at a time; a multiple of the block."""
+PIECE_NUMEL = 4 * 1024 * 1024
+"""Written at a time from where it was collected: some of the drive's requests, so that its queue stays full."""
 CHUNKS_IN_FLIGHT = 4
 """One is copied while another is added up, and the disk has two more to read and write."""
 
@@ -150,10 +153,26 @@ class ContributionStore:
         Raises:
             StorageError: of the first chunk that failed.
         """
-        numel = self._chunk_numel(item.dtype.itemsize + item.buffer.element_size())
+        at_once = self._is_written_at_once(item)
+        store = self._write_piece if at_once else self._store_part
+        numel = PIECE_NUMEL if at_once else self._chunk_numel(item.dtype.itemsize + item.buffer.element_size())
         if item.left is None:
             item.left = set(range(0, item.unit.numel, numel))
-        await _each(sorted(item.left), lambda lo: self._store_part(item, lo, min(lo + numel, item.unit.numel)))
+        await _each(sorted(item.left), lambda lo: store(item, lo, min(lo + numel, item.unit.numel)))
+
+    def _is_written_at_once(self, item: Contribution) -> bool:
+        """True when the disk can take it from where it was collected, as it is."""
+        if not (self._streams.shared and item.first and item.dtype == item.buffer.dtype):
+            return False
+        return item.plane.memory(item.unit.begin, item.unit.end) is None
+
+    async def _write_piece(self, item: Contribution, lo: int, hi: int) -> None:
+        unit, piece = item.unit, item.buffer[lo:hi]
+        zero_gaps(piece, unit, item.arrived, lo)
+        kernels.block_sumsq(piece, rows_of(item.sums, lo, hi), threads=self._threads)
+        if item.left is not None:
+            item.left.discard(lo)  # whatever comes of the write: a plane that cannot be written keeps a copy
+        await _write(item.plane, (unit.begin + lo, unit.begin + hi), piece.view(torch.uint8))
 
     async def _store_part(self, item: Contribution, lo: int, hi: int) -> None:
         unit, dtype, streams = item.unit, item.buffer.dtype, self._streams
@@ -191,11 +210,7 @@ class ContributionStore:
                 await plane.read(*run, raw)
             yield raw, chunk.data[stored_bytes : stored_bytes + passing_bytes]
             if memory is None:
-                try:
-                    await plane.write(*run, raw)
-                except StorageError:
-                    plane.strand(*run, aligned_copy(raw))
-                    raise
+                await _write(plane, run, raw)
         finally:
             chunk.release()
 
@@ -313,6 +328,15 @@ class ContributionStore:
                 await wide.write(lo, hi, block.data[: (hi - lo) * 4])
             finally:
                 block.release()
+
+
+async def _write(plane: Plane, run: tuple[int, int], raw: torch.Tensor) -> None:
+    """Raises StorageError: the plane keeps a copy until it can be written."""
+    try:
+        await plane.write(*run, raw)
+    except StorageError:
+        plane.strand(*run, aligned_copy(raw))
+        raise
 
 
 def add_up(stored: torch.Tensor, source: torch.Tensor, threads: int) -> None:
