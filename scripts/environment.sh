@@ -79,7 +79,7 @@ environment_build_native() {
 }
 
 environment_prepare() {
-  local extra="$1" packages native
+  local extra="$1" packages native build=""
   ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
   VENV="$ROOT/.venv"
   # Two scripts started at once would otherwise install into one another's feet.
@@ -88,16 +88,18 @@ environment_prepare() {
     flock 9
   fi
   environment_make_venv
+  # The compilers need no package, so they work beside pip.
+  native="$(environment_native_hash)"
+  if ! environment_is_stamped "$VENV/.native" "$native"; then
+    environment_build_native "$native" &
+    build="$!"
+  fi
   packages="$(environment_packages_hash)"
   if ! environment_is_stamped "$VENV/.installed-$extra" "$packages"; then
     environment_install "$extra"
-    rm -f "$VENV/.native"
     echo "$packages" >"$VENV/.installed-$extra"
   fi
-  native="$(environment_native_hash)"
-  if ! environment_is_stamped "$VENV/.native" "$native"; then
-    environment_build_native "$native"
-  fi
+  [[ -z "$build" ]] || wait "$build"
   if command -v flock >/dev/null 2>&1; then
     exec 9<&-
   fi
