@@ -124,7 +124,7 @@ class ZeroConfig(ConfigBlock):
     sub_group_size: Count | None = None
     """Most elements one optimizer step handles at once. 0 is read as None: an empty sub-group holds nothing."""
     stage3_prefetch_bucket_size: Count | None = None
-    """[elements] read ahead beyond the next unit. None: the largest unit."""
+    """[elements] read ahead beyond the next unit. None: a quarter of the live limit, at least the largest unit."""
     stage3_param_persistence_threshold: Count = 100_000
     """Parameters with fewer elements stay gathered."""
     stage3_max_live_parameters: Count | None = None
@@ -190,7 +190,9 @@ class ZeroConfig(ConfigBlock):
         Flag | None, Inert("another order of modules costs one miss and flushes nothing")
     ] = None
     enable_sanity_checks: Annotated[Flag | None, Inert("checks are always on")] = None
-    save_muon_momentum_buffer_in_memory: Annotated[Flag | None, Inert("Muon is not available")] = None
+    save_muon_momentum_buffer_in_memory: Annotated[
+        Flag | None, Inert("momentum lies where offload_optimizer puts states")
+    ] = None
     leaf_module: LeafModuleConfig | None = None
 
     @model_validator(mode="after")

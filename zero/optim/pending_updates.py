@@ -210,7 +210,7 @@ class DueUpdates:
         except StorageError as error:
             raise error.within(f"update of step {self.arguments.number}") from error
         self.failure = None
-        self._at_home(self._unstored - self._unapplied)
+        self._at_home(self._unstored - self._unapplied)  # what was applied and stranded is on the disk now
 
     def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
         """The sub-groups of these units (None: all) that are due or under way, in coordinate order. For any thread."""
@@ -244,6 +244,7 @@ class DueUpdates:
     async def _fetch_part(self, unit: Unit, group: SubGroup, delivery: Delivery) -> None:
         if group in self._due:
             running = self._start(group, {unit.index: delivery}, self._threads_beside)
+            # Shielded: whoever waits may be cancelled, an update that has begun goes on.
             if unit.index in await asyncio.shield(running.applied):
                 return
         elif group in self._running:
@@ -261,7 +262,7 @@ class DueUpdates:
     def _start(self, group: SubGroup, wanted: dict[int, Delivery], threads: int) -> Running:
         if self.failure is not None:
             raise self.failure
-        self._due.discard(group)
+        self._due.discard(group)  # nobody else begins it; `_run` puts it back if it fails before it is applied
         on_host = frozenset(index for index, delivery in wanted.items() if delivery.into.device.type == "cpu")
         loop = asyncio.get_running_loop()
         running = Running(loop.create_future(), loop.create_future(), on_host)
@@ -301,4 +302,4 @@ class DueUpdates:
         finally:
             if not running.returned.done():
                 running.returned.set_result(None)
-            del self._running[group]
+            del self._running[group]  # last: who finds no update under way reads the planes

@@ -146,7 +146,7 @@ class SubGroupPipeline:
             self._storage.streams,
         )
         async with self._places.take(work.host_nbytes) as lent:
-            told.turn()
+            told.turn()  # only now: another update may have failed while this one waited for memory
             streams.wait(arguments.fence)
             if self._storage.compute(group) != self._storage.device:
                 # The host writes over weights that a forward's copies may still read.
@@ -157,7 +157,7 @@ class SubGroupPipeline:
             try:
                 made = await self._compute_into(work, arguments, threads)
                 await self._deliver(work, wanted)
-                arguments.keep(made)
+                arguments.keep(made)  # before anybody hears that the update counts
                 told.applied(frozenset(unit.index for unit in units) & wanted.keys())
                 # A GPU may be reading the gradients still: it was only told what to do.
                 await streams.reached(streams.fence())
@@ -219,7 +219,7 @@ class SubGroupPipeline:
         for part, _ in failed:
             if part.borrowed:
                 part.plane.strand(part.begin, part.end, aligned_copy(part.host_bytes))
-        told.returned()
+        told.returned()  # after the copies above: from here on the owner writes over what it has lent
         if not failed:
             told.stored()
         for result in await asyncio.gather(record, return_exceptions=True):

@@ -247,7 +247,7 @@ class Stepper:
             StorageError: a gradient could not be stored, or the step before cannot be completed; the next attempt
                 goes on where this one stopped.
         """
-        self.finish()
+        self.finish()  # updates of the last step read the gradients that it has sealed
         self._gradients.complete()
         mine = {
             slot.index

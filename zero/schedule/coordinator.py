@@ -151,7 +151,7 @@ class Coordinator:
             try:
                 self._bring(one)
             except BaseException:
-                one.forward_uses -= 1
+                one.forward_uses -= 1  # the call does not begin, so nobody will end this use
                 raise
             self._prefetch(with_backward=backward_follows)
         return True
@@ -172,8 +172,6 @@ class Coordinator:
             return False
         self.trace.end_use(index)
         if one.state != UnitState.HOME and not one.backward_uses:
-            if backward_follows:
-                self.trace.end_use(index)
             self._keep_or_release(one, self.trace.upcoming_in_forward(with_backward=backward_follows))
         return True
 
@@ -224,6 +222,7 @@ class Coordinator:
     def end_backward(self) -> None:
         """The outermost backward is over: whatever hooks did or did not see, no use is open."""
         open_uses = [one for one in self._units if one.backward_uses or one.recomputed or one.seen]
+        # All of them before the first is let go: whether one may stay depends on which others are in use.
         for one in self._units:
             one.backward_uses = one.recomputing = 0
             one.recomputed = one.seen = False
@@ -301,7 +300,7 @@ class Coordinator:
         for one in (*self._units.at(UnitState.COMING), *self._units.at(UnitState.LIVE)):
             self._evict(one)
         self._loader.drain()
-        self._leave_room()
+        self._leave_room()  # after `drain`: until then bytes may move there
         refused: list[str] = []
         for unit in self._layout.units:
             if unit.persistent and self._bound[unit.index].bound:
@@ -377,7 +376,7 @@ class Coordinator:
         """Bind the unit now, waiting for its values if they are not here."""
         counters, arrival = self.counters, one.arrival
         if one.state == UnitState.COMING and arrival is not None and arrival.outdated:
-            self._discard(one)
+            self._discard(one)  # its failure was told to somebody: this call tries again
             arrival = None
         if one.state == UnitState.EDITED:
             counters.hits += 1
@@ -519,7 +518,7 @@ class Coordinator:
         arrival = one.arrival
         if one.state != UnitState.LIVE or arrival is None:
             return
-        self._units.move(one, UnitState.AWAY)
+        self._units.move(one, UnitState.AWAY)  # first: what raises below leaves no unit that seems to be there
         self._hot.forget(one.index)
         for undo in self._undo.pop(one.index, ()):
             undo()
