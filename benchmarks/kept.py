@@ -63,14 +63,18 @@ class LargeRun:
 
 
 def large_runs(results: Iterable[Mapping[str, Any]]) -> list[LargeRun]:
-    """Every model of ours in results of `largest_model`, the largest limit and model first; parameters, not codes."""
-    found = []
+    """Every model of ours in results of `largest_model`, the largest limit and model first; parameters, not codes.
+
+    Of a model that several results have, the first counts.
+    """
+    found: list[LargeRun] = []
     for result in results:
         ratios = {mark["what"].partition(":")[0]: mark["median"] for mark in result["marks"]}
         for series in result["series"]:
-            if "ours" not in series["tried"][0]:
+            name = series["name"]
+            if "ours" not in series["tried"][0] or any(earlier.name == name for earlier in found):
                 continue
-            run, name = counted(series)[0]["ours"], series["name"]
+            run = counted(series)[0]["ours"]
             figures = run["figures"]
             found.append(
                 LargeRun(

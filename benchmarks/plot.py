@@ -189,12 +189,15 @@ class Picture:
     height_inches: float
 
 
-OF_336M = ("train_step_nvme_336M", "train_step_cpu_336M")
-SIZES = ("train_step_70M", "train_step_168M", *OF_336M, "train_step_1.3B", "train_step_3B")
+OF_336M = ("train_step_336M",)
+ON_EPYC = ("train_step_nvme_336M_epyc", "train_step_cpu_336M_epyc")
+SIZES = ("train_step_70M", "train_step_168M", *ON_EPYC, "train_step_1.3B", "train_step_3B")
+"""Of one machine."""
+LARGEST = ("largest_model_8B", "largest_model", "largest_model_3B")
 DRAWN = {
     "step_and_memory": Picture(draw_steps, OF_336M, 4.0),
     "sizes": Picture(draw_steps, SIZES, 5.2),
-    "largest_model": Picture(draw_largest, ("largest_model", "largest_model_3B"), 3.2),
+    "largest_model": Picture(draw_largest, LARGEST, 3.2),
     "losses": Picture(draw_losses, ("precision_loss",), 4.2),
 }
 TRACE = "step_timeline"

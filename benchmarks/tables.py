@@ -323,29 +323,25 @@ def checkpoints(*results: Mapping[str, Any]) -> str:
 
 
 PLACES = {"nvme": "NVMe", "cpu": "host memory"}
-PUBLISHED, CHECKPOINT = "memory_published", "checkpoint_disk_336M"
-ON_NVME, IN_HOST, ASYNC = (
-    "checkpoint_deepspeed_nvme_336M",
-    "checkpoint_deepspeed_cpu_336M",
-    "checkpoint_async_nvme_336M",
-)
-NVME_STEP, CPU_STEP = plot.OF_336M
+PUBLISHED, CHECKPOINT, CHECKPOINT_NVME = "memory_published", "checkpoint_cpu_336M", "checkpoint_nvme_336M"
+ON_NVME, IN_HOST = "checkpoint_deepspeed_nvme_336M", "checkpoint_deepspeed_cpu_336M"
+(STEP,), (STEP_ON_EPYC, _) = plot.OF_336M, plot.ON_EPYC
 TABLES = {
-    "steps": Table((NVME_STEP, CPU_STEP), steps),
+    "steps": Table((STEP,), steps),
     "sizes": Table(plot.SIZES, sizes),
     "step-ratios": of_marks(
         Mark(
             "step without a budget / the slower of the two floors",
-            NVME_STEP,
+            STEP,
             "nvme: lean / max(compute floor, read + write alone)",
         ),
         Mark(
-            "... on an Intel Xeon whose disk is slower",
-            "train_step_nvme_336M_xeon",
+            "... on an AMD EPYC, where forward and backward take twice as long",
+            STEP_ON_EPYC,
             "nvme: lean / max(compute floor, read + write alone)",
         ),
-        Mark("peak memory at a third / DeepSpeed's, NVMe", NVME_STEP, "nvme: at a third / deepspeed, peak memory"),
-        Mark("peak memory / DeepSpeed's, host memory", CPU_STEP, "cpu: ours / deepspeed, peak memory"),
+        Mark("peak memory at a third / DeepSpeed's, NVMe", STEP, "nvme: at a third / deepspeed, peak memory"),
+        Mark("peak memory / DeepSpeed's, host memory", STEP, "cpu: ours / deepspeed, peak memory"),
         Mark("minor page faults in a steady step, NVMe", "faults", "nvme, 128 tokens: minor faults in a step"),
         Mark("minor page faults in a steady step, host memory", "faults", "cpu, 128 tokens: minor faults in a step"),
     ),
@@ -385,8 +381,8 @@ TABLES = {
         )
     ),
     "memory": Table(("memory_flat", PUBLISHED), memory),
-    "largest": Table(("largest_model", "largest_model_3B"), largest),
-    "front": Table(("largest_model", "largest_model_3B"), front),
+    "largest": Table(plot.LARGEST, largest),
+    "front": Table(plot.LARGEST, front),
     "ranks": Table(("ranks",), ranks.table),
     "rank-memory": Table(("rank_memory",), rank_memory_ratios),
     "rank-memory-bytes": Table(("rank_memory",), rank_memory.table),
@@ -396,6 +392,11 @@ TABLES = {
             CHECKPOINT,
             "cpu: save GB/s / fio's write of a new file",
         ),
+        Mark(
+            "... both with the sync that follows",
+            CHECKPOINT,
+            "cpu: save GB/s / fio's write of a new file, both synced",
+        ),
         Mark("... / fio's into a file that is overwritten", CHECKPOINT, "cpu: save GB/s / fio's write of an old file"),
         Mark(
             "load into host memory: GB/s / fio's of that file",
@@ -404,23 +405,37 @@ TABLES = {
         ),
         Mark(
             "save with states on NVMe: time of fio's read and write of as many bytes / ours",
-            CHECKPOINT,
+            CHECKPOINT_NVME,
             "nvme: time of fio's read + write / save",
         ),
-        Mark("load onto NVMe: the same", CHECKPOINT, "nvme: time of fio's read + write / load"),
+        Mark("load onto NVMe: the same", CHECKPOINT_NVME, "nvme: time of fio's read + write / load"),
         Mark(
-            "the save on NVMe: GB/s / fio's into a new file", CHECKPOINT, "nvme: save GB/s / fio's write of a new file"
-        ),
-        Mark("... / fio's into a file that is overwritten", CHECKPOINT, "nvme: save GB/s / fio's write of an old file"),
-        Mark(
-            "the load onto NVMe: GB/s / fio's of that file", CHECKPOINT, "nvme: load GB/s / fio's read of the same file"
+            "the save on NVMe: GB/s / fio's into a new file",
+            CHECKPOINT_NVME,
+            "nvme: save GB/s / fio's write of a new file",
         ),
         Mark(
-            "saved beside training, NVMe: extra time until it is there / (its bytes / mixed bandwidth)",
-            ASYNC,
-            "nvme: async, extra time / (bytes / mixed bandwidth)",
+            "... / fio's into a file that is overwritten",
+            CHECKPOINT_NVME,
+            "nvme: save GB/s / fio's write of an old file",
         ),
-        Mark("... seconds that the call takes", ASYNC, "nvme: async, seconds that the call takes"),
+        Mark(
+            "the load onto NVMe: GB/s / fio's of that file",
+            CHECKPOINT_NVME,
+            "nvme: load GB/s / fio's read of the same file",
+        ),
+        *(
+            mark
+            for place, result, tier in (("host memory", CHECKPOINT, "cpu"), ("NVMe", CHECKPOINT_NVME, "nvme"))
+            for mark in (
+                Mark(
+                    f"saved beside training, {place}: extra time until it is there / (its bytes / mixed bandwidth)",
+                    result,
+                    f"{tier}: async, extra time / (bytes / mixed bandwidth)",
+                ),
+                Mark("... seconds that the call takes", result, f"{tier}: async, seconds that the call takes"),
+            )
+        ),
     ),
     "checkpoints-deepspeed": Table((ON_NVME, IN_HOST), checkpoints),
     "precision": Table(("precision_loss",), lambda result: precision_loss.table(result["runs"])),
