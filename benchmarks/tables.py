@@ -384,6 +384,8 @@ TABLES = {
     "largest": Table(plot.LARGEST, largest),
     "front": Table(plot.LARGEST, front),
     "ranks": Table(("ranks",), ranks.table),
+    "ranks-4": Table(("ranks_4",), ranks.table),
+    "ranks-8": Table(("ranks_8",), ranks.table),
     "rank-memory": Table(("rank_memory",), rank_memory_ratios),
     "rank-memory-bytes": Table(("rank_memory",), rank_memory.table),
     "checkpoints": of_marks(
