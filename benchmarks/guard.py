@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -110,13 +110,10 @@ def compare(options: argparse.Namespace) -> bool:
     report, disk = Report("guard", __doc__, options, folders=[options.path]), options.path.resolve()
     with (
         tempfile.TemporaryDirectory(prefix="guard-", dir=disk) as folder,
-        checked_out(options.old, Path(folder)) as old,
+        checked_out(options.old, Path(folder, "old")) as old,
+        nullcontext(ROOT) if options.new is None else checked_out(options.new, Path(folder, "new")) as new,
     ):
-        if options.new is None:
-            slower = ask(report, options, Contestant(old, disk), Contestant(ROOT, disk))
-        else:
-            with checked_out(options.new, Path(folder)) as new:
-                slower = ask(report, options, Contestant(old, disk), Contestant(new, disk))
+        slower = ask(report, options, Contestant(old, disk), Contestant(new, disk))
     report.figure("slower", slower, ", ".join(slower) or "none")
     report.finish()
     return not slower
