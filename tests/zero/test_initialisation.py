@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import zero
 from offload.errors import ConfigError, StateError
 from zero.params.released import ReleasedParameter, is_kept
+from zero.pipe import PipelineModule
 
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")
@@ -221,6 +222,7 @@ WAYS_IN: dict[str, Callable[[nn.Module, dict[str, Any]], Any]] = {
     "initialize": lambda model, config: zero.initialize(model=model, config=config),
     "init_inference": lambda model, config: zero.init_inference(model, zero=config["zero_optimization"]),
     "codes": lambda model, config: zero.init_inference(model, quant={"enabled": True}),
+    "pipeline": lambda model, config: zero.initialize(model=PipelineModule([model], num_stages=1), config=config),
     "load_pretrained": lambda model, config: zero.load_pretrained(model, "does-not-matter"),
 }
 
