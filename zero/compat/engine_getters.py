@@ -1,6 +1,6 @@
 """What DeepSpeed's engine answers about its configuration: a row is a name, the answer, and one line of what it means.
 
-This table stands below the engine, which inherits its rows; it asks the configuration and nothing else of ours.
+This table stands below the engine, which inherits its rows; it asks the configuration, and what rank this is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this machine can give: memory, lockable memory, disk."""
+"""What this machine can give: memory, and how much of it may be locked."""
 
 from __future__ import annotations
 

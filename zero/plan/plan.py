@@ -1,6 +1,6 @@
 """The plan: which tier holds what, in bytes, decided before anything is allocated.
 
-Planner and allocator share this code: the engine allocates exactly what the rows say. The plan
+The engine allocates from its fields; the rows are their sums, and a test of memory holds the two together. The plan
 turns budgets into depth and caching; it never changes the layout, so it never changes a result.
 
 [Note: why more memory never means more traffic] Host memory is spent in one order: the working set,
