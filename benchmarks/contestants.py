@@ -143,6 +143,10 @@ class Bench:
         """Forward and backward in plain torch."""
         return lambda: self._run(OURS, shape or self.shape, contestant="plain", bf16=self._bf16)
 
+    def resident(self) -> Candidate:
+        """A whole step in plain torch, all of it in memory."""
+        return lambda: self._run(OURS, self.shape, contestant="resident", bf16=self._bf16)
+
     def disk_floor(self, read_bytes: float, write_bytes: float) -> Candidate:
         """The bytes of a step, read alone and then written alone."""
         sizes = {"read_bytes": round(read_bytes), "write_bytes": round(write_bytes)}

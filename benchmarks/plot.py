@@ -36,6 +36,7 @@ STYLES = {
     ("nvme", "auto"): ('ours, NVMe, host: "auto"', BLUE),
     ("cpu", "deepspeed"): ("DeepSpeed, host memory", RED),
     ("cpu", "lean"): ("ours, host memory", GREEN),
+    ("nvme", "torch, fused AdamW"): ("torch's fused AdamW,\nall in host memory", PURPLE),
     ("nvme", "compute floor"): ("floor: forward and\nbackward alone", GREY),
     ("nvme", "read + write alone"): ("floor: the bytes of the\nleanest step alone", GREY),
 }

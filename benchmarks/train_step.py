@@ -3,6 +3,7 @@
 By default the 336 M-parameter one: 16 layers, hidden 1280, vocabulary 8192, 2 x 64 tokens, bf16, AdamW, clipping.
 On NVMe three times: lean (no memory budget), with a third of DeepSpeed's peak memory, and with all memory that is
 free. The floor is the slower of plain torch's forward and backward and of the step's bytes read and written alone.
+Where it fits, a step of torch with its fused AdamW and everything in memory runs beside them.
 With `--optimizer Muon` another question: what such a step costs next to AdamW's, and to its Newton-Schulz iterations.
 Each run is a process of its own, so that peak memory is its own too.
 """
@@ -13,12 +14,17 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
+
 from benchmarks.common import Candidate, Report, RivalMissing, Series, floor_deviates, measure, parser
 from benchmarks.contestants import Bench, add_arguments, floor_contended, rival_settings
 from benchmarks.rivals import deepspeed_setup
 
 DISK_FLOOR, COMPUTE_FLOOR, RIVAL = "read + write alone", "compute floor", "deepspeed"
 ORTHOGONAL = "Newton-Schulz alone"
+RESIDENT = "torch, fused AdamW"
+RESIDENT_BYTES, BESIDE_BYTES = 16, 4 << 30
+"""It takes fp32 weights, gradients and two moments per parameter, and what a process has beside them."""
 NVME_MARKS = {"lean": 0.50, "at a third": 0.45, "auto": 0.25}
 """Most that our step may take of DeepSpeed's."""
 FLOOR_MARK = 1.25
@@ -70,6 +76,11 @@ def nvme(report: Report, bench: Bench, options: argparse.Namespace) -> None:
     candidates["auto"] = bench.ours("nvme", {"host": "auto"})
     if best is not None:
         candidates[RIVAL] = bench.rival("nvme", best.rounds[0][RIVAL].figures["settings"])
+    needed, free = RESIDENT_BYTES * bench.shape.numel + BESIDE_BYTES, psutil.virtual_memory().available
+    if needed <= free:
+        candidates[RESIDENT] = bench.resident()
+    else:
+        report.lack(RESIDENT, f"it takes {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
     candidates[COMPUTE_FLOOR] = bench.compute_floor()
     candidates[DISK_FLOOR] = bench.disk_floor(lean["nvme_read_bytes"], lean["nvme_write_bytes"])
     rules = [floor_contended(COMPUTE_FLOOR), floor_deviates(DISK_FLOOR)]
