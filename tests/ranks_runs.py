@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import ADAMW, make_config, trainability
-from ranks_model import LIVE_NUMEL, SAMPLES, batch, motley
+from ranks_model import LIVE_NUMEL, SAMPLES, Batch, batch, motley
 from ranks_plain import Ddp, Opposite, Outcome
 from reference import snapshot
 from torch import nn
 
-STEPS = 20
+STEPS, COUNT = 20, 3
+"""Of a run; micro-batches in a step of `micro_batches`."""
 CLIPPING = 0.3
 HYPER: dict[str, Any] = {**ADAMW, "betas": (0.9, 0.95), "eps": 1e-3}
 """With torch's eps an element whose gradients nearly cancel takes a full step in either direction, and the distance of
@@ -141,6 +142,13 @@ def on_batch(trainer: Any, index: int) -> torch.Tensor:
     """The loss of this rank's batch, on which all ranks call the same modules."""
     loss: torch.Tensor = trainer(batch(index, dist.get_rank(), agreed=True))
     return loss
+
+
+def micro_batches(step: int, *, agreed: bool) -> list[Batch]:
+    """Of one batch of this rank: all of them call the same modules; `agreed`: so do all ranks."""
+    rank = dist.get_rank()
+    parts = [batch(index, rank) for index in range(step * COUNT, (step + 1) * COUNT)]
+    return [Batch(part.tokens, (step if agreed else rank) % 2) for part in parts]
 
 
 def engine_config(run: Run, place: Place, nvme_path: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,12 +167,13 @@ class OneForward:
 
     Args:
         block: of the configuration.
+        measures: False on ranks that only do as the one that measures does.
     """
 
-    def __init__(self, block: FlopsProfiler) -> None:
-        self.block = block
+    def __init__(self, block: FlopsProfiler, *, measures: bool) -> None:
+        self.block, self._measures = block, measures
         self.profile: Profile | None = None
-        """Once it is done."""
+        """Once it is done; empty where nothing was measured."""
 
     def due(self, steps: int) -> bool:
         """True: the forward that begins, after so many steps, is the one."""
@@ -182,9 +183,11 @@ class OneForward:
     def measuring(self, model: nn.Module, steps: int) -> Iterator[None]:
         """Measure the forward inside, and report it."""
         profile, block = Profile(model), self.block
-        with profile.measuring():
+        with profile.measuring() if self._measures else nullcontext():
             yield
         self.profile = profile
+        if not self._measures:
+            return
         lines = profile.lines(block.module_depth, block.top_modules, block.detailed)
         profile.write(f"flops profiler, step {steps + 1}, this rank's first forward", lines, block.output_file)
 

@@ -74,6 +74,16 @@ def test_a_client_that_divides_the_loss_itself_gets_the_same_curve(
     assert curve("client", True) == curve("engine", False)
 
 
+def test_a_loss_whose_gradients_are_forgotten_is_in_no_curve(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    engine = open_engine(build("gpt"), csv_config(nvme_path, tmp_path))
+    engine.backward(engine(tokens(9)) * 100)
+    engine.zero_grad()
+    (loss,) = losses_of(engine, 0)
+    assert rows_of(tmp_path / "job", "Train/Samples/train_loss") == [(BATCH, pytest.approx(loss, rel=1e-6))]
+
+
 def test_a_file_that_is_there_is_gone_on_with(open_engine: Open, nvme_path: Path, tmp_path: Path) -> None:
     for _ in range(2):
         train(open_engine(build("gpt"), csv_config(nvme_path, tmp_path)), 0, 1)

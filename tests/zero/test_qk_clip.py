@@ -144,6 +144,21 @@ def test_a_step_that_is_skipped_clips_nothing(open_engine: Open, nvme_path: Path
     assert all(torch.equal(master, before[name]) for name, master in held(engine).items())
 
 
+def test_a_batch_that_fails_clips_nothing(open_engine: Open, nvme_path: Path) -> None:
+    one, other = (logits_of(llama(), index)[0][0][:2] for index in MICRO_BATCHES)
+    engine = open_engine(llama(), config_of(("cpu", "cpu"), nvme_path, accumulation=2))
+
+    def failing(index: int) -> torch.Tensor:
+        loss_of(engine, LARGER)
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        engine.train_batch(iter(MICRO_BATCHES), failing)
+    engine.train_batch(iter(MICRO_BATCHES), lambda index: loss_of(engine, index))
+    wanted = (THRESHOLD / torch.maximum(one, other)).sqrt()
+    torch.testing.assert_close(factors_of(held(engine)), wanted, rtol=1e-5, atol=0)
+
+
 def test_what_could_not_be_stored_is_clipped_by_the_next_call_and_once(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,18 @@ def test_by_default_unused_and_in_any_case_frozen_parameters_are_no_mistake(open
     assert engine.global_steps == strict.global_steps == 1
 
 
+def test_what_is_frozen_later_is_no_mistake_either(open_engine: Open, nvme_path: Any) -> None:
+    engine = engine_of(open_engine, nvme_path, ignore=False)
+    backward(engine, [0, 1, 2])
+    engine.step()
+    backward(engine, [0, 2])
+    with pytest.raises(StateError, match=r"branches\.1"):
+        engine.step()
+    engine.module.branches[1].requires_grad_(False)
+    engine.step()
+    assert engine.global_steps == 2
+
+
 def test_of_many_unused_parameters_a_few_are_named(open_engine: Open, nvme_path: Any) -> None:
     engine = engine_of(open_engine, nvme_path, ignore=False, count=8)
     backward(engine, [0])

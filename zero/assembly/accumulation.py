@@ -25,7 +25,20 @@ class Accumulation:
             return self._boundary
         if not config.managed_gradient_accumulation:
             return True
-        return (self._run.micro_steps + 1) % config.gradient_accumulation_steps == 0
+        return self.begun + 1 >= config.gradient_accumulation_steps
+
+    @property
+    def begun(self) -> int:
+        """Calls of `step()` for the step under way; how many a step has may change, so no remainder says it."""
+        return self._run.micro_steps - self._run.step_began
+
+    def begin_step(self) -> None:
+        """The next micro-batch is the first of a step."""
+        self._run.step_began = self._run.collecting_began = self._run.micro_steps
+
+    def forget(self) -> None:
+        """The gradients collected so far are forgotten; a loop that counts to the next step goes on counting."""
+        self._run.collecting_began = self._run.micro_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say so from outside; from then on the micro-step counter decides nothing."""
@@ -35,12 +48,16 @@ class Accumulation:
         """True when gradients of the backward under way are to be reduced as soon as they can be."""
         return self.is_gradient_accumulation_boundary() and not self._local_only
 
-    def check_begun(self, what: str) -> None:
-        """Raise StateError if micro-batches of the next step have had their backward."""
-        config = self._run.config
-        done = self._run.micro_steps % config.gradient_accumulation_steps if config.managed_gradient_accumulation else 0
+    def begin_batch(self, what: str) -> None:
+        """All micro-batches of a step follow. Raise StateError if some have had their backward."""
+        run = self._run
+        done = run.micro_steps - run.collecting_began if run.config.managed_gradient_accumulation else 0
         if done:
-            raise StateError(f"{what}: {done} micro-batches of this step have been run one by one; run the others so")
+            raise StateError(
+                f"{what}: {done} micro-batches of this step have been run one by one; run the others so, or call "
+                "zero_grad() to forget them"
+            )
+        self.begin_step()
 
     @contextmanager
     def whole_batch(self, forget_gradients: Callable[[], None] | None) -> Iterator[None]:

@@ -71,8 +71,8 @@ class LossScaling:
         """Of all since the last step. Waits for the device."""
         return self._loss_is_finite is None or bool(self._loss_is_finite)
 
-    def step_counted(self) -> None:
-        """From here on the next step's losses count."""
+    def begin_step(self) -> None:
+        """From here on the next step's losses count, or those of another attempt."""
         self._loss_is_finite = None
 
     @contextmanager

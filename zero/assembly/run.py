@@ -38,6 +38,8 @@ class Run:
         global_steps: steps taken, skipped ones too.
         global_samples: samples that steps have used, over all ranks.
         micro_steps: calls of `step()`.
+        step_began: `micro_steps` when the step under way began.
+        collecting_began: `micro_steps` when its gradients were forgotten last, else as `step_began`.
         skipped_steps: steps that changed no weight because a gradient was inf or NaN.
         lr_scheduler: stepped after each step that changes weights, or None.
         collate_fn: for loaders that are given none.
@@ -67,6 +69,7 @@ class Run:
         self.scaler = scaler
         self.activations = Activations(config.activation_checkpointing)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.step_began = self.collecting_began = 0
         self.lr_scheduler: Any = None
         self.collate_fn: Callable[..., Any] | None = None
         self.training_dataloader: DataLoader[Any] | None = None

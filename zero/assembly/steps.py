@@ -55,6 +55,9 @@ class StepListener:
     def step_counted(self) -> None:
         """Nobody has seen its weights yet."""
 
+    def forgotten(self, *, forwards: bool) -> None:
+        """What was collected since the last step counts for nothing; `forwards`: nor do those of the whole batch."""
+
     def step_begun(self) -> None:
         """What cannot wait is updated."""
 
@@ -92,6 +95,7 @@ class Steps:
         self._listeners = listeners
         self._schedule_arguments: Mapping[str, Any] = {}  # For the scheduler, with the step that was asked for last.
         self._applied = False
+        self._backwards = 0  # Since the last step.
         self.watch = Stopwatch()  # What steps have taken.
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -121,14 +125,30 @@ class Steps:
     @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated since the last step."""
+        self._forget(forwards=False)
+
+    @whole
+    def forget_batch(self) -> None:
+        """As `zero_grad`, where no forward waits for its backward: nothing of a batch is to count."""
+        self._forget(forwards=True)
+
+    def _forget(self, *, forwards: bool) -> None:
         run = self._run
         if not run.closed:
             self._take()
             run.parts.gradients.clear()
             self._away.forget_gradients()
+            self._accumulation.forget()
+            self._told_forgotten(forwards=forwards)
             for parameter in self._written():
                 parameter.grad = None
             run.parts.watch.torn = False
+
+    def _told_forgotten(self, *, forwards: bool) -> None:
+        self._backwards = 0
+        self._scaling.begin_step()
+        for listener in self._listeners:
+            listener.forgotten(forwards=forwards)
 
     def _ask(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Take note of a step that is legal now. From here on it will be taken, whatever fails meanwhile."""
@@ -189,7 +209,9 @@ class Steps:
                 )
             except (UnusedParameters, LossScaleError) as error:
                 optimizer.overflow = isinstance(error, LossScaleError)
-                self._scaling.step_counted()
+                if optimizer.overflow:  # the gradients are gone; those of the other refusal wait for another attempt
+                    self._accumulation.begin_step()
+                    self._told_forgotten(forwards=True)
                 raise
         if stepper.state == StepState.DECIDED:
             self._count(optimizer, number)
@@ -201,10 +223,12 @@ class Steps:
         parts.stepper.count()
         parts.watch.generation += 1
         run.global_steps = number
-        run.global_samples += run.config.train_batch_size
+        run.global_samples += self._samples()
         run.skipped_steps += not applied
         self._applied, optimizer.overflow = applied, not applied
-        self._scaling.step_counted()
+        self._backwards = 0
+        self._accumulation.begin_step()
+        self._scaling.begin_step()
         if applied:
             optimizer.mark_stepped()
             if run.lr_scheduler is not None:
@@ -212,6 +236,14 @@ class Steps:
         optimizer._global_grad_norm = parts.stepper.norm
         for listener in self._listeners:
             listener.step_counted()
+
+    def _samples(self) -> int:
+        """Of the step that is counted, on all ranks: where the user says when a step is, of the backwards before it."""
+        config = self._run.config
+        if config.managed_gradient_accumulation:
+            return config.train_batch_size
+        micro_batches = max(self._backwards, self._accumulation.begun)  # one backward may be of several
+        return micro_batches * config.train_batch_size // config.gradient_accumulation_steps
 
     def _take_written(self) -> None:
         """A gradient that somebody has put into `parameter.grad` replaces what was collected, as with torch.
@@ -263,6 +295,7 @@ class Steps:
         self.ready(what, TO_RUN)
 
     def ready_to_train(self) -> None:
+        self._backwards += 1
         for listener in self._listeners:
             listener.check_open("backward")
         if self._away.kinds & TO_TRAIN:

@@ -396,7 +396,11 @@ def _counters(head: Contents) -> dict[str, Any]:
         micro_steps = steps * accumulation
     elif isinstance(micro_batch, int) and isinstance(head.get("global_samples"), int):
         micro_steps = head["global_samples"] // (micro_batch * number(head.get("dp_world_size", 1)))
-    return {"global_steps": steps, "micro_steps": micro_steps, "skipped_steps": number(head["skipped_steps"])}
+    samples, batch = head.get("global_samples"), config.get("train_batch_size")
+    if not isinstance(samples, int):
+        samples = steps * batch if isinstance(batch, int) else 0
+    counted = {"global_steps": steps, "micro_steps": micro_steps, "global_samples": samples}
+    return {**counted, "skipped_steps": number(head["skipped_steps"])}
 
 
 def _groups(rank: RankFile, shapes: Sequence[Shapes]) -> list[dict[str, Any]]:

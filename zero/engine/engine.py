@@ -93,6 +93,7 @@ class ZeroEngine(EngineNames, nn.Module):
             listeners.append(QkClip(run, threshold, lambda parameter: self.steps.values_of(parameter, to_change=True)))
         self.steps = Steps(run, self.accumulation, self.scaling, self._away, listeners)
         self.reports = Reports(run, self.steps)
+        listeners.append(self.reports)
         events = self._events()
         self._build(events, exchange or Alone(), trained)
         self._add_collaborators(events)
@@ -248,10 +249,11 @@ class ZeroEngine(EngineNames, nn.Module):
             StorageError, LossScaleError: as `backward` and `step`.
         """
         loss_of = loss_of or partial(loss_by_call, self)
-        self.accumulation.check_begun("train_batch")
+        self.accumulation.begin_batch("train_batch")
         batches = next_batch(data_iter, self.run.config.gradient_accumulation_steps)
-        with self.accumulation.whole_batch(self.steps.zero_grad if self.run.exchange.placement.alone else None):
-            if self.plan.passes < len(batches) and not self.reports.profiles_next:
+        with self.accumulation.whole_batch(self.steps.forget_batch if self.run.exchange.placement.alone else None):
+            vertical = self.run.config.vertical_accumulation and self.plan.passes < len(batches)
+            if vertical and not self.reports.profiles_next:
                 losses = self._side_by_side([partial(loss_of, batch) for batch in batches])
             else:
                 losses = [

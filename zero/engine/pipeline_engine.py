@@ -149,6 +149,7 @@ class PipelineEngine:
         batches = self._read(data_iter, self.micro_batches)
         with self._stages.running("train_batch"):
             self._engine.train()
+            self._engine.accumulation.begin_batch("train_batch")
             self._schedules.run(batches, self.micro_batches, train=True)
             self._tied.add_up(lambda parameter: self._engine.steps.values_of(parameter, to_change=True))
             self._engine.step()

@@ -165,6 +165,11 @@ class QkClip(StepListener):
             _LARGEST.setdefault(module, None)
 
     @override
+    def forgotten(self, *, forwards: bool) -> None:
+        if forwards:  # else what was seen may be of a forward whose backward comes
+            self.load_state_dict({})
+
+    @override
     def step_begun(self) -> None:
         modules = self._modules  # in the same order on every rank
         if not self._run.parts.stepper.applied:

@@ -16,12 +16,13 @@ from typing import Any
 
 import psutil
 import torch
+from typing_extensions import override
 
 from offload.accelerator import is_accelerator, module_of
 from offload.sizes import format_bytes
 from offload.stopwatch import Stopwatch
 from zero.assembly.run import Run
-from zero.assembly.steps import Steps
+from zero.assembly.steps import StepListener, Steps
 from zero.config import Config
 from zero.engine.measured_run import MeasuredRun
 from zero.flops_profiler import OneForward
@@ -143,7 +144,7 @@ def memory_line(run: Run, reports: Reports) -> str:
     return " | ".join(parts)
 
 
-class Reports:
+class Reports(StepListener):
     """Of one engine. Raises ConfigError: what is enabled cannot be opened.
 
     `forward`: what forwards have taken; `backward`: what backwards have taken.
@@ -154,8 +155,8 @@ class Reports:
         self._run, self._steps, self.forward, self.backward = run, steps, Stopwatch(), Stopwatch()
         self.monitor = Monitors(config, writes=first)
         profiler = config.flops_profiler
-        wanted = profiler is not None and profiler.enabled and first
-        self._one_forward = OneForward(profiler) if wanted and profiler is not None else None
+        wanted = profiler is not None and profiler.enabled
+        self._one_forward = OneForward(profiler, measures=first) if wanted and profiler is not None else None
         reports = first and Reporter.wanted(config, self.monitor)
         self._reporter = Reporter(run, config, self.monitor) if reports else None
         block = config.autotuning
@@ -178,6 +179,11 @@ class Reports:
     def note_loss(self, loss: torch.Tensor) -> None:
         if self._reporter is not None:
             self._reporter.note_loss(loss)
+
+    @override
+    def forgotten(self, *, forwards: bool) -> None:
+        if self._reporter is not None:
+            self._reporter.loss = None
 
     def report_step(self) -> None:
         """Raises SystemExit: this was the last step of a run that `zero run --autotuning` measures."""

@@ -39,7 +39,8 @@ HOST_CHUNK_BYTES = 16 << 20  # Of a slice, at a time, where values are read on t
 class Exchange:
     """What an engine asks of the other ranks. Whatever an exchange leaves out is as with one rank, which has none."""
 
-    scale: float = 1.0  # What the sum over ranks has to be multiplied by to give their mean.
+    scale: float = 1.0  # What the sum over ranks that `reduce` gives has to be multiplied by.
+    share: float = 1.0  # What a rank's gradient counts for in what is kept.
     overlaps: bool = True  # False: whoever starts a reduction waits for it.
     memory: SharedPlaces | None = None  # Where what all ranks see is to be allocated; None: nothing is shared.
     reads_homes: bool = False  # True: ranks read slices where they live, at any time.
@@ -180,6 +181,7 @@ class AmongRanks(Exchange):
     def __init__(self, comm: Comm, placement: Placement, wire: Wire, everyone: Exchange | None = None) -> None:
         super().__init__(placement, everyone)
         self._comm, self._wire, self.overlaps = comm, wire, wire.overlaps
+        self.scale = self.share = 1.0 / placement.world_size if wire.averages else 1.0
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         return self._comm.agree(what, payload)
@@ -199,7 +201,10 @@ class Collectives(AmongRanks):
         self._shard, self._replicas = comm.group(placement.shard_ranks), comm.group(placement.replica_ranks)
         self._near = comm.group(placement.near_ranks)
         self._before = placement.world_size if wire.prescale else wire.predivide_factor
-        self.scale = self._before / placement.world_size if wire.averages else 1.0
+        self.scale = self._before * self.share
+        if self._replicas.size > 1:  # two sums in the dtype that travels: each is divided before it is rounded to that
+            parts = self._shard.size if wire.averages else 1
+            self._scales, self.scale = (1.0 / parts, self.scale * parts), 1.0
         self._room = asyncio.Lock()
         self._arriving: Callable[[int], torch.Tensor] | None = None
 
@@ -243,10 +248,11 @@ class Collectives(AmongRanks):
             own = unit.own(flat)
         if self._replicas.size > 1:
             if self._shard.size > 1:
-                kernels.reduce_ranks(own, sources)
+                kernels.reduce_ranks(own, sources, scale=self._scales[0])
             into = self._room_for(own)
             parts = await self._comm.reduce_scatter(tickets.pop(0), own, self._replicas, *after, into=into)
-            kernels.reduce_ranks(own.chunk(self._replicas.size)[self._replicas.index], parts)
+            part = own.chunk(self._replicas.size)[self._replicas.index]
+            kernels.reduce_ranks(part, parts, scale=self._scales[1])
             streams = self._comm.streams
             streams.wait(await self._comm.all_gather(tickets.pop(0), own, self._replicas, streams.fence()))
             sources = [own]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -104,8 +105,7 @@ class CommonBuffers:
             for name, buffer in buffers.items()
             if name in statistics or self._versions.get(name) != _version(buffer)
         ]
-        answers = self._exchange.agree("buffers", json.dumps(changed).encode())
-        anywhere = set[str]().union(*map(json.loads, answers))
+        anywhere = self._common(changed, buffers)
         # Past the version counter, as torch's kernels write them: a graph of a forward before needs no statistics, but
         # holds their tensors.
         targets = [
@@ -114,6 +114,21 @@ class CommonBuffers:
         self._exchange.broadcast_all(targets, 0)
         now = {name: _version(buffer) for name, buffer in buffers.items()}
         self._versions = {name: version for name, version in (self._versions | now).items() if name in present}
+
+    def _common(self, changed: list[str], buffers: dict[str, torch.Tensor]) -> set[str]:
+        """Of what has changed on some rank, what all have in one shape. All ranks come here.
+
+        A table that grows with the batch (a causal mask, angles of positions) is each rank's own: it follows from the
+        shape, and ranks have batches of their own.
+        """
+        kinds = json.dumps({name: [list(b.shape), str(b.dtype)] for name, b in buffers.items()}).encode()
+        told = json.dumps([changed, zlib.crc32(kinds)]).encode()
+        answers = [json.loads(answer) for answer in self._exchange.agree("buffers", told)]
+        anywhere = set[str]().union(*(names for names, _ in answers))
+        if anywhere and len({digest for _, digest in answers}) > 1:
+            each = [json.loads(answer) for answer in self._exchange.agree("shapes of buffers", kinds)]
+            anywhere &= {name for name, kind in each[0].items() if all(other.get(name) == kind for other in each)}
+        return anywhere
 
 
 def _version(buffer: torch.Tensor) -> tuple[int, int]:

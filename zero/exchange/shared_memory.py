@@ -146,7 +146,9 @@ class SharedMemory(AmongRanks):
         self._reductions += 1
         return (self._reductions, self._comm.ticket(what, unit.index, unit.name))
 
-    # A turn that is given up changes nothing: who waits for a slice gets it once it is there, whenever that is.
+    def give_up(self, turn: Turn, error: BaseException) -> None:
+        if len(turn) > 1:  # of a reduction; who waits for a slice gets it once it is there, whenever that is
+            self._comm.cancel(turn[1], error)
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
         others = [rank for rank in self.placement.shard_ranks if rank != self._comm.rank]

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.errors import BudgetError, StorageError
 from offload.kernels import kernels
 from offload.memory.arena import Block
 from offload.mover import Transfer
@@ -140,7 +141,10 @@ class ReducedGradients(Gradients):
     ) -> None:
         super().__init__(layout, storage, device, in_place=False, threads=threads)
         self._exchange, self._placement = exchange, exchange.placement
-        self._order = ReductionOrder([unit.index for unit in reversed(layout.units) if unit.trainable])
+        trained = [unit for unit in reversed(layout.units) if unit.trainable]
+        # What is always bound is in use until the end of a backward.
+        self._order = ReductionOrder([unit.index for unit in sorted(trained, key=lambda unit: unit.persistent)])
+        self._narrow = any(unit.dtype.itemsize < torch.float32.itemsize for unit in trained)
         self._waiting: dict[int, Waiting] = {}
         self._given: dict[int, set[int]] = {}
         """Unit -> positions of the slots whose first gradient of this backward waits or is reduced."""
@@ -159,15 +163,27 @@ class ReducedGradients(Gradients):
         super().begin_backward(boundary=boundary, together=together)
         self.deferred = self.deferred or (together and self._storage.plan.accumulation == torch.float32)
         if self._nothing is None and self._units:
-            self._zeros(next(iter(self._units.values())).unit)
+            self._nothing = self._lease_zeros()
         self._in_backward = True
         self._given.clear()
         self._blank.clear()
         self._reducing = boundary or not self._placement.gradients_deferred
-        if self._reducing:
-            self._order.begin_backward()
-        else:
+        if not self._reducing:
             self.deferred = True
+            return
+        if self._narrow and self._placement.gradients_deferred and not self._storage.plan.deferred_bytes:
+            # A rank may have had more backwards than others before this one.
+            answers = self._exchange.agree("sums that wait", bytes([self.deferred]))
+            self.deferred = any(answer == b"\1" for answer in answers)
+        self._order.begin_backward()
+
+    def arrive(
+        self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, parts: int = 1
+    ) -> bool:
+        """See `Gradients`. Where ranks fetch in step, reductions have their places among the gathers: a unit is passed
+        where all ranks pass a call, not where this one has all of its gradients.
+        """
+        return super().arrive(index, position, gradient, rows, parts) and not self._placement.in_step
 
     def flush(self, index: int) -> None:
         """See `Gradients`. What has arrived waits."""
@@ -214,9 +230,9 @@ class ReducedGradients(Gradients):
             for index in self._given:
                 self._order.see(index)
             self._start_all(self._order.rest())
-            seen = self._reduce_rest("end of backward", self._order.seen)
+            seen, blank = self._reduce_rest("end of backward", self._order.seen)
             self._order.agree(seen)
-            self._forget_blank(set[int]().union(*seen))
+            self._forget(blank)
         self._in_backward = self.together = False
 
     def break_off(self) -> None:
@@ -368,24 +384,30 @@ class ReducedGradients(Gradients):
         finally:
             self._starting = False
 
-    def _reduce_rest(self, what: str, seen: list[int]) -> list[list[int]]:
-        """Reduce what any rank still has, then further gradients; returns what each had `seen`."""
+    def _reduce_rest(self, what: str, seen: list[int]) -> tuple[list[list[int]], set[int]]:
+        """Reduce what any rank still has, then further gradients.
+
+        Returns what each had `seen`, and of which units every rank has reduced zeros so far: what one has had of an
+        earlier backward it has not `seen` in this one.
+        """
         left = {index: waiting.flat.dtype == torch.float32 for index, waiting in self._waiting.items()}
-        answers = self._exchange.agree(what, json.dumps([seen, list(left.items()), list(self._further)]).encode())
+        mine = [seen, list(left.items()), list(self._further), self._blank]
+        answers = self._exchange.agree(what, json.dumps(mine).encode())
         everybodys = [json.loads(answer) for answer in answers]
         rest: dict[int, bool] = {}
-        for _, theirs, _ in everybodys:
+        for _, theirs, _, _ in everybodys:
             for index, wide in theirs:
                 rest[index] = rest.get(index, False) or wide
         self._starting = True
         try:
             for index, wide in sorted(rest.items()):
                 self._reduce(index, wide=wide)
-            for index in sorted(set[int]().union(*(further for _, _, further in everybodys))):
+            for index in sorted(set[int]().union(*(further for _, _, further, _ in everybodys))):
                 self._reduce_further(index)
         finally:
             self._starting = False
-        return [seen for seen, _, _ in everybodys]
+        blank = [set[int](theirs) for _, _, _, theirs in everybodys]
+        return [seen for seen, _, _, _ in everybodys], blank[0].intersection(*blank[1:])
 
     def _reduce_further(self, index: int) -> None:
         further, state = self._further.pop(index, None), self._units[index]
@@ -394,20 +416,36 @@ class ReducedGradients(Gradients):
             self._waiting[index] = Waiting(self._storage.whole_gradients.deferred(state.unit).copy_(further), None)
         self._reduce(index, wide=True)
 
-    def _forget_blank(self, seen: set[int]) -> None:
+    def _forget(self, blank: set[int]) -> None:
         """What was zero on every rank was no gradient: the next one is the first."""
-        for index in self._blank:
-            if index not in seen:
-                state = self._units[index]
-                self._settle(state)
-                state.summed, state.plane = False, state.narrow_plane
-                state.dtype = self._storage.gradient_dtype(state.unit)
+        for index in blank:
+            state = self._units[index]
+            self._settle(state)
+            state.summed, state.plane = False, state.narrow_plane
+            state.dtype = self._storage.gradient_dtype(state.unit)
 
     def _reduce(self, index: int, *, wide: bool = False) -> None:
         """Start the reduction of a unit's gradient, in fp32 if `wide`; this rank's is zero if it has none."""
         state = self._units[index]
-        self._settle(state)
         dtype = torch.float32 if wide or self.deferred else state.unit.dtype
+        try:
+            waiting = self._ready(state, dtype)
+        except (StorageError, BudgetError) as error:  # the others wait for this one, and are told why it does not come
+            self._exchange.give_up(self._exchange.turn("reduce", state.unit), error)
+            raise
+        turn = self._exchange.turn("reduce", state.unit)
+        item = Reduction(waiting.block)
+        rounds = state.dtype != dtype  # what is added in fp32 is rounded before, as it would be if it came first
+        job = self._run(state, item, waiting.flat, turn, self._streams.fence(), first=state.empty, rounds=rounds)
+        state.storing, state.summed = item, True
+        item.transfer = self._storage.mover.post(f"reducing the gradient of {state.unit.name}", job)
+        if not self._exchange.overlaps:
+            self._settle(state)
+
+    def _ready(self, state: UnitGradient, dtype: torch.dtype) -> Waiting:
+        """What is reduced, in memory that the exchange sees, and a home for it that nothing else uses."""
+        index = state.unit.index
+        self._settle(state)
         if state.empty and index not in self._waiting:
             self._blank.append(index)
         waiting = self._in_dtype(state, self._waiting.pop(index, None), dtype)
@@ -424,21 +462,15 @@ class ReducedGradients(Gradients):
             block = self._lease(state, waiting.flat.nbytes)
             copied = block.view(waiting.flat.dtype, waiting.flat.numel())
             waiting = Waiting(copied.copy_(waiting.flat), block)
-        turn = self._exchange.turn("reduce", state.unit)
-        item = Reduction(waiting.block)
-        rounds = state.dtype != dtype  # what is added in fp32 is rounded before, as it would be if it came first
-        job = self._run(state, item, waiting.flat, turn, self._streams.fence(), first=state.empty, rounds=rounds)
-        state.storing, state.summed = item, True
-        item.transfer = self._storage.mover.post(f"reducing the gradient of {state.unit.name}", job)
-        if not self._exchange.overlaps:
-            self._settle(state)
+        return waiting
 
     def _in_dtype(self, state: UnitGradient, held: Waiting | None, dtype: torch.dtype) -> Waiting:
         """What is reduced: zeros if nothing waits."""
         if held is not None and held.flat.dtype == dtype:
             return held
-        if held is None and dtype == state.unit.dtype:
-            return Waiting(self._zeros(state.unit), None)
+        zeros = self._zeros(state.unit, dtype) if held is None else None
+        if zeros is not None:
+            return Waiting(zeros, None)
         if dtype == state.unit.dtype:
             block = self._lease(state, state.unit.nbytes)
             made = Waiting(block.view(dtype, state.unit.numel), block)
@@ -452,13 +484,19 @@ class ReducedGradients(Gradients):
                 held.block.release(self._streams.fence())
         return made
 
-    def _zeros(self, unit: Unit) -> torch.Tensor:
+    def _lease_zeros(self) -> Block:
         """What a rank gives that has no gradient; one for all units."""
-        if self._nothing is None:
-            nbytes = max(state.unit.nbytes for state in self._units.values())
-            self._nothing = self._storage.gradient_pool.lease(nbytes, "gradients that are zero")
-            self._nothing.data.zero_()
-        return self._nothing.view(unit.dtype, unit.numel)
+        wide = self.together and self.deferred
+        nbytes = max(state.unit.numel * 4 if wide else state.unit.nbytes for state in self._units.values())
+        nothing = self._storage.gradient_pool.lease(nbytes, "gradients that are zero")
+        nothing.data.zero_()
+        return nothing
+
+    def _zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor | None:
+        """None if there is not so much of it."""
+        nothing = self._nothing or self._lease_zeros()
+        self._nothing = nothing
+        return nothing.view(dtype, unit.numel) if unit.numel * dtype.itemsize <= nothing.data.numel() else None
 
     async def _run(
         self,
@@ -476,7 +514,7 @@ class ReducedGradients(Gradients):
             async with self._exchange.reduce(turn, unit, flat, made) as sources:
                 home = state.plane, state.dtype
                 await self._store.store_sum(unit, home, sources, scale, state.sums, first=first, rounds=rounds)
-                if item.block is None and self._nothing is not None and flat.dtype == unit.dtype:
-                    self._zeros(unit).zero_()  # sums on the way may have been made there
+                if self._nothing is not None and flat.data_ptr() == self._nothing.data.data_ptr():
+                    flat.zero_()  # sums on the way may have been made there
         finally:
             item.done = True

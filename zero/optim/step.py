@@ -258,7 +258,7 @@ class Stepper:
         }
         scaled_norm, contributed = agree_on_step(self._exchange, number, self._gradients.square_sum(), mine)
         if self._needs_all:
-            self._refuse_unused(contributed)
+            self._refuse_unused(contributed, optimizer, index_of)
         if self._scaler.refuses(scaled_norm):
             self._skip(number, loss_is_finite())
             return
@@ -298,9 +298,13 @@ class Stepper:
         if self._exchange.placement.rank == 0:
             logger.warning("step %d is skipped: %s are inf or NaN%s", number, found, _told(scaler, before))
 
-    def _refuse_unused(self, contributed: set[int]) -> None:
-        trained = (slot for unit in self._layout.units if unit.trainable for slot in unit.slots)
-        unused = [slot.name for slot in trained if slot.index not in contributed]
+    def _refuse_unused(self, contributed: set[int], optimizer: ZeroOptimizer, index_of: dict[int, int]) -> None:
+        """Of parameters that require a gradient now: one that is frozen since stays in its unit."""
+        with torch._C.DisableTorchFunctionSubclass():
+            held = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+            wanted = {index_of[id(p)] for p in held if id(p) in index_of} - contributed
+        slots = (slot for unit in self._layout.units if unit.trainable for slot in unit.slots)
+        unused = [slot.name for slot in slots if slot.index in wanted]
         if unused:
             self._move(StepState.NONE)
             more = f" and {len(unused) - NAMES_SHOWN} more" if len(unused) > NAMES_SHOWN else ""

@@ -36,10 +36,7 @@ def aliases() -> bool:
 
 def read_machine(device: torch.device) -> Machine:
     """Measure the machine this process runs on."""
-    available, source = psutil.virtual_memory().available, "MemAvailable"
-    rest = _cgroup_rest_bytes()
-    if rest is not None and rest < available:
-        available, source = rest, "the memory cgroup's limit"
+    available, source = available_memory()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     device_bytes = free_memory_bytes(device) if is_accelerator(device) else available
     return Machine(
@@ -49,6 +46,14 @@ def read_machine(device: torch.device) -> Machine:
         device_bytes,
         psutil.Process().memory_info().rss,
     )
+
+
+def available_memory() -> tuple[int, str]:
+    """Host memory that can be had without swapping now [bytes], and what says so."""
+    available, rest = psutil.virtual_memory().available, _cgroup_rest_bytes()
+    if rest is not None and rest < available:
+        return rest, "the memory cgroup's limit"
+    return available, "MemAvailable"
 
 
 def peak_rss_bytes() -> int:

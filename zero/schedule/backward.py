@@ -67,12 +67,9 @@ class BackwardWatch:
         with uninterrupted:
             self._begin(together=together)
         try:
-            yield
+            with self.tearing():
+                yield
             broken_off = False
-        except (StorageError, BudgetError):
-            # Autograd stops where a hook raises: what it had not reached is missing.
-            self.torn = True
-            raise
         finally:
             with uninterrupted:
                 self._running = False
@@ -81,6 +78,15 @@ class BackwardWatch:
     def tear(self) -> None:
         """What a backward needs cannot be had: the gradients it has not reached will be missing."""
         self.torn = True
+
+    @contextmanager
+    def tearing(self) -> Iterator[None]:
+        """Around what autograd calls: it stops where that raises, so what it had not reached is missing."""
+        try:
+            yield
+        except (StorageError, BudgetError):
+            self.torn = True
+            raise
 
     def before_backward(self, generation: int) -> None:
         """Gradients reach a graph that was made in step `generation`.
@@ -97,8 +103,9 @@ class BackwardWatch:
 
     def unit_passed(self, index: int) -> None:
         """Gradients have passed a whole call that uses the unit: it is needed no longer for that call."""
-        if self._coordinator.end_backward_use(index):
-            self._gradients.passed(index)
+        with self.tearing():
+            if self._coordinator.end_backward_use(index):
+                self._gradients.passed(index)
 
     def forward_begins(self) -> None:
         """The root is called outside any backward: none can be running, whatever became of the last one.
@@ -167,9 +174,11 @@ class BackwardWatch:
 
     def rows_passed(self, index: int) -> None:
         """Gradients have passed a call that used rows of the unit."""
-        self._gradients.passed(index)
+        with self.tearing():
+            self._gradients.passed(index)
 
     def _receive(self, unit: Unit, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         self._announce()
-        if self._gradients.arrive(unit.index, position, gradient, rows, self._parts):
-            self._gradients.passed(unit.index)
+        with self.tearing():
+            if self._gradients.arrive(unit.index, position, gradient, rows, self._parts):
+                self._gradients.passed(unit.index)

@@ -266,6 +266,7 @@ class Coordinator:
 
     def expect_forward(self) -> None:
         """A training forward comes next: begin to bring in what it uses first."""
+        self._loader.begin_persistent()
         self._expect("train", with_backward=True)
 
     def _expect(self, phase: str, *, with_backward: bool) -> None:

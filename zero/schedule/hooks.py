@@ -201,7 +201,8 @@ class ModuleHooks:
     def borrow(self, index: int) -> None:
         """The innermost open call uses the unit although its module does not own it."""
         if in_backward():
-            self._coordinator.begin_recompute(index)
+            with self._events.tearing():
+                self._coordinator.begin_recompute(index)
         elif self._calls and not self._uses(index):
             self._use(index, self._calls[-1])
 
@@ -315,8 +316,9 @@ class ModuleHooks:
             self._calls.append(call)
             for index in units:
                 if call.recompute:
-                    self._coordinator.begin_recompute(index, by_call=True)
-                    self._hold_in_backward(index)
+                    with self._events.tearing():
+                        self._coordinator.begin_recompute(index, by_call=True)
+                        self._hold_in_backward(index)
                     call.units.append(index)
                 else:
                     self._begin_use(index, call)
@@ -383,9 +385,10 @@ class ModuleHooks:
         def reached() -> None:
             events.before_backward(generation)
             self._take_turn(call.units)
-            for index in call.units:
-                coordinator.begin_backward_use(index)
-                self._hold_in_backward(index)
+            with events.tearing():
+                for index in call.units:
+                    coordinator.begin_backward_use(index)
+                    self._hold_in_backward(index)
             call.backward_ns = call.backward_ns or time.perf_counter_ns()
 
         return reached

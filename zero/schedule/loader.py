@@ -114,6 +114,7 @@ class Loader:
         self.in_step = exchange.placement.in_step
         self._draining: list[Draining] = []
         self._persistent_fences: list[Fence] = []
+        self._coming: list[Transfer[Any]] = []  # Of what is always bound, begun ahead.
         self._partial = set(storage.plan.whole)  # Their home has room for all slices; only this rank's is current.
 
     def begin(self, unit: Unit) -> Arrival | None:
@@ -149,12 +150,21 @@ class Loader:
         self._partial |= self._storage.plan.whole.intersection(indices)
         self._exchange.rewritten(unstored)
 
+    def begin_persistent(self) -> None:
+        """Begin to bring what is always bound up to date, where that takes all ranks: none waits for another then."""
+        if self.in_step:
+            self._coming += self._persistent_on_their_way()
+
     def complete_persistent(self) -> None:
         """Bring the units that are always bound up to date: this rank's slices, and those of the others."""
-        transfers = [self._bring(unit, self._flat_of(unit)) for unit in self._layout.units if unit.persistent]
-        gathered = [transfer.result() for transfer in transfers if transfer is not None]
+        transfers, self._coming = [*self._coming, *self._persistent_on_their_way()], []
+        gathered = [transfer.result() for transfer in transfers]
         self._persistent_fences = [*gathered, self._storage.streams.behind_updates()]
         self.follow_persistent()
+
+    def _persistent_on_their_way(self) -> list[Transfer[Any]]:
+        transfers = [self._bring(unit, self._flat_of(unit)) for unit in self._layout.units if unit.persistent]
+        return [transfer for transfer in transfers if transfer is not None]
 
     def follow_persistent(self) -> None:
         """The calling thread's stream uses what is always bound from now on; others may have done so before."""

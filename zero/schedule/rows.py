@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -213,13 +214,14 @@ class RowLender:
 
     def _fetch(self, loan: Loan) -> None:
         unit, storage = loan.unit, self._storage
-        block = self._coordinator.lease_rows(unit, loan.numel)
-        try:
-            job = self._updates.fetch_rows(unit, loan.parts, exact_alias(block.data), block.fences)
-            storage.streams.wait(storage.mover.run(f"fetching rows of {unit.name}", job))
-        except BaseException:
-            self._coordinator.return_rows(block, loan.numel)
-            raise
+        with self._events.tearing() if in_backward() else nullcontext():
+            block = self._coordinator.lease_rows(unit, loan.numel)
+            try:
+                job = self._updates.fetch_rows(unit, loan.parts, exact_alias(block.data), block.fences)
+                storage.streams.wait(storage.mover.run(f"fetching rows of {unit.name}", job))
+            except BaseException:
+                self._coordinator.return_rows(block, loan.numel)
+                raise
         loan.storage.bind(block.data)
         loan.block = block
 

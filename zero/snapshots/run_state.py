@@ -33,6 +33,7 @@ def common_state(engine: Run, config: Config, leaves: Iterable[Leaf], dtypes: Ma
     return {
         "global_steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
+        "step_began": engine.step_began,
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
         "loss_scaler": engine.scaler.state_dict(),
@@ -67,7 +68,14 @@ def client_part(engine: Run, client_state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_counters(engine: Run, state: Mapping[str, Any]) -> None:
+    """A step is under way if `state` says that gradients were collected: then it goes on, else one begins."""
     engine.global_steps, engine.micro_steps = int(state["global_steps"]), int(state["micro_steps"])
+    engine.step_began = engine.micro_steps
+    if state.get("accumulating") is not None:
+        # What was saved before `step_began` was there had steps at multiples of the micro-batches.
+        begun = engine.micro_steps % int(state["config"]["gradient_accumulation_steps"])
+        engine.step_began = int(state.get("step_began", engine.micro_steps - begun))
+    engine.collecting_began = engine.step_began
     engine.global_samples = int(state.get("global_samples", 0))
     engine.skipped_steps = int(state.get("skipped_steps", 0))
 

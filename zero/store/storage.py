@@ -28,6 +28,7 @@ from zero.activations.activation_store import open_activations
 from zero.config import Config
 from zero.config.swap_paths import ready_swap_paths, wants_pinning
 from zero.params.layout import Layout, Space, SubGroup, Unit
+from zero.plan.machine import available_memory
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
 from zero.plan.pools import gradient_sums_bytes
 from zero.store.io_tuning import open_tuned, tune_io
@@ -35,6 +36,9 @@ from zero.store.whole_gradients import SharedPlaces, WholeGradients
 
 OpenSnapshot = Callable[[int, Sequence[float] | None], SnapshotSwap]
 """(bytes to reserve, speeds of the paths' devices) -> the swap space, in files that have names."""
+
+UNPLANNED_SHARE = 0.8
+"""Of the host memory that is free, what one thing may take that is in no plan."""
 
 
 class Storage:
@@ -147,7 +151,11 @@ class Storage:
     def _take_of_host(self, nbytes: int) -> bool:
         """Is there room for them besides what the plan has? Then they are taken."""
         limit = self.plan.host_limit_bytes
-        if limit is not None and self.plan.tier_bytes(HOST) + self._unplanned_bytes + nbytes > limit:
+        if limit is None:  # the plan fitted, and nobody has asked for this before
+            has_room = nbytes <= available_memory()[0] * UNPLANNED_SHARE
+        else:
+            has_room = self.plan.tier_bytes(HOST) + self._unplanned_bytes + nbytes <= limit
+        if not has_room:
             return False
         self._unplanned_bytes += nbytes
         return True

@@ -28,7 +28,7 @@ class GradientValues:
         self._gradients.settle()
 
     def read(self, unit: Unit, slot: Slot) -> torch.Tensor | None:
-        """The mean over all ranks, (slot.numel,) fp32 on the host; None if no rank has any. All ranks come here."""
+        """What all ranks keep of it so far, (slot.numel,) fp32 on the host; None if no rank has any. All ranks come."""
         state, waiting = self._state(unit), self._gradients.waiting().get(unit.index)
         had = bool(state.contributions[slot.position])
         answers = self._exchange.agree(f"gradient of {slot.name}", json.dumps([had, waiting is not None]).encode())
@@ -63,7 +63,7 @@ class GradientValues:
         join_runs(placement, runs, told, [out])
         late = [rest.view(torch.float32)[-out.numel() :] for rest, has in zip(told, waits, strict=True) if has]
         if late:
-            out += torch.stack(late).sum(dim=0) / placement.world_size
+            out += torch.stack(late).sum(dim=0) * self._exchange.share
 
     def read_own(self, unit: Unit, slot: Slot, begin: int, end: int) -> torch.Tensor | None:
         """Elements [begin, end) of the slot, which are in this rank's slice, fp32; None if this rank has none."""

@@ -138,6 +138,8 @@ def test_training_goes_on_from_what_deepspeed_held(name: str, place: tuple[int, 
         for key, buffer in reference.model.named_buffers():
             assert torch.equal(engine.module.get_buffer(key), buffer), key
         assert (engine.global_steps, engine.micro_steps) == (3, 3 * accumulation(name))
+        saved = torch.load(model_file(SAMPLES / name / TAG), map_location="cpu", weights_only=False)
+        assert engine.global_samples == saved["global_samples"] > 0
         for _ in range(STEPS):
             at = engine.micro_steps
             # Rates are those of this step, also where a scheduler changes them at its end.

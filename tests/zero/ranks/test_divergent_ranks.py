@@ -93,6 +93,52 @@ def test_in_shared_host_memory_ranks_that_go_different_ways_train_as_under_ddp(
     assert beyond(ours, *rank_pool(2).run(plain, way)[0]) == []
 
 
+def by_two(trainer: Any) -> list[float]:
+    """Steps of two micro-batches; one block is used by one rank alone, in the first of the two."""
+    rank, norms = dist.get_rank(), []
+    for index in range(2 * STEPS):
+        x = torch.randn(5, 29, generator=torch.Generator().manual_seed(17 * index + rank))
+        trainer.backward(trainer(x, () if rank == 1 and index % 2 == 0 else (1,)))
+        trainer.step()
+        if index % 2:
+            norms.append(trainer.norms[-1] if hasattr(trainer, "norms") else trainer.get_global_grad_norm())
+    return norms
+
+
+def trained_by_two(place: Place, nvme_path: str) -> Outcome:
+    import zero
+
+    quiet()
+    chain = model()
+    names = trainability(chain)
+    with zero.initialize(model=chain, config=engine_config(Run(accumulation=2), place, nvme_path))[0] as engine:
+        return outcome_of(engine, names, by_two(engine))
+
+
+def plain_by_two(kind: type) -> Outcome:
+    trainer = kind(model(), HYPER, accumulation=2)
+    by_two(trainer)
+    outcome: Outcome = trainer.outcome()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    "place",
+    [*(Place(stage, shared=shared) for stage in (0, 1) for shared in (True, False)), Place(2), Place(3, "cpu", "cpu")],
+    ids=lambda place: place.name,
+)
+def test_what_one_rank_alone_has_of_an_earlier_micro_batch_counts_as_under_ddp(
+    rank_pool: Pool, nvme_path: Any, place: Place
+) -> None:
+    try:
+        ours = rank_pool(2).run(trained_by_two, place, str(nvme_path), timeout_seconds=LIMIT_SECONDS)
+    except RankError:
+        rank_pool(2).restart()
+        raise
+    one, other = (rank_pool(2).run(plain_by_two, kind)[0] for kind in (Ddp, Opposite))
+    assert beyond(ours[0], one, other) == []
+
+
 class Towers(nn.Module):
     """Two rows of layers on the raw input: no gradient passes their first ones, so nothing says when those are done.
 

@@ -216,8 +216,14 @@ def evaluating(trainer: Any, evaluations: int) -> list[float]:
     return norms
 
 
-@of_every_stage
-def test_rank_0_may_evaluate_alone_in_shared_host_memory(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
+@pytest.mark.parametrize(
+    "place",
+    (*PLACES, *(Place(stage, "none", "cpu", shared=False) for stage in (0, 1, 2))),
+    ids=lambda place: place.name,
+)
+def test_rank_0_may_evaluate_alone_where_it_has_or_can_read_all_weights(
+    rank_pool: Pool, nvme_path: Any, place: Place
+) -> None:
     run = Run(2, 1, CLIPPING, steps=STEPS)
     held = [rank_pool(2).run(run_engine, run, place, str(nvme_path), evaluating, n)[0] for n in (0, 3)]
     assert differences(held[0].tensors, held[1].tensors) == []

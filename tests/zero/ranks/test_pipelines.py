@@ -119,6 +119,36 @@ def test_two_stages_have_the_bits_of_one(rank_pool: Pool, nvme_path: Path, tier:
     assert not answers[0][1].keys() & answers[1][1].keys()
 
 
+def changed(num_stages: int, config: dict[str, Any], folder: str, resumed: bool) -> Any:
+    """A step of three micro-batches after one of four, by the engine of that step or by one that loads it."""
+    import zero
+
+    quiet()
+    with zero.initialize(model=pipeline(num_stages), config=config)[0] as engine:
+        if resumed:
+            engine.load_checkpoint(folder)
+        else:
+            engine.train_batch(data(0, 0))
+            engine.save_checkpoint(folder)
+            engine.set_train_batch_size(SAMPLES * 3)
+        engine.module.micro_offset = 0  # forwards so far, which seed its layers, are in no checkpoint
+        loss = engine.train_batch(data(1, 0))
+        return (engine.global_steps, loss.item()), values_of(engine)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_batch_of_another_number_of_micro_batches_is_one_step(
+    rank_pool: Pool, nvme_path: Path, tmp_path: Path, num_stages: int
+) -> None:
+    pool, config = rank_pool(num_stages), config_of("cpu", str(nvme_path))
+    answers = pool.run(changed, num_stages, config, str(tmp_path), False, timeout_seconds=60.0)
+    fewer = {**config, "gradient_accumulation_steps": 3}
+    resumed = pool.run(changed, num_stages, fewer, str(tmp_path), True, timeout_seconds=60.0)
+    assert answers[0][0][0] == 2
+    assert [told for told, _ in answers] == [told for told, _ in resumed]
+    assert same(merged(answers), merged(resumed))
+
+
 def test_tied_weights_are_updated_by_the_sum_of_both_stages(rank_pool: Pool, nvme_path: Path) -> None:
     """The two uses are added up after the micro-batches instead of in each: some bits of sums in fp32 differ."""
     config = config_of("cpu", str(nvme_path))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_model import batch, motley
-from ranks_runs import Place, opened
+from ranks_runs import Place, Run, engine_config, opened, quiet
 from reference import round_half_away
 
 Pool = Callable[[int], RankPool]
@@ -75,11 +75,14 @@ def test_all_ranks_get_the_same_and_their_parts_make_it_up(rank_pool: Pool, nvme
 # ---- gradients ----------------------------------------------------------------------------------
 
 
-def gradients_of(place: Place, nvme_path: str, boundary_comes: bool) -> tuple[Values, Values]:
+def gradients_of(place: Place, nvme_path: str, boundary_comes: bool, op: str) -> tuple[Values, Values]:
     """Gradients after one backward (whether or not the step comes next), and what plain torch has on this rank."""
+    import zero
     from zero import utils
 
-    with opened(place, nvme_path, bf16=False) as engine:
+    quiet()
+    config = {**engine_config(Run(), place, nvme_path), "gradient_allreduce_op": op}
+    with zero.initialize(model=motley(), config=config)[0] as engine:
         engine.set_gradient_accumulation_boundary(boundary_comes)
         backward(engine, 0)
         ours = {name: utils.safe_get_full_grad(parameter) for name, parameter in trained(engine)}
@@ -90,16 +93,17 @@ def gradients_of(place: Place, nvme_path: str, boundary_comes: bool) -> tuple[Va
 
 
 @everywhere
+@pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("boundary_comes", [True, False], ids=["reduced", "not reduced yet"])
-def test_the_gradient_is_the_mean_over_ranks(
-    rank_pool: Pool, nvme_path: Any, place: Place, boundary_comes: bool
+def test_the_gradient_is_the_mean_or_sum_over_ranks(
+    rank_pool: Pool, nvme_path: Any, place: Place, boundary_comes: bool, op: str
 ) -> None:
-    told = rank_pool(2).run(gradients_of, place, str(nvme_path), boundary_comes)
+    told = rank_pool(2).run(gradients_of, place, str(nvme_path), boundary_comes, op)
     ours, theirs = told[0][0], [plain for _, plain in told]
     assert ours.keys() == theirs[0].keys() | theirs[1].keys()
     for name, value in ours.items():
-        mean = sum(plain.get(name, torch.zeros_like(value)) for plain in theirs) / 2
-        torch.testing.assert_close(value, mean, rtol=1e-5, atol=1e-7)
+        total = sum(plain.get(name, torch.zeros_like(value)) for plain in theirs)
+        torch.testing.assert_close(value, total / 2 if op == "mean" else total, rtol=1e-5, atol=1e-7)
 
 
 # ---- changing -----------------------------------------------------------------------------------

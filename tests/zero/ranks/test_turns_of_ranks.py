@@ -13,19 +13,11 @@ from harness import masters
 from probe import wide_gradients
 from ranks import RankError, RankPool
 from ranks_model import Batch, batch, motley
-from ranks_runs import CLIPPING, Place, Run, engine_config, quiet
+from ranks_runs import CLIPPING, COUNT, Place, Run, engine_config, micro_batches, quiet
 from reference import differences
 
 Pool = Callable[[int], RankPool]
-COUNT, STEPS = 3, 4
-"""Micro-batches of a step; steps."""
-
-
-def micro_batches(step: int, *, agreed: bool) -> list[Batch]:
-    """Of one batch of this rank: all of them call the same modules."""
-    rank = dist.get_rank()
-    parts = [batch(index, rank) for index in range(step * COUNT, (step + 1) * COUNT)]
-    return [Batch(part.tokens, (step if agreed else rank) % 2) for part in parts]
+STEPS = 4
 
 
 def trained(
