@@ -1,7 +1,7 @@
 """One contestant of a training question, once, in a process of its own: `python -m benchmarks.train_worker SPEC`.
 
-SPEC is JSON: `contestant` (ours, plain, resident, activations, newton_schulz, disk), `shape`, `warmup`, `steps`, and what the
-functions below ask for.
+SPEC is JSON: `contestant` (ours, plain, resident, activations, newton_schulz, disk), `shape`, `warmup`, `steps`, and
+what the functions below ask for.
 """
 
 from __future__ import annotations
