@@ -19,9 +19,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def llama(layers: int = 3) -> nn.Module:
+def llama(layers: int = 3, *, tied: bool = False) -> nn.Module:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=layers, max_position_embeddings=64, **sizes)
+    config.tie_word_embeddings = tied
     return made(transformers.LlamaForCausalLM, config)
 
 

@@ -46,6 +46,11 @@ def coordinator_of(engine: Any) -> Any:
     return engine.run.parts.coordinator
 
 
+def history(trace: Any) -> tuple[list[int], list[int]]:
+    """Uses of the forward under way, and of those that are remembered for their backward."""
+    return trace._uses, trace._forward
+
+
 def gradients_of(engine: Any) -> Any:
     return engine.run.parts.gradients
 

@@ -144,7 +144,7 @@ def test_answers_about_ranks_and_averages() -> None:
     engine = Engine(keys, world_size=6)
     assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (6, 6, 1)
     assert not engine.postscale_gradients() and engine.gradient_predivide_factor() == 2.0
-    assert engine.optimizer_name() == "Adam" and engine.steps_per_print() == 10 and engine.dataloader_drop_last()
+    assert engine.optimizer_name() == "adam" and engine.steps_per_print() == 10 and engine.dataloader_drop_last()
 
 
 @pytest.mark.parametrize(("said", "local"), [("3", 3), ("", 0), ("x", 0), ("-1", 0)])

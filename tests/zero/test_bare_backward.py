@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import build, make_config, tokens
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 Open = Callable[..., Any]
 
@@ -70,6 +71,33 @@ def test_a_loss_made_of_several_outputs_is_divided_once(open_engine: Open, nvme_
             engine.step()
         told.append(engine.full_master("layer.weight"))
     assert torch.equal(*told)
+
+
+class Checkpointed(torch.nn.Module):
+    """Nothing with parameters comes behind what is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x.square().mean()
+
+
+def test_a_scaled_loss_is_divided_once_where_layers_are_recomputed(open_engine: Open, nvme_path: Path) -> None:
+    config = make_config(("cpu", "cpu"), nvme_path, accumulation=2, bf16=False)
+    told = []
+    for way in ("scaled", "engine"):
+        torch.manual_seed(0)
+        engine = open_engine(Checkpointed(), config)
+        for index in range(4):
+            loss = engine(torch.full((4, 8), 0.1 * (index + 1), requires_grad=True))
+            engine.backward(loss) if way == "engine" else engine.scale(loss).backward()
+            engine.step()
+        told.append(masters(engine))
+    assert [name for name in told[0] if not torch.equal(told[0][name], told[1][name])] == []
 
 
 def test_a_backward_that_raised_divides_nothing_of_the_next(open_engine: Open, nvme_path: Path) -> None:

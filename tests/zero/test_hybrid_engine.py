@@ -227,6 +227,19 @@ def adapted(layers: int = 3) -> Any:
     return model
 
 
+def test_an_adapter_on_a_tied_head_is_not_folded_into_the_embedding(nvme_path: Any, open_engine: Open) -> None:
+    peft = pytest.importorskip("peft")
+    with seeded(3):
+        model = llama(3, tied=True)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.3)
+    wanted = generated(copy.deepcopy(model), "greedy")
+    engine = open_engine(model, config_for(nvme_path, model.base_model.model, live_blocks=8))
+    assert torch.equal(generated(engine, "greedy"), wanted)
+
+
 def merged_of(model: Any) -> list[bool]:
     return [module.merged for module in model.modules() if hasattr(module, "merged_adapters")]
 

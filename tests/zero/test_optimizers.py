@@ -18,8 +18,8 @@ from probe import layout_of
 from tiled_optimizers import Group, Plain, differences, held_by, in_groups, patchy, train
 
 from offload.errors import ConfigError, StateError
-from zero.ops.lamb import Lamb
-from zero.ops.lion import Lion
+from zero.ops.lamb import FusedLamb, Lamb
+from zero.ops.lion import FusedLion
 from zero.ops.schedule_free import AdamWScheduleFree
 from zero.optim.make_rule import rule_for
 from zero.values.fragments import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
@@ -59,7 +59,7 @@ NAMED: dict[str, tuple[Group, Group]] = {
     "AdamW": ({"lr": 0.003, "amsgrad": True, "maximize": True, "weight_decay": 0.01}, {"weight_decay": 0.0}),
 }
 """Name -> (options, options of the second group)."""
-OURS = {"Lion": Lion, "Lamb": Lamb, "AdamWScheduleFree": AdamWScheduleFree}
+OURS = {"Lion": FusedLion, "Lamb": FusedLamb, "AdamWScheduleFree": AdamWScheduleFree}
 
 
 def kind_of(name: str) -> Any:
@@ -124,11 +124,74 @@ def test_lamb_looks_at_whole_parameters_whatever_bounds_its_ratio(bound: float) 
     assert rule_for(lamb, lamb.param_groups).whole
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.25])
+def test_lamb_of_the_configuration_takes_deepspeeds_steps(open_engine: Open, nvme_path: Path, decay: float) -> None:
+    """By hand, after fused_lamb_cuda_kernel.cu: what the moments lack shortens the whole step, behind the ratio."""
+    params = {"lr": 0.1, "weight_decay": decay, "max_coeff": 10.0, "min_coeff": 0.01}
+    layer = torch.nn.Linear(4, 1, bias=False)
+    weight = torch.full((1, 4), 0.75)
+    layer.weight.data.copy_(weight)
+    config = make_config(("cpu", "cpu"), nvme_path, bf16=False, optimizer={"type": "Lamb", "params": params})
+    engine, mean, square = open_engine(layer, config), torch.zeros(1, 4), torch.zeros(1, 4)
+    for step in range(1, 4):
+        x = torch.arange(1.0, 5.0)[None] * step
+        engine.backward(engine(x).sum())
+        engine.step()
+        mean, square = 0.9 * mean + 0.1 * x, 0.999 * square + 0.001 * x * x
+        change = mean / (square.sqrt() + 1e-8) + decay * weight
+        ratio = (weight.norm() / change.norm()).clamp(0.01, 10.0)
+        weight = weight - 0.1 * (1 - 0.999**step) ** 0.5 / (1 - 0.9**step) * ratio * change
+        torch.testing.assert_close(engine.full_master("weight"), weight, rtol=1e-5, atol=1e-6)
+
+
+def group_of(open_engine: Open, nvme_path: Path, kind: str, **params: Any) -> dict[str, Any]:
+    """The first param group of a configured optimizer."""
+    optimizer = {"type": kind, "params": params}
+    engine = open_engine(torch.nn.Linear(4, 4), make_config(("cpu", "cpu"), nvme_path, bf16=False, optimizer=optimizer))
+    found: dict[str, Any] = engine.optimizer.param_groups[0]
+    return found
+
+
+def test_defaults_of_the_configuration_are_deepspeeds(open_engine: Open, nvme_path: Path) -> None:
+    lion = group_of(open_engine, nvme_path, "Lion")
+    assert (lion["lr"], lion["betas"]) == (1e-3, (0.9, 0.999))
+    decays = [
+        group_of(open_engine, nvme_path, kind, torch_adam=torchs, **more)["weight_decay"]
+        for kind, torchs, more in (
+            ("AdamW", True, {}), ("Adam", True, {}), ("AdamW", False, {}), ("AdamW", True, {"weight_decay": 0.0}),
+            ("Adam", True, {"adam_w_mode": False}), ("AdamW", True, {"amsgrad": True}),
+        )
+    ]  # fmt: skip
+    assert decays == [0.01, 0.01, 0.0, 0.0, 0.0, 0.01]
+
+
+@pytest.mark.parametrize("mode", [True, False, None])
+def test_what_muon_leaves_to_adam_decays_as_adam_w_mode_says(
+    open_engine: Open, nvme_path: Path, mode: bool | None
+) -> None:
+    said = {} if mode is None else {"adam_w_mode": mode}
+    optimizer = {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.1, **said}}
+    engine = open_engine(torch.nn.Linear(4, 4), make_config(("cpu", "cpu"), nvme_path, bf16=False, optimizer=optimizer))
+    (decoupled,) = (group["decoupled"] for group in engine.optimizer.param_groups if not group["use_muon"])
+    assert decoupled is (mode is not False)
+
+
+def test_a_warm_up_ends_at_each_groups_own_rate(open_engine: Open, nvme_path: Path) -> None:
+    optimizer = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4}}
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 2}}
+    config = make_config(("cpu", "cpu"), nvme_path, bf16=False, optimizer=optimizer, scheduler=schedule)
+    engine = open_engine(torch.nn.Linear(4, 4), config)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+    assert engine.get_lr() == [0.02, 3e-4]
+
+
 @pytest.mark.parametrize("pair", [("none", "none"), ("nvme", "nvme")])
 def test_whole_parameters_may_have_any_shape(open_engine: Open, nvme_path: Path, pair: tuple[str, str]) -> None:
     model, plain = Odd(), Odd()
     options = {"lr": 0.01, "betas": [0.8, 0.9], "weight_decay": 0.1}
-    optimizer = Lamb(plain.parameters(), **options)
+    optimizer = FusedLamb(plain.parameters(), **options)
     block = {"type": "Lamb", "params": options}
     engine = open_engine(model, make_config(pair, nvme_path, bf16=False, optimizer=block))
     for step in range(3):

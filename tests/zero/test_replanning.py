@@ -484,3 +484,21 @@ def test_peft_adapters_come_go_and_switch(open_engine: Open, nvme_path: Path, pa
     train(3)
     assert not weights("first") and len(engine.optimizer.param_groups[0]["params"]) == 8
     assert torch.equal(engine.full_parameter("model.layers.0.self_attn.q_proj.base_layer.weight"), base)
+
+
+def test_a_change_that_an_inference_takes_up_leaves_a_model_that_trains(open_engine: Open, nvme_path: Path) -> None:
+    ends = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
+        run(engine, range(1))
+        with seeded(5):
+            engine.module.head = LoraLinear(engine.module.head)
+        engine.eval()
+        with mode():
+            engine(tokens(9))
+        engine.train()
+        assert not any(parameter.is_inference() for parameter in engine.module.parameters())
+        run(engine, range(1, 3))
+        ends.append({name: engine.full_master(name) for name, p in engine.module.named_parameters() if p.requires_grad})
+    assert ends[0].keys() == ends[1].keys()
+    assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []

@@ -288,3 +288,22 @@ def test_a_tile_of_a_parameter_takes_no_memory_of_its_own() -> None:
 def test_models_that_fit_the_limit_are_not_tiled(open_engine: Open, nvme_path: Any) -> None:
     engine = open_engine(MODELS["gpt"](), make_config(("cpu", "cpu"), nvme_path))
     assert not [unit.name for unit in engine.units if "[0:" in unit.name]
+
+
+def test_a_weight_with_hooks_of_its_gradient_is_not_cut_and_one_in_tiles_takes_none(
+    open_engine: Open, nvme_path: Any
+) -> None:
+    """A mask of the rows that are trained is what such hooks are for."""
+    model = Spread()
+    model.table.weight.register_hook(lambda gradient: gradient * (torch.arange(ROWS) >= 20)[:, None])
+    sgd = {"type": "SGD", "params": {"lr": 0.5}}
+    engine = open_engine(model, config_for(("cpu", "cpu"), nvme_path, bf16=False, optimizer=sgd))
+    before = engine.full_master("table.weight")
+    engine.backward(engine(torch.arange(40).view(2, 20)))
+    engine.step()
+    moved = (engine.full_master("table.weight") != before).any(1)
+    assert not moved[:20].any() and moved[20:40].all()
+    other = open_engine(Spread(), config_for(("cpu", "cpu"), nvme_path, bf16=False))
+    for hook in (other.module.table.weight.register_hook, other.module.table.weight.register_post_accumulate_grad_hook):
+        with pytest.raises(StateError, match=r"is in tiles.*stage3_max_live_parameters"):
+            hook(lambda gradient: gradient)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
+from probe import history
 
-from zero.schedule.trace import Trace
+from zero.schedule.trace import USES_MAX, Trace
 
 orders = st.permutations(range(8)).flatmap(lambda order: st.integers(1, 8).map(lambda n: list(order)[:n]))
 walks = st.lists(st.integers(0, 5), min_size=1, max_size=14)
@@ -272,3 +273,14 @@ def test_a_use_in_backward_that_no_forward_announced_moves_nothing() -> None:
     forward(trace, [0, 1, 2])
     trace.use_backward(7)
     assert list(trace.upcoming_in_backward(forward_follows=False)) == [2, 1, 0]
+
+
+def test_calls_of_parts_alone_leave_no_more_behind_than_a_bound() -> None:
+    trace = Trace()
+    for index in range(3 * USES_MAX):
+        trace.use_forward(index % 7, backward_follows=True)
+        assert max(map(len, history(trace))) <= USES_MAX
+    backward(trace, [index % 7 for index in range(14)])
+    forward(trace, [1, 2, 3])
+    trace.begin_forward("train")
+    assert foretold(trace)[:1] == [1]

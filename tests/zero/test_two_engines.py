@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import train
-from models import build, make_config, tokens, trainability
+from models import build, make_config, seeded, tokens, trainability
 from reference import differences, snapshot
+from torch import nn
 
 Open = Callable[..., Any]
 
@@ -37,3 +39,38 @@ def test_two_live_engines_train_as_each_would_alone(tiers: tuple[str, str], open
     engines[0].close()
     train(engines[1], 3)
     assert all(count >= 4 for count in engines[1].statistics().releases_by_unit.values())
+
+
+def linear(open_engine: Open, nvme_path: Path, seed: int, **more: Any) -> Any:
+    with seeded(seed):
+        layer = nn.Linear(8, 8)
+    sgd = {"type": "SGD", "params": {"lr": 0.5}}
+    return open_engine(layer, make_config(("cpu", "cpu"), nvme_path, bf16=False, optimizer=sgd, **more))
+
+
+@pytest.mark.parametrize("way", ["engine", "scaled"])
+@pytest.mark.parametrize("half", [False, True])
+def test_one_loss_of_two_engines_is_divided_and_scaled_once(
+    open_engine: Open, nvme_path: Path, way: str, half: bool
+) -> None:
+    """Scales are other ones: each engine's gradients are in its own."""
+    x, dtype = torch.linspace(-1, 1, 16).view(2, 8), torch.float16 if half else torch.float32
+    scales = [{"fp16": {"enabled": True, "loss_scale": scale}} if half else {} for scale in (256, 16)]
+    one, other = (linear(open_engine, nvme_path, seed, accumulation=2, **scales[seed]) for seed in range(2))
+    with seeded(0):
+        plain_one = nn.Linear(8, 8)
+    with seeded(1):
+        plain_other = nn.Linear(8, 8)
+    plain = torch.optim.SGD([*plain_one.parameters(), *plain_other.parameters()], lr=0.5)
+    for index in range(2):
+        given = (x * (index + 1)).to(dtype)
+        loss = other(one(given)).float().square().mean()
+        one.backward(loss) if way == "engine" else one.scale(loss).backward()
+        one.step()
+        other.step()
+        (plain_other(plain_one(given.float())).square().mean() / 2).backward()
+    plain.step()
+    for engine, layer in ((one, plain_one), (other, plain_other)):
+        assert engine.global_steps == 1
+        for name, value in layer.named_parameters():
+            torch.testing.assert_close(engine.full_master(name), value.detach(), rtol=0.02, atol=2e-3 if half else 1e-6)

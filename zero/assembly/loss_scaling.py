@@ -46,7 +46,7 @@ class LossScaling:
         scaled = loss * self._run.scaler.cur_scale
 
         def passed(gradient: torch.Tensor) -> torch.Tensor:
-            self._run.parts.watch.scaled = True
+            self._run.parts.watch.begin_scaled()
             return gradient / accumulation if accumulation > 1 else gradient
 
         if scaled.requires_grad:

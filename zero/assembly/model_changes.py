@@ -18,6 +18,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -154,7 +155,9 @@ class ModelChanges:
         if joining and run.updater is not None:
             _join(run.updater, joining, parts.leaves, run.module)
             census.held = _held(run.updater)
-        self._exchange(parts, census)
+        # What an inference makes no graph may hold, and parameters would be of that kind.
+        with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
+            self._exchange(parts, census)
         census.held = _held(run.updater)
         self._census = census
         return True

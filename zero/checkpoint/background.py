@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from typing_extensions import override
 
@@ -149,6 +151,7 @@ class CheckpointState(StepListener):
 
     Attributes:
         half_loaded: the checkpoint of which some values have been loaded and some have not; "" for none.
+        mixed: names of those values.
         frozen_sums: of the weights that are not trained, until they may have changed.
         changed: units in memory that changed by other means than a step: between the last two steps, and since.
     """
@@ -156,9 +159,20 @@ class CheckpointState(StepListener):
     def __init__(self, run: Run) -> None:
         self._run = run
         self._behind: BackgroundSave | None = None
-        self.half_loaded = ""
+        self.half_loaded, self.mixed = "", frozenset[str]()
         self.frozen_sums: Sums | None = None
         self.changed: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
+
+    @contextmanager
+    def loading(self, folder: str, values: frozenset[str], *, everything: bool) -> Iterator[None]:
+        """Values of these names are replaced inside: if that fails they are of two models, until others are loaded."""
+        before, mixed, snapshots = self.half_loaded, self.mixed, self._run.parts.snapshots
+        self.half_loaded, self.mixed = folder, mixed | values
+        yield
+        self.mixed = frozenset() if everything else mixed - values
+        self.half_loaded = before if self.mixed else ""
+        if everything and snapshots is not None:
+            snapshots.replaced()
 
     def go_on_with(self, behind: BackgroundSave) -> None:
         self._behind = behind

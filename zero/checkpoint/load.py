@@ -28,7 +28,7 @@ from zero.checkpoint.folder import folder_named, open_checkpoint
 from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.of_stages import of_stage
 from zero.checkpoint.saving import SaveCheckpoints
-from zero.checkpoint.source import Opened, Saved, Source
+from zero.checkpoint.source import GOOD_READS, Opened, Saved, Source
 from zero.exchange.together import Together
 from zero.optim.averages import EMA
 from zero.optim.optimizer import ZeroOptimizer
@@ -108,18 +108,27 @@ class Wanted:
         self.is_everything = len(self.names) == len(parts.leaves) and self.stateful >= trained
         self.missing, self.unexpected = missing, unexpected
 
+    def replaced(self) -> frozenset[str]:
+        """What values of the model and of its states are written, by the parameters' first names."""
+        first = {leaf.index: leaf.names[0] for leaf in self._parts.leaves}
+        return frozenset([MODEL + first[i] for i in self.names] + [OPTIMIZER + first[i] for i in self.stateful])
+
     def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
         """Values as `Adoption` reads them."""
         index = self._parts.index_of[id(parameter)]
         name = self.names[index]
         for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
-            states = None
-            weight = self._source.read(MODEL + name, lo, hi)
+            kinds = self._states_of(index, name) if state and index in self.stateful else []
+            weight, *states = self._read([MODEL + name, *kinds], lo, hi)
             if index in self._in_bf16 and weight.dtype == torch.float32:  # a master, of a weight not trained here
                 weight = rounded(weight)
-            if state and index in self.stateful:
-                states = tuple(self._source.read(kind, lo, hi) for kind in self._states_of(index, name))
-            yield Piece(lo, weight, states=states)
+            yield Piece(lo, weight, states=tuple(states) if state and index in self.stateful else None)
+
+    def _read(self, names: list[str], begin: int, end: int) -> list[torch.Tensor]:
+        """All of them, good until the next are read."""
+        further = range(len(names) - 1, -1, -1)
+        values = ((self._source.read(name, begin, end), reads) for name, reads in zip(names, further, strict=True))
+        return [value if reads <= GOOD_READS else value.clone() for value, reads in values]
 
     def in_order(self, places: Iterable[tuple[Unit, Slot, int, int]]) -> Iterator[tuple[str, int, int]]:
         """What `pieces` will read of the source for elements [begin, end) of these."""
@@ -413,12 +422,11 @@ class LoadCheckpoints:
             if mine is not None and mine["accumulated"] is not None and not only_module:
                 load_accumulated(parts, placement, mine["accumulated"], source)
 
-        before, self._state.half_loaded = self._state.half_loaded, str(opened.folder)
-        try:
-            together.do("loading a checkpoint", fill)
-        finally:
-            parts.coordinator.rewritten()
-        self._state.half_loaded = "" if wanted.is_everything else before
+        with self._state.loading(str(opened.folder), wanted.replaced(), everything=wanted.is_everything):
+            try:
+                together.do("loading a checkpoint", fill)
+            finally:
+                parts.coordinator.rewritten()
         if updater is not None:
             for key, saved in numbers.items():
                 updater.set_numbers(key, saved)

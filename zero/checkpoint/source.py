@@ -37,6 +37,10 @@ class Saved:
     dtype: torch.dtype
 
 
+GOOD_READS = 3
+"""What a source has read stays as it is while at most so many others are."""
+
+
 class Source(Protocol):
     """Values by name.
 
@@ -49,7 +53,7 @@ class Source(Protocol):
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the flattened tensor, 1-D, on the host, in the saved dtype.
 
-        Good until the third read after it. Raises StorageError: a read failed; ConfigError: what was read is damaged.
+        Good for `GOOD_READS` further reads. Raises StorageError: a read failed; ConfigError: what was read is damaged.
         """
 
     def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:

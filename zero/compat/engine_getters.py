@@ -17,6 +17,8 @@ from zero.config.precision_block import DTYPES
 from zero.config.zero_block import ZeroConfig
 from zero.ranks import world
 
+OWN_NAMES = {name: name.lower() for name in ("Adam", "AdamW", "Lamb", "Lion", "Muon")}
+
 T = TypeVar("T")
 Block = TypeVar("Block", OffloadParamConfig, OffloadOptimizerConfig)
 
@@ -128,8 +130,8 @@ class ConfigGetters:
     dataloader_drop_last = method(lambda c: c.dataloader_drop_last, "True: loaders drop what does not fill a batch.")
     steps_per_print = method(lambda c: c.steps_per_print, "As configured; None: never.")
     optimizer_name = method(
-        lambda c: None if c.optimizer is None else c.optimizer.type,
-        "Type of the configured optimizer; None if there is no such block.",
+        lambda c: None if c.optimizer is None else OWN_NAMES.get(c.optimizer.type, c.optimizer.type),
+        "Type of the configured optimizer, DeepSpeed's own in lower case; None if there is no such block.",
     )
 
     # ---- dtypes and the loss scale ----------------------------------------------------------------

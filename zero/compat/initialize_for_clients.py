@@ -106,6 +106,7 @@ def lend_names(engine: Any, client_optimizer: Any = None) -> None:
         "checkpoint_engine": SimpleNamespace(**writer),
         "checkpoint_tools": TOOLS,
         "client_optimizer": client_optimizer,
+        **({} if client_optimizer is None else {"optimizer_name": lambda: type(client_optimizer).__name__}),
         "clip_fp32_gradients": missing_function(
             "DeepSpeedEngine.clip_fp32_gradients", "step() clips, to gradient_clipping of the configuration"
         ),

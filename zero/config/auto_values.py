@@ -33,16 +33,17 @@ class Facts:
 
     hidden_numel: int | None = None  # The hidden size of a transformers config.
     dtype: torch.dtype | None = None  # Of most elements that are trained.
-    learning_rate: float | None = None  # Of an optimizer that was handed over.
+    learning_rate: float | None = None  # Of all groups of an optimizer that was handed over.
     samples: int | None = None  # In one pass over the training data.
 
 
 def facts_of(model: nn.Module, optimizer: object = None, training_data: object = None) -> Facts:
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    rates = {float(group["lr"]) for group in groups if group.get("lr") is not None}
     return Facts(
         hidden_size_of(getattr(model, "config", None)),
         _dtype_of(model.parameters()),
-        float(groups[0]["lr"]) if groups and groups[0].get("lr") is not None else None,
+        rates.pop() if len(rates) == 1 else None,
         _length_of(training_data),
     )
 
@@ -174,8 +175,10 @@ def _always(value: object) -> Choose:
 def _largest_rate(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
     if facts.learning_rate is not None:
         return Choice(facts.learning_rate, "the learning rate of the optimizer")
-    rate = getattr(getattr(config.optimizer, "params", None), "lr", None)
-    return None if rate is None else Choice(float(rate), "optimizer.params.lr")
+    given = frozenset[str]() if config.optimizer is None else config.optimizer.given
+    if config.optimizer is None or "lr" not in given or given & {"muon_lr", "adam_lr"}:
+        return None  # each group's own
+    return Choice(float(config.optimizer.params.lr), "optimizer.params.lr")
 
 
 def _all_steps(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:

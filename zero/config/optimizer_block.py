@@ -38,11 +38,13 @@ REFUSED_TYPES = {
     **{name: "widths of muP are not read here; scale lr per param group" for name in ("muadam", "muadamw", "musgd")},
 }
 
+TORCHS_DECAY = 0.01
+"""Of torch.optim.AdamW, where none is given."""
 ADAM_KEYS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 # Keys of `params` that act, by type; as the constructors of torch have them.
 TYPE_KEYS: Mapping[str, tuple[str, ...]] = {
-    "Adam": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
-    "AdamW": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
+    "Adam": (*ADAM_KEYS, "adam_w_mode", "bias_correction", "torch_adam"),
+    "AdamW": (*ADAM_KEYS, "adam_w_mode", "bias_correction", "torch_adam"),
     "AdamWScheduleFree": ("lr", "betas", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power"),
     "Adafactor": ("lr", "beta2_decay", "eps", "d", "weight_decay", "maximize"),
     "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize"),
@@ -50,7 +52,7 @@ TYPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Lion": ("lr", "betas", "weight_decay"),
     "Muon": (
         *("lr", "muon_lr", "adam_lr", "momentum", "betas", "eps", "weight_decay"),
-        *("nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn", "qk_clip"),
+        *("nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn", "qk_clip", "adam_w_mode"),
     ),
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
     "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
@@ -121,7 +123,7 @@ class OptimizerParams(ConfigBlock):
     """Of Adafactor two: null or what squares begin with, and the least norm of a parameter."""
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     adam_w_mode: Flag = True
-    """Decay the weights, not the gradients; "AdamW" does so whatever this says."""
+    """Decay the weights, not the gradients; "AdamW" does so whatever this says. Muon: of what it leaves to Adam."""
     bias_correction: Flag = True
     """Adam, AdamW, Lamb: False leaves the moments as they are."""
     amsgrad: Flag = False
@@ -179,7 +181,8 @@ class OptimizerParams(ConfigBlock):
     d: Annotated[Number, Field(ge=1)] | None = None
     """Adafactor: the most that an update may be, as its root mean square."""
     fp32_optimizer_states: Annotated[Flag, Only((True,), "moments are fp32; set it to true")] = True
-    torch_adam: InertFlag = None
+    torch_adam: Flag = False
+    """Adam, AdamW: without a weight_decay torch's, 0.01, where weights are decayed; nothing else changes."""
     fused: InertFlag = None
     foreach: InertFlag = None
     capturable: InertFlag = None
@@ -256,9 +259,15 @@ class OptimizerConfig(ConfigBlock):
 
     def options(self) -> dict[str, Any]:
         """What a torch optimizer of this type is made with."""
-        keys = self.given - ({"adam_w_mode", "bias_correction"} if self.is_adam else set())
+        keys = self.given - ({"adam_w_mode", "bias_correction", "torch_adam"} if self.is_adam else set())
         options = {key: getattr(self.params, key) for key in keys}
-        return {"lr": self.params.lr, "weight_decay": self.params.weight_decay, **options} if self.is_adam else options
+        return {"lr": self.params.lr, "weight_decay": self.weight_decay, **options} if self.is_adam else options
+
+    @property
+    def weight_decay(self) -> float:
+        """As given; else DeepSpeed's default, which with `torch_adam` is torch's."""
+        torchs = self.params.torch_adam and self.is_adam and self.decoupled_weight_decay
+        return TORCHS_DECAY if torchs and "weight_decay" not in self.given else self.params.weight_decay
 
     @property
     def is_adam(self) -> bool:

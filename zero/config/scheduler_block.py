@@ -59,7 +59,7 @@ class SchedulerParams(ConfigBlock):
     warmup_max_lr: PerGroup = None
     """"auto" (and, in WarmupLR, no value): the learning rate of the optimizer."""
     warmup_num_steps: Annotated[Whole, Field(ge=0)] | None = None
-    """0 and 1 count as 2, as in DeepSpeed."""
+    """0 and 1 count as 2; DeepSpeed refuses 0."""
     warmup_type: Word[Literal["log", "linear"]] | None = None
     warmup_min_ratio: Number | None = None
     cos_min_ratio: Number | None = None

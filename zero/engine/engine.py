@@ -113,6 +113,7 @@ class ZeroEngine(EngineNames, nn.Module):
             edit_begins=steps.edit_begins,
             reduces=accumulation.reduces,
             parts_of_backward=self.scaling.parts_of_backward,
+            loss_scale=lambda: float(self.run.scaler.cur_scale),
             values_of=steps.values_of,
             rest=lambda: self.model_changes.rest(),
             close=self.close,

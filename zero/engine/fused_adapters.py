@@ -29,11 +29,13 @@ def fused(run: Run) -> Iterator[None]:
     places = {
         id(p): (bound.unit.index, position) for bound in parts.bound for position, p in enumerate(bound.parameters)
     }
+    shared = {id(leaf.parameter) for leaf in parts.leaves if len(leaf.names) > 1}
     try:
         for layer in layers_of(run.module):
-            index, position = places.get(id(layer.get_base_layer().weight), (-1, -1))
-            if index < 0:
-                continue  # in tiles
+            weight = id(layer.get_base_layer().weight)
+            index, position = places.get(weight, (-1, -1))
+            if index < 0 or weight in shared:
+                continue  # in tiles, or others compute with it too
             if not _fuse(run, layer, index, position):
                 break  # what is kept is full
         yield

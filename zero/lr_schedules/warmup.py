@@ -16,7 +16,7 @@ LEAST_STEPS = 2
 
 
 class _Warmup(Schedule):
-    """The rising part of the schedules that warm up. Less than two iterations of it count as two, as in DeepSpeed."""
+    """The rising part of the schedules that warm up. Less than two iterations count as two; DeepSpeed refuses 0."""
 
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
         super().__init__(optimizer, last_batch_iteration)
@@ -26,7 +26,7 @@ class _Warmup(Schedule):
         self.warmup_num_steps = max(LEAST_STEPS, integer(self, "warmup_num_steps", warmup_num_steps, least=0))
         if warmup_num_steps == 0:
             logger.warning(
-                "%s: warmup_num_steps is 0 and counts as %s, as in DeepSpeed: the first steps' learning rates are "
+                "%s: warmup_num_steps is 0 and counts as %s: the first steps' learning rates are "
                 "not the largest; leave the scheduler out for none",
                 *(type(self).__name__, LEAST_STEPS),
             )

@@ -49,13 +49,17 @@ class Lamb(PlainOptimizer):
         square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         corrected = group["bias_correction"]
         bias1, bias2 = ((1 - beta ** state["step"]) if corrected else 1.0 for beta in (beta1, beta2))
-        change = mean.div(bias1).div_(square.div(bias2).sqrt_().add_(group["eps"]))
+        change, share = self._change(mean, square, (bias1, bias2), float(group["eps"]))
         change.add_(weight, alpha=float(group["weight_decay"]))
         of_weight, of_change = _norm(weight), _norm(change)
         ratio = 1.0
         if of_weight and of_change:
             ratio = min(max(of_weight / of_change, group["min_coeff"]), group["max_coeff"])
-        weight.add_(change, alpha=-float(group["lr"]) * ratio)
+        weight.add_(change, alpha=-float(group["lr"]) * share * ratio)
+
+    def _change(self, mean: Tensor, square: Tensor, bias: tuple[float, float], eps: float) -> tuple[Tensor, float]:
+        """(the step before decay, the share of the whole step that is taken)."""
+        return mean.div(bias[0]).div_(square.div(bias[1]).sqrt_().add_(eps)), 1.0
 
 
 def _norm(values: Tensor) -> float:
@@ -65,6 +69,9 @@ def _norm(values: Tensor) -> float:
 
 class FusedLamb(Lamb):
     """DeepSpeed's LAMB; the same numbers on every device.
+
+    What the moments lack at the beginning shortens the whole step, decay included, and is no part of its norm: steps
+    begin at a third of the paper's, fall, and come to its length when the second moment has seen enough.
 
     Args:
         params: parameters or param groups.
@@ -86,3 +93,6 @@ class FusedLamb(Lamb):
     ) -> None:
         refuse("FusedLamb", eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
         super().__init__(params, lr, **options)
+
+    def _change(self, mean: Tensor, square: Tensor, bias: tuple[float, float], eps: float) -> tuple[Tensor, float]:
+        return mean.div(square.sqrt().add_(eps)), bias[1] ** 0.5 / bias[0]

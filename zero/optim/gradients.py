@@ -121,7 +121,7 @@ class Gradients:
     # ---- arrival ------------------------------------------------------------------------------
 
     def arrive(
-        self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, parts: int = 1
+        self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, parts: float = 1.0
     ) -> bool:
         """Take one parameter's gradient. True when every slot of the unit has arrived, and nothing is to be added.
 
@@ -149,7 +149,7 @@ class Gradients:
         else:
             place.zero_()
             place.view(slot.shape)[rows] = gradient.to(place.dtype)
-        if parts > 1:
+        if parts != 1:
             place.div_(parts)
         state.arrived[position] = state.arrived.get(position, 0) + 1
         self.order[index, position] = None

@@ -23,8 +23,8 @@ from offload.errors import ConfigError
 from zero.config import Config
 from zero.config.optimizer_block import OptimizerConfig
 from zero.ops.adam import KernelAdam
-from zero.ops.lamb import Lamb
-from zero.ops.lion import Lion
+from zero.ops.lamb import FusedLamb, Lamb
+from zero.ops.lion import FusedLion
 from zero.ops.schedule_free import AdamWScheduleFree
 from zero.optim.averages import with_averages
 from zero.optim.kernel_rules import ROWS, KernelRule
@@ -50,9 +50,9 @@ TRIAL_LR = 1e-2
 SCALES = (1.0, 1 / 32, 32.0)
 """Of the weights: a ratio of norms that has bounds may be at one of them with some, whole or halved."""
 EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8)
-OURS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "Lion": Lion,
-    "Lamb": Lamb,
+OURS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {  # with DeepSpeed's defaults
+    "Lion": FusedLion,
+    "Lamb": FusedLamb,
     "AdamWScheduleFree": AdamWScheduleFree,
 }
 ALTERNATIVE = (
@@ -137,7 +137,7 @@ def _named(config: Config, block: OptimizerConfig, groups: list[dict[str, Any]],
             "lr": params.lr,
             "betas": tuple(params.betas),
             "eps": params.eps,
-            "weight_decay": params.weight_decay,
+            "weight_decay": block.weight_decay,
             "decoupled": block.decoupled_weight_decay,
         }
         if not params.bias_correction:

@@ -43,7 +43,8 @@ def muon_from(block: OptimizerConfig, groups: Iterable[Mapping[str, Any]], model
     """
     names = {id(p): name for name, p in model.named_parameters()}
     of_muon, of_adam = _options(block.params)
-    rules = Rules((MuonRule(of_muon), AdamRule(defaults=of_adam)), FLAG, is_hidden_matrix)
+    adam = AdamRule(decoupled=block.params.adam_w_mode, defaults=of_adam)
+    rules = Rules((MuonRule(of_muon), adam), FLAG, is_hidden_matrix)
     split = []
     for group in groups:
         for flag, options in ((True, rules.each[0].defaults), (False, of_adam)):
@@ -98,4 +99,4 @@ def _options(params: OptimizerParams) -> tuple[dict[str, Any], dict[str, Any]]:
     for options, key in ((muon, "muon_lr"), (adam, "adam_lr")):
         if given.get(key) is not None:
             options["lr"] = given[key]
-    return muon, {**adam, "decoupled": True}
+    return muon, {**adam, "decoupled": params.adam_w_mode}

@@ -178,7 +178,7 @@ class ReducedGradients(Gradients):
         self._order.begin_backward()
 
     def arrive(
-        self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, parts: int = 1
+        self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, parts: float = 1.0
     ) -> bool:
         """See `Gradients`. Where ranks fetch in step, reductions have their places among the gathers: a unit is passed
         where all ranks pass a call, not where this one has all of its gradients.

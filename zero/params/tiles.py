@@ -35,6 +35,7 @@ from zero.params.released import (
 
 ROWS_ALIGN = 64
 """Starts of tiles, where a tile has that many rows."""
+HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 
 class Tile(nn.Module):
@@ -58,12 +59,17 @@ class Tile(nn.Module):
 
 
 def can_tile(parameter: nn.Parameter, owners: Sequence[nn.Module]) -> bool:
-    """True for the weight of nn.Linear and nn.Embedding, also if several of them share it."""
-    return parameter.dim() == 2 and all(
-        isinstance(owner, (nn.Linear, nn.Embedding))
-        and owner._parameters.get("weight") is parameter
-        and not getattr(owner, "sparse", False)
-        for owner in owners
+    """True for the weight of nn.Linear and nn.Embedding, also if several of them share it, unless it has hooks."""
+    hooked = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return (
+        parameter.dim() == 2
+        and not hooked
+        and all(
+            isinstance(owner, (nn.Linear, nn.Embedding))
+            and owner._parameters.get("weight") is parameter
+            and not getattr(owner, "sparse", False)
+            for owner in owners
+        )
     )
 
 
@@ -191,6 +197,12 @@ class TiledParameter(ReleasedParameter):
     ) -> Any:
         """Compute linear and embedding by tiles; anything else as for every released parameter."""
         kwargs = kwargs or {}
+        if func in HOOKS:
+            raise StateError(
+                f"{func.__name__}: a weight of {tuple(args[0].shape)} is in tiles, whose gradients come one by one, so "
+                "no hook of the whole would be called; put it on before zero.initialize, or raise "
+                "zero_optimization.stage3_max_live_parameters to the weight's elements"
+            )
         known: dict[Any, Callable[..., torch.Tensor]] = {F.linear: _linear, F.embedding: _embedding}
         by_tiles = known.get(func)
         weight = args[1] if len(args) > 1 else kwargs.get("weight")

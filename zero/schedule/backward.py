@@ -18,6 +18,9 @@ from zero.params.layout import Unit
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
 
+_UNDER_WAY: dict[int, float] = {}
+"""id(watch) -> the loss scale of each backward that an engine of this process has begun, or scaled the loss of."""
+
 
 class BackwardWatch:
     """Receives gradients and the events of the module hooks.
@@ -35,7 +38,7 @@ class BackwardWatch:
         self._handles: list[RemovableHandle] = []
         self.generation = 0
         self.torn = self.scaled = False
-        self._parts = 1  # Of the backward under way; see `Events.parts_of_backward`.
+        self._parts = 1.0  # What gradients of the backward under way are divided by.
 
     def on_end(self, hear: Callable[[], None]) -> None:
         self._at_end.append(hear)
@@ -63,9 +66,9 @@ class BackwardWatch:
 
         `together`: it is that of several micro-batches, which pass each unit one after the other.
         """
-        self._parts, broken_off = 1, together
+        self._parts, broken_off = 1.0, together
         with uninterrupted:
-            self._begin(together=together)
+            self._begin(together=together, scaled=True)
         try:
             with self.tearing():
                 yield
@@ -87,6 +90,14 @@ class BackwardWatch:
         except (StorageError, BudgetError):
             self.torn = True
             raise
+
+    def begin_scaled(self) -> None:
+        """The backward that begins is of a loss that the engine has scaled and divided.
+
+        It is noted here, in the outermost graph: one inside a reentrant checkpoint ends with that.
+        """
+        self.scaled = True
+        self._announce()
 
     def before_backward(self, generation: int) -> None:
         """Gradients reach a graph that was made in step `generation`.
@@ -127,8 +138,12 @@ class BackwardWatch:
         """A backward that the engine did not start (`loss.backward()`): be told when it ends."""
         if self._running:
             return
-        self._parts = self._events.parts_of_backward(self.scaled)
-        self._begin()
+        others = [scale for watch, scale in _UNDER_WAY.items() if watch != id(self)]
+        if others and not self.scaled:  # of a loss that another engine has divided, in its scale
+            self._parts = others[-1] / self._events.loss_scale()
+        else:
+            self._parts = self._events.parts_of_backward(self.scaled)
+        self._begin(scaled=self.scaled)
 
         @whole
         def finished() -> None:
@@ -137,14 +152,17 @@ class BackwardWatch:
 
         torch.autograd.Variable._execution_engine.queue_callback(finished)
 
-    def _begin(self, *, together: bool = False) -> None:
+    def _begin(self, *, together: bool = False, scaled: bool = False) -> None:
         self._running = True
+        if scaled:
+            _UNDER_WAY[id(self)] = self._events.loss_scale()
         self._events.backward_begins()
         self._gradients.begin_backward(boundary=self._events.reduces(), together=together)
 
     def _end(self, *, broken_off: bool = False) -> None:
         """`broken_off`: its gradients are going to be forgotten, and other ranks are not asked for theirs."""
-        self.scaled, self._parts = False, 1
+        self.scaled, self._parts = False, 1.0
+        _UNDER_WAY.pop(id(self), None)
         try:
             if broken_off:
                 self._gradients.break_off()

@@ -23,6 +23,7 @@ class Events:
     reduces: Callable[[], bool]  # True when gradients of the backward under way are reduced as soon as they can be.
     # What gradients of a backward that the engine has not started are divided by; raises if it had to start it.
     parts_of_backward: Callable[[bool], int]
+    loss_scale: Callable[[], float]
     values_of: Callable[..., Any]  # A parameter's exact values; see `Values.values_of`.
     rest: Callable[[], Any]  # The parts as the model is now, at rest, to rewrite their planes.
     close: Callable[[], None]

@@ -19,6 +19,8 @@ END = -2  # Stands for "the forward is over".
 
 FORWARDS_MAX = 16  # Remembered for their backward; an older one costs a miss per unit if it comes after all.
 
+USES_MAX = 1 << 16  # Of one forward, and of those remembered: more than any model has.
+
 GENERATE = "generate"  # The phase in which forward follows forward.
 
 Key = tuple[int, int]
@@ -71,6 +73,17 @@ class Trace:
         self._learn(unit)
         if backward_follows or (self._backward_follows and unit in self._recomputed):
             self._forward.append(unit)
+        if max(len(self._uses), len(self._forward)) > USES_MAX:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        """Calls of parts of the model alone have no forward that would end."""
+        count = USES_MAX // 2
+        del self._uses[:-count]
+        gone = max(len(self._forward) - count, 0)
+        del self._forward[:gone]
+        self._starts = [max(start - gone, 0) for start in self._starts]
+        self._position = None if self._position is None else max(self._position - gone, 0)
 
     def end_use(self, unit: int) -> None:
         """The use of `unit` is over. What encloses other uses is needed before them in backward."""

@@ -83,6 +83,7 @@ class Snapshots:
         self.pending: Pending | None = None
         self.committed_step: int | None = None if found is None else int(found.body["step"])
         self._missed, self._frozen, self._wary = False, False, 0
+        self._damaged = False  # The snapshot that was to be loaded could not be read.
         self.seconds = 0.0  # Spent on snapshots so far, on the training thread.
 
     def open_swap(self, capacity_bytes: int, speeds: Sequence[float] | None) -> SnapshotSwap:
@@ -260,9 +261,15 @@ class Snapshots:
                     "remove it (zero snapshots rm) and begin anew"
                 ) from error
 
+        self._damaged = True
         SnapshotsTogether(self._exchange).do("snapshot read", read)
-        self.unloaded = False
+        self.unloaded = self._damaged = False
         return manifest.state
+
+    def replaced(self) -> None:
+        """All values are a checkpoint's now: a snapshot that could not be read is none that the next would replace."""
+        if self._damaged:
+            self.unloaded = self._damaged = False
 
     def _read(self, storage: Storage, manifest: Manifest) -> None:
         """Let the planes hold what the manifest names. Raises StorageError."""

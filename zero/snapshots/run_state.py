@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -129,8 +130,10 @@ def restore_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]]) -> Non
     """Hyper-parameters as they were; the live groups and their lists stay the same objects."""
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         for key, value in options.items():
-            if key != "params":
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+            live = group.get(key)
+            named = isinstance(value, str) and not (live is None or isinstance(live, str))  # once saved by its repr
+            if key != "params" and not named:
+                group[key] = tuple(value) if isinstance(live, tuple) else value
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -169,11 +172,22 @@ def _groups(optimizer: ZeroOptimizer | None, leaves: Iterable[Leaf]) -> list[dic
     name_of = {id(leaf.parameter): leaf.names[0] for leaf in leaves}
     return [
         {
-            **{key: _plain(value) for key, value in group.items() if key != "params"},
+            # What only its own class makes stays as whoever loads has it.
+            **{key: _plain(value) for key, value in group.items() if key != "params" and _is_plain(value)},
             "params": [name_of[id(p)] for p in group["params"] if id(p) in name_of],
         }
         for group in optimizer.param_groups
     ]
+
+
+def _is_plain(value: Any) -> bool:
+    """True if any reader makes it."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    plain = value is None or isinstance(value, (bool, int, float, str, np.generic, torch.Tensor))
+    return plain and not isinstance(value, Enum)
 
 
 def _plain(value: Any) -> Any:

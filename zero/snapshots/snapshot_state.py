@@ -42,7 +42,7 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> Callable[[],
         state["progress"] = {names[key]: list(_packed(p)) for key, p in run.updater.progress.items() if key in names}
         for group in run.updater.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
-            state["groups"].append({**options, "params": [names.get(id(p), "") for p in group["params"]]})
+            state["groups"].append(pack_any({**options, "params": [names.get(id(p), "") for p in group["params"]]}))
     if hasattr(run.lr_scheduler, "state_dict"):
         state["lr_scheduler"] = pack_any(run.lr_scheduler.state_dict())
     archive = make_archive(state)
@@ -63,11 +63,12 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
     state, small = read_archive(bytes_tensor(data), "the state of a snapshot"), {}
     if REST in state:
         small, state = state[SMALL], read_archive(state[REST], "the state of a snapshot")
-    _check_groups(run, names, state["groups"])
+    groups = [unpack_any(group, "the state of a snapshot") for group in state["groups"]]
+    _check_groups(run, names, groups)
     restore_counters(run, state["counters"])
     run.scaler.load_state_dict(state.get("loss_scaler"))
     if run.updater is not None:
-        restore_groups(run.updater, state["groups"])
+        restore_groups(run.updater, groups)
         keys = {name: key for key, name in names.items()}
         run.updater.step_counts.clear()
         run.updater.step_counts.update({keys[name]: count for name, count in state["step_counts"].items()})

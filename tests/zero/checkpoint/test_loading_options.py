@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from checkpointed import Case, Odd, Training, generators_kept, odd, training
-from models import LoraLinear, build, make_config, seeded
+from models import LoraLinear, build, make_config, seeded, tokens
 from reference import differences
 from torch import nn
 
 import zero
 from offload.errors import ConfigError, StateError
+from zero.checkpoint.source import GOOD_READS, FolderSource
 from zero.reports.log import NOTICE
 
 CASE = Case(states="cpu")
@@ -351,6 +354,56 @@ def test_numbers_of_any_kind_in_param_groups_come_back_as_numbers(tmp_path: Path
         run.engine.load_checkpoint(tmp_path / "saves")
         assert float(group["lr"]) == 0.25 and float(group["note"]) == 3
         run.train(0)
+
+
+class Role(str, Enum):
+    BASE = "base"
+
+
+def test_options_that_only_their_class_makes_stay_as_whoever_loads_has_them(tmp_path: Path) -> None:
+    mine = {"role": Role.BASE, "kind": torch.bfloat16, "norm_of": torch.linalg.vector_norm, "depths": (1, 2)}
+    with training(CASE, tmp_path) as run:
+        group = run.engine.optimizer.param_groups[0]
+        group.update(mine)
+        run.engine.save_checkpoint(tmp_path / "saves")
+        run.engine.load_checkpoint(tmp_path / "saves")
+        assert {name: group[name] for name in mine} == mine and group["role"] is Role.BASE
+        group["kind"], mine["kind"] = "bfloat16", "bfloat16"
+        run.engine.save_checkpoint(tmp_path / "saves")
+        group["kind"] = torch.float16
+        run.engine.load_checkpoint(tmp_path / "saves")
+        assert group["kind"] is torch.float16, "of a checkpoint that had it by its repr"
+
+
+def test_what_a_source_gives_for_a_few_reads_is_not_used_after_more(
+    tmp_path: Path, nvme_path: Path, open_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four states and the weight are more than a source keeps."""
+    given: deque[torch.Tensor] = deque()
+    read = FolderSource.read
+
+    def forgetful(source: FolderSource, name: str, begin: int, end: int) -> torch.Tensor:
+        given.append(read(source, name, begin, end).clone())
+        if len(given) > GOOD_READS + 1:
+            given.popleft().zero_()
+        return given[-1]
+
+    block = {"type": "AdamW", "params": {"lr": 0.1, "amsgrad": True}}
+    config = make_config(("cpu", "cpu"), nvme_path, bf16=False, optimizer=block, ema_decay=0.9)
+    one, other = (open_engine(build("gpt", seed=seed), config) for seed in range(2))
+    for index in range(2):
+        one.backward(one(tokens(index)))
+        one.step()
+    one.save_checkpoint(tmp_path)
+    monkeypatch.setattr(FolderSource, "read", forgetful)
+    other.load_checkpoint(tmp_path)
+    for name, _ in one.module.named_parameters():
+        assert torch.equal(one.full_master(name), other.full_master(name)), name
+        states = one.full_state(name), other.full_state(name)
+        assert len(states[0]) > GOOD_READS + 1
+        assert all(
+            torch.equal(torch.as_tensor(states[0][kind]), torch.as_tensor(states[1][kind])) for kind in states[0]
+        )
 
 
 class Names(nn.Module):

@@ -154,6 +154,18 @@ def test_going_back_in_the_same_engine_repeats_what_came_after(open_engine: Open
     assert all(torch.equal(once[key], again[key]) for key in once)
 
 
+def test_numbers_of_numpy_in_param_groups_go_on(open_engine: Open, tmp_path: Path, nvme_path: Path) -> None:
+    """A schedule made with numpy leaves them there."""
+    first = open_engine(build("gpt"), config_of(nvme_path, 2))
+    first.optimizer.param_groups[0]["lr"] = np.float64(0.003)
+    train(first, 0, 1, 2)
+    second = open_engine(build("gpt", seed=9), config_of(as_a_kill_would_leave_it(nvme_path, tmp_path / "later"), 2))
+    assert second.load_snapshot() == 2
+    assert second.optimizer.param_groups[0]["lr"] == 0.003
+    train(second, 2)
+    assert unequal(first, second) == []
+
+
 def test_without_a_snapshot_nothing_is_loaded_and_nothing_changes(open_engine: Open, nvme_path: Path) -> None:
     engine = train(open_engine(build("gpt"), config_of(nvme_path, 10)), 0)
     assert engine.load_snapshot() is None
@@ -335,6 +347,29 @@ def test_a_disk_that_fails_leaves_the_snapshot_before(
     assert second.load_snapshot() == 1
     train(second, 1, 2, 3)
     assert unequal(engine, second) == []
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_after_a_damaged_snapshot_a_checkpoint_is_gone_on_from(
+    open_engine: Open, tmp_path: Path, nvme_path: Path, pair: tuple[str, str]
+) -> None:
+    with train(open_engine(build("gpt"), config_of(nvme_path, 2, pair)), 0, 1) as first:
+        first.save_checkpoint(tmp_path / "saves")
+        first.save_snapshot()
+        *_, (begin, _) = named_ranges(first, nvme_path)
+    engine = open_engine(build("gpt", seed=9), config_of(nvme_path, 2, pair))
+    _flip(folder(nvme_path) / "rank-0" / "swap", 8 * begin)
+    with pytest.raises(StorageError, match="cannot be used"):
+        engine.load_snapshot()
+    engine.load_checkpoint(tmp_path / "saves")
+    train(engine, 2, 3, 4)
+    plain = reference_run(*range(5))
+    assert unequal(engine, plain) == []
+    later = as_a_kill_would_leave_it(nvme_path, tmp_path / "later")
+    last = open_engine(build("gpt", seed=8), config_of(later, 2, pair))
+    assert last.load_snapshot() == 4
+    train(last, 4)
+    assert unequal(last, plain) == []
 
 
 def test_a_snapshot_that_is_damaged_is_told(open_engine: Open, nvme_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpointed import KINDS, Case, Training, odd, training
+from checkpointed import KINDS, VOCAB, WIDTH, Case, Training, odd, training
 from reference import differences
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -201,6 +201,29 @@ def test_without_a_tag_a_damaged_checkpoint_is_followed_by_the_next_one(
         other.engine.load_checkpoint(copy)
     other.engine.load_checkpoint(good)
     other.train(1)
+
+
+@pytest.mark.parametrize("only_module", [True, False])
+def test_a_damaged_checkpoint_without_frozen_weights_is_followed_by_one_that_replaces_as_much(
+    tmp_path: Path, only_module: bool
+) -> None:
+    saves = tmp_path / "saves"
+    with training(Case("frozen", states="cpu"), tmp_path) as run:
+        for index, tag in enumerate(("one", "two")):
+            run.train(index)
+            run.engine.save_checkpoint(saves, tag, exclude_frozen_parameters=True)
+        of_head = [offset for offset, nbytes in payloads(saves / "two") if nbytes == 4 * VOCAB * WIDTH]
+        flip(saves / "two" / FILES[0], of_head[0])
+        path, _ = run.engine.load_checkpoint(saves, load_module_only=only_module)
+        assert path == str(saves / "one")
+        run.train(2)
+        with pytest.raises(ConfigError, match="checksum"):
+            run.engine.load_checkpoint(saves, "two")
+        run.engine.load_checkpoint(saves, "one", load_module_only=True)
+        with pytest.raises(StateError, match="failed half way"):
+            run.train(3)  # moments may be mixed
+        run.engine.load_checkpoint(saves, "one")
+        run.train(3)
 
 
 def test_a_flipped_bit_of_any_payload_is_refused_by_name(other: Training, good: Path, tmp_path: Path) -> None:
