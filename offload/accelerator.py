@@ -218,10 +218,26 @@ def empty_cache(device: torch.device) -> None:
         module_of(device).empty_cache()
 
 
+def identity(device: torch.device) -> str:
+    """What tells the devices of a node apart, the same in all processes that use it."""
+    uuid = getattr(module_of(device).get_device_properties(device), "uuid", None)
+    kind = KINDS.get(device.type)
+    visible = "" if kind is None else os.environ.get(kind.visible, "")
+    return str(uuid) if uuid is not None else f"{visible}:{device.index or 0}"
+
+
 def rng_state(device: torch.device) -> torch.Tensor:
     """The state of the device's default generator."""
     state: torch.Tensor = module_of(device).get_rng_state(device) if is_accelerator(device) else torch.get_rng_state()
     return state
+
+
+def seed_generator(seed: int, device: torch.device) -> None:
+    """Seed the device's default generator, and no other: torch.manual_seed seeds the CPU's too."""
+    if is_accelerator(device):
+        module_of(device).manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 def set_rng_state(state: torch.Tensor, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from offload.accelerator import same_device
 from offload.errors import StateError, WatchdogError
-from offload.stopwatch import Stopwatch
+from offload.stopwatch import Stopwatch, others_are_awaited
 from offload.system.interrupts import uninterrupted
 from offload.timeline import STALLS, Timeline
 
@@ -122,7 +122,7 @@ class Mover:
         """Wait for `future`; the time counts as exposed.
 
         Warns after WARN_SECONDS in which no byte moved, and raises after RAISE_SECONDS of it: a long
-        job that gets on is none of the watchdog's business.
+        job that gets on is none of the watchdog's business, nor is one that waits for others.
 
         Raises:
             WatchdogError: lists what is in flight.
@@ -138,7 +138,7 @@ class Mover:
                 if reached != known:
                     since, known, warned = time.perf_counter(), reached, False
                 stalled = time.perf_counter() - since
-                if stalled >= RAISE_SECONDS:
+                if stalled >= RAISE_SECONDS and not others_are_awaited():
                     raise WatchdogError(self._stall(what, stalled))
                 if stalled >= WARN_SECONDS and not warned:
                     warnings.warn(self._stall(what, stalled), RuntimeWarning, stacklevel=3)

@@ -28,3 +28,22 @@ class Stopwatch:
             self._depth -= 1
             if self._depth == 0:
                 self.seconds += time.perf_counter() - self._begin
+
+
+_ELSEWHERE: set[object] = set()
+
+
+@contextmanager
+def awaiting_others() -> Iterator[None]:
+    """Around a wait for another rank or for a device: it may take any time, and another watch judges it."""
+    token = object()
+    _ELSEWHERE.add(token)
+    try:
+        yield
+    finally:
+        _ELSEWHERE.discard(token)
+
+
+def others_are_awaited() -> bool:
+    """True while any thread is in such a wait."""
+    return bool(_ELSEWHERE)

@@ -28,6 +28,7 @@ import torch
 
 from offload.accelerator import is_accelerator, module_of, new_event, synchronize, use
 from offload.errors import StateError
+from offload.stopwatch import awaiting_others
 from offload.timeline import COPIES, Timeline
 
 
@@ -175,6 +176,7 @@ class DeviceStreams(Streams):
         super().__init__(timeline)
         self._device, self._module = device, module_of(device)
         self._in, self._out, self._updates, self._collectives = (self._module.Stream(device) for _ in range(4))
+        self._collects = False  # Work of other ranks may lie before a fence.
         self._waiters = ThreadPoolExecutor(thread_name_prefix="zero-fence", initializer=use, initargs=(device,))
 
     def fence(self) -> Fence:
@@ -192,6 +194,7 @@ class DeviceStreams(Streams):
     @contextmanager
     def collective(self, *after: Fence) -> Iterator[None]:
         """See `Streams`."""
+        self._collects = True
         self._hold(self._collectives, after)
         with self._module.stream(self._collectives):
             yield
@@ -227,7 +230,8 @@ class DeviceStreams(Streams):
         try:
             for fence in waiting:
                 if not fence.query():
-                    await asyncio.get_running_loop().run_in_executor(self._waiters, fence.synchronize)
+                    with awaiting_others() if self._collects else nullcontext():  # perhaps behind a slower rank
+                        await asyncio.get_running_loop().run_in_executor(self._waiters, fence.synchronize)
         except Exception as error:
             self._note_failure(error)
             raise

@@ -92,7 +92,10 @@ def backend_for(device: torch.device) -> Backend | None:
 def _load(device: torch.device, enabled: str | None) -> Backend | None:
     del enabled
     try:
-        return Backend(load_native(device), device)
+        backend = Backend(load_native(device), device)
+        if device.type != "cpu":
+            try_out(backend)
+        return backend
     except NativeUnavailable as error:
         warnings.warn(
             f"no native kernels for {device.type}: {error.reason}. Torch operations run instead, with the same "
@@ -102,6 +105,18 @@ def _load(device: torch.device, enabled: str | None) -> Backend | None:
             stacklevel=4,
         )
         return None
+
+
+def try_out(backend: Backend) -> None:
+    """Raise NativeUnavailable if the library is none for this device or its driver, which only a call shows."""
+    numbers = torch.ones(2, device=backend.device)
+    into, source = backend.pointer(numbers[:1]), backend.pointer(numbers[1:])
+    try:
+        backend.call("cast", into, DTYPES[torch.float32], source, DTYPES[torch.float32], 1, 2.0, threads=1)
+    except NativeError as error:
+        raise NativeUnavailable(str(error)) from error
+    if numbers[0].item() != 2.0:
+        raise NativeUnavailable(f"a kernel gave {numbers[0].item()} where 2 was expected")
 
 
 def _segment_values(segment: Segment) -> dict[str, float | int]:

@@ -132,9 +132,10 @@ class MemoryRegion:
 
     def close(self) -> None:
         """Give the allocation up; it returns when the last tensor over it is gone. Idempotent."""
-        unpin, self._unpin, self._data = self._unpin, None, None
-        if unpin is not None:
+        unpin, self._unpin = self._unpin, None
+        if unpin is not None:  # before the memory may go: its address may be somebody else's at once
             unpin()
+        self._data = None
 
 
 class Lender(Protocol):
@@ -273,9 +274,10 @@ class Arena:
         if self.used_bytes:
             raise StateError(f"the {self.name} arena cannot be given up: {self.used_bytes:,} bytes are leased")
         if self.allocated_bytes:
-            undo, self._undo, self._data, self._left = self._undo, [], None, []
-            for step in undo:
+            undo, self._undo = self._undo, []
+            for step in undo:  # before the memory may go
                 step()
+            self._data, self._left = None, []
 
     def make(self) -> None:
         """Allocate now what the next lease would."""
@@ -308,9 +310,10 @@ class Arena:
 
     def close(self) -> None:
         """Give the allocation up; it returns when the last tensor over it is gone. Idempotent."""
-        undo, self._undo, self._data, self._closed = self._undo, [], None, True
-        for step in undo:
+        undo, self._undo, self._closed = self._undo, [], True
+        for step in undo:  # before the memory may go
             step()
+        self._data = None
 
 
 def _check_room(what: str, nbytes: int, region: SharedRegion | None) -> None:

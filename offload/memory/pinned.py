@@ -162,14 +162,22 @@ def pin(data: torch.Tensor) -> Callable[[], None] | None:
             f"pinning {data.numel():,} bytes of host memory: {why}; copies to the GPU are slower", stacklevel=2
         )
         return None
-    return lambda: lib.lib.zn_cuda_host_unregister(pointer)
+    hide_from_children(data)
+
+    def undo() -> None:
+        status = lib.lib.zn_cuda_host_unregister(pointer)
+        if status != 0:
+            warnings.warn(f"unpinning {nbytes:,} bytes of host memory: {_text(lib, status)}", stacklevel=2)
+
+    nbytes = data.numel()
+    return undo
 
 
 def hide_from_children(data: torch.Tensor) -> None:
     """Let a child of fork see zeros in the pages of `data`.
 
-    The kernel cannot share pages that are pinned for I/O: each fork, of a data loader's workers say,
-    would copy all of them. For memory whose bytes mean nothing to a child. Without effect where the
+    The kernel cannot share pages that are pinned, for I/O or for a GPU: each fork, of a data loader's
+    workers say, would copy all of them. For memory whose bytes mean nothing to a child. Without effect where the
     kernel cannot do it.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)

@@ -263,7 +263,7 @@ RANDOM = {
     "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
     "get_rng_state_all": lambda: [torch.get_rng_state()],
     "set_rng_state_all": _ignored(),
-    "manual_seed": _ignored(),
+    "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
     "manual_seed_all": _ignored(),
 }
 

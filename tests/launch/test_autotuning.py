@@ -16,7 +16,7 @@ from offload.errors import ConfigError
 from zero.launch.arguments import add_arguments
 from zero.tools import autotuning, cli
 from zero.tools.autotuning import find_config, tune, value_of, with_argument
-from zero.tools.tune_search import with_batch
+from zero.tools.tune_search import with_batch, with_tiers
 
 SCRIPT = """
 import argparse
@@ -346,3 +346,11 @@ def test_a_script_that_ends_too_early_is_told_from_one_that_fails(
     with pytest.raises(ConfigError):
         tune(parsed(job()))
     assert "the script ended before step 5; lower autotuning.end_profile_step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block", [None, True, {"offload_param": None, "offload_optimizer": {"pin_memory": True}}])
+def test_a_block_that_is_null_or_true_is_placed_as_one_that_is_not_there(block: Any) -> None:
+    placed = with_tiers({"zero_optimization": block, "memory_budget": None}, "nvme", "nvme", ["/a"])
+    zero = placed["zero_optimization"]
+    assert zero["stage"] == 3 and zero["offload_param"] == {"device": "nvme", "nvme_path": ["/a"]}
+    assert zero["offload_optimizer"]["nvme_path"] == ["/a"] and placed["memory_budget"] == {"host": "auto"}

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
+from zero.launch import rank
 from zero.launch.affinity import core_of, cores_by_rank, usable_cpus, visible_devices
 
 
@@ -56,3 +57,17 @@ def test_only_cores_that_may_be_used_are_shared_out() -> None:
     assert len({core_of(cpu) for cpu in allowed}) >= 1
     with pytest.raises(ConfigError, match=r"--bind_core_list: expected cores that this process may use \(.*got 99999"):
         usable_cpus([99999])
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_a_bound_rank_has_as_many_threads_as_cores_unless_the_user_has_said_so(
+    said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun sets one thread for several ranks before they are prepared."""
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None)
+    monkeypatch.setattr(rank, "_tie_to_launcher", lambda launcher: None)
+    options = {"launcher": 1, "cores": [[0, 1], [2, 3, 4]], "threads": [2, 3], "threads_said": said}
+    numbers = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    environment = {**numbers, "OMP_NUM_THREADS": "1"}
+    rank.prepare(options, environment)
+    assert environment["OMP_NUM_THREADS"] == ("1" if said else "3")

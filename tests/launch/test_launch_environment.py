@@ -15,10 +15,12 @@ from zero.launch.exported_variables import exported, find_file, for_other_nodes,
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True)
 
 
-def test_only_variables_of_training_libraries_travel() -> None:
+def test_only_variables_of_training_libraries_travel_and_no_secrets() -> None:
     mine = {"NCCL_DEBUG": "INFO", "PYTHONHASHSEED": "1", "GLOO_SOCKET_IFNAME": "eth1", "ZERO_NATIVE": "0"}
+    mine["HF_HOME"] = "/models"
+    secrets = {"HF_TOKEN": "hf_x", "ZERO_API_KEY": "x", "HF_HUB_TOKEN": "x"}  # they would stand on command lines
     others = {"HOME": "/root", "SECRET_TOKEN": "x", "RANK": "3", "TORCHELASTIC_RUN_ID": "1", "ZERO_RUN_FOLDER": "/tmp"}
-    assert exported({**mine, **others}) == mine
+    assert exported({**mine, **secrets, **others}) == mine
 
 
 @given(st.dictionaries(NAMES, st.text(st.characters(exclude_categories=("C", "Z")), max_size=8).map(str.strip)))

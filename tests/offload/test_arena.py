@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +289,25 @@ def test_a_closed_region_gives_its_memory_back_with_the_last_tensor() -> None:
         region.take(1)
     del part
     assert resident_bytes() - before < 8 * MIB
+
+
+def is_mapped(address: int) -> bool:
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.parametrize("end", ["close", "give_up"])
+def test_memory_is_unregistered_while_it_is_there(end: str) -> None:
+    """Once it has gone its address may be somebody else's."""
+    found: list[bool] = []
+
+    def register(data: torch.Tensor) -> Callable[[], None]:
+        address = data.data_ptr()
+        return lambda: found.append(is_mapped(address))
+
+    arena = Arena("host", 64 << 20, "nothing", torch.device("cpu"), register=register)
+    arena.lease(4096, "a block").release()
+    getattr(arena, end)()
+    assert found == [True]
+    arena.close()

@@ -13,7 +13,7 @@ import pytest
 import offload.mover
 from offload.errors import StateError, WatchdogError
 from offload.mover import Mover
-from offload.stopwatch import Stopwatch
+from offload.stopwatch import Stopwatch, awaiting_others, others_are_awaited
 
 
 @pytest.fixture
@@ -198,6 +198,24 @@ def test_the_watchdog_warns_then_raises_with_what_is_in_flight(monkeypatch: pyte
     monkeypatch.setattr(offload.mover, "WARN_SECONDS", 30.0)
     assert transfer.result() == "done"
     mover.close()
+
+
+def test_the_watchdog_only_warns_while_another_rank_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, mover: Mover
+) -> None:
+    monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.02)
+    monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.05)
+    event = threading.Event()
+    threading.Timer(0.4, event.set).start()
+
+    async def behind_another() -> str:
+        with awaiting_others():
+            return await until(event)
+
+    transfer = mover.post("the gradient of layers.3", behind_another())
+    with pytest.warns(RuntimeWarning, match="no end after"):
+        assert transfer.result() == "done"
+    assert not others_are_awaited()
 
 
 def test_a_job_that_ends_after_the_warning_is_not_an_error(monkeypatch: pytest.MonkeyPatch, mover: Mover) -> None:

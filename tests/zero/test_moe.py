@@ -289,3 +289,24 @@ def test_names_and_marks_are_those_of_deepspeed() -> None:
     assert marked == {name for name in names if ".deepspeed_experts." in name}
     noisy = Model(noisy_gate_policy="Jitter").train()
     assert not torch.equal(*[noisy(torch.ones(2, 12, WIDTH)) for _ in range(2)])
+
+
+def test_places_are_those_that_fp32_gives() -> None:
+    """25 x 1.2 is a little more than 30 there, and DeepSpeed rounds up."""
+    room, counts = Room(1.2, 1), torch.zeros(8)
+    assert [room.places(200, 8, k, counts) for k in (1, 2)] == [31, 61]
+    assert Room(1.25, 4).places(64, 8, 1, counts) == 10
+
+
+def test_outputs_of_experts_are_weighed_and_added_up_in_fp32() -> None:
+    with seeded(0):
+        layer = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, k=3, drop_tokens=False).bfloat16().eval()
+        x = torch.randn(TOKENS, WIDTH).bfloat16()
+    found = layer(x)[0]
+    moe = layer.deepspeed_moe
+    routing = moe.gate(x, None)
+    wanted = torch.zeros(TOKENS, WIDTH)
+    for number, expert in enumerate(moe.experts.deepspeed_experts):
+        rows, choice = torch.where((routing.experts == number) & routing.kept)
+        wanted.index_add_(0, rows, expert(x[rows]).float() * routing.weights[rows, choice].unsqueeze(1))
+    assert torch.equal(found, wanted.bfloat16())

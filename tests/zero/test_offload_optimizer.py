@@ -546,3 +546,62 @@ def test_a_closed_or_dropped_optimizer_gives_everything_back(nvme_path: Path) ->
         del ours
         gc.collect()
         assert (movers(), descriptors()) == before
+
+
+# ---- what users do between steps ------------------------------------------------------------------------------------
+
+
+def test_a_group_that_joins_decays_as_the_others(nvme_path: Path) -> None:
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "adamw_mode": False}
+    models = [nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain = DeepSpeedCPUAdam(models[0][0].parameters(), **options)
+    with zero.OffloadOptimizer(
+        models[1][0].parameters(), DeepSpeedCPUAdam, offload=offloaded("nvme", nvme_path), **options
+    ) as ours:
+        for model, optimizer in zip(models, (plain, ours), strict=True):
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+            for index in range(3):
+                model[1](model[0](torch.full((2, 8), 0.1 * index))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert same(*models) == []
+
+
+def test_a_graph_of_weights_that_no_step_has_changed_may_still_be_walked(nvme_path: Path) -> None:
+    models = [[nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)) for _ in range(2)] for _ in range(2)]
+    for one, other in zip(*models, strict=True):
+        other.load_state_dict(one.state_dict())
+    plain = torch.optim.AdamW([p for model in models[0] for p in model.parameters()], lr=0.01)
+    mine = [p for model in models[1] for p in model.parameters()]
+    with zero.OffloadOptimizer(mine, torch.optim.AdamW, offload=offloaded("nvme", nvme_path), lr=0.01) as ours:
+        for (first, second), optimizer in zip(models, (plain, ours), strict=True):
+            losses = [model(torch.ones(2, 8)).square().mean() for model in (first, second)]
+            for loss in losses:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert [same(one, other) for one, other in zip(*models, strict=True)] == [[], []]
+
+
+def test_weights_whose_order_in_memory_changes_are_refused(nvme_path: Path) -> None:
+    net = nn.Conv2d(3, 8, 3)
+    with zero.OffloadOptimizer(net.parameters(), torch.optim.AdamW, offload=offloaded("nvme", nvme_path)) as ours:
+        net(torch.ones(1, 3, 5, 5)).sum().backward()
+        ours.step()
+        net.to(memory_format=torch.channels_last)
+        net(torch.ones(1, 3, 5, 5)).sum().backward()
+        with pytest.raises(StateError, match=r"lie in another order than their states.*before the optimizer is made"):
+            ours.step()
+        net.to(memory_format=torch.contiguous_format)
+        ours.step()
+
+
+def test_states_are_not_replaced_by_an_empty_dict(nvme_path: Path) -> None:
+    net = nn.Linear(8, 8)
+    with zero.OffloadOptimizer(net.parameters(), torch.optim.AdamW, offload=offloaded("nvme", nvme_path)) as ours:
+        net(torch.ones(1, 8)).sum().backward()
+        ours.step()
+        with pytest.raises(StateError, match=r"a dict cannot take its place.*load_state_dict, or make a new optimizer"):
+            ours.state = {}
+        assert len(ours.state_dict()["state"]) == 2

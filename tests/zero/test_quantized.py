@@ -358,3 +358,23 @@ def test_a_quantised_model_generates(nvme_path: Any) -> None:
     rules = {"post_init_quant": {"proj": {"num_bits": 8, "group_size": 32}}}
     with zero.init_inference(llama(), zero=inference_block("nvme", nvme_path), weight_quantization=rules) as engine:
         assert torch.equal(generated(engine, "greedy"), wanted)
+
+
+def test_an_adapter_is_not_merged_into_codes() -> None:
+    peft = pytest.importorskip("peft")
+    with seeded(0):
+        model = peft.get_peft_model(
+            nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), peft.LoraConfig(r=4, target_modules=["0"])
+        )
+    quantize(model, {"0.base_layer": Codes(num_bits=4, group_size=16)})
+    before = model(torch.ones(1, 64))
+    with pytest.raises(ConfigError, match=r"0\.base_layer is kept as codes.*save the adapter alone"):
+        model.merge_and_unload()
+    assert torch.equal(model(torch.ones(1, 64)), before)
+
+
+def test_layers_that_are_codes_when_another_cannot_be_are_told() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight.data[3, 4] = torch.inf
+    with pytest.raises(ConfigError, match="inf or NaN; 1 layers before it are codes by now, so build the model anew"):
+        quantize(model, {"0": Codes(num_bits=4, group_size=16), "1": Codes(num_bits=4, group_size=16)})

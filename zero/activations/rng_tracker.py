@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from offload.accelerator import compute_device, rng_state, set_rng_state
+from offload.accelerator import compute_device, rng_state, seed_generator, set_rng_state
 from offload.errors import StateError
 
 MODEL_PARALLEL = "model-parallel-rng"
@@ -36,7 +36,7 @@ class CudaRNGStatesTracker:
         if seed in self.seeds_ or name in self.states_:
             raise StateError(f"random state {name}: the name or the seed {seed} is in use; call reset() first")
         before = _get()
-        torch.manual_seed(seed)
+        _seed(seed)
         self.states_[name] = _get()
         self.seeds_.add(seed)
         _set(before)
@@ -64,6 +64,10 @@ def _get() -> torch.Tensor:
     return rng_state(compute_device())
 
 
+def _seed(seed: int) -> None:
+    seed_generator(seed, compute_device())
+
+
 def _set(state: torch.Tensor) -> None:
     set_rng_state(state, compute_device())
 
@@ -78,10 +82,10 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the default generator, and the model-parallel state of this rank, which is the only one."""
     _tracker.reset()
-    torch.manual_seed(seed)
+    _seed(seed)
     _tracker.add(MODEL_PARALLEL, seed + SEED_OFFSET)
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     with _tracker.fork():
-        torch.manual_seed(seed + SEED_OFFSET)
+        _seed(seed + SEED_OFFSET)

@@ -91,7 +91,9 @@ class Assembly:
         placement = exchange.placement
         self._covered, self.layout = lay_out(*(model, self.leaves, trainable, config, placement), owner.rules.whole)
         take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
-        machine = agree_on_machine(exchange, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
+        # Stages of a pipeline start together, and each plans a part of what is free on the node.
+        sharers = exchange.everyone if previous is None else exchange
+        machine = agree_on_machine(sharers, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
         self.plan = planner_of(
             *(model, (self._covered, self.layout), config, machine, owner.device, owner.in_place, placement),
             owner.rules,

@@ -46,8 +46,13 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """A tree of lists, tuples and dicts with its tensors on a device; with a criterion, only those it picks."""
-    return _mapped(item, lambda tensor: tensor.to(device), criterion_func)
+    """A tree of lists, tuples and dicts, its tensors on a device; with a criterion those that it picks, in place."""
+
+    def moved(tensor: Any) -> Any:
+        tensor.data = tensor.to(device).data
+        return tensor
+
+    return _mapped(item, (lambda tensor: tensor.to(device)) if criterion_func is None else moved, criterion_func)
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
@@ -59,7 +64,8 @@ def _mapped(item: Any, change: Callable[[Any], Any], picks: Callable[[Any], bool
     if (picks or torch.is_tensor)(item):
         return change(item)
     if isinstance(item, (list, tuple)):
-        return type(item)([_mapped(value, change, picks) for value in item])
+        kind = list if isinstance(item, list) else tuple
+        return kind(_mapped(value, change, picks) for value in item)
     if isinstance(item, dict):
         return {key: _mapped(value, change, picks) for key, value in item.items()}
     return item

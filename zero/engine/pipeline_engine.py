@@ -136,7 +136,7 @@ class PipelineEngine:
         """Forward and backward of all micro-batches, and a step. All ranks come here.
 
         Args:
-            data_iter: has (inputs, labels) of micro-batches; read on the first and on the last stage.
+            data_iter: has (inputs, labels) of micro-batches; later calls without one go on with it.
 
         Returns:
             The mean loss of all micro-batches, of all parts of the data, on every rank: 0-D, fp32.
@@ -146,14 +146,18 @@ class PipelineEngine:
             ConfigError: micro-batches have several shapes.
             RankDivergenceError: it failed on another rank, now or before; names the rank and the error.
         """
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
         batches = self._read(data_iter, self.micro_batches)
         with self._stages.running("train_batch"):
             self._engine.train()
             self._engine.accumulation.begin_batch("train_batch")
             self._schedules.run(batches, self.micro_batches, train=True)
             self._tied.add_up(lambda parameter: self._engine.steps.values_of(parameter, to_change=True))
+            loss = self._told(self._work.take_losses(), "mean")
+            self._engine.reports.note_loss(loss)  # the first rank reports, and the last stage has the losses
             self._engine.step()
-            return self._told(self._work.take_losses(), "mean")
+            return loss
 
     def eval_batch(
         self,
@@ -308,9 +312,7 @@ class _StageWork:
         """Divided and scaled, to run backward from."""
         loss = self.loss_of(output, labels)
         self._losses.append(loss.detach())
-        part = self._engine.part_of_loss(loss)
-        self._engine.reports.note_loss(part)
-        return self._engine.scaling.scaled(part)
+        return self._engine.scaling.scaled(self._engine.part_of_loss(loss))
 
     def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
         loss = output if self._module.loss_fn is None else self._module.loss_fn(output, labels)

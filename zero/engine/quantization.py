@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from torch import nn
 
@@ -38,20 +39,24 @@ def quantize(
 
     Raises:
         ConfigError: a weight that a name asks for is trained; a shape cannot be cut into groups; nothing fits a name.
-            Names the layer; nothing has changed.
+            Names the layer. If it is a value that cannot be coded, the layers before it are codes by then.
     """
     chosen = list(_chosen(model, rules, trained))
     _check_names(rules, [name for name, _, _ in chosen])
     before_bytes = after_bytes = 0
-    for name, linear, codes in chosen:
+    for count, (name, linear, codes) in enumerate(chosen):
         before_bytes += linear.weight.numel() * linear.weight.element_size()
         with GatheredParameters(linear.weight):
             try:
                 layer = QuantizedLinear.of(linear, codes)
             except ConfigError as error:
-                raise ConfigError(f"weight_quantization: {name}: {error}") from error
+                coded = f"; {count} layers before it are codes by now, so build the model anew" if count else ""
+                raise ConfigError(f"weight_quantization: {name}: {error}{coded}") from error
         parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, layer)
+        owner = model.get_submodule(parent)
+        setattr(owner, own, layer)
+        if own == "base_layer" and hasattr(owner, "merge"):
+            owner.__dict__["merge"] = partial(_refuse_merge, name)  # of this layer, not of its class
         after_bytes += sum(
             p.numel() * p.element_size() for p in (layer.packed, layer.steps, layer.least) if p is not None
         )
@@ -61,6 +66,13 @@ def quantize(
         *(len(chosen), format_bytes(after_bytes), format_bytes(before_bytes)),
     )
     return [name for name, _, _ in chosen]
+
+
+def _refuse_merge(name: str, *args: object, **options: object) -> None:
+    raise ConfigError(
+        f"merge: {name} is kept as codes, to which no adapter can be added; save the adapter alone, and merge it into "
+        "the model without weight_quantization"
+    )
 
 
 def _chosen(

@@ -30,10 +30,13 @@ def agree_on_machine(exchange: Exchange, machine: Machine, *, on_cpu: bool) -> M
     mine = {**asdict(machine), "node": socket.gethostname()}
     answers = [json.loads(answer) for answer in exchange.agree("machine", json.dumps(mine).encode())]
     ranks_of = Counter(answer["node"] for answer in answers)
+    sharers_of = Counter((answer["node"], answer["device_name"]) for answer in answers)
     for answer in answers:  # what is free on a node is free for all its ranks together
         answer["available_bytes"] //= ranks_of[answer["node"]]
         if on_cpu:
             answer["device_bytes"] = answer["available_bytes"]
+        elif answer["device_name"]:
+            answer["device_bytes"] //= sharers_of[answer["node"], answer["device_name"]]
     least = min(answers, key=lambda answer: answer["available_bytes"])
     locked = [answer["memlock_bytes"] for answer in answers if answer["memlock_bytes"] is not None]
     return replace(

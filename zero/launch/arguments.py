@@ -69,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--enable_each_rank_log", metavar="FOLDER", help="write each rank's output into files there")
     tuning = "run a few steps under several configurations and write the best; run: then go on with it"
     add("--autotuning", choices=("tune", "run"), help=tuning)
+    add("--log_level", choices=("debug", "info", "warning", "error", "critical"), help="accepted; it is quiet anyway")
+    parser.add_argument("-q", "--quiet", action="store_true", help="accepted; it is quiet anyway")
     add("--comment", default="", help="for slurm")
     add("--account", default="", help="for slurm")
     add("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)

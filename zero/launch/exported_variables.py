@@ -15,14 +15,18 @@ PREFIXES = ("NCCL", "GLOO", "UCX", "TORCH", "PYTHON", "PYTORCH", "OMP", "MKL", "
 OF_THIS_NODE = ("ZERO_RUN_FOLDER", "ZERO_RUN_ID", "ZERO_RANK_OPTIONS", "TORCHELASTIC_")
 SHELL_FUNCTION = "BASH_FUNC_"
 FILE_NAME = ".deepspeed_env"
+# Values stand on command lines, which all users of a machine can read.
+SECRET = re.compile(r".*(TOKEN|SECRET|PASSWORD|API_KEY)")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def exported(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those of these prefixes, but secrets, which `.deepspeed_env` may have."""
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(PREFIXES) and not name.startswith(OF_THIS_NODE) and NAME.fullmatch(name)
+        if name.startswith(PREFIXES) and not name.startswith(OF_THIS_NODE)
+        if NAME.fullmatch(name) and not SECRET.fullmatch(name)
     }
 
 

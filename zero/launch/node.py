@@ -171,6 +171,7 @@ def _environment(job: Job, node_rank: int, run_id: str, folder: str) -> Iterator
         "launcher": os.getpid(),
         "cores": cores,
         "threads": threads,
+        "threads_said": "OMP_NUM_THREADS" in os.environ,
     }
     before = dict(os.environ)
     variable = visible_variable()

@@ -35,7 +35,8 @@ def prepare(options: dict[str, Any], environment: dict[str, str]) -> None:
     if options["cores"] is not None:
         cores: list[int] = options["cores"][local_rank]
         os.sched_setaffinity(0, cores)
-        environment.setdefault("OMP_NUM_THREADS", str(options["threads"][local_rank]))
+        if not options["threads_said"]:  # torchrun has said 1 by now
+            environment["OMP_NUM_THREADS"] = str(options["threads"][local_rank])
     environment["LOCAL_SIZE"] = environment["LOCAL_WORLD_SIZE"]
     environment["CROSS_RANK"] = environment["GROUP_RANK"]
     environment["CROSS_SIZE"] = environment["GROUP_WORLD_SIZE"]

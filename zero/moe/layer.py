@@ -100,15 +100,14 @@ class MOELayer(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.gate(tokens, used_token)
         self.l_aux, self.exp_counts = routing.balance_loss, routing.counts
-        out = torch.zeros_like(tokens)
-        weights = routing.weights.to(tokens.dtype)
+        out = torch.zeros_like(tokens, dtype=torch.promote_types(tokens.dtype, routing.weights.dtype))
         for number, expert in enumerate(self.experts.deepspeed_experts):
             rows, choice = torch.where((routing.experts == number) & routing.kept)
             answer = expert(tokens[rows])
             if isinstance(answer, tuple):
                 answer = answer[0]  # beside a bias that is not added
-            out = out.index_add(0, rows, answer.to(out.dtype) * weights[rows, choice].unsqueeze(1))
-        return out.view(x.shape)
+            out = out.index_add(0, rows, answer.to(out.dtype) * routing.weights[rows, choice].unsqueeze(1))
+        return out.to(tokens.dtype).view(x.shape)
 
 
 class MoE(nn.Module):

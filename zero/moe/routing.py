@@ -45,7 +45,9 @@ class Room:
     def places(self, tokens: int, experts: int, k: int, counts: Tensor) -> int:
         if self.factor is None:
             return int(counts.max())
-        return max(math.ceil(tokens / experts * self.factor * k), self.least)
+        # In fp32, as DeepSpeed computes it: the next whole number may be another than in doubles.
+        share = torch.tensor(self.factor * k, dtype=torch.float32) * (tokens / experts)
+        return max(math.ceil(float(share)), self.least)
 
 
 def top1(logits: Tensor, room: Room, *, used: Tensor | None, noisy: bool, at_random: bool) -> Routing:

@@ -36,7 +36,7 @@ from zero.optim.make_rule import rule_for, rule_of_object
 from zero.optim.optimizer import STATE_BYTES, KeptOptimizer, LiveStates
 from zero.optim.parameter_states import MASTER, ParameterStates
 from zero.optim.pipeline import StepArguments
-from zero.optim.rules import Rule, Rules, Trained
+from zero.optim.rules import AdamRule, Rule, Rules, Trained
 from zero.params.local_tensors import local_of
 from zero.plan.machine import read_machine
 from zero.plan.plan import Plan
@@ -113,6 +113,9 @@ class OffloadOptimizer(KeptOptimizer):
         """As torch's; the newcomers' states have a place of their own. Raises as the constructor."""
         if self._built:
             self.check_open("add_param_group")
+            rule = self.rules.each[0]
+            if isinstance(rule, AdamRule) and "decoupled_weight_decay" not in param_group:
+                param_group.setdefault("decoupled", rule.defaults["decoupled"])
         super().add_param_group(param_group)
         if self._built:
             try:

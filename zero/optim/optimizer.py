@@ -314,7 +314,16 @@ class KeptOptimizer(torch.optim.Optimizer):
 
     def lose_states(self) -> None:
         """The engine is closed: nothing is left of them, and clients that tidy up find them empty."""
-        self.state = {}
+        self.__dict__["state"] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises StateError: states are to be replaced by others, which nobody would train with."""
+        if name == "state" and isinstance(self.__dict__.get(name), LiveStates) and not isinstance(value, LiveStates):
+            raise StateError(
+                f"optimizer.state: a {type(value).__name__} cannot take its place, states are kept elsewhere; give "
+                "them back by load_state_dict, or make a new optimizer to begin without any"
+            )
+        super().__setattr__(name, value)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -105,6 +105,7 @@ class ParameterStates:
         self.plan: Plan = plan_states(self.layout, config, read_machine(self.device), self.device, rules.states)
         self.storage = Storage(self.layout, self.plan, config, self.device)
         self._units = {unit.slots[0].index: unit for unit in self.layout.units}
+        self._orders = {index: _order_of(tensor) for index, _, tensor in local}
         self._gradients = _TakenGradients()
         self._pipeline = SubGroupPipeline(
             self.layout,
@@ -159,7 +160,8 @@ class ParameterStates:
         except StorageError as error:
             raise error.within(f"update of step {remaining.arguments.number}") from error
         finally:
-            for index in self._units:  # autograd shall notice that a graph from before has lost its weights
+            changed = self._units.keys() & remaining.arguments.values.keys()
+            for index in changed:  # autograd shall notice that a graph from before has lost its weights
                 torch.autograd.graph.increment_version(local_of(self.parameters[index]))
         self.remaining = None
 
@@ -350,6 +352,13 @@ class ParameterStates:
                     f"{unit.name}: expected {_told(*expected)} as when its states were made, got {_told(*found)}; make "
                     "the optimizer once the model is on its device, in its dtype and sharded"
                 )
+            was, order = self._orders[unit.slots[0].index], _order_of(weight)
+            if was != order:
+                raise StateError(
+                    f"{unit.name}: expected shape and strides {was} as when its states were made, got {order}: its "
+                    "elements lie in another order than their states; change the memory format before the optimizer "
+                    "is made"
+                )
             homes[self.layout.space_of(unit)].append(Home(unit.begin, unit.end, run.view(torch.uint8)))
         return homes
 
@@ -412,3 +421,8 @@ def _run(tensor: Tensor) -> Tensor:
 
 def _told(device: torch.device, dtype: torch.dtype, numel: int) -> str:
     return f"{numel:,} elements of {dtype} on {device}"
+
+
+def _order_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape, and the strides of dimensions that have any."""
+    return tuple(tensor.shape), tuple(s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

@@ -489,6 +489,7 @@ class ReducedGradients(Gradients):
         wide = self.together and self.deferred
         nbytes = max(state.unit.numel * 4 if wide else state.unit.nbytes for state in self._units.values())
         nothing = self._storage.gradient_pool.lease(nbytes, "gradients that are zero")
+        self._streams.wait(*nothing.fences)
         nothing.data.zero_()
         return nothing
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from offload.accelerator import free_memory_bytes, is_accelerator
+from offload.accelerator import free_memory_bytes, identity, is_accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class Machine:
     """Memory of the compute device that this process can have; on a CPU-only machine the host's. None: nobody knows."""
     rss_bytes: int
     """Resident memory of this process now: the baseline the plan comes on top of."""
+    device_name: str = ""
+    """Which device of its node it is, the same for all processes that use it; "" without an accelerator."""
 
 
 def aliases() -> bool:
@@ -45,12 +47,13 @@ def read_machine(device: torch.device) -> Machine:
         None if soft == resource.RLIM_INFINITY else soft,
         device_bytes,
         psutil.Process().memory_info().rss,
+        identity(device) if is_accelerator(device) else "",
     )
 
 
 def available_memory() -> tuple[int, str]:
     """Host memory that can be had without swapping now [bytes], and what says so."""
-    available, rest = psutil.virtual_memory().available, _cgroup_rest_bytes()
+    available, rest = psutil.virtual_memory().available, cgroup_rest_bytes()
     if rest is not None and rest < available:
         return rest, "the memory cgroup's limit"
     return available, "MemAvailable"
@@ -61,28 +64,36 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _cgroup_rest_bytes() -> int | None:
-    """Limit minus anonymous use of this process's memory cgroup (v2 or v1); None without a limit."""
-    for folder, limit_name, stat_name, key in (
-        (_cgroup_folder("", Path("/sys/fs/cgroup")), "memory.max", "memory.stat", "anon"),
-        (_cgroup_folder("memory", Path("/sys/fs/cgroup/memory")), "memory.limit_in_bytes", "memory.stat", "total_rss"),
+def cgroup_rest_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The least that a memory cgroup of this process, or one around it, leaves (v2 or v1); None without a limit."""
+    rests: list[int] = []
+    for controller, mount, limit_name, keys in (
+        ("", cgroups, "memory.max", ("anon", "shmem")),
+        ("memory", cgroups / "memory", "memory.limit_in_bytes", ("total_rss", "total_shmem")),
     ):
-        if folder is None:
-            continue
-        try:
-            text = (folder / limit_name).read_text().strip()
-            if text == "max" or int(text) >= 1 << 60:
-                continue
-            stat = dict(line.split() for line in (folder / stat_name).read_text().splitlines())
-            return max(int(text) - int(stat.get(key, 0)), 0)
-        except (OSError, ValueError):
-            continue
-    return None
+        folder = _cgroup_folder(controller, mount, proc)
+        while folder is not None:
+            rest = _rest_bytes(folder, limit_name, keys)
+            rests += [] if rest is None else [rest]
+            folder = folder.parent if folder != mount else None
+    return min(rests, default=None)
 
 
-def _cgroup_folder(controller: str, mount: Path) -> Path | None:
+def _rest_bytes(folder: Path, limit_name: str, keys: tuple[str, ...]) -> int | None:
+    """Limit minus anonymous and shared memory of one cgroup: pages of files are given back when need be."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        text = (folder / limit_name).read_text().strip()
+        if text == "max" or int(text) >= 1 << 60:
+            return None
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(int(text) - sum(int(stat.get(key, 0)) for key in keys), 0)
+    except (OSError, ValueError):
+        return None
+
+
+def _cgroup_folder(controller: str, mount: Path, proc: Path) -> Path | None:
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return None
     for line in lines:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from offload.errors import ConfigError, RankDivergenceError, RankLostError
 from offload.memory.byte_tensors import bytes_of, tensor_of
+from offload.stopwatch import awaiting_others
 from offload.streams import Fence, Streams
 from offload.timeline import Timeline
 from zero.ranks import backend
@@ -331,8 +332,11 @@ class Comm:
         """As `broadcast`, many tensors in few messages."""
         self._meeting.broadcast(tensors, source_rank)
 
-    def _waiting(self, place: int, what: str) -> AbstractContextManager[Any]:
-        return nullcontext(Wait(place, what, 0.0)) if self._watch is None else self._watch.waiting(place, what)
+    @contextmanager
+    def _waiting(self, place: int, what: str) -> Iterator[Any]:
+        known = nullcontext(Wait(place, what, 0.0)) if self._watch is None else self._watch.waiting(place, what)
+        with awaiting_others(), known as wait:
+            yield wait
 
     def _explained(self, error: BaseException, what: str) -> BaseException:
         """The error to raise in the place of `error`. Blocks until ranks have been asked."""

@@ -125,7 +125,8 @@ def _micro_batches(base: Mapping[str, Any], block: Autotuning, words: Sequence[s
 
 def _candidates(base: dict[str, Any]) -> Iterator[Candidate]:
     """The configuration as it is, then the placements that it is not; NVMe if it names a folder."""
-    zero_block = base.get("zero_optimization") or {}
+    given = base.get("zero_optimization")
+    zero_block = given if isinstance(given, dict) else {}  # null, or true
     blocks = [zero_block.get(name) or {} for name in ("offload_param", "offload_optimizer")]
     own = tuple(block.get("device", "none") for block in blocks)
     folders = next((block["nvme_path"] for block in reversed(blocks) if block.get("nvme_path")), ())

@@ -95,14 +95,15 @@ def search(
 def with_tiers(base: dict[str, Any], weights: str, states: str, folders: Sequence[str]) -> dict[str, Any]:
     """The configuration with weights and states there; `folders`: for what is on NVMe."""
     content = copy.deepcopy(base)
-    block = content.setdefault("zero_optimization", {})
+    given = content.get("zero_optimization")
+    block = content["zero_optimization"] = given if isinstance(given, dict) else {}  # null, or true
     block["stage"] = 3
     for name, tier in (("offload_param", weights), ("offload_optimizer", states)):
         place = {"nvme_path": list(folders)} if tier == "nvme" else {}
-        others = {key: value for key, value in block.get(name, {}).items() if key != "nvme_path"}
+        others = {key: value for key, value in (block.get(name) or {}).items() if key != "nvme_path"}
         block[name] = {**others, "device": tier, **place}
     if "nvme" in (weights, states):
-        content.setdefault("memory_budget", {}).setdefault("host", "auto")
+        content["memory_budget"] = {"host": "auto", **(content.get("memory_budget") or {})}
     return content
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from aliased import ROOT, code, said
 
 import zero.compat.deepspeed as compat
+from zero.compat.helpers import move_to_device
 from zero.compat.operators import VERSION
 
 PATHS = [
@@ -278,3 +281,17 @@ def test_operators_tell_what_has_a_counterpart_here() -> None:
 
 def test_the_package_lies_where_the_wheel_takes_it_from() -> None:
     assert str(ROOT / "zero" / "compat" / "alias") == compat.ALIAS
+
+
+class Pair(NamedTuple):
+    ids: Any
+    mask: Any
+
+
+def test_trees_are_moved_as_deepspeed_moves_them() -> None:
+    moved = move_to_device({"pair": Pair(torch.ones(2), 3), "list": [torch.ones(1)]}, "meta")
+    assert moved["pair"][0].is_meta and moved["pair"][1] == 3 and moved["list"][0].is_meta
+    kept = torch.nn.Parameter(torch.ones(2))
+    assert move_to_device(kept, "cpu", torch.is_tensor) is kept
+    whole = torch.ones(2, dtype=torch.float32)
+    assert move_to_device([whole], torch.float64, torch.is_tensor)[0] is whole and whole.dtype == torch.float64

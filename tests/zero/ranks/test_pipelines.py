@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -383,3 +384,47 @@ def test_checkpoints_inside_a_stage_change_no_bit(rank_pool: Pool, nvme_path: Pa
     computed_again = rank_pool(2).run(run, 2, config, {"activation_checkpoint_interval": 1})
     assert [answer[0] for answer in plain] == [answer[0] for answer in computed_again]
     assert same(merged(plain), merged(computed_again))
+
+
+def reported(folder: str, nvme_path: str) -> tuple[float, int]:
+    """The loss of a batch, and how many micro-batches of its iterator are left after another one without."""
+    import zero
+
+    quiet()
+    monitor = {"enabled": True, "output_path": folder, "job_name": "job"}
+    config = config_of("cpu", nvme_path, csv_monitor=monitor)
+    with zero.initialize(model=pipeline(2), config=config)[0] as engine:
+        given = iter([*data(1, 0), *data(2, 0), *data(3, 0)])
+        loss = engine.train_batch(given).item()
+        engine.train_batch()
+        return loss, len(list(given))
+
+
+def test_the_first_rank_reports_the_loss_and_an_iterator_is_gone_on_with(
+    rank_pool: Pool, nvme_path: Path, tmp_path: Path
+) -> None:
+    answers = rank_pool(2).run(reported, str(tmp_path), str(nvme_path))
+    assert [left for _, left in answers] == [MICRO, MICRO]
+    lines = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()
+    assert float(lines[1].split(",")[1]) == pytest.approx(answers[0][0], rel=1e-6)
+
+
+def limits(nvme_path: str, available_bytes: int) -> int:
+    """Host memory that this stage may plan with, of what is free on the node."""
+    import zero
+    from zero.assembly import assembly
+
+    quiet()
+    read = assembly.read_machine
+    assembly.read_machine = lambda device: replace(read(device), available_bytes=available_bytes)
+    try:
+        config = config_of("nvme", nvme_path, memory_budget={"host": "auto"})
+        with zero.initialize(model=pipeline(2), config=config)[0] as engine:
+            return int(engine.plan.host_limit_bytes)
+    finally:
+        assembly.read_machine = read
+
+
+def test_stages_share_what_is_free_on_their_node(rank_pool: Pool, nvme_path: Path) -> None:
+    free_bytes = 1 << 30
+    assert 0 < sum(rank_pool(2).run(limits, str(nvme_path), free_bytes)) <= free_bytes
