@@ -220,7 +220,8 @@ def empty_cache(device: torch.device) -> None:
 
 def identity(device: torch.device) -> str:
     """What tells the devices of a node apart, the same in all processes that use it."""
-    uuid = getattr(module_of(device).get_device_properties(device), "uuid", None)
+    properties = getattr(module_of(device), "get_device_properties", None)
+    uuid = None if properties is None else getattr(properties(device), "uuid", None)
     kind = KINDS.get(device.type)
     visible = "" if kind is None else os.environ.get(kind.visible, "")
     return str(uuid) if uuid is not None else f"{visible}:{device.index or 0}"

@@ -88,7 +88,7 @@ def test_who_chooses_a_device_leaves_the_gpu_alone_if_the_environment_says_cpu(
     monkeypatch: pytest.MonkeyPatch, choice: str, variable: str
 ) -> None:
     asked: list[str] = []
-    names = ("get_rng_state", "set_rng_state", "synchronize", "current_device", "is_initialized")
+    names = ("get_rng_state", "set_rng_state", "manual_seed", "synchronize", "current_device", "is_initialized")
 
     def noting(name: str) -> Callable[..., Any]:
         def ask(*_: Any) -> Any:

@@ -117,6 +117,8 @@ class Waiting:
     """(unit.numel,) of the unit's dtype, or fp32 where several contributions are added up."""
     block: Block | None
     """The lease behind it, if it has one."""
+    blank: bool = False
+    """It is the memory that stands for what a rank has not."""
 
 
 @dataclass(slots=True)
@@ -436,7 +438,7 @@ class ReducedGradients(Gradients):
         turn = self._exchange.turn("reduce", state.unit)
         item = Reduction(waiting.block)
         rounds = state.dtype != dtype  # what is added in fp32 is rounded before, as it would be if it came first
-        job = self._run(state, item, waiting.flat, turn, self._streams.fence(), first=state.empty, rounds=rounds)
+        job = self._run(state, item, waiting, turn, self._streams.fence(), first=state.empty, rounds=rounds)
         state.storing, state.summed = item, True
         item.transfer = self._storage.mover.post(f"reducing the gradient of {state.unit.name}", job)
         if not self._exchange.overlaps:
@@ -470,7 +472,7 @@ class ReducedGradients(Gradients):
             return held
         zeros = self._zeros(state.unit, dtype) if held is None else None
         if zeros is not None:
-            return Waiting(zeros, None)
+            return Waiting(zeros, None, blank=True)
         if dtype == state.unit.dtype:
             block = self._lease(state, state.unit.nbytes)
             made = Waiting(block.view(dtype, state.unit.numel), block)
@@ -503,7 +505,7 @@ class ReducedGradients(Gradients):
         self,
         state: UnitGradient,
         item: Reduction,
-        flat: torch.Tensor,
+        waiting: Waiting,
         turn: Turn,
         made: Fence,
         *,
@@ -512,10 +514,10 @@ class ReducedGradients(Gradients):
     ) -> None:
         unit, scale = state.unit, self._exchange.scale
         try:
-            async with self._exchange.reduce(turn, unit, flat, made) as sources:
+            async with self._exchange.reduce(turn, unit, waiting.flat, made) as sources:
                 home = state.plane, state.dtype
                 await self._store.store_sum(unit, home, sources, scale, state.sums, first=first, rounds=rounds)
-                if self._nothing is not None and flat.data_ptr() == self._nothing.data.data_ptr():
-                    flat.zero_()  # sums on the way may have been made there
+                if waiting.blank:
+                    waiting.flat.zero_()  # sums on the way may have been made there
         finally:
             item.done = True

@@ -60,10 +60,9 @@ class Tile(nn.Module):
 
 def can_tile(parameter: nn.Parameter, owners: Sequence[nn.Module]) -> bool:
     """True for the weight of nn.Linear and nn.Embedding, also if several of them share it, unless it has hooks."""
-    hooked = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     return (
         parameter.dim() == 2
-        and not hooked
+        and not parameter._backward_hooks
         and all(
             isinstance(owner, (nn.Linear, nn.Embedding))
             and owner._parameters.get("weight") is parameter

@@ -18,8 +18,9 @@ from zero.params.layout import Unit
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
 
-_UNDER_WAY: dict[int, float] = {}
-"""id(watch) -> the loss scale of each backward that an engine of this process has begun, or scaled the loss of."""
+_UNDER_WAY: dict[int, tuple[float, int | None]] = {}
+"""id(watch) -> (the loss scale, None) of each backward that an engine of this process has begun. Where it has scaled the
+loss and not begun it, torch's number of the walk stands for None: one that raises ends without a word."""
 
 
 class BackwardWatch:
@@ -68,7 +69,8 @@ class BackwardWatch:
         """
         self._parts, broken_off = 1.0, together
         with uninterrupted:
-            self._begin(together=together, scaled=True)
+            self._begin(together=together)
+            _UNDER_WAY[id(self)] = self._events.loss_scale(), None
         try:
             with self.tearing():
                 yield
@@ -138,12 +140,15 @@ class BackwardWatch:
         """A backward that the engine did not start (`loss.backward()`): be told when it ends."""
         if self._running:
             return
-        others = [scale for watch, scale in _UNDER_WAY.items() if watch != id(self)]
+        walk = torch._C._current_graph_task_id()
+        others = [scale for watch, (scale, of) in _UNDER_WAY.items() if watch != id(self) and of in (None, walk)]
         if others and not self.scaled:  # of a loss that another engine has divided, in its scale
             self._parts = others[-1] / self._events.loss_scale()
         else:
             self._parts = self._events.parts_of_backward(self.scaled)
-        self._begin(scaled=self.scaled)
+        self._begin()
+        if self.scaled:
+            _UNDER_WAY[id(self)] = self._events.loss_scale(), walk
 
         @whole
         def finished() -> None:
@@ -152,10 +157,8 @@ class BackwardWatch:
 
         torch.autograd.Variable._execution_engine.queue_callback(finished)
 
-    def _begin(self, *, together: bool = False, scaled: bool = False) -> None:
+    def _begin(self, *, together: bool = False) -> None:
         self._running = True
-        if scaled:
-            _UNDER_WAY[id(self)] = self._events.loss_scale()
         self._events.backward_begins()
         self._gradients.begin_backward(boundary=self._events.reduces(), together=together)
 
