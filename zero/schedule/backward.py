@@ -19,8 +19,8 @@ from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
 
 _UNDER_WAY: dict[int, tuple[float, int | None]] = {}
-"""id(watch) -> (the loss scale, None) of each backward that an engine of this process has begun. Where it has scaled the
-loss and not begun it, torch's number of the walk stands for None: one that raises ends without a word."""
+"""id(watch) -> (the loss scale, None) of each backward that an engine of this process has begun. Where it has scaled
+the loss and not begun it, torch's number of the walk stands for None: one that raises ends without a word."""
 
 
 class BackwardWatch:

@@ -216,11 +216,10 @@ def evaluating(trainer: Any, evaluations: int) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize(
-    "place",
-    (*PLACES, *(Place(stage, "none", "cpu", shared=False) for stage in (0, 1, 2))),
-    ids=lambda place: place.name,
-)
+COLLECTIVE = (Place(0, shared=False), *(Place(stage, "none", "cpu", shared=False) for stage in (1, 2)))
+
+
+@pytest.mark.parametrize("place", (*PLACES, *COLLECTIVE), ids=lambda place: place.name)
 def test_rank_0_may_evaluate_alone_where_it_has_or_can_read_all_weights(
     rank_pool: Pool, nvme_path: Any, place: Place
 ) -> None:

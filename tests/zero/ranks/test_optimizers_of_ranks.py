@@ -17,7 +17,7 @@ from ranks_runs import quiet
 from tiled_optimizers import Group, Plain, differences, held_by, in_groups, patchy, train
 
 from offload.errors import ConfigError
-from zero.ops.lion import Lion
+from zero.ops.lion import FusedLion
 
 pytestmark = pytest.mark.broad
 
@@ -27,7 +27,7 @@ STEPS = 4
 NAMED: dict[str, tuple[Any, Group, Group]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.2}, {"momentum": 0.5, "nesterov": False}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.02, "initial_accumulator_value": 0.3}, {"lr": 0.01}),
-    "Lion": (Lion, {"lr": 0.002, "weight_decay": 0.1}, {"lr": 0.001}),
+    "Lion": (FusedLion, {"lr": 0.002, "weight_decay": 0.1}, {"lr": 0.001}),
     "NAdam": (torch.optim.NAdam, {"lr": 0.003, "weight_decay": 0.01}, {"lr": 0.01}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.02, "weight_decay": 0.01}, {"lr": 0.01}),
     "Muon": (lambda groups, **options: MuonAndAdam(groups), BLOCK["params"], {}),  # type: ignore[dict-item]
