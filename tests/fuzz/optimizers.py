@@ -12,7 +12,7 @@ from ranks_runs import HYPER
 from reference import State
 from torch import Tensor, nn
 
-from zero.ops.lamb import Lamb
+from zero.ops.lamb import FusedLamb
 from zero.ops.lion import Lion
 
 
@@ -38,7 +38,7 @@ DECAY = ("weight_decay", 0.1)
 OPTIMIZERS = {
     "AdamW": Optimizer(12, MOMENTS),
     "Muon": Optimizer(3, ("momentum_buffer",), torch.optim.Muon, (DECAY, ("momentum", 0.9))),
-    "Lamb": Optimizer(1, MOMENTS, Lamb, (DECAY, ("betas", (0.8, 0.9)), ("eps", 1e-3))),
+    "Lamb": Optimizer(1, MOMENTS, FusedLamb, (DECAY, ("betas", (0.8, 0.9)), ("eps", 1e-3))),
     "Lion": Optimizer(1, ("exp_avg",), Lion, (DECAY, ("betas", (0.8, 0.95)))),
     "SGD": Optimizer(2, ("momentum_buffer",), torch.optim.SGD, (DECAY, ("momentum", 0.9), ("dampening", 0.3))),
     "RAdam": Optimizer(1, MOMENTS, torch.optim.RAdam, (DECAY, ("betas", (0.8, 0.9)), ("eps", 1e-3))),
@@ -78,7 +78,7 @@ def update(optimizer: Optimizer, state: Any, grad: Tensor, lr: float) -> None:
         if state.step:
             torchs.state[parameter] = {key: plane[index].clone() for key, plane in planes.items()}
             # Of torch's a tensor, which counts the updates so far; of ours a number.
-            count = state.step if optimizer.kind in (Lamb, Lion) else torch.tensor(float(state.step))
+            count = state.step if optimizer.kind in (FusedLamb, Lion) else torch.tensor(float(state.step))
             torchs.state[parameter]["step"] = count
         torchs.step()
         whole.copy_(parameter.detach())

@@ -192,3 +192,14 @@ def test_a_bare_backward_that_a_fault_broke_off_is_no_part_of_a_step(
     for each in (engine, other):
         by_hand(each, 0, 1)
     assert equal(masters(engine), masters(other))
+
+
+def test_the_number_of_micro_batches_may_be_set_as_in_deepspeed(open_engine: Open, nvme_path: Path) -> None:
+    """To begin a step anew after something went wrong."""
+    engine = open_engine(build("gpt"), config_of(nvme_path, 3))
+    assert by_hand(engine, 0, 4) == [0, 0, 1, 1]
+    engine.zero_grad()
+    engine.micro_steps = 0
+    assert by_hand(engine, 4, 3) == [1, 1, 2]
+    engine.micro_steps = 4
+    assert by_hand(engine, 7, 2) == [2, 3]

@@ -18,6 +18,17 @@ class Accumulation:
         self._local_only = False
         self._buffers_differ = False  # Between ranks, since the last forward that trained.
 
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step()`. If it is set, the step under way is as far as that is beyond a multiple of its parts."""
+        return self._run.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, number: int) -> None:
+        run = self._run
+        run.micro_steps = number
+        run.step_began = run.collecting_began = number - number % run.config.gradient_accumulation_steps
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """True when the next `step()` updates the parameters."""
         config = self._run.config

@@ -64,10 +64,13 @@ class EngineNames(ConfigGetters):
 # (attribute of the engine with a collaborator, its class) -> the names that it answers for the engine.
 ANSWERS: dict[tuple[str, type], str] = {
     ("run", Run): """
-        device exchange activations scaler lr_scheduler global_steps global_samples micro_steps skipped_steps collate_fn
+        device exchange activations scaler lr_scheduler global_steps global_samples skipped_steps collate_fn
         training_dataloader data_position
     """,
-    ("accumulation", Accumulation): "is_gradient_accumulation_boundary set_gradient_accumulation_boundary no_sync",
+    (
+        "accumulation",
+        Accumulation,
+    ): "micro_steps is_gradient_accumulation_boundary set_gradient_accumulation_boundary no_sync",
     ("scaling", LossScaling): "scale",
     ("steps", Steps): "zero_grad was_step_applied synchronize current values_of",
     ("offloading", OffloadStates): "offload_states reload_states offloaded_states state_devices",
