@@ -122,7 +122,8 @@ class Mover:
         """Wait for `future`; the time counts as exposed.
 
         Warns after WARN_SECONDS in which no byte moved, and raises after RAISE_SECONDS of it: a long
-        job that gets on is none of the watchdog's business, nor is one that waits for others.
+        job that gets on is none of the watchdog's business, nor is one that waits for others while
+        nothing is in flight here.
 
         Raises:
             WatchdogError: lists what is in flight.
@@ -138,7 +139,7 @@ class Mover:
                 if reached != known:
                     since, known, warned = time.perf_counter(), reached, False
                 stalled = time.perf_counter() - since
-                if stalled >= RAISE_SECONDS and not others_are_awaited():
+                if stalled >= RAISE_SECONDS and (self._describe() or not others_are_awaited()):
                     raise WatchdogError(self._stall(what, stalled))
                 if stalled >= WARN_SECONDS and not warned:
                     warnings.warn(self._stall(what, stalled), RuntimeWarning, stacklevel=3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,3 +190,25 @@ def digest(outcome: Outcome) -> str:
 def quiet() -> None:
     """The plans of hundreds of engines are nobody's reading."""
     logging.getLogger("zero").setLevel(logging.WARNING)
+
+
+def by_either(
+    model: nn.Module, place: Place | None, kind: type | None, nvme_path: str, inputs: Callable[[int], tuple[Any, ...]]
+) -> Outcome:
+    """Eight steps by the engine, or by plain torch where there is no place. `inputs`: of the model, by step."""
+    import zero
+
+    quiet()
+    names = trainability(model)
+    config = None if place is None else engine_config(Run(), place, nvme_path)
+    trainer = kind(model, HYPER) if kind else zero.initialize(model=model, config=config)[0]
+    norms = []
+    for step in range(8):
+        trainer.backward(trainer(*inputs(step)))
+        trainer.step()
+        norms.append(trainer.norms[-1] if kind else trainer.get_global_grad_norm())
+    if kind:
+        outcome: Outcome = trainer.outcome()
+        return outcome
+    with trainer:
+        return outcome_of(trainer, names, norms)

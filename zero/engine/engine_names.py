@@ -67,10 +67,9 @@ ANSWERS: dict[tuple[str, type], str] = {
         device exchange activations scaler lr_scheduler global_steps global_samples skipped_steps collate_fn
         training_dataloader data_position
     """,
-    (
-        "accumulation",
-        Accumulation,
-    ): "micro_steps is_gradient_accumulation_boundary set_gradient_accumulation_boundary no_sync",
+    ("accumulation", Accumulation): """
+        micro_steps is_gradient_accumulation_boundary set_gradient_accumulation_boundary no_sync
+    """,
     ("scaling", LossScaling): "scale",
     ("steps", Steps): "zero_grad was_step_applied synchronize current values_of",
     ("offloading", OffloadStates): "offload_states reload_states offloaded_states state_devices",

@@ -90,7 +90,6 @@ class SharedMemory(AmongRanks):
 
     def __init__(self, comm: Comm, placement: Placement, wire: Wire, everyone: Exchange | None = None) -> None:
         super().__init__(comm, placement, wire, everyone)
-        self.scale = 1.0 / placement.world_size if wire.averages else 1.0
         self.memory = self._regions = Regions(comm)
         self._board: NodeBoard | None = None
         self._reducer: SharedExchange | None = None

@@ -70,8 +70,8 @@ def _norm(values: Tensor) -> float:
 class FusedLamb(Lamb):
     """DeepSpeed's LAMB; the same numbers on every device.
 
-    What the moments lack at the beginning shortens the whole step, decay included, and is no part of its norm: steps
-    begin at a third of the paper's, fall, and come to its length when the second moment has seen enough.
+    What the moments lack at the beginning shortens the whole step, decay included, and is no part of its norm: with the
+    default betas steps begin at a third of the paper's, fall, and come to its length when the second moment is full.
 
     Args:
         params: parameters or param groups.

@@ -15,7 +15,7 @@ from pairwise import each_once
 from ranks import RankError, RankPool
 from ranks_model import Moody
 from ranks_plain import Ddp, Opposite, Outcome, beyond
-from ranks_runs import HYPER, Place, Run, engine_config, outcome_of, quiet
+from ranks_runs import HYPER, Place, Run, by_either, engine_config, outcome_of, quiet
 from torch import Tensor, nn
 
 Pool = Callable[[int], RankPool]
@@ -156,25 +156,13 @@ class Towers(nn.Module):
 
 
 def towers(place: Place | None, kind: type | None, nvme_path: str) -> Outcome:
-    """Of the engine, or of plain torch where there is no place."""
-    import zero
+    def inputs(step: int) -> tuple[Any, ...]:
+        x = torch.randn(5, 37, generator=torch.Generator().manual_seed(17 * step + dist.get_rank()))
+        return x, bool((step + dist.get_rank()) % 2)
 
-    quiet()
     with seeded(0):
         chain = Towers()
-    names = trainability(chain)
-    config = None if place is None else engine_config(Run(), place, nvme_path)
-    trainer = kind(chain, HYPER) if kind else zero.initialize(model=chain, config=config)[0]
-    norms = []
-    for step in range(2 * STEPS):
-        x = torch.randn(5, 37, generator=torch.Generator().manual_seed(17 * step + dist.get_rank()))
-        trainer.backward(trainer(x, bool((step + dist.get_rank()) % 2)))
-        trainer.step()
-        norms.append(trainer.norms[-1] if kind else trainer.get_global_grad_norm())
-    if kind:
-        return trainer.outcome()
-    with trainer:
-        return outcome_of(trainer, names, norms)
+    return by_either(chain, place, kind, nvme_path, inputs)
 
 
 @pytest.mark.parametrize(

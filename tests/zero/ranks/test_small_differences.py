@@ -16,7 +16,7 @@ from probe import storage_of
 from ranks import RankError, RankPool
 from ranks_model import Moody, motley
 from ranks_plain import Ddp, Opposite, Outcome, beyond
-from ranks_runs import COUNT, HYPER, Place, Run, engine_config, micro_batches, outcome_of, quiet
+from ranks_runs import COUNT, Place, Run, by_either, engine_config, micro_batches, outcome_of, quiet
 from reference import differences
 from torch import Tensor, nn
 
@@ -57,27 +57,13 @@ class Tall(nn.Module):
 
 
 def tall(place: Place | None, kind: type | None, nvme_path: str) -> Outcome:
-    """Of the engine, or of plain torch where there is no place."""
-    import zero
+    def inputs(step: int) -> tuple[Any, ...]:
+        ids = torch.randint(0, 101, (5, 3), generator=torch.Generator().manual_seed(17 * step + dist.get_rank()))
+        return ids, dist.get_rank() == 0
 
-    quiet()
     with seeded(0):
         model = Tall()
-    names = trainability(model)
-    config = None if place is None else engine_config(Run(), place, nvme_path)
-    trainer = kind(model, HYPER) if kind else zero.initialize(model=model, config=config)[0]
-    norms = []
-    for step in range(2 * STEPS):
-        ids = torch.randint(0, 101, (5, 3), generator=torch.Generator().manual_seed(17 * step + dist.get_rank()))
-        trainer.backward(trainer(ids, dist.get_rank() == 0))
-        trainer.step()
-        norms.append(trainer.norms[-1] if kind else trainer.get_global_grad_norm())
-    if kind:
-        outcome: Outcome = trainer.outcome()
-        return outcome
-    with trainer:
-        assert any(unit.persistent for unit in trainer.units)
-        return outcome_of(trainer, names, norms)
+    return by_either(model, place, kind, nvme_path, inputs)
 
 
 @pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
