@@ -1,43 +1,124 @@
-/* Fork and join: no pool, hence nothing to break across fork(), nothing to share between callers
- * and nothing left running; who waits sleeps. Starting a thread costs ~20 us, which its parts have to be
- * worth. Threads take part after part from one counter: when another thread of the process computes
- * on one of the cores, the others take what it cannot. */
+/* One loop on several threads. Helpers are shared by all callers: starting a thread costs 20 us and more, waking one a
+ * few. One that finds nothing to do for IDLE_NANOSECONDS ends, so nothing is left running; a child of fork has none,
+ * and starts its own. A caller waits for those that work for it, and not for those that come too late. All take part
+ * after part from one counter: when another thread of the process computes on one of the cores, the others take what
+ * it cannot. */
+#include <errno.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <time.h>
 
 #include "kernels.h"
 
-enum { THREADS_MAX = 256, PART_NUMEL = 1 << 16 };
+enum { THREADS_MAX = 256, PART_NUMEL = 1 << 16, IDLE_NANOSECONDS = 100000000 };
 
-typedef struct {
+typedef struct zn_work {
   zn_part *part;
   const void *context;
   int64_t begin, end;
   _Atomic int64_t next; /* where the next part begins; a multiple of ZN_BLOCK_NUMEL */
+  int wanted, active;   /* helpers that may still join, and those that work; under the lock, as is what follows */
+  pthread_cond_t left;  /* the last active one has */
+  struct zn_work *older;
 } zn_work;
 
-static void *take_parts(void *argument) {
-  zn_work *work = argument;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t called = PTHREAD_COND_INITIALIZER; /* there is work that wants helpers */
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static zn_work *newest; /* of those that want helpers */
+static int helpers, idle;
+
+static void take_parts(zn_work *work) {
   for (;;) {
     int64_t from = atomic_fetch_add_explicit(&work->next, PART_NUMEL, memory_order_relaxed);
-    if (from >= work->end) return NULL;
+    if (from >= work->end) return;
     int64_t to = from + PART_NUMEL;
     work->part(work->context, from > work->begin ? from : work->begin, to < work->end ? to : work->end);
   }
 }
 
+/* Let no further helper join. Under the lock. */
+static void close_to_helpers(zn_work *work) {
+  zn_work **link = &newest;
+  while (*link && *link != work) link = &(*link)->older;
+  if (*link) *link = work->older;
+}
+
+/* Wait for work as long as a helper does; NULL: there is none. Under the lock. */
+static zn_work *awaited(void) {
+  struct timespec until;
+  clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_nsec += IDLE_NANOSECONDS;
+  if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+  int status = 0;
+  idle++;
+  while (!newest && status != ETIMEDOUT) status = pthread_cond_timedwait(&called, &lock, &until);
+  idle--;
+  return newest;
+}
+
+static void *help(void *unused) {
+  pthread_mutex_lock(&lock);
+  for (zn_work *work; (work = awaited());) {
+    work->active++;
+    if (--work->wanted == 0) close_to_helpers(work);
+    pthread_mutex_unlock(&lock);
+    take_parts(work);
+    pthread_mutex_lock(&lock);
+    if (--work->active == 0) pthread_cond_signal(&work->left);
+  }
+  helpers--;
+  pthread_mutex_unlock(&lock);
+  return unused;
+}
+
+/* Signals are for the threads of who loaded this. Under the lock; false: there can be no more threads. */
+static bool start_helper(void) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  pthread_t thread;
+  bool started = pthread_create(&thread, NULL, help, NULL) == 0;
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  if (started) pthread_detach(thread), helpers++;
+  return started;
+}
+
+static void before_fork(void) { pthread_mutex_lock(&lock); }
+
+static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
+
+static void after_fork_in_child(void) {
+  pthread_mutex_init(&lock, NULL);
+  pthread_cond_init(&called, NULL);
+  newest = NULL;
+  helpers = idle = 0;
+}
+
+static void watch_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
+
 void zn_parallel(zn_part *part, const void *context, int64_t begin, int64_t end, int32_t threads) {
-  int64_t helpers = (end - begin) / PART_NUMEL - 1;
-  if (helpers > threads - 1) helpers = threads - 1;
-  if (helpers > THREADS_MAX - 1) helpers = THREADS_MAX - 1;
-  if (helpers < 1) {
+  int64_t wanted = (end - begin) / PART_NUMEL - 1;
+  if (wanted > threads - 1) wanted = threads - 1;
+  if (wanted > THREADS_MAX - 1) wanted = THREADS_MAX - 1;
+  if (wanted < 1) {
     if (begin < end) part(context, begin, end);
     return;
   }
-  zn_work work = {part, context, begin, end, begin - begin % ZN_BLOCK_NUMEL};
-  pthread_t workers[THREADS_MAX];
-  int started = 0;
-  while (started < helpers && pthread_create(&workers[started], NULL, take_parts, &work) == 0) started++;
+  pthread_once(&once, watch_forks);
+  zn_work work = {part, context, begin, end, begin - begin % ZN_BLOCK_NUMEL, (int)wanted, 0, PTHREAD_COND_INITIALIZER, NULL};
+  pthread_mutex_lock(&lock);
+  work.older = newest;
+  newest = &work;
+  for (int more = work.wanted - idle; more > 0 && helpers < THREADS_MAX && start_helper(); more--) continue;
+  pthread_cond_broadcast(&called);
+  pthread_mutex_unlock(&lock);
   take_parts(&work);
-  for (int i = 0; i < started; i++) pthread_join(workers[i], NULL);
+  pthread_mutex_lock(&lock);
+  close_to_helpers(&work);
+  while (work.active > 0) pthread_cond_wait(&work.left, &lock);
+  pthread_mutex_unlock(&lock);
+  pthread_cond_destroy(&work.left);
 }

@@ -88,11 +88,18 @@ __device__ inline float zn_load(const void *in, int64_t i) {
   return zn_from_f16(((const uint16_t *)in)[i]);
 }
 
+/* Store a value; returns what a load would give, without one. */
+template <int DTYPE>
+__device__ inline float zn_keep(void *out, int64_t i, float value) {
+  if (DTYPE == ZN_F32) return ((float *)out)[i] = __uint_as_float(zn_canonical_bits(value));
+  const uint16_t half = DTYPE == ZN_BF16 ? zn_to_bf16(value) : zn_to_f16(value);
+  ((uint16_t *)out)[i] = half;
+  return zn_load<DTYPE>(&half, 0);
+}
+
 template <int DTYPE>
 __device__ inline void zn_store(void *out, int64_t i, float value) {
-  if (DTYPE == ZN_F32) ((float *)out)[i] = __uint_as_float(zn_canonical_bits(value));
-  else if (DTYPE == ZN_BF16) ((uint16_t *)out)[i] = zn_to_bf16(value);
-  else ((uint16_t *)out)[i] = zn_to_f16(value);
+  zn_keep<DTYPE>(out, i, value);
 }
 
 __device__ inline float zn_join_one(uint16_t weight, int16_t remainder) {

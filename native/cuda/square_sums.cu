@@ -7,7 +7,9 @@ template <int DTYPE>
 __global__ void sumsq_kernel(zn_square_sum *sums, const void *in, int64_t numel) {
   for (int64_t block = blockIdx.x; block < zn_block_count(numel); block += gridDim.x) {
     const int64_t begin = block * ZN_BLOCK_NUMEL;
-    zn_sum_block(sums + block, zn_block_length(block, numel), [&](int k) { return zn_load<DTYPE>(in, begin + k); });
+    zn_sum_block(
+        sums + block, zn_block_length(block, numel), [&](int k) { return zn_load<DTYPE>(in, begin + k); },
+        [](int, float value) { return value; });
   }
 }
 
@@ -16,10 +18,9 @@ template <int OUT_DTYPE, int IN_DTYPE>
 __global__ void cast_sumsq_kernel(void *out, zn_square_sum *sums, const void *in, int64_t numel, float scale) {
   for (int64_t block = blockIdx.x; block < zn_block_count(numel); block += gridDim.x) {
     const int64_t begin = block * ZN_BLOCK_NUMEL;
-    zn_sum_block(sums + block, zn_block_length(block, numel), [&](int k) {
-      zn_store<OUT_DTYPE>(out, begin + k, __fmul_rn(zn_load<IN_DTYPE>(in, begin + k), scale));
-      return zn_load<OUT_DTYPE>(out, begin + k);
-    });
+    zn_sum_block(
+        sums + block, zn_block_length(block, numel), [&](int k) { return zn_load<IN_DTYPE>(in, begin + k); },
+        [&](int k, float value) { return zn_keep<OUT_DTYPE>(out, begin + k, __fmul_rn(value, scale)); });
   }
 }
 

@@ -5,10 +5,10 @@
 #include "../include/zn_square_sum.h"
 #include "kernels.cuh"
 
-/* Sum a block whose element k is `load(k)`; all threads of the CUDA block call this together. `load` is called once per
- * element, by the thread that may also store it. */
-template <typename Load>
-__device__ inline void zn_sum_block(zn_square_sum *out, int count, Load load) {
+/* Sum a block whose element k is `take(k, load(k))`; all threads of the CUDA block call this together. Both are called
+ * once per element, by one thread, which may store it in `take`: all its loads are under way before the first store. */
+template <typename Load, typename Take>
+__device__ inline void zn_sum_block(zn_square_sum *out, int count, Load load, Take take) {
   constexpr int OWN = ZN_BLOCK_NUMEL / ZN_THREADS;
   const auto add = [](uint64_t a, uint64_t b) { return a + b; };
   float own[OWN];
@@ -17,6 +17,11 @@ __device__ inline void zn_sum_block(zn_square_sum *out, int count, Load load) {
   for (int i = 0; i < OWN; i++) {
     const int k = threadIdx.x + i * ZN_THREADS;
     own[i] = k < count ? load(k) : 0.0f; /* a zero changes no digit */
+  }
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const int k = threadIdx.x + i * ZN_THREADS;
+    if (k < count) own[i] = take(k, own[i]);
     own_most = max(own_most, __float_as_uint(own[i]) & ZN_MAGNITUDE_F32);
   }
   const uint32_t most = zn_block_max(own_most);

@@ -105,8 +105,9 @@ async def settle_all(moves: Sequence[Awaitable[None]]) -> None:
 
     Until then bytes may still move, and nobody may reuse the buffer.
     """
-    if len(moves) == 1:
-        await moves[0]
+    if len(moves) < 2:  # a task for it would take longer than most
+        for move in moves:
+            await move
         return
     for result in await asyncio.gather(*moves, return_exceptions=True):
         if isinstance(result, BaseException):

@@ -52,10 +52,17 @@ REMOVALS = (
     Removal(
         "a gradient's memory is lent while the device reads it",
         "zero/optim/pipeline.py",
-        "                await streams.reached(streams.fence())\n                self.spare.give",
-        "                self.spare.give",
+        "                    await streams.reached(streams.fence())  # it may be reading the host's gradients still\n",
+        "                    pass\n",
         ("slow_writes:nvme-nvme:copies,late", "slow_writes:cpu-nvme:copies,late"),
         covered_by="the update's own copies to the host are waited for before a disk has read into the memory",
+    ),
+    Removal(
+        "whoever looks behind a step at what is always bound sees old weights",
+        "zero/schedule/loader.py",
+        "self._storage.streams.behind_updates()]\n        self.follow_persistent()",
+        "self._storage.streams.behind_updates()]",
+        ("looked_at_between:none-none:copies,late,compute",),
     ),
     Removal(
         "a stream does not follow the user's other one",

@@ -43,7 +43,7 @@ TRAINING = {
 AROUND_TRAINING = {
     "activations": ("activations_on_the_host", "activations_on_nvme", "activations_offloaded", "recomputed"),
     "around_a_step": (
-        *("offload_states", "evaluation", "evaluation_before_a_step", "inference", "generation"),
+        *("offload_states", "evaluation", "evaluation_before_a_step", "inference", "generation", "looked_at_between"),
         *("backward_of_the_users", "moving_averages", "moving_averages_of_muon", "averages_schedule_free"),
     ),
     "edits": (

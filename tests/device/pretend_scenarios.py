@@ -339,6 +339,16 @@ def evaluation_before_a_step(place: Place, folder: Path) -> Results:
     return closing(engine, {name: kept(loss) for name, loss in losses.items()})
 
 
+@scenario
+def looked_at_between(place: Place, folder: Path) -> Results:
+    """What is always bound is read right behind a step, by the user's stream; nothing else waits for the update."""
+    engine, seen = opened("gpt", place, folder, zero={"stage3_param_persistence_threshold": 10**9}), {}
+    for index in range(3):
+        step(engine, index)
+        seen |= {f"{index} {name}": p.detach().clone() for name, p in engine.module.named_parameters()}
+    return closing(engine, {name: kept(value) for name, value in seen.items()})
+
+
 def averages(**config: Any) -> Scenario:
     """Shown between steps, with what a forward and the host see of them then."""
 

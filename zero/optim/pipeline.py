@@ -159,8 +159,8 @@ class SubGroupPipeline:
                 await self._deliver(work, wanted)
                 arguments.keep(made)  # before anybody hears that the update counts
                 told.applied(frozenset(unit.index for unit in units) & wanted.keys())
-                # A GPU may be reading the gradients still: it was only told what to do.
-                await streams.reached(streams.fence())
+                if self._storage.compute(group) == self._storage.device and not work.in_place:
+                    await streams.reached(streams.fence())  # it may be reading the host's gradients still
                 self.spare.give(group, units)
                 kept, error = await self._write_back(work, told, lent is not None)
             finally:
@@ -212,8 +212,8 @@ class SubGroupPipeline:
             async with self._places.writes:
                 await work.state.write()
 
-        record = asyncio.create_task(write_record())
-        weights = [weight for weight in work.weights.values() if not weight.copied_home]
+        records = [] if work.state.in_place else [asyncio.create_task(write_record())]
+        weights = [weight for weight in work.weights.values() if not (weight.copied_home or weight.in_place)]
         results = list(await asyncio.gather(*(weight.write() for weight in weights), return_exceptions=True))
         failed = [(part, r) for part, r in zip(weights, results, strict=True) if isinstance(r, BaseException)]
         for part, _ in failed:
@@ -222,7 +222,7 @@ class SubGroupPipeline:
         told.returned()  # after the copies above: from here on the owner writes over what it has lent
         if not failed:
             told.stored()
-        for result in await asyncio.gather(record, return_exceptions=True):
+        for result in await asyncio.gather(*records, return_exceptions=True):
             if isinstance(result, BaseException):
                 failed.append((work.state, result))
         staged = [part for part, _ in failed if not part.borrowed]

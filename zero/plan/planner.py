@@ -12,7 +12,7 @@ from offload.errors import BudgetError
 from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up, format_bytes
 from offload.streams import shares_host_memory
 from zero.config import Config
-from zero.params.layout import Layout, SubGroup, Unit
+from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.params.placement import ONE_RANK, Placement
 from zero.params.units import Uses
 from zero.plan.activation_room import plan_activations
@@ -28,6 +28,10 @@ from zero.plan.snapshot_room import plan_snapshots
 logger = logging.getLogger("zero")
 
 SUB_GROUP_NUMEL_MAX = 4 << 20
+SUB_GROUP_NUMEL_IN_PLACE = 16 << 20
+"""Where nothing of one passes through other memory: to begin one takes Python longer than a GPU to update 4 M."""
+UPDATE_POOL_SHARE = 1 / 16
+"""Of a device's budget, for what updates there pass through it."""
 SUB_GROUPS_MAX = 1 << 15
 """Of a space that is cut fine because memory is short."""
 RECORDS_IN_FLIGHT = 4
@@ -493,11 +497,27 @@ class Planner:
 
     def _full_sub_group_numel(self) -> int:
         """Elements of a sub-group where memory is no concern."""
-        full = min(SUB_GROUP_NUMEL_MAX, align_up(-(-self._largest_space_numel() // RECORDS_IN_FLIGHT), BLOCK_NUMEL))
+        fair = align_up(-(-self._largest_space_numel() // RECORDS_IN_FLIGHT), BLOCK_NUMEL)
+        full = min(self._sub_group_numel_max(), fair)
         explicit = self.config.zero_optimization.sub_group_size
         if explicit is not None:
             full = min(full, explicit)
         return max(full // BLOCK_NUMEL, 1) * BLOCK_NUMEL
+
+    def _sub_group_numel_max(self) -> int:
+        """More where an update works on everything where it lives: a longer sub-group takes no more memory then."""
+        if self._uses_disk() or any(space.trainable and space.whole for space in self.layout.spaces):
+            return SUB_GROUP_NUMEL_MAX
+        tiers = {self.param_tier, self.state_tier}
+        if self.on_cpu or tiers == {DEVICE}:
+            return SUB_GROUP_NUMEL_IN_PLACE
+        if tiers != {HOST} or self._device_share():
+            return SUB_GROUP_NUMEL_MAX
+        if self.device_budget is None:
+            return SUB_GROUP_NUMEL_IN_PLACE
+        # What is spare of the budget takes states, and their updates pass weights and gradients through the device.
+        passing = int(self.device_budget * UPDATE_POOL_SHARE) // (RECORDS_IN_FLIGHT * self._staged_on_device(True))
+        return min(max(passing, SUB_GROUP_NUMEL_MAX), SUB_GROUP_NUMEL_IN_PLACE)
 
     def _staged_bytes(self, numel: int, spill: bool, bounded: bool) -> int:
         """Arena bytes of a sub-group of `numel` elements in flight: whatever of it may not be in memory."""
@@ -506,7 +526,7 @@ class Planner:
             if space.trainable:
                 longest = self.layout.longest(index, numel)
                 nbytes = self.sizes.format(space).nbytes(longest) if self.state_tier == NVME else 0
-                nbytes += longest * space.dtype.itemsize if self._weights_staged() else 0
+                nbytes += self._staged_weights(space, longest) * space.dtype.itemsize
                 # An unannounced second backward widens a gradient, on disk when memory is budgeted.
                 nbytes += 4 * longest if spill or (bounded and self._uses_disk()) else 0
                 needs.append(nbytes)
@@ -515,10 +535,13 @@ class Planner:
     def _uses_disk(self) -> bool:
         return NVME in (self.param_tier, self.state_tier)
 
-    def _weights_staged(self) -> bool:
-        """True when an update works on a copy of the weights: they are on NVMe, or on a GPU while states are not."""
-        on_device = self.param_tier == DEVICE or any(unit.persistent for unit in self.layout.units)
-        return self.param_tier == NVME or (not self.on_cpu and self.state_tier != DEVICE and on_device)
+    def _staged_weights(self, space: Space, numel: int) -> int:
+        """How many of a sub-group an update works on a copy of: they are on NVMe, or on a GPU while states are not."""
+        if self.param_tier == NVME:
+            return numel
+        if self.on_cpu or self.state_tier == DEVICE:
+            return 0
+        return min(numel, sum(u.shard_numel for u in space.units if u.persistent or self.param_tier == DEVICE))
 
     def _staging_bytes(self) -> int:
         """Chunks through which weights and gradients pass when they cannot be moved in place."""

@@ -203,17 +203,23 @@ class StagedGroup:
         return [self.state, *self.weights.values(), *self.gradients.values()]
 
     @property
+    def in_place(self) -> bool:
+        """True when nothing of it passes through memory."""
+        return all(part.in_place for part in self.parts)
+
+    @property
     def host_nbytes(self) -> int:
         """Host memory that it passes through."""
         return sum(part.host_nbytes for part in self.parts)
 
     async def lease(self, what: str, lent: Block | None = None) -> None:
-        """Lease what it passes through; see `Staging.lease`."""
-        self._staging = await Staging.lease(self._storage, self.parts, what, lent)
+        """Lease what it passes through, if anything; see `Staging.lease`."""
+        if any(part.host_nbytes or part.device_nbytes for part in self.parts):
+            self._staging = await Staging.lease(self._storage, self.parts, what, lent)
 
     async def read(self) -> None:
         """Bring in what is stored. Raises StorageError."""
-        await settle_all([part.read() for part in self.parts])
+        await settle_all([part.read() for part in self.parts if not part.in_place])
 
     def record(self, step: int = 0) -> Record:
         """Its states; `step` matters to who updates them."""
