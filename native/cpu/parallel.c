@@ -19,7 +19,7 @@ typedef struct zn_work {
   const void *context;
   int64_t begin, end;
   _Atomic int64_t next; /* where the next part begins; a multiple of ZN_BLOCK_NUMEL */
-  int wanted, active;   /* helpers that may still join, and those that work; under the lock, as is what follows */
+  int wanted, active;   /* helpers that may still join, and those that work: under the lock, as is what follows */
   pthread_cond_t left;  /* the last active one has */
   struct zn_work *older;
 } zn_work;
@@ -28,7 +28,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t called = PTHREAD_COND_INITIALIZER; /* there is work that wants helpers */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static zn_work *newest; /* of those that want helpers */
-static int helpers, idle;
+static int helpers, useful; /* how many there are, and how many those who call now have asked for */
 
 static void take_parts(zn_work *work) {
   for (;;) {
@@ -53,9 +53,7 @@ static zn_work *awaited(void) {
   until.tv_nsec += IDLE_NANOSECONDS;
   if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
   int status = 0;
-  idle++;
   while (!newest && status != ETIMEDOUT) status = pthread_cond_timedwait(&called, &lock, &until);
-  idle--;
   return newest;
 }
 
@@ -94,7 +92,7 @@ static void after_fork_in_child(void) {
   pthread_mutex_init(&lock, NULL);
   pthread_cond_init(&called, NULL);
   newest = NULL;
-  helpers = idle = 0;
+  helpers = useful = 0;
 }
 
 static void watch_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
@@ -112,12 +110,14 @@ void zn_parallel(zn_part *part, const void *context, int64_t begin, int64_t end,
   pthread_mutex_lock(&lock);
   work.older = newest;
   newest = &work;
-  for (int more = work.wanted - idle; more > 0 && helpers < THREADS_MAX && start_helper(); more--) continue;
+  useful += (int)wanted;
+  while (helpers < useful && helpers < THREADS_MAX && start_helper()) continue;
   pthread_cond_broadcast(&called);
   pthread_mutex_unlock(&lock);
   take_parts(&work);
   pthread_mutex_lock(&lock);
   close_to_helpers(&work);
+  useful -= (int)wanted;
   while (work.active > 0) pthread_cond_wait(&work.left, &lock);
   pthread_mutex_unlock(&lock);
   pthread_cond_destroy(&work.left);

@@ -155,7 +155,8 @@ class ContributionStore:
         """
         at_once = self._is_written_at_once(item)
         store = self._write_piece if at_once else self._store_part
-        numel = PIECE_NUMEL if at_once else self._chunk_numel(item.dtype.itemsize + item.buffer.element_size())
+        run, width_bytes = (item.unit.begin, item.unit.end), item.buffer.element_size()
+        numel = PIECE_NUMEL if at_once else self._chunk_numel(item.plane.memory(*run), item.dtype, width_bytes)
         if item.left is None:
             item.left = set(range(0, item.unit.numel, numel))
         await _each(sorted(item.left), lambda lo: store(item, lo, min(lo + numel, item.unit.numel)))
@@ -214,11 +215,18 @@ class ContributionStore:
         finally:
             chunk.release()
 
-    def _chunk_numel(self, width_bytes: int) -> int:
-        """Elements dealt with at a time, of which each takes `width_bytes` of the arena: whole blocks."""
+    def _chunk_numel(self, home: torch.Tensor | None, dtype: torch.dtype, passing_bytes: int) -> int:
+        """Elements dealt with at a time, whole blocks.
+
+        Args:
+            home: memory of the plane, where what is stored needs none of the arena.
+            dtype: of what is stored.
+            passing_bytes: of the arena that each of them passes through besides.
+        """
         if self._streams.shared:
             return CHUNK_NUMEL
         nbytes = device_chunk_bytes(self._storage.plan.arena_bytes)
+        width_bytes = passing_bytes + (dtype.itemsize if home is None else 0)
         return max(nbytes // width_bytes // BLOCK_NUMEL, 1) * BLOCK_NUMEL
 
     def _store_run(
@@ -278,7 +286,7 @@ class ContributionStore:
         if not self._streams.shared:  # one sum travels to the host, not one for each rank
             kernels.reduce_ranks(sources[0], sources, scale=scale)
             sources, scale = sources[:1], 1.0
-        numel = self._chunk_numel(dtype.itemsize + sources[0].element_size())
+        numel = self._chunk_numel(memory, dtype, sources[0].element_size())
 
         async def store(lo: int) -> None:
             parts, factor = [part[lo : lo + numel] for part in sources], scale
