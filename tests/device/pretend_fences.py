@@ -303,6 +303,7 @@ REMOVALS = (
         "            self._streams.wait(self._streams.copy_in(self.bytes, source, self._streams.fence()))",
         "            self._streams.wait(self._streams.copy_in(self.bytes, source))",
         ("many_sub_groups:none-cpu:copies_in",),
+        covered_by="an update waits for the device before it gives back what it was staged in",
     ),
     Removal(
         "what an update has made is written home before it is there",
@@ -361,6 +362,7 @@ REMOVALS = (
         "            streams.wait(made)  # a model",
         "            pass  # a model",
         ("replaced_on_the_device:cpu-cpu:late",),
+        covered_by="no scenario notices so far",
     ),
     Removal(
         "rows of experts are used before they have been copied",
@@ -475,7 +477,6 @@ OF_RANKS = (
         "return await self._exchange.gather(turn, unit, memory, self._storage.streams.behind_updates())",
         "return await self._exchange.gather(turn, unit, memory)",
         ("left_out_apart_2:none-nvme", "persistent:none-none"),
-        "no scenario notices so far",
     ),
     Removal(
         "what always stays is used before all slices have come",
@@ -505,7 +506,7 @@ OVER_THE_HOST = (
         "zero/exchange/host_gathers.py",
         "            await self._storage.streams.reached(*copies)",
         "            pass",
-        ("evaluated_before_the_step:cpu-cpu:copies_out",),
+        ("evaluated_before_the_step:cpu-cpu:copies_out,late",),
     ),
     Removal(
         "another rank's slice is copied behind nothing",

@@ -5,7 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,6 +207,15 @@ def alone(values: dict[str, str]) -> list[Any]:
 @pytest.mark.parametrize("values", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
 def test_one_process_gets_a_group_of_one_again_and_again(lone_rank: RankPool, values: dict[str, str]) -> None:
     assert lone_rank.run(alone, values) == [[(0, 1, "gloo", [1.0] * 3), True] * 2]
+
+
+def test_a_process_leaves_its_group_of_one_when_it_ends() -> None:
+    script = "import atexit, torch.distributed as dist\natexit.register(lambda: print(dist.is_initialized()))\n"
+    script += "import zero\nzero.init_distributed()\nprint(dist.is_initialized())"
+    paths = os.pathsep.join([str(Path(zero.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "ZERO_DEVICE": "cpu"}
+    told = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["True", "False"]
 
 
 def joined(values: dict[str, str], arguments: dict[str, Any]) -> Any:

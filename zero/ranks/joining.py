@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import os
@@ -174,6 +175,8 @@ def _join(place: RankPlace, backend: str, init_method: str | None, timeout: time
             world_size=1,
             timeout=timeout,
         )
+        atexit.unregister(_leave_alone)
+        atexit.register(_leave_alone)
         return
     where = init_method or f"tcp://{place.master_addr}:{place.master_port}"
     if init_method is None:
@@ -190,6 +193,12 @@ def _join(place: RankPlace, backend: str, init_method: str | None, timeout: time
             f"init_distributed: rank {place.rank} of {place.world_size} (by {place.source or 'init_method'}) could not "
             f"join at {where} within {timeout.total_seconds():.0f} s: {text}{hint}"
         ) from error
+
+
+def _leave_alone() -> None:
+    """The process ends: NCCL warns of a group that is left behind, and one of one rank has nobody to wait for."""
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        dist.destroy_process_group()
 
 
 def _default_timeout() -> timedelta:
