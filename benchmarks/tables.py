@@ -90,6 +90,19 @@ def starts(result: Mapping[str, Any]) -> str:
     return f"{markdown(head, rows)}\n\nOn {machine_of([result])}."
 
 
+def on_a_gpu(result: Mapping[str, Any]) -> str:
+    """Step, floor and peak of each contestant of the GPU's training question that has ended a step."""
+    figures, rows = result["figures"], []
+    found = {name: each for name, each in figures.items() if isinstance(each, dict) and each.get("step_seconds")}
+    for name, each in found.items():
+        seconds = statistics.median(each["step_seconds"])
+        floors = figures.get(f"{name}: floors")
+        bound = f"{max(floors.values()):.2f} s: {max(floors, key=floors.get)}" if floors else "-"
+        peak = max(step["peak_reserved_bytes"] for step in each["steps"])
+        rows.append((name, f"{seconds:.2f} s", str(len(each["step_seconds"])), bound, f"{peak / 1e9:.1f} GB"))
+    return markdown(("", "step", "steps", "floor", "peak device memory"), rows)
+
+
 UNBOUND = {"at_least": None, "at_most": None, "verdict": ""}
 
 
@@ -440,6 +453,7 @@ TABLES = {
         ),
     ),
     "checkpoints-deepspeed": Table((ON_NVME, IN_HOST), checkpoints),
+    "gpu": Table(("gpu_step",), on_a_gpu),
     "precision": Table(("precision_loss",), lambda result: precision_loss.table(result["runs"])),
 }
 """Name in the pages -> table."""
