@@ -59,7 +59,7 @@ def _elsewhere(rank: Path) -> list[Path]:
     """The folders of a rank's part below other paths, as its manifest names them."""
     found: list[Path] = []
     for manifest in rank.glob("manifest-*"):
-        with contextlib.suppress(StorageError, KeyError, TypeError):
+        with contextlib.suppress(StorageError, ConfigError, KeyError, TypeError):
             found += [Path(folder) for folder in read_body(manifest)["folders"]]
     # Whatever a manifest says: only a part of this very snapshot is one.
     return [folder for folder in found if folder.parts[-3:] == rank.parts[-3:] and folder.is_dir()]
@@ -72,7 +72,7 @@ def _listed(root: Path) -> Listed:
     try:
         head = read_committed(root)
         when = committed.stat().st_mtime if head else None
-    except StorageError as error:
+    except (StorageError, ConfigError) as error:
         trouble = str(error)
     in_use = any(_is_locked(rank / "swap") for rank in ranks)
     return Listed(root.name, head, numbers, sum(map(_allocated, ranks)), in_use, when, trouble)

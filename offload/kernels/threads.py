@@ -1,8 +1,8 @@
 """How many threads an optimizer update is worth, found by measuring.
 
 An update is limited by memory, and one core can often draw as much as all of them: a second thread then only takes a
-core from whoever computes meanwhile. Threads are not bound to cores: they live for one call, and take their work in
-small parts from one counter, so that a busy core costs no more than its share.
+core from whoever computes meanwhile. Threads are not bound to cores: they take their work in small parts from
+one counter, so that a busy core costs no more than its share, and end when there is nothing to do for a moment.
 """
 
 from __future__ import annotations

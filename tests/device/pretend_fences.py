@@ -52,8 +52,8 @@ REMOVALS = (
     Removal(
         "a gradient's memory is lent while the device reads it",
         "zero/optim/pipeline.py",
-        "                    await streams.reached(streams.fence())  # it may be reading the host's gradients still\n",
-        "                    pass\n",
+        "                    await streams.reached(streams.fence())\n                self.spare.give",
+        "                    pass\n                self.spare.give",
         ("slow_writes:nvme-nvme:copies,late", "slow_writes:cpu-nvme:copies,late"),
         covered_by="the update's own copies to the host are waited for before a disk has read into the memory",
     ),

@@ -318,6 +318,8 @@ class Steps:
         parts.stepper.finish()
         parts.gradients.settle()
         parts.coordinator.settle()
+        streams = parts.storage.streams  # a GPU has perhaps only been told what to update
+        parts.storage.mover.run("waiting for the device", streams.reached(streams.behind_updates()))
 
     def changed(self, index: int) -> None:
         """A unit changes by other means than a step."""
@@ -339,7 +341,7 @@ class Steps:
         parts.watch.generation += 1
         # A forward that the device has still to run uses the weights where they are, or copies of them.
         streams = parts.storage.streams
-        used = streams.reached(streams.fence(), streams.behind_copies_in())
+        used = streams.reached(streams.fence(), streams.behind_copies_in(), streams.behind_updates())
         parts.storage.mover.run("waiting for the device", used)
         return parts
 

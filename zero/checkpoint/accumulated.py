@@ -101,7 +101,7 @@ def ranks_shape(placement: Placement) -> list[int]:
 def _words(shape: list[int]) -> str:
     world_size, shard_size, deferred = shape
     stages = "stage 0 or 1" if deferred else "stage 2 or 3"
-    return f"{world_size} ranks in groups of {shard_size} at {stages}" if world_size > 1 else "one rank"
+    return f"{world_size} ranks in groups of {shard_size} at {stages}" if world_size > 1 else f"one rank at {stages}"
 
 
 def _stored_name(rank: int, unit: int) -> str:

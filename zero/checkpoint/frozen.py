@@ -55,16 +55,27 @@ def frozen_indices(parts: Assembly) -> frozenset[int]:
     return frozenset(slot.index for unit in parts.layout.units if not unit.trainable for slot in unit.slots)
 
 
-def frozen_extents(parts: Assembly, exchange: Exchange) -> Extents:
-    wanted = frozen_indices(parts)
+def frozen_extents(parts: Assembly, exchange: Exchange, indices: frozenset[int] | None = None) -> Extents:
+    wanted = frozen_indices(parts) if indices is None else indices
     extents = Extents(parts.layout, (), parts.leaves, exchange.placement, wanted.__contains__)
     extents.end()
     return extents
 
 
-def frozen_sums(parts: Assembly, exchange: Exchange) -> dict[str, tuple[str, int, int]]:
-    """Checksums of the weights that are not trained, as they are stored, whatever ranks hold of them. All come here."""
-    extents = frozen_extents(parts, exchange)
+def frozen_sums(parts: Assembly, exchange: Exchange, known: Sums | None = None) -> dict[str, tuple[str, int, int]]:
+    """Checksums of the weights that are not trained, as they are stored, whatever ranks hold of them. All come here.
+
+    Args:
+        parts: whose.
+        exchange: of all ranks.
+        known: what an earlier call has returned. Only what is always bound is summed anew: a forward writes to it, or
+            `.data` does, without anybody's knowing.
+    """
+    bound = (unit for unit in parts.layout.units if unit.persistent and not unit.trainable)
+    indices = None if known is None else frozenset(slot.index for unit in bound for slot in unit.slots)
+    if known is not None and not indices:
+        return dict(known)
+    extents = frozen_extents(parts, exchange, indices)
 
     async def forget(offset: int, data: torch.Tensor) -> None:
         """They are only looked at."""
@@ -84,7 +95,7 @@ def frozen_sums(parts: Assembly, exchange: Exchange) -> dict[str, tuple[str, int
     for name, dtype, _, nbytes, crc in ranges:
         _, before_bytes, before = sums.get(name, (dtype, 0, 0))
         sums[name] = dtype, before_bytes + nbytes, combine(before, crc, nbytes)
-    return sums
+    return {**(known or {}), **sums}
 
 
 def digest_of(sums: Sums) -> str:

@@ -156,8 +156,7 @@ class SaveCheckpoints:
         mode, parts = self._run.config.checkpoint.frozen, self._run.parts
         if left_out or mode == "always" or parts.exchange.is_stage or not frozen_indices(parts):
             return FrozenPart(inside=not left_out)
-        if self._state.frozen_sums is None:
-            self._state.frozen_sums = frozen_sums(parts, parts.exchange)
+        self._state.frozen_sums = frozen_sums(parts, parts.exchange, self._state.frozen_sums)
         if mode == "reference":
             return FrozenPart(inside=False, sums=self._state.frozen_sums)
         digest, shared = digest_of(self._state.frozen_sums), SharedFrozen(save_dir, self.files)

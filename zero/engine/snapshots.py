@@ -15,7 +15,7 @@ from zero.assembly.run import Run
 from zero.assembly.steps import StepListener, Steps
 from zero.reports.log import NOTICE
 from zero.snapshots.commit import Snapshots
-from zero.snapshots.snapshot_state import capture, restore
+from zero.snapshots.snapshot_state import capture, check, restore
 
 logger = logging.getLogger("zero")
 
@@ -120,7 +120,8 @@ class SnapshotCalls:
             The step it is of; None: there is none yet, and nothing has changed.
 
         Raises:
-            StateError: there is no snapshot block, or it is called inside forward, backward or `GatheredParameters`.
+            StateError: there is no snapshot block, it is called inside forward, backward or `GatheredParameters`, or the
+                param groups are others; nothing has been read.
             StorageError: something of it cannot be read, or is damaged; the engine holds nothing of use.
             ConfigError: so it is on another rank.
         """
@@ -130,10 +131,11 @@ class SnapshotCalls:
         parts = self._steps.at_rest()
         parts.gradients.clear()
         parts.watch.torn = False
-        state = snapshots.load()
+        names = self._turns.names()
+        state = snapshots.load(lambda kept: check(run, names, kept))
         if state is None:
             return None
-        parts.stepper.norm = restore(run, self._turns.names(), state)
+        parts.stepper.norm = restore(run, names, state)
         parts.coordinator.rewritten()
         self._accumulation.buffers_differ()
         logger.log(NOTICE, "going on from the snapshot of step %d", run.global_steps)

@@ -159,8 +159,9 @@ class SubGroupPipeline:
                 await self._deliver(work, wanted)
                 arguments.keep(made)  # before anybody hears that the update counts
                 told.applied(frozenset(unit.index for unit in units) & wanted.keys())
-                if self._storage.compute(group) == self._storage.device and not work.in_place:
-                    await streams.reached(streams.fence())  # it may be reading the host's gradients still
+                if lent is not None or (self._storage.compute(group) == self._storage.device and not work.in_place):
+                    # A GPU may be reading the host's gradients still, or copy new weights out of what was lent.
+                    await streams.reached(streams.fence())
                 self.spare.give(group, units)
                 kept, error = await self._write_back(work, told, lent is not None)
             finally:

@@ -30,8 +30,6 @@ logger = logging.getLogger("zero")
 SUB_GROUP_NUMEL_MAX = 4 << 20
 SUB_GROUP_NUMEL_IN_PLACE = 16 << 20
 """Where nothing of one passes through other memory: to begin one takes Python longer than a GPU to update 4 M."""
-UPDATE_POOL_SHARE = 1 / 16
-"""Of a device's budget, for what updates there pass through it."""
 SUB_GROUPS_MAX = 1 << 15
 """Of a space that is cut fine because memory is short."""
 RECORDS_IN_FLIGHT = 4
@@ -505,19 +503,16 @@ class Planner:
         return max(full // BLOCK_NUMEL, 1) * BLOCK_NUMEL
 
     def _sub_group_numel_max(self) -> int:
-        """More where an update works on everything where it lives: a longer sub-group takes no more memory then."""
-        if self._uses_disk() or any(space.trainable and space.whole for space in self.layout.spaces):
+        """More where no byte of an update passes through other memory, so that a longer sub-group takes no more of it."""
+        tiers, spaces = {self.param_tier, self.state_tier}, [s for s in self.layout.spaces if s.trainable]
+        if self._uses_disk() or any(space.whole for space in spaces):
             return SUB_GROUP_NUMEL_MAX
-        tiers = {self.param_tier, self.state_tier}
         if self.on_cpu or tiers == {DEVICE}:
             return SUB_GROUP_NUMEL_IN_PLACE
-        if tiers != {HOST} or self._device_share():
-            return SUB_GROUP_NUMEL_MAX
-        if self.device_budget is None:
-            return SUB_GROUP_NUMEL_IN_PLACE
-        # What is spare of the budget takes states, and their updates pass weights and gradients through the device.
-        passing = int(self.device_budget * UPDATE_POOL_SHARE) // (RECORDS_IN_FLIGHT * self._staged_on_device(True))
-        return min(max(passing, SUB_GROUP_NUMEL_MAX), SUB_GROUP_NUMEL_IN_PLACE)
+        # What a device's budget leaves over takes states, whose updates pass weights and gradients through the device.
+        passes = tiers != {HOST} or self._device_share() > 0 or self.device_budget is not None
+        passes = passes or any(self._staged_weights(space, space.numel) > SUB_GROUP_NUMEL_MAX for space in spaces)
+        return SUB_GROUP_NUMEL_MAX if passes else SUB_GROUP_NUMEL_IN_PLACE
 
     def _staged_bytes(self, numel: int, spill: bool, bounded: bool) -> int:
         """Arena bytes of a sub-group of `numel` elements in flight: whatever of it may not be in memory."""

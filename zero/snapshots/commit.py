@@ -234,11 +234,11 @@ class Snapshots:
                 job = plane.write_through(pairs, storage.arena, seldom=seldom)
                 storage.mover.run("writing a snapshot of what is in memory", job)
 
-    def load(self) -> bytes | None:
+    def load(self, check: Callable[[bytes], None]) -> bytes | None:
         """Let the planes hold what the last snapshot holds; returns what was kept with it. None: there is none.
 
         The engine is at rest; all ranks come here. Weights that other ranks or devices hold are to be brought in anew.
-        Raises StorageError: something cannot be read, or is damaged; the planes hold nothing of use. Raises
+        `check` is called with what was kept before anything changes. Raises StorageError: something cannot be read, or is damaged; the planes hold nothing of use. Raises
         ConfigError: so it is on another rank.
         """
         if self._frozen:
@@ -248,6 +248,7 @@ class Snapshots:
         storage, manifest = self._there, self._files.manifest(self._number)
         if manifest is None:
             raise StateError(f"load_snapshot: manifest {self._number} of {self._files.folders[0]} is gone")
+        check(manifest.state)
         self.pending, self._missed = None, False
         self.unloaded = True  # until all of it is here, no step may replace it
 
@@ -361,7 +362,10 @@ def _found(
     if manifest is None:
         raise ConfigError(f"{where}: rank {files.rank} finds no part of it in {files.folders[0]}; {mend}")
     theirs = manifest.body["facts"]
-    differ = [f"{key}: {theirs.get(key)} then, {facts[key]} now" for key in facts if theirs.get(key) != facts[key]]
+    keys = {**theirs, **facts}  # some are there only where there is something to say
+    differ = [
+        f"{key}: {theirs.get(key)} then, {facts.get(key)} now" for key in keys if theirs.get(key) != facts.get(key)
+    ]
     if differ:
         raise ConfigError(f"{where} is of another layout ({'; '.join(differ)}); {mend}")
     return manifest

@@ -126,13 +126,18 @@ def check_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of:
             )
 
 
+SHAPING = ("momentum", "centered", "amsgrad", "decoupled")
+"""Whether they are set says which states there are, or which rule it is: then those of the live groups hold."""
+
+
 def restore_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]]) -> None:
-    """Hyper-parameters as they were; the live groups and their lists stay the same objects."""
+    """Hyper-parameters as they were, but for `SHAPING`; the live groups and their lists stay the same objects."""
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         for key, value in options.items():
             live = group.get(key)
             named = isinstance(value, str) and not (live is None or isinstance(live, str))  # once saved by its repr
-            if key != "params" and not named:
+            shapes = key in SHAPING and bool(value) != bool(live)
+            if key != "params" and not named and not shapes:
                 group[key] = tuple(value) if isinstance(live, tuple) else value
 
 

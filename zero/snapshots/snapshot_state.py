@@ -55,16 +55,22 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> Callable[[],
     return with_small
 
 
-def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
-    """Put back what `capture` has taken; returns the norm of the last step's gradients.
+def check(run: Run, names: dict[int, str], data: bytes) -> None:
+    """Raise StateError if the param groups are others than those of what `capture` has taken."""
+    _check_groups(run, names, _opened(data)[2])
 
-    Raises StateError: the param groups are others. Nothing has changed.
-    """
+
+def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+    """(everything else, small states, param groups) of what `capture` has taken."""
     state, small = read_archive(bytes_tensor(data), "the state of a snapshot"), {}
     if REST in state:
         small, state = state[SMALL], read_archive(state[REST], "the state of a snapshot")
-    groups = [unpack_any(group, "the state of a snapshot") for group in state["groups"]]
-    _check_groups(run, names, groups)
+    return state, small, [unpack_any(group, "the state of a snapshot") for group in state["groups"]]
+
+
+def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
+    """Put back what `capture` has taken, and `check` has looked at; returns the norm of the last step's gradients."""
+    state, small, groups = _opened(data)
     restore_counters(run, state["counters"])
     run.scaler.load_state_dict(state.get("loss_scaler"))
     if run.updater is not None:
