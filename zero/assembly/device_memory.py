@@ -171,6 +171,8 @@ class StatesAway:
         if away is None or not away.kinds & needed:
             return
         began, kinds, device = time.perf_counter(), away.kinds & needed, self._run.device
+        if not needed <= TO_RUN:  # the room that was free may hold what a generation has kept for another one
+            self._run.parts.coordinator.end_rest()
         away.bring(needed)
         if not away.kinds:
             self._away = None

@@ -169,7 +169,7 @@ class Steps:
         parts.coordinator.check_idle()
         run.updater.before_step()
         self._schedule_arguments = dict(lr_kwargs or {})
-        self._take_written()
+        self.take_written()
         parts.stepper.ask()
 
     def _take(self) -> None:
@@ -245,16 +245,19 @@ class Steps:
         micro_batches = max(self._backwards, self._accumulation.begun)  # one backward may be of several
         return micro_batches * config.train_batch_size // config.gradient_accumulation_steps
 
-    def _take_written(self) -> None:
+    def take_written(self) -> None:
         """A gradient that somebody has put into `parameter.grad` replaces what was collected, as with torch.
 
         Of several ranks each has put the same there: this rank's slice is taken from its own.
         """
         for parameter in self._written():
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
-                whole_gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                self.values_of(parameter, to_change=True).set_gradient(whole_gradient)
+            self._take_gradient(parameter)
+
+    def _take_gradient(self, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            whole_gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            self.values_of(parameter, to_change=True).set_gradient(whole_gradient)
 
     def _written(self) -> list[nn.Parameter]:
         """Backward leaves none: gradients are collected as they come."""
@@ -360,6 +363,10 @@ class Steps:
         if to_change:
             self.check_open(EDIT)
         parts = self._run.parts
+        with torch._C.DisableTorchFunctionSubclass():
+            is_written = parameter.requires_grad and parameter.grad is not None
+        if is_written and self._run.updater is not None:
+            self._take_gradient(parameter)
         name = name_of(parameter)
         units = parts.keeper.units_named(name)
         self.current(f"values of {name}", units)

@@ -203,6 +203,7 @@ class ZeroEngine(EngineNames, nn.Module):
         """
         with uninterrupted:
             self.steps.ready("backward", TO_TRAIN)
+            self.steps.take_written()  # what this backward gives is added to it
         parts = self.run.parts
         with self.reports.backward.running():
             parts.coordinator.accumulating = not self.accumulation.is_gradient_accumulation_boundary()

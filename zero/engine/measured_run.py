@@ -24,7 +24,7 @@ class MeasuredRun:
     def __init__(self, block: Autotuning, path: Path, run: Run, steps: Steps) -> None:
         self._block, self._path, self._run, self._steps = block, path, run, steps
         self._rows = 0
-        self._began = 0.0
+        self._began, self._taken = 0.0, 0
         self._look = run.module.register_forward_pre_hook(self._note_rows, with_kwargs=True)
 
     def _note_rows(self, module: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -35,11 +35,11 @@ class MeasuredRun:
 
     def step_taken(self) -> None:
         """Raises SystemExit: that was the last one."""
-        taken = self._run.global_steps
-        if taken == self._block.start_profile_step:
+        self._taken += 1  # a script may go on from a checkpoint
+        if self._taken == self._block.start_profile_step:
             self._steps.synchronize()
             self._began = time.perf_counter()
-        elif taken == self._block.end_profile_step:
+        elif self._taken == self._block.end_profile_step:
             self._steps.synchronize()
             self._end(time.perf_counter() - self._began)
 

@@ -162,7 +162,7 @@ class Reports(StepListener):
         block = config.autotuning
         path = None if block is None else block.metric_path
         self._measured = None if block is None or path is None else MeasuredRun(block, Path(path), run, steps)
-        self._reported_steps = 0
+        self._is_due = False
 
     @property
     def profiles_next(self) -> bool:
@@ -185,11 +185,15 @@ class Reports(StepListener):
         if self._reporter is not None:
             self._reporter.loss = None
 
+    @override
+    def step_counted(self) -> None:
+        self._is_due = True  # numbers of steps say nothing: a checkpoint that is loaded changes them
+
     def report_step(self) -> None:
         """Raises SystemExit: this was the last step of a run that `zero run --autotuning` measures."""
-        if self._run.global_steps == self._reported_steps:
+        if not self._is_due:
             return
-        self._reported_steps = self._run.global_steps
+        self._is_due = False
         if self._reporter is not None:
             self._reporter.step_taken(self._run, self)
         if self._measured is not None:

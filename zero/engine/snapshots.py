@@ -120,8 +120,8 @@ class SnapshotCalls:
             The step it is of; None: there is none yet, and nothing has changed.
 
         Raises:
-            StateError: there is no snapshot block, it is called inside forward, backward or `GatheredParameters`, or the
-                param groups are others; nothing has been read.
+            StateError: there is no snapshot block, it is called inside forward, backward or `GatheredParameters`, or
+                the param groups are others; nothing has been read.
             StorageError: something of it cannot be read, or is damaged; the engine holds nothing of use.
             ConfigError: so it is on another rank.
         """

@@ -147,7 +147,7 @@ class OneCycle(Schedule):
         return self.max_moms if factor is None else [mom * factor for mom in self.max_moms]
 
     def _write_momentum(self, momenta: Sequence[float]) -> None:
-        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
+        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=False):
             group["betas"] = (momentum, SECOND_BETA)
 
     def _has_betas(self) -> bool:

@@ -36,8 +36,11 @@ class Schedule:
             self.write(lrs)
 
     def write(self, lrs: Sequence[float]) -> None:
-        """Put one learning rate into each param group; one that is a tensor keeps its place."""
-        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
+        """Put one learning rate into each param group; one that is a tensor keeps its place.
+
+        A group that has joined since the schedule was made keeps its own, as with DeepSpeed.
+        """
+        for group, lr in zip(self.optimizer.param_groups, lrs, strict=False):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr.squeeze() if isinstance(lr, torch.Tensor) else lr)
             else:

@@ -239,6 +239,10 @@ class ContributionStore:
             zero_gaps(source, item.unit, item.arrived, lo)
             kernels.cast_sumsq(stored, source, into=into, threads=self._threads)
             return
+        if stored.dtype == torch.float32 and all(item.again) and len(item.arrived) == len(item.unit.slots):
+            zero_gaps(source, item.unit, item.arrived, lo)
+            kernels.reduce_ranks(stored, [source], add=True, into=into, threads=self._threads)  # in one pass
+            return
         for slot, again in zip(item.arrived, item.again, strict=True):
             begin, end = max(slot.offset_numel, lo) - lo, min(slot.end_numel, hi) - lo
             if begin < end and again:

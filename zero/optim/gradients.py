@@ -111,6 +111,7 @@ class Gradients:
         self.reclaim: Callable[[Unit], None] = lambda unit: None
         self.order: dict[tuple[int, int], None] = {}
         self._units: dict[int, UnitGradient] = {}
+        self._storing: dict[int, None] = {}  # Units that the mover is storing, in the order in which it was asked.
         self._wide: dict[int, Plane] = {}
         for unit in layout.units:
             plane = storage.gradients[layout.space_of(unit)] if unit.trainable else None
@@ -174,6 +175,7 @@ class Gradients:
             if not self._streams.shared and item.block is not None:
                 self._store.sum_on_device(item, _sums_in(item.block, item.unit))
             item.fence, state.storing = self._streams.fence(), item
+            self._storing[index] = None
             self._start(state, item)
 
     def passed(self, index: int) -> None:
@@ -253,6 +255,7 @@ class Gradients:
             state.storing = state.buffer = state.block = state.stream = None
             state.arrived, state.adds = {}, False
             self._begin_anew(state)
+        self._storing.clear()
         self.order.clear()
 
     def seal(self) -> None:
@@ -376,7 +379,8 @@ class Gradients:
         """Memory of the device that its current stream may use."""
         pool = self._storage.gradient_pool
         block = pool.try_lease(nbytes)
-        for other in self._units.values():
+        asked = [self._units[index] for index in self._storing]  # the first of them is the first to be done
+        for other in (*asked, *self._units.values()):
             if block is not None:
                 break
             # The pool is small on purpose: units still open give way, and open again if need be.
@@ -417,6 +421,7 @@ class Gradients:
                 item.transfer = None
             if transfer.settled() and item.done:
                 state.storing = None
+                self._storing.pop(state.unit.index, None)
                 if item.block is not None:
                     item.block.release()
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from types import TracebackType
 
+import torch
 from torch import nn
 
 from zero.params.announced import check_rank, is_announced, take_values_of
 from zero.params.released import Keeper, is_kept, keeper_of
+
+_entered: list[GatheredParameters] = []
+"""Contexts that are entered, and not left yet."""
+
+
+def _saved(tensor: torch.Tensor) -> torch.Tensor:
+    """What autograd keeps for backward: a copy of values that are gone by then, as those of a penalty on a weight."""
+    return tensor.clone() if any(context.lends(tensor) for context in _entered) else tensor
 
 
 class GatheredParameters:
@@ -39,6 +49,13 @@ class GatheredParameters:
         self._announced = list({id(p): p for p in given if enabled and is_announced(p)}.values())
         self._modifier_rank = modifier_rank
         self._open: list[tuple[Keeper, list[nn.Parameter]]] = []
+        self._saving = ExitStack()
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """True if `tensor` looks into values that are here until the context ends, and nobody brings back."""
+        storage = tensor.untyped_storage()._cdata
+        held = (p for keeper, parameters in self._open if not keeper.keeps_saved for p in parameters)
+        return any(p.untyped_storage()._cdata == storage for p in held)
 
     def __enter__(self) -> None:
         """Bring the values in; all of them, or an error and none."""
@@ -51,11 +68,16 @@ class GatheredParameters:
         except BaseException:
             self._close_all()
             raise
+        _entered.append(self)
+        if self._open and torch.is_grad_enabled():
+            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, lambda kept: kept))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Keep what was edited, then release."""
+        _entered.remove(self)
+        self._saving.close()
         self._close_all()
         if kind is None and self._modifier_rank is not None:
             take_values_of(self._modifier_rank, [p for p in self._announced if is_announced(p)])

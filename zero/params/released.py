@@ -8,6 +8,7 @@ forward or backward) or raises an error that names the parameter and the call to
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable
@@ -60,6 +61,10 @@ class Keeper(Protocol):
     @property
     def partitions(self) -> bool:
         """True where a parameter has to be gathered to be seen (stage 3, `Init`): it shows DeepSpeed's attributes."""
+
+    @property
+    def keeps_saved(self) -> bool:
+        """True when what autograd saves of visible values now is brought back, or stays, for its backward."""
 
     def touch(self, parameter: nn.Parameter) -> None:
         """Bring the values in for the present forward or backward, or raise StateError."""
@@ -129,7 +134,11 @@ class ReleasedParameter(nn.Parameter):
         keeper = keeper_of(self)
         if id(self) not in memo:
             if not isinstance(keeper, Unplaced):
-                raise _cannot(self, "copied")
+                if not keeper.partitions:  # it is always here, but for the moment between a step and the next look
+                    keeper.touch(self)
+                if keeper.partitions or isinstance(self, ReleasedParameter):
+                    raise _cannot(self, "copied")
+                return copy.deepcopy(self, memo)
             memo[id(self)] = keeper.duplicate(self)
         copied: nn.Parameter = memo[id(self)]
         return copied

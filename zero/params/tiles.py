@@ -107,6 +107,11 @@ class TiledKeeper:
         """As its tiles' keeper."""
         return self.engine.partitions
 
+    @property
+    def keeps_saved(self) -> bool:
+        """What `open` shows has memory of its own."""
+        return True
+
     def adopted(self) -> bool:
         """A tile's values are stored. True if it was the last one: the parameter's own memory can go."""
         self._missing -= 1

@@ -105,6 +105,11 @@ class ProvisionalKeeper:
             parameter.data = parameter.data.to(dtype)  # of what it looks at while it is released: a moment's memory
         self._release(parameter)
 
+    @property
+    def keeps_saved(self) -> bool:
+        """Nobody trains yet."""
+        return True
+
     def touch(self, parameter: nn.Parameter) -> None:
         """Fetch until the constructor that is running returns.
 

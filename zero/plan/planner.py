@@ -503,7 +503,7 @@ class Planner:
         return max(full // BLOCK_NUMEL, 1) * BLOCK_NUMEL
 
     def _sub_group_numel_max(self) -> int:
-        """More where no byte of an update passes through other memory, so that a longer sub-group takes no more of it."""
+        """More where no byte of an update passes through other memory: a longer sub-group takes no more of it."""
         tiers, spaces = {self.param_tier, self.state_tier}, [s for s in self.layout.spaces if s.trainable]
         if self._uses_disk() or any(space.whole for space in spaces):
             return SUB_GROUP_NUMEL_MAX

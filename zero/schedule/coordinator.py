@@ -66,7 +66,7 @@ class Coordinator:
         """The root's forward begins: bring in what it uses first."""
         self._in_backward = False
         if backward_follows:
-            self._end_rest()
+            self.end_rest()
         phase = GENERATE if self._hot.on else "train" if training else "eval"
         self.trace.begin_forward(phase, backward_follows=backward_follows)
         self._prefetch(with_backward=backward_follows)
@@ -117,7 +117,8 @@ class Coordinator:
         for index in [*self._undo]:
             self._release(self._units[index])
 
-    def _end_rest(self) -> None:
+    def end_rest(self) -> None:
+        """Let go of what the last generation has kept for another one."""
         if self._generation_rests:
             self.end_generation()
 
@@ -261,7 +262,7 @@ class Coordinator:
 
     def step_taken(self) -> None:
         """A step is fixed: what comes in from now on has to be as of that step. A training forward comes next."""
-        self._end_rest()
+        self.end_rest()
         self._loader.step_taken()
 
     def expect_forward(self) -> None:

@@ -238,8 +238,8 @@ class Snapshots:
         """Let the planes hold what the last snapshot holds; returns what was kept with it. None: there is none.
 
         The engine is at rest; all ranks come here. Weights that other ranks or devices hold are to be brought in anew.
-        `check` is called with what was kept before anything changes. Raises StorageError: something cannot be read, or is damaged; the planes hold nothing of use. Raises
-        ConfigError: so it is on another rank.
+        `check` is called with what was kept before anything changes. Raises StorageError: something cannot be read, or
+        is damaged; the planes hold nothing of use. Raises ConfigError: so it is on another rank.
         """
         if self._frozen:
             self.commit()

@@ -72,6 +72,11 @@ class EngineKeeper:
         is_fp32 = self._dtype_of[id(self.parameter(name))] == torch.float32
         return self.master(name) if is_fp32 else self.weights(name)
 
+    @property
+    def keeps_saved(self) -> bool:
+        """In a call, whose backward brings the values back."""
+        return in_backward() or self._hooks.in_call
+
     @whole
     def touch(self, parameter: nn.Parameter) -> None:
         """Fetch inside forward or backward; elsewhere say what to do.

@@ -205,6 +205,8 @@ class ParameterValues:
 
     def _parts_of(self, value: torch.Tensor) -> list[tuple[SlotRun, torch.Tensor]]:
         """What `value`, whole or this rank's part, has for each run of this rank."""
+        if value.ndim > 1 and value.shape != self._parameter.shape:
+            self._given(value)
         flat, runs = value.detach().cpu().reshape(-1), list(self._runs())
         own_numel = sum(run.end - run.begin for run in runs)
         if flat.numel() == self._parameter.numel():
