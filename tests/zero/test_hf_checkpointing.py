@@ -107,3 +107,18 @@ def test_our_checkpoint_in_the_place_of_torchs_keeps_the_inputs_of_the_blocks(
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
     hidden: Tensor = torch.empty(2, LENGTH, 32, dtype=torch.bfloat16)
     assert engine.statistics().activation_stored_bytes == STEPS * 3 * hidden.nbytes
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_little_may_be_live_where_blocks_are_recomputed(open_engine: Open, nvme_path: Path, reentrant: bool) -> None:
+    """A block comes again while the backward of its last module holds that one's weights."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=LENGTH, use_cache=False,
+    )  # fmt: skip
+    model = build(lambda: transformers.LlamaForCausalLM(config), reentrant=reentrant)
+    engine = open_engine(model, make_config(("cpu", "cpu"), nvme_path, zero={"stage3_max_live_parameters": 4096}))
+    text = torch.arange(32)[None]
+    engine.backward(engine(input_ids=text, labels=text).loss)
+    engine.step()
+    assert engine.global_steps == 1

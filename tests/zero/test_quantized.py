@@ -378,3 +378,14 @@ def test_layers_that_are_codes_when_another_cannot_be_are_told() -> None:
     model[1].weight.data[3, 4] = torch.inf
     with pytest.raises(ConfigError, match="inf or NaN; 1 layers before it are codes by now, so build the model anew"):
         quantize(model, {"0": Codes(num_bits=4, group_size=16), "1": Codes(num_bits=4, group_size=16)})
+
+
+def test_a_rule_that_names_a_wrapped_layer_codes_its_base_and_leaves_the_adapter() -> None:
+    peft = pytest.importorskip("peft")
+    with seeded(0):
+        model = peft.get_peft_model(
+            nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), peft.LoraConfig(r=4, target_modules=["0"])
+        )
+    quantize(model, {"0": Codes(num_bits=4, group_size=16)})
+    coded = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    assert coded == ["base_model.model.0.base_layer"]

@@ -79,10 +79,14 @@ def _chosen(
     model: nn.Module, rules: Mapping[str, Codes], trained: Callable[[nn.Parameter], bool]
 ) -> Iterator[tuple[str, nn.Linear, Codes]]:
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    wrapped = [f"{name}." for name, module in model.named_modules() if hasattr(module, "base_layer")]  # by peft
     for name, module in model.named_modules():
         rule = next((part for part in rules if part in name), None) if type(module) is nn.Linear else None
         if rule is None or owners[id(module.weight)] > 1 or not name:
             continue
+        around = [wrapper for wrapper in wrapped if rule and rule in wrapper and name.startswith(wrapper)]
+        if around and not any(name.startswith(f"{wrapper}base_layer") for wrapper in around):
+            continue  # an adapter, which has the name of its layer
         wrong = rules[rule].why_not(module.out_features, module.in_features)
         if trained(module.weight):
             if rule:

@@ -32,6 +32,7 @@ from zero.params.released import (
     set_present,
     show_shard,
 )
+from zero.ranks.world import world_size
 
 ROWS_ALIGN = 64
 """Starts of tiles, where a tile has that many rows."""
@@ -250,7 +251,10 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """Each tile looks its own ids up; with gradients also a tile without any, for all rows have one, be it zero."""
+    """Each tile looks its own ids up; with gradients also a tile without any, for all rows have one, be it zero.
+
+    Of several ranks all use the same tiles, whatever ids each has: they gather them together.
+    """
     if sparse:
         raise StateError("embedding in tiles: sparse gradients are not available; set sparse=False")
     rows, width = tiles[-1].end, tiles[0].weight.shape[1]
@@ -261,7 +265,7 @@ def _embedding(
     found, places = [], []
     for tile in tiles:
         place = ((flat >= tile.begin) & (flat < tile.end)).nonzero().squeeze(1)
-        if place.numel() or with_gradient:
+        if place.numel() or with_gradient or world_size() > 1:
             inside = padding_idx is not None and tile.begin <= padding_idx < tile.end
             padding = padding_idx - tile.begin if inside and padding_idx is not None else None
             arguments = (padding, max_norm, norm_type, scale_grad_by_freq)

@@ -359,7 +359,7 @@ class Uses:
     around_max: int
     """The most that is in use around another's use: direct parameters of the modules above it."""
     most: int
-    """The most that any one use holds together with what is around it."""
+    """The most that any one use holds with what is around it, and with another one where blocks are recomputed."""
 
     @classmethod
     def in_turn(cls, layout: Layout, around_max: int = 0) -> Uses:
@@ -391,8 +391,11 @@ def uses_of(model: nn.Module, covered: list[CoveredUnit], layout: Layout) -> Use
             pending += [(child, outside + held.get(module, 0)) for child in module.children()]
     uses = [(around[root], numel) for root, numel in rooted.items()]
     uses += [(around[root] + held.get(root, 0), numel) for root, numel in tiles]
+    # A block of transformers that is recomputed comes again while the backward of its last module holds that one's.
+    recomputed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    again = max((numel for _, numel in uses), default=0) if recomputed else 0
     return Uses(
         tuple(numel for _, numel in uses),
         max((outside for outside, _ in uses), default=0),
-        max((outside + numel for outside, numel in uses), default=0),
+        max((outside + numel for outside, numel in uses), default=0) + again,
     )

@@ -20,6 +20,8 @@ from ranks_runs import COUNT, Place, Run, by_either, engine_config, micro_batche
 from reference import differences
 from torch import Tensor, nn
 
+import zero
+
 Pool = Callable[[int], RankPool]
 LIMIT_SECONDS, STEPS = 60.0, 4
 
@@ -251,3 +253,39 @@ def test_where_one_rank_has_no_room_all_are_told_so(rank_pool: Pool, nvme_path: 
     finally:
         pool.restart()
     assert all("no room for" in answer for answer in answers), answers
+
+
+# ---- a table in tiles, of which ranks look up different rows --------------------------------------
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(300, 64), nn.Linear(64, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.table(ids)).square().mean()
+
+
+def looked_up(nvme_path: str, frozen: bool) -> list[float]:
+    with seeded(0):
+        model = Table()
+    model.table.weight.requires_grad_(not frozen)
+    keys = {"shared_host_memory": False, "stage3_max_live_parameters": 8192}
+    engine = zero.initialize(model=model, config=make_config(("cpu", "cpu"), nvme_path, bf16=False, zero=keys))[0]
+    mine = torch.arange(40) + 200 * dist.get_rank()
+    losses = []
+    for _ in range(2):
+        engine.eval()
+        with torch.no_grad():
+            losses.append(float(engine(mine)))
+        engine.train()
+        engine.backward(engine(mine))
+        engine.step()
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_ranks_use_the_same_tiles_whatever_ids_they_have(rank_pool: Pool, nvme_path: Any, frozen: bool) -> None:
+    assert all(len(losses) == 2 for losses in told(rank_pool(2), looked_up, str(nvme_path), frozen))
