@@ -454,6 +454,16 @@ TABLES = {
     ),
     "checkpoints-deepspeed": Table((ON_NVME, IN_HOST), checkpoints),
     "gpu": Table(("gpu_step",), on_a_gpu),
+    "gpu-rates": of_marks(
+        Mark("update kernel: GB/s / a copy's on the device", "gpu_adam", "adam: GB/s, ours / copy"),
+        Mark("cast and sums of gradients: the same", "gpu_adam", "cast and sums: GB/s, ours / copy"),
+        Mark("update in host memory: speed / a C loop's", "gpu_host", "update on all cores: speed, ours / bound"),
+        *(
+            Mark(f"copies of {size} {way}: GB/s / PCIe", "gpu_copy", f"{size} {way}: ours / PCIe")
+            for way in ("to the device", "to the host", "both ways")
+            for size in ("2 MiB", "8 MiB", "32 MiB")
+        ),
+    ),
     "precision": Table(("precision_loss",), lambda result: precision_loss.table(result["runs"])),
 }
 """Name in the pages -> table."""

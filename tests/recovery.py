@@ -247,7 +247,7 @@ def leaving_nothing(nvme_path: Path) -> Iterator[None]:
     zero.init_distributed(verbose=False)
     threads, files = movers(), descriptors()
     yield
-    for _ in range(50):  # an abandoned engine's thread ends by itself
+    for _ in range(250):  # an abandoned engine's thread ends by itself, on a busy machine later
         if movers() <= threads and descriptors() <= files:
             break
         gc.collect()

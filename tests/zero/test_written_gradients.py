@@ -14,6 +14,7 @@ from torch import nn
 
 import zero
 from offload.errors import StateError
+from zero.optim.gradients import Gradients
 from zero.utils import safe_get_full_grad, safe_set_full_grad, safe_update_full_grad_vectorized
 
 Open = Callable[..., Any]
@@ -118,3 +119,25 @@ def test_after_a_load_each_step_is_reported_once_with_its_whole_loss(
     train(again, 2, 3, 4, 5)
     again.close()
     assert rows("resumed") == rows("straight")[1:]
+
+
+def test_a_backward_that_runs_out_of_memory_is_not_stepped_on(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrive, count = Gradients.arrive, 0
+
+    def short(gradients: Gradients, *given: Any, **named: Any) -> bool:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise torch.OutOfMemoryError("no room for the gradient")
+        return arrive(gradients, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Gradients, "arrive", short)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.backward(engine(tokens(0)))
+    with pytest.raises(StateError, match="some gradients are missing"):
+        engine.step()
+    engine.zero_grad()
+    engine.backward(engine(tokens(0)))
+    engine.step()
+    assert engine.global_steps == 1

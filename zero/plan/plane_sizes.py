@@ -13,6 +13,8 @@ from zero.plan.record import RecordFormat
 
 IN_AN_UPDATE = "whole parameter in an update"
 """A row of memory that is allocated for as long as the update takes."""
+PADDING_WORTH_A_NOTE = 0.1
+"""As a part of what is padded."""
 
 
 class PlaneSizes:
@@ -54,6 +56,17 @@ class PlaneSizes:
             record = self.format(self.layout.spaces[space])
             total += whole * record.nbytes(each) + record.nbytes(rest)
         return total
+
+
+def padding_notes(trained: Iterable[Unit], ranks: int) -> list[str]:
+    """What ranks that have whole parameters each leave empty, if it is worth a note."""
+    whole = [unit for unit in trained if unit.whole]
+    numel = sum(unit.numel for unit in whole)
+    share = 1 - sum(slot.numel for unit in whole for slot in unit.slots) / max(numel, 1)
+    if not whole or share < PADDING_WORTH_A_NOTE:
+        return []
+    why = f": each of {ranks} ranks has some whole, and not equally many" if ranks > 1 else ""
+    return [f"{share:.0%} of the {numel:,} elements that are updated as whole parameters are padding{why}"]
 
 
 def rows_of(plan: Plan, sizes: PlaneSizes, pools: PoolSizes) -> Iterable[PlanRow]:

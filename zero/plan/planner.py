@@ -20,7 +20,7 @@ from zero.plan.depth import FREE_SHARE, PASSING_SHARE, Depth, depths
 from zero.plan.limits import Limits
 from zero.plan.machine import Machine
 from zero.plan.plan import DEVICE, HOST, NVME, Plan, tier_of
-from zero.plan.plane_sizes import PlaneSizes, rows_of
+from zero.plan.plane_sizes import PlaneSizes, padding_notes, rows_of
 from zero.plan.pools import PoolSizes, prefix_that_fits
 from zero.plan.record import OF_ADAM, RuleStates
 from zero.plan.snapshot_room import plan_snapshots
@@ -37,8 +37,6 @@ STAGING_CHUNK_BYTES = 2 << 20
 STAGING_CHUNKS = 8
 STAGING_CHUNKS_MIN = 2
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
-PADDING_WORTH_A_NOTE = 0.1
-"""As a part of what is padded."""
 AUTO_SHARE = 0.8
 """Part of the free memory that an "auto" budget takes; the rest is for activations and others."""
 
@@ -177,20 +175,9 @@ class Planner:
         written = plan.step_write_bytes(self.layout)
         if written:
             plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
-        plan.notes += self._padding_notes()
+        plan.notes += padding_notes(self.trained, self.placement.shard_size)
         self._check_fits(plan, effort.host_share)
         return plan
-
-    def _padding_notes(self) -> list[str]:
-        """What ranks that have whole parameters each leave empty."""
-        whole = [unit for unit in self.trained if unit.whole]
-        numel = sum(unit.numel for unit in whole)
-        share = 1 - sum(slot.numel for unit in whole for slot in unit.slots) / max(numel, 1)
-        if not whole or share < PADDING_WORTH_A_NOTE:
-            return []
-        ranks = self.placement.shard_size
-        why = f": each of {ranks} ranks has some whole, and not equally many" if ranks > 1 else ""
-        return [f"{share:.0%} of the {numel:,} elements that are updated as whole parameters are padding{why}"]
 
     def _records_in_flight(self) -> int:
         """How deep the sub-group pipeline is. DeepSpeed pipelines only on request, we unless told not to."""

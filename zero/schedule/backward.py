@@ -89,7 +89,7 @@ class BackwardWatch:
         """Around what autograd calls: it stops where that raises, so what it had not reached is missing."""
         try:
             yield
-        except (StorageError, BudgetError):
+        except (StorageError, BudgetError, torch.OutOfMemoryError):
             self.torn = True
             raise
 
