@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks import plot, precision_loss, rank_memory, ranks
 from benchmarks.common import verdict_of
+from benchmarks.gpu_floors import slowest
 from benchmarks.kept import NAMES, counted, kept, large_runs, machine_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,10 +97,10 @@ def on_a_gpu(result: Mapping[str, Any]) -> str:
     found = {name: each for name, each in figures.items() if isinstance(each, dict) and each.get("step_seconds")}
     for name, each in found.items():
         seconds = statistics.median(each["step_seconds"])
-        floors = figures.get(f"{name}: floors")
-        bound = f"{max(floors.values()):.2f} s: {max(floors, key=floors.get)}" if floors else "-"
+        bound = slowest(figures.get(f"{name}: floors", {}))
         peak = max(step["peak_reserved_bytes"] for step in each["steps"])
-        rows.append((name, f"{seconds:.2f} s", str(len(each["step_seconds"])), bound, f"{peak / 1e9:.1f} GB"))
+        floor = "-" if bound is None else f"{bound[1]:.2f} s: {bound[0]}"
+        rows.append((name, f"{seconds:.2f} s", str(len(each["step_seconds"])), floor, f"{peak / 1e9:.1f} GB"))
     return markdown(("", "step", "steps", "floor", "peak device memory"), rows)
 
 

@@ -78,6 +78,18 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_DEVICE", "cpu")
 
 
+@pytest.fixture
+def on_the_gpu(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests of a GPU, after what the others have: its sums are the same in each run."""
+    import torch
+
+    monkeypatch.setenv("ZERO_DEVICE", "cuda")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
 def no_cache_of_others(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine's user has measured must not decide how the tests open their disks."""

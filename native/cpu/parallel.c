@@ -106,7 +106,9 @@ void zn_parallel(zn_part *part, const void *context, int64_t begin, int64_t end,
     return;
   }
   pthread_once(&once, watch_forks);
-  zn_work work = {part, context, begin, end, begin - begin % ZN_BLOCK_NUMEL, (int)wanted, 0, PTHREAD_COND_INITIALIZER, NULL};
+  zn_work work = {.part = part, .context = context, .begin = begin, .end = end, .wanted = (int)wanted};
+  atomic_init(&work.next, begin - begin % ZN_BLOCK_NUMEL);
+  pthread_cond_init(&work.left, NULL);
   pthread_mutex_lock(&lock);
   work.older = newest;
   newest = &work;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,12 @@ from pretend_scenarios import SCENARIOS, Results
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("on_the_gpu")
 
 LATE_CYCLES = 10_000_000
 """What the device sleeps before each micro-batch: some milliseconds, in which the host has gone on."""
 UNLIMITED = {"gradients_on_nvme": "clipped", "sums_on_nvme": "side_by_side"}
 """Scenario -> the one that is the same but for a limit that only NVMe meets."""
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ZERO_DEVICE", "cuda")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def run(name: str, place: str, folder: Path) -> Results:

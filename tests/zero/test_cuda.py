@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,9 @@ from models import build, make_config, tokens
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("on_the_gpu")
 
 DEVICES = ("none", "cpu", "nvme")
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ZERO_DEVICE", "cuda")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def trained(open_engine: Callable[..., Any], config: dict[str, Any], steps: int = 10) -> dict[str, torch.Tensor]:

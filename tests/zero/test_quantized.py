@@ -360,12 +360,16 @@ def test_a_quantised_model_generates(nvme_path: Any) -> None:
         assert torch.equal(generated(engine, "greedy"), wanted)
 
 
-def test_an_adapter_is_not_merged_into_codes() -> None:
+def wrapped_by_peft() -> Any:
+    """The first of two layers has an adapter around it."""
     peft = pytest.importorskip("peft")
     with seeded(0):
-        model = peft.get_peft_model(
-            nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), peft.LoraConfig(r=4, target_modules=["0"])
-        )
+        layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        return peft.get_peft_model(layers, peft.LoraConfig(r=4, target_modules=["0"]))
+
+
+def test_an_adapter_is_not_merged_into_codes() -> None:
+    model = wrapped_by_peft()
     quantize(model, {"0.base_layer": Codes(num_bits=4, group_size=16)})
     before = model(torch.ones(1, 64))
     with pytest.raises(ConfigError, match=r"0\.base_layer is kept as codes.*save the adapter alone"):
@@ -381,11 +385,7 @@ def test_layers_that_are_codes_when_another_cannot_be_are_told() -> None:
 
 
 def test_a_rule_that_names_a_wrapped_layer_codes_its_base_and_leaves_the_adapter() -> None:
-    peft = pytest.importorskip("peft")
-    with seeded(0):
-        model = peft.get_peft_model(
-            nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), peft.LoraConfig(r=4, target_modules=["0"])
-        )
+    model = wrapped_by_peft()
     quantize(model, {"0": Codes(num_bits=4, group_size=16)})
     coded = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
     assert coded == ["base_model.model.0.base_layer"]

@@ -363,13 +363,14 @@ class Steps:
         if to_change:
             self.check_open(EDIT)
         parts = self._run.parts
-        with torch._C.DisableTorchFunctionSubclass():
-            is_written = parameter.requires_grad and parameter.grad is not None
-        if is_written and self._run.updater is not None:
-            self._take_gradient(parameter)
         name = name_of(parameter)
         units = parts.keeper.units_named(name)
         self.current(f"values of {name}", units)
         if to_change:
             parts.keeper.editor.before_change(units)
-        return ParameterValues(parts, parts.exchange, parameter, self._run.updater)
+        found = ParameterValues(parts, parts.exchange, parameter, self._run.updater)
+        with torch._C.DisableTorchFunctionSubclass():
+            is_written = found.trained and parameter.grad is not None
+        if is_written:
+            self._take_gradient(parameter)
+        return found

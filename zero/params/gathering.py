@@ -53,6 +53,8 @@ class GatheredParameters:
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """True if `tensor` looks into values that are here until the context ends, and nobody brings back."""
+        if tensor.layout != torch.strided:
+            return False
         storage = tensor.untyped_storage()._cdata
         held = (p for keeper, parameters in self._open if not keeper.keeps_saved for p in parameters)
         return any(p.untyped_storage()._cdata == storage for p in held)
@@ -69,7 +71,7 @@ class GatheredParameters:
             self._close_all()
             raise
         _entered.append(self)
-        if self._open and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not all(keeper.keeps_saved for keeper, _ in self._open):
             self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, lambda kept: kept))
 
     def __exit__(
