@@ -48,6 +48,29 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AsIs:
+    """A tensor that autograd saved behind hooks, where it is; for `saved_tensors_hooks`."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> AsIs:
+        """Detached: autograd would wait for itself if its node held its own output."""
+        return AsIs(tensor.detach(), version_of(tensor))
+
+    def get(self) -> torch.Tensor:
+        """The tensor; torch does not look at versions behind hooks, so it is done here."""
+        if version_of(self.tensor) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{tuple(self.tensor.shape)} {self.tensor.dtype} is at version {version_of(self.tensor)}; "
+                f"expected version {self.version} instead"
+            )
+        return self.tensor
+
+
 def bytes_to_keep(tensor: torch.Tensor, view: View) -> tuple[int, int] | None:
     """The range of the storage's bytes that is worth a copy; None: the tensor alone is, packed.
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 
 @pytest.fixture(scope="module", autouse=True)
 def collections_of_this_module_are_quick(quick_collections: None) -> None:
     """Most tests here collect what they have made, some often; all of torch need not be looked through each time."""
+
+
+@pytest.fixture(autouse=True)
+def no_hooks_of_autograd_are_left() -> Iterator[None]:
+    """Those on saved tensors count for all of a thread: for the tests that follow, and in a user's own code."""
+    yield
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -227,11 +227,12 @@ def test_gathering_one_parameter_updates_its_unit_and_no_other(open_engine: Open
     train(engine, 0)
     engine.synchronize()
     read_nothing_ahead(engine)
+    gathered = zero.GatheredParameters([engine.module.head.weight])
     for name, look in {
         "blocks.1.up.weight": lambda name: engine.full_parameter(name),
         "blocks.2.up.bias": lambda name: engine.full_state(name),
         "blocks.0.up.bias": lambda name: engine.full_master(name),
-        "head.weight": lambda name: zero.GatheredParameters([engine.module.get_parameter(name)]).__enter__(),
+        "head.weight": lambda name: gathered.__enter__(),
     }.items():
         engine.backward(engine(tokens(1)))
         engine.synchronize()
@@ -244,7 +245,7 @@ def test_gathering_one_parameter_updates_its_unit_and_no_other(open_engine: Open
         if name != "head.weight":
             engine.synchronize()
             assert sorted(spy.units(0)) == [u.index for u in engine.units]
-    keeper_of(engine).close([engine.module.head.weight])
+    gathered.__exit__(None, None, None)
 
 
 # ---- what a forward does not use ------------------------------------------------------------------------------------

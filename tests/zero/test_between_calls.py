@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiled
 import torch
 from models import build, make_config, tokens
 from torch import nn
@@ -67,6 +69,30 @@ def test_a_penalty_on_gathered_weights_has_its_gradient(engine: Any) -> None:
         engine.backward(engine(tokens(index)) + penalty)
         assert near(safe_get_full_grad(mine[0]), head.grad) and near(safe_get_full_grad(mine[1]), weight.grad)
         engine.zero_grad()
+
+
+def test_a_penalty_on_a_weight_in_tiles_has_its_gradient(open_engine: Open, nvme_path: Path) -> None:
+    model = tiled.wide()
+    plain, x = copy.deepcopy(model), tiled.inputs(model, 0)
+    engine = open_engine(model, tiled.config_for(("nvme", "nvme"), nvme_path, bf16=False))
+    (plain(x) + 0.1 * plain.head.weight.pow(2).sum()).backward()
+    with zero.GatheredParameters([model.head.weight]):
+        penalty = 0.1 * model.head.weight.pow(2).sum()
+    engine.backward(engine(x) + penalty)
+    assert near(safe_get_full_grad(model.head.weight), plain.head.weight.grad)
+
+
+def test_autograd_lets_go_and_notices_edits_where_weights_are_gathered(engine: Any) -> None:
+    with zero.GatheredParameters([engine.module.head.weight]):
+        kept = torch.tanh(engine.module.head.weight.sum())
+        let_go = weakref.ref(kept)
+        del kept
+        assert let_go() is None
+        edited = torch.ones(3, requires_grad=True) * 1
+        loss = (edited * edited).sum()
+        edited.detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,32 +18,11 @@ from torch import nn
 
 from offload.errors import StorageError
 from offload.saved.activations import ActivationStore, Handle
-from offload.saved.saved_views import storage_key, version_of
+from offload.saved.saved_views import AsIs, storage_key
 from offload.sizes import PAGE_BYTES, align_up
 from offload.system.interrupts import whole
 from zero.config.activation_block import ActivationCheckpointing
 from zero.params.binding import BoundUnit
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _AsIs:
-    tensor: torch.Tensor
-    version: int
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _AsIs:
-        """Detached: autograd would wait for itself if its node held its own output."""
-        return _AsIs(tensor.detach(), version_of(tensor))
-
-    def get(self) -> torch.Tensor:
-        """The tensor; torch does not look at versions behind hooks, so it is done here."""
-        if version_of(self.tensor) != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{tuple(self.tensor.shape)} {self.tensor.dtype} is at version {version_of(self.tensor)}; "
-                f"expected version {self.version} instead"
-            )
-        return self.tensor
 
 
 class Activations:
@@ -116,10 +94,10 @@ class Activations:
             self._fixed = self._flats.union(storage_key(buffer) for buffer in self._model.buffers())
 
     @whole
-    def _pack(self, tensor: torch.Tensor) -> Handle | _AsIs:
+    def _pack(self, tensor: torch.Tensor) -> Handle | AsIs:
         store = self.store
         if store is None or not store.takes(tensor) or storage_key(tensor) in self._fixed:
-            return _AsIs.of(tensor)
+            return AsIs.of(tensor)
         if not self._room_added:
             self._room_added = True
             if self.block.contiguous_memory_optimization and self.block.number_checkpoints:
@@ -128,8 +106,8 @@ class Activations:
         return store.keep(tensor)
 
     @whole
-    def _unpack(self, packed: Handle | _AsIs) -> torch.Tensor:
-        if isinstance(packed, _AsIs):
+    def _unpack(self, packed: Handle | AsIs) -> torch.Tensor:
+        if isinstance(packed, AsIs):
             return packed.get()
         try:
             return packed.restore()

@@ -273,7 +273,7 @@ class Assembly:
         move_buffers(self.model, self._owner.device, self._config.buffer_dtype)
         self.buffers.share(new_only=True)
         self.coordinator.bind_persistent()
-        self.watch.install(self.bound)
+        self.watch.install(self.bound, {index: tiled.whole for index, tiled in self._tiled.items()})
 
     def check_between(self, what: str, advice: str = "call it between them") -> None:
         """Raise StateError inside forward, backward or `GatheredParameters`."""

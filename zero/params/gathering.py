@@ -9,6 +9,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from offload.saved.saved_views import AsIs
 from zero.params.announced import check_rank, is_announced, take_values_of
 from zero.params.released import Keeper, is_kept, keeper_of
 
@@ -16,9 +17,9 @@ _entered: list[GatheredParameters] = []
 """Contexts that are entered, and not left yet."""
 
 
-def _saved(tensor: torch.Tensor) -> torch.Tensor:
+def _saved(tensor: torch.Tensor) -> AsIs:
     """What autograd keeps for backward: a copy of values that are gone by then, as those of a penalty on a weight."""
-    return tensor.clone() if any(context.lends(tensor) for context in _entered) else tensor
+    return AsIs.of(tensor.detach().clone() if any(context.lends(tensor) for context in _entered) else tensor)
 
 
 class GatheredParameters:
@@ -72,7 +73,7 @@ class GatheredParameters:
             raise
         _entered.append(self)
         if torch.is_grad_enabled() and not all(keeper.keeps_saved for keeper, _ in self._open):
-            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, lambda kept: kept))
+            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, AsIs.get))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -110,8 +110,8 @@ class TiledKeeper:
 
     @property
     def keeps_saved(self) -> bool:
-        """What `open` shows has memory of its own."""
-        return True
+        """What `open` shows is gone when it ends."""
+        return False
 
     def adopted(self) -> bool:
         """A tile's values are stored. True if it was the last one: the parameter's own memory can go."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,7 @@ from offload.errors import BudgetError, StateError, StorageError
 from offload.system.interrupts import uninterrupted, whole
 from zero.optim.gradients import Gradients
 from zero.params.binding import BoundUnit
-from zero.params.layout import Unit
+from zero.params.layout import Slot, Unit
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
 
@@ -44,17 +44,29 @@ class BackwardWatch:
     def on_end(self, hear: Callable[[], None]) -> None:
         self._at_end.append(hear)
 
-    def install(self, bound: list[BoundUnit]) -> None:
-        """Receive the gradient of every parameter."""
+    def install(self, bound: list[BoundUnit], in_tiles: Mapping[int, nn.Parameter]) -> None:
+        """Receive the gradient of every parameter.
+
+        Args:
+            in_tiles: index -> the model's parameter whose tiles are in `bound`: one that was used while it was
+                gathered has a gradient of its own.
+        """
+        pieces: dict[int, list[tuple[Unit, Slot]]] = {}
         for unit in bound:
-            for position, parameter in enumerate(unit.parameters):
-                trained = parameter.requires_grad
-                if trained or unit.unit.trainable:
-                    receiver = self._receiver(unit.unit, position)
-                    parameter.requires_grad_(True)  # torch asks for it here; one that is frozen now may not be later
-                    handle = parameter.register_post_accumulate_grad_hook(receiver)  # type: ignore[no-untyped-call]
-                    parameter.requires_grad_(trained)
-                    self._handles.append(handle)
+            for slot, parameter in zip(unit.unit.slots, unit.parameters, strict=True):
+                self._hear(parameter, [(unit.unit, slot)], unit.unit.trainable)
+                pieces.setdefault(slot.index, []).append((unit.unit, slot))
+        for index, parameter in in_tiles.items():
+            self._hear(parameter, pieces[index], pieces[index][0][0].trainable)
+
+    def _hear(self, parameter: nn.Parameter, pieces: list[tuple[Unit, Slot]], trainable: bool) -> None:
+        trained = parameter.requires_grad
+        if trained or trainable:
+            parameter.requires_grad_(True)  # torch asks for it here; one that is frozen now may not be later
+            with torch._C.DisableTorchFunctionSubclass():
+                handle = parameter.register_post_accumulate_grad_hook(self._receiver(pieces))  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+            parameter.requires_grad_(trained)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -176,7 +188,7 @@ class BackwardWatch:
             for heard in self._at_end:
                 heard()
 
-    def _receiver(self, unit: Unit, position: int) -> Callable[[nn.Parameter], None]:
+    def _receiver(self, pieces: list[tuple[Unit, Slot]]) -> Callable[[nn.Parameter], None]:
         # Weak: torch keeps these hooks where Python's collector does not look, and they must not keep the engine.
         watching = weakref.ref(self)
 
@@ -184,8 +196,12 @@ class BackwardWatch:
         def receive(parameter: torch.Tensor) -> None:
             watch = watching()
             gradient, parameter.grad = parameter.grad, None
-            if watch is not None and gradient is not None and unit.trainable:
-                watch._receive(unit, position, gradient)
+            if watch is None or gradient is None or not pieces[0][0].trainable:
+                return
+            for unit, slot in pieces:
+                if len(pieces) > 1:
+                    part = gradient.flatten()[slot.first_numel : slot.first_numel + slot.numel].view(slot.shape)
+                watch._receive(unit, slot.position, part if len(pieces) > 1 else gradient)
 
         return receive
 
