@@ -22,6 +22,7 @@ from zero.ops.lamb import FusedLamb, Lamb
 from zero.ops.lion import FusedLion
 from zero.ops.schedule_free import AdamWScheduleFree
 from zero.optim.make_rule import rule_for
+from zero.plan.traffic import step_traffic
 from zero.values.fragments import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
 
 STEPS = 8
@@ -264,7 +265,7 @@ def test_the_plan_has_room_for_as_many_states_as_there_are(
         told = sum(row.nbytes for row in engine.plan.rows if row.plane == "optimizer states")
         numel = sum(unit.numel for unit in engine.units)
         assert told == numel * (4 * planes + 2 * bf16)
-        assert engine.plan.step_write_bytes(layout_of(engine)) == told
+        assert step_traffic(engine.plan, layout_of(engine), on_gpu=False).nvme_write_bytes == told
 
 
 def test_momentum_that_begins_later_needs_room_from_the_start(open_engine: Open, nvme_path: Path) -> None:

@@ -15,6 +15,7 @@ from pairwise import in_pairs
 from probe import layout_of
 
 from offload.errors import BudgetError
+from zero.plan.traffic import step_traffic
 
 Open = Callable[..., Any]
 STEPS = 3
@@ -50,7 +51,7 @@ def test_a_step_writes_what_the_plan_says(
         least = int(re.findall(r"at least ([\d,]+)", str(too_few.value))[0].replace(",", ""))
         config["memory_budget"] = {"host": least + spare_bytes}
     engine = open_engine(build("gpt"), config)
-    predicted = engine.plan.step_write_bytes(layout_of(engine))
+    predicted = step_traffic(engine.plan, layout_of(engine), on_gpu=False).nvme_write_bytes
     assert measured(engine, accumulation).nvme_written_bytes_per_step == predicted
     if spare_bytes is None:
         assert (predicted == 0) == ("nvme" not in pair)

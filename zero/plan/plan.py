@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offload.sizes import format_bytes
-from zero.params.layout import Layout, Space, SubGroup, Unit
+from zero.params.layout import Space, SubGroup, Unit
 from zero.plan.limits import Limits
 from zero.plan.record import ADAM_STATES, RecordFormat
 
@@ -117,7 +117,6 @@ class Plan:
     """Memory of the device for states that have not their parameter's shape."""
     second_slot_bytes: int = 0
     """Of `swap_bytes`: where snapshots are."""
-    swap_bytes: int = 0
     host_limit_bytes: int | None = None
     """Host memory is budgeted or short: what is not foreseen and does not fit below goes to NVMe."""
     activations: ActivationPlan = ActivationPlan()
@@ -135,25 +134,6 @@ class Plan:
         """Names of the state planes that trained parameters have there."""
         return self.states[where.rule]
 
-    def step_write_bytes(self, layout: Layout) -> int:
-        """Bytes that a step writes to NVMe: drives are rated in bytes written.
-
-        Every trained weight and record that lives there once, every gradient that lives there once a pass.
-        """
-        trained = [unit for unit in layout.units if unit.trainable]
-        weights = sum(u.shard_numel * u.dtype.itemsize for u in trained if self.weight_tiers[u.index] == NVME)
-        records = sum(
-            self.record_format(layout.spaces[group.space]).nbytes(group.end - group.begin)
-            for group, tier in zip(self.sub_groups, self.record_tiers, strict=True)
-            if tier == NVME
-        )
-        gradients = sum(
-            u.shard_numel * (4 if self.gradient_wide else u.dtype.itemsize)
-            for u in trained
-            if self.gradient_tiers[u.index] == NVME
-        )
-        return weights + records + self.passes * gradients
-
     @property
     def host_bounded(self) -> bool:
         """There is a limit."""
@@ -162,6 +142,11 @@ class Plan:
     def tier_bytes(self, tier: str) -> int:
         """Sum of the rows of one tier."""
         return sum(row.nbytes for row in self.rows if row.tier == tier)
+
+    @property
+    def swap_bytes(self) -> int:
+        """Reserved on NVMe."""
+        return self.tier_bytes(NVME)
 
     def facts(self, device: torch.device) -> dict[str, int]:
         """The totals for whoever has started this rank; the CPU's device memory counts as host memory."""

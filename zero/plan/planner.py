@@ -24,6 +24,7 @@ from zero.plan.plane_sizes import PlaneSizes, padding_notes, rows_of
 from zero.plan.pools import PoolSizes, prefix_that_fits
 from zero.plan.record import OF_ADAM, RuleStates
 from zero.plan.snapshot_room import plan_snapshots
+from zero.plan.traffic import step_traffic
 
 logger = logging.getLogger("zero")
 
@@ -158,21 +159,9 @@ class Planner:
         self._size_pools(plan, depth)
         self._cache_records(plan, rest, self._states_on_device(plan))
         plan.update_pool_bytes = self._update_pool_bytes(plan.sub_groups, plan.record_tiers, plan)
-        plan.swap_bytes = sum(
-            self.sizes.weight_bytes(unit) for unit in self.layout.units if plan.weight_tiers[unit.index] == NVME
-        )
-        plan.swap_bytes += sum(
-            self.sizes.record_bytes(group)
-            for group, tier in zip(plan.sub_groups, plan.record_tiers, strict=True)
-            if tier == NVME
-        )
-        plan.swap_bytes += sum(
-            self.sizes.gradient_bytes(unit) for unit in self.trained if plan.gradient_tiers[unit.index] == NVME
-        )
         plan.second_slot_bytes = plan_snapshots(plan, self.sizes, self.config.zero_optimization.offload_optimizer)
-        plan.swap_bytes += plan.second_slot_bytes + plan.activations.swap_bytes
         plan.rows = tuple(row for row in rows_of(plan, self.sizes, self.pools) if row.nbytes)
-        written = plan.step_write_bytes(self.layout)
+        written = step_traffic(plan, self.layout, on_gpu=not self.on_cpu).nvme_write_bytes
         if written:
             plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
         plan.notes += padding_notes(self.trained, self.placement.shard_size)
@@ -185,10 +174,9 @@ class Planner:
         if offload.buffer_count is not None:
             return offload.buffer_count
         path = "zero_optimization.offload_optimizer"
-        told = [self.config.origin(f"{path}.{key}") == "user" for key in ("pipeline_read", "pipeline_write")]
         refused = sum(
-            is_told and not wish
-            for is_told, wish in zip(told, (offload.pipeline_read, offload.pipeline_write), strict=True)
+            self.config.origin(f"{path}.{key}") == "user" and not getattr(offload, key)
+            for key in ("pipeline_read", "pipeline_write")
         )
         spaces = range(len(self.layout.spaces))
         large = any(self.layout.longest(index, 1) > SUB_GROUP_NUMEL_MAX for index in spaces)  # whole parameters
@@ -435,10 +423,8 @@ class Planner:
 
     def _what_fits_a_budget(self) -> str:
         """How to get along with the host's budget. Units cut smaller would not do: what they take is the device's."""
-        blocks = (("offload_param", self.param_tier), ("offload_optimizer", self.state_tier))
-        away = [f'{block}.device "{NVME}"' for block, tier in blocks if tier == HOST]
-        if away:
-            return f"raise it, or set {' and '.join(away)}"
+        if away := self._to_nvme({HOST}):
+            return f"raise it, or {away}"
         chunks = self._staging_bytes()
         if chunks <= STAGING_CHUNKS_MIN * STAGING_CHUNK_BYTES:
             return "raise it"
@@ -447,14 +433,17 @@ class Planner:
 
     def _what_could_move(self, *, on_host: bool) -> str:
         """How to need less of the host's memory, or else of the device's."""
-        blocks = (("offload_param", self.param_tier), ("offload_optimizer", self.state_tier))
-        here = {DEVICE, HOST} if on_host and self.on_cpu else {HOST if on_host else DEVICE}
-        away = [f'{block}.device "{NVME}"' for block, tier in blocks if tier in here]
-        if away:
-            return f"set {' and '.join(away)}"
+        if away := self._to_nvme({DEVICE, HOST} if on_host and self.on_cpu else {HOST if on_host else DEVICE}):
+            return away
         if on_host and not self.on_cpu:
             return "all planes are on NVMe; end what else uses memory, or spread the model over more nodes"
         return "all planes are elsewhere; cut units smaller by zero_optimization.stage3_max_live_parameters"
+
+    def _to_nvme(self, tiers: set[str]) -> str:
+        """What to set so that nothing lives on these tiers; empty: nothing does."""
+        blocks = (("offload_param", self.param_tier), ("offload_optimizer", self.state_tier))
+        away = [f'{block}.device "{NVME}"' for block, tier in blocks if tier in tiers]
+        return f"set {' and '.join(away)}" if away else ""
 
     def _sub_group_numel(self, plan: Plan, rest: int | None, spill: bool) -> tuple[int, bool]:
         """(elements of a sub-group, is that the full size).

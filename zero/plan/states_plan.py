@@ -82,7 +82,6 @@ def plan_states(
         states_only=True,
         records_in_flight=in_flight,
         arena_bytes=min(in_flight, len(groups)) * slot,
-        swap_bytes=sum(records) if tier == NVME else 0,
         baseline_bytes=machine.rss_bytes,
     )
     rows = (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from zero.params.layout import Layout, Unit
 from zero.plan.plan import DEVICE, NVME, Plan
+from zero.plan.plane_sizes import PlaneSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +47,13 @@ def step_traffic(plan: Plan, layout: Layout, *, on_gpu: bool) -> StepTraffic:
         layout: that it was made for.
         on_gpu: the device has memory of its own.
     """
+    sizes = PlaneSizes(layout, plan.state_dtype, plan.states, wide=plan.gradient_wide)
     trained = [unit for unit in layout.units if unit.trainable]
     movable = [unit for unit in layout.units if not unit.persistent]
     on_disk = {unit.index for unit in layout.units if plan.weight_tiers[unit.index] == NVME}
     kept = _kept_for_backward(plan, movable)
     groups = list(zip(plan.sub_groups, plan.record_tiers, strict=True))
-    records = sum(
-        plan.record_format(layout.spaces[group.space]).nbytes(group.end - group.begin)
-        for group, tier in groups
-        if tier == NVME
-    )
+    records = sum(sizes.record_bytes(group) for group, tier in groups if tier == NVME)
     trained_weights = sum(_shard_bytes(unit) for unit in trained if unit.index in on_disk)
     fetched = gathered = 0
     for unit in movable:
@@ -64,11 +62,8 @@ def step_traffic(plan: Plan, layout: Layout, *, on_gpu: bool) -> StepTraffic:
         fetched += times * _shard_bytes(unit) if unit.index in on_disk else 0
         uses = plan.passes * (1 if unit.index in kept else 2)
         gathered += uses * _shard_bytes(unit) if plan.weight_tiers[unit.index] != DEVICE else 0
-    gradients = [
-        (unit.shard_numel * (4 if plan.gradient_wide else unit.dtype.itemsize), plan.gradient_tiers[unit.index])
-        for unit in trained
-    ]
-    spilled = plan.passes * sum(nbytes for nbytes, tier in gradients if tier == NVME)
+    spilled = sum(sizes.gradient_bytes(unit) for unit in trained if plan.gradient_tiers[unit.index] == NVME)
+    spilled *= plan.passes
     leaving = plan.passes * sum(_shard_bytes(unit) for unit in trained if plan.gradient_tiers[unit.index] != DEVICE)
     return StepTraffic(
         update_read_bytes=records + trained_weights,
