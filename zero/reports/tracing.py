@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -50,21 +50,10 @@ def traced(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[C
 
 
 @dataclass(frozen=True, slots=True)
-class _Counters:
-    """What had been moved and waited for when a recording began or ended."""
-
-    read_bytes: int
-    write_bytes: int
-    read_seconds: float
-    write_seconds: float
-    exposed_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class _Trace:
     path: Path
     steps_before: int
-    counters: _Counters
+    counters: dict[str, float]  # When it began.
     by_environment: bool
 
 
@@ -94,9 +83,9 @@ class Tracer:
         target = check_target(path)
         if self._trace is not None:
             raise StateError(f"trace: one that ends in {self._trace.path} is being recorded; end it first")
-        read_bytes, write_bytes = self._on_mover("starting a trace", self._start)
+        traffic = self._on_mover("starting a trace", self._start)
         self._steps = steps
-        self._trace = _Trace(target, steps, self._counters(read_bytes, write_bytes), by_environment)
+        self._trace = _Trace(target, steps, self._counters(traffic, self.storage.mover.exposed.seconds), by_environment)
 
     def reached(self, steps: int) -> None:
         """The engine has taken `steps` steps and is called, or was: begin or end what the environment asked for."""
@@ -117,8 +106,8 @@ class Tracer:
         if trace is None:
             return
         exposed_seconds = self.storage.mover.exposed.seconds
-        recording, read_bytes, write_bytes = self._on_mover("ending a trace", self._stop)
-        after = self._counters(read_bytes, write_bytes, exposed_seconds)
+        recording, traffic = self._on_mover("ending a trace", self._stop)
+        after = self._counters(traffic, exposed_seconds)
         if recording.dropped:
             logger.warning(
                 "trace: the %d oldest spans were dropped, the buffer holds %d; record fewer steps",
@@ -133,16 +122,12 @@ class Tracer:
         else:
             logger.log(NOTICE, "trace of %d steps: %s", self._steps - trace.steps_before, trace.path)
 
-    def _facts(self, trace: _Trace, after: _Counters) -> dict[str, Any]:
-        before, disk = trace.counters, self.storage.disk
+    def _facts(self, trace: _Trace, after: dict[str, float]) -> dict[str, Any]:
+        disk = self.storage.disk
         return {
             "steps_before": trace.steps_before,
             "steps": self._steps - trace.steps_before,
-            "exposed_wait_seconds": after.exposed_seconds - before.exposed_seconds,
-            "nvme_read_bytes": after.read_bytes - before.read_bytes,
-            "nvme_write_bytes": after.write_bytes - before.write_bytes,
-            "nvme_read_seconds": after.read_seconds - before.read_seconds,
-            "nvme_write_seconds": after.write_seconds - before.write_seconds,
+            **{name: value - trace.counters[name] for name, value in after.items()},
             "aio_backend": disk.aio.backend if disk else "none",
         }
 
@@ -153,26 +138,25 @@ class Tracer:
         mover = self.storage.mover
         return act() if mover.is_current_thread() else mover.run(what, job())
 
-    def _start(self) -> tuple[int, int]:
+    def _start(self) -> Traffic:
         self.storage.timeline.start()
         return self._moved()
 
-    def _stop(self) -> tuple[Recording, int, int]:
-        return self.storage.timeline.stop(), *self._moved()
+    def _stop(self) -> tuple[Recording, Traffic]:
+        return self.storage.timeline.stop(), self._moved()
 
-    def _moved(self) -> tuple[int, int]:
-        traffic = self.storage.disk.traffic if self.storage.disk else Traffic()
-        return traffic.read_bytes, traffic.write_bytes
+    def _moved(self) -> Traffic:
+        return replace(self.storage.disk.traffic) if self.storage.disk else Traffic()
 
-    def _counters(self, read_bytes: int, write_bytes: int, exposed_seconds: float | None = None) -> _Counters:
+    def _counters(self, traffic: Traffic, exposed_seconds: float) -> dict[str, float]:
         aio = self.storage.disk.aio.stats() if self.storage.disk else None
-        return _Counters(
-            read_bytes,
-            write_bytes,
-            aio.read_seconds if aio else 0.0,
-            aio.write_seconds if aio else 0.0,
-            self.storage.mover.exposed.seconds if exposed_seconds is None else exposed_seconds,
-        )
+        return {
+            "exposed_wait_seconds": exposed_seconds,
+            "nvme_read_bytes": traffic.read_bytes,
+            "nvme_write_bytes": traffic.write_bytes,
+            "nvme_read_seconds": aio.read_seconds if aio else 0.0,
+            "nvme_write_seconds": aio.write_seconds if aio else 0.0,
+        }
 
 
 def wanted_steps(text: str) -> tuple[int, int]:
