@@ -183,6 +183,17 @@ def reads(parse: Callable[[object], object]) -> BeforeValidator:
     return BeforeValidator(read)
 
 
+def several(parse: Callable[[object], object], expected: str, count: int | None = None) -> BeforeValidator:
+    """A list of what `parse` reads, as a tuple; `count`: how many there have to be."""
+
+    def read(value: object) -> tuple[object, ...]:
+        if not isinstance(value, (list, tuple)) or count not in (None, len(value)):
+            raise ValueError(expected)
+        return tuple(map(parse, value))
+
+    return reads(read)
+
+
 class _InAnyCase:
     """Read a word of a `Literal` in any case."""
 
@@ -222,12 +233,6 @@ def _parse_text(value: object) -> str:
     return value
 
 
-def _parse_items(value: object) -> tuple[object, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ValueError("a list")
-    return tuple(value)
-
-
 def _parse_free(value: object) -> dict[object, object]:
     if not isinstance(value, Mapping):
         raise ValueError("an object {...}")
@@ -247,7 +252,7 @@ InertWhole = Annotated[Whole | None, INERT]
 InertCount = Annotated[Count | None, INERT]
 InertNumber = Annotated[Number | None, INERT]
 InertText = Annotated[Text | None, INERT]
-InertItems = Annotated[tuple[Any, ...] | None, INERT, reads(_parse_items)]
+InertItems = Annotated[tuple[Any, ...] | None, INERT, several(lambda item: item, "a list")]
 InertObject = Annotated[dict[Any, Any] | None, INERT, reads(_parse_free)]  # Its keys are the user's own names.
 InertAny = Annotated[Any, INERT]
 

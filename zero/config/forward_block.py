@@ -11,19 +11,13 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import ConfigBlock, Flag, Number, Text, Whole, Word, problem, reads
+from zero.config.fields import ConfigBlock, Flag, Number, Text, Whole, Word, problem, several
 from zero.config.numbers import parse_whole
 
 AtLeast1 = Annotated[Whole, Field(ge=1)]
 
 
-def _parse_wholes(value: object) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ValueError("a list of whole numbers")
-    return tuple(parse_whole(item) for item in value)
-
-
-Wholes = Annotated[tuple[int, ...] | None, reads(_parse_wholes)]
+Wholes = Annotated[tuple[int, ...] | None, several(parse_whole, "a list of whole numbers")]
 
 # Kind of schedule -> the keys of `schedule_config` that it needs.
 NEEDS: dict[str, tuple[str, ...]] = {

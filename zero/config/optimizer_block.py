@@ -8,24 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import ConfigBlock, Flag, InertFlag, InertText, Number, Only, Whole, problem, reads
+from zero.config.fields import ConfigBlock, Flag, InertFlag, InertText, Number, Only, Whole, problem, reads, several
 from zero.config.hints import nearest
 from zero.config.numbers import parse_number
 
-# Names in lower case; those of torch.optim mean its classes.
-OPTIMIZER_TYPES = {
-    **{name: "Adam" for name in ("adam", "deepspeedcpuadam", "cpuadam", "fusedadam", "cpu_adam", "fused_adam")},
-    **{name: "Adagrad" for name in ("adagrad", "deepspeedcpuadagrad", "cpuadagrad")},
-    **{name: "Lamb" for name in ("lamb", "fusedlamb")},
-    **{name: "Lion" for name in ("lion", "deepspeedcpulion", "cpulion", "fusedlion")},
-    **{
-        name.lower(): name
-        for name in (
-            *("Muon", "AdamW", "AdamWScheduleFree", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop"),
-            *("ASGD", "Adafactor"),
-        )
-    },
-}
 KNOWN = (
     "AdamW, Adam, AdamWScheduleFree, Muon, Lamb, Lion, Adafactor, Adagrad, SGD, RMSprop, Adamax, NAdam, RAdam, "
     "Adadelta, Rprop or ASGD"
@@ -63,22 +49,24 @@ TYPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Rprop": ("lr", "etas", "step_sizes", "maximize"),
     "ASGD": ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize"),
 }
+# Names in lower case; those of torch.optim mean its classes.
+OPTIMIZER_TYPES = {
+    **{name: "Adam" for name in ("adam", "deepspeedcpuadam", "cpuadam", "fusedadam", "cpu_adam", "fused_adam")},
+    **{name: "Adagrad" for name in ("adagrad", "deepspeedcpuadagrad", "cpuadagrad")},
+    **{name: "Lamb" for name in ("lamb", "fusedlamb")},
+    **{name: "Lion" for name in ("lion", "deepspeedcpulion", "cpulion", "fusedlion")},
+    **{name.lower(): name for name in TYPE_KEYS},
+}
 
 
-def _parse_betas(value: object) -> tuple[float, float]:
-    expected = "two numbers, each at least 0 and less than 1"
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise ValueError(expected)
-    first, second = parse_number(value[0]), parse_number(value[1])
-    if not (0 <= first < 1 and 0 <= second < 1):
-        raise ValueError(expected)
-    return first, second
+BETAS = "two numbers, each at least 0 and less than 1"
 
 
-def _parse_pair(value: object) -> tuple[float, float]:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise ValueError("two numbers")
-    return parse_number(value[0]), parse_number(value[1])
+def _parse_beta(value: object) -> float:
+    beta = parse_number(value)
+    if not 0 <= beta < 1:
+        raise ValueError(BETAS)
+    return beta
 
 
 def _parse_eps(value: object) -> float | tuple[float | None, float]:
@@ -93,18 +81,8 @@ def _parse_eps(value: object) -> float | tuple[float | None, float]:
     return found
 
 
-def _parse_three(value: object) -> tuple[float, float, float]:
-    if not isinstance(value, (list, tuple)) or len(value) != 3:
-        raise ValueError("three numbers")
-    a, b, c = map(parse_number, value)
-    return a, b, c
-
-
-def _other_optimizer(owner: str) -> Only:
-    return Only((), f"it belongs to {owner}, not available here; remove it")
-
-
-_ONE_BIT = Annotated[Any, _other_optimizer("the 1-bit and 0/1 optimizers")]
+_Pair = Annotated[tuple[float, float], several(parse_number, "two numbers", 2)]
+_ONE_BIT = Annotated[Any, Only((), "it belongs to the 1-bit and 0/1 optimizers, not available here; remove it")]
 
 
 class OptimizerParams(ConfigBlock):
@@ -118,7 +96,7 @@ class OptimizerParams(ConfigBlock):
     aliases: ClassVar[Mapping[str, str]] = {"adamw_mode": "adam_w_mode"}
 
     lr: Annotated[Number, Field(ge=0)] = 1e-3
-    betas: Annotated[tuple[float, float], reads(_parse_betas)] = (0.9, 0.999)
+    betas: Annotated[tuple[float, float], several(_parse_beta, BETAS, 2)] = (0.9, 0.999)
     eps: Annotated[float | tuple[float | None, float], reads(_parse_eps)] = 1e-8
     """Of Adafactor two: null or what squares begin with, and the least norm of a parameter."""
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
@@ -150,9 +128,9 @@ class OptimizerParams(ConfigBlock):
     """NAdam, RAdam: decay the weights, not the gradients."""
     rho: Annotated[Number, Field(ge=0, le=1)] | None = None
     """Adadelta: of both averages."""
-    etas: Annotated[tuple[float, float], reads(_parse_pair)] | None = None
+    etas: _Pair | None = None
     """Rprop: factors of a step's size that falls, and that grows."""
-    step_sizes: Annotated[tuple[float, float], reads(_parse_pair)] | None = None
+    step_sizes: _Pair | None = None
     """Rprop: the least and the largest."""
     lambd: Annotated[Number, Field(ge=0)] | None = None
     """ASGD: how fast weights and rate decay."""
@@ -162,7 +140,7 @@ class OptimizerParams(ConfigBlock):
     """Muon: of what AdamW updates, if it is not `lr`."""
     ns_steps: Annotated[Whole, Field(ge=1, lt=100)] | None = None
     """Muon: Newton-Schulz iterations."""
-    ns_coefficients: Annotated[tuple[float, float, float], reads(_parse_three)] | None = None
+    ns_coefficients: Annotated[tuple[float, float, float], several(parse_number, "three numbers", 3)] | None = None
     """Muon: of the polynomial that is iterated."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
     """Muon: how the rate follows a matrix's shape; with "match_rms_adamw" rates of AdamW may be kept."""

@@ -86,12 +86,11 @@ class LeafModuleConfig(ConfigBlock):
     """Ends of names as in `named_modules()`."""
 
 
-def _quantized() -> Only:
-    return Only(
-        (False,),
-        "quantized collectives change the numbers and are not available; set it to false, and to move fewer bytes give "
-        "zero_hpz_partition_size (fewer gathers between nodes) or communication_data_type",
-    )
+_QUANTIZED = Only(
+    (False,),
+    "quantized collectives change the numbers and are not available; set it to false, and to move fewer bytes give "
+    "zero_hpz_partition_size (fewer gathers between nodes) or communication_data_type",
+)
 
 
 class ZeroConfig(ConfigBlock):
@@ -136,9 +135,9 @@ class ZeroConfig(ConfigBlock):
     cpu_offload_param: Annotated[Flag, Deprecated('use offload_param.device "cpu"')] = False
     cpu_offload_use_pin_memory: Annotated[Flag | None, Deprecated("use pin_memory of the offload blocks")] = None
 
-    zero_quantized_weights: Annotated[Flag, _quantized()] = False
-    zero_quantized_nontrainable_weights: Annotated[Flag, _quantized()] = False
-    zero_quantized_gradients: Annotated[Flag, _quantized()] = False
+    zero_quantized_weights: Annotated[Flag, _QUANTIZED] = False
+    zero_quantized_nontrainable_weights: Annotated[Flag, _QUANTIZED] = False
+    zero_quantized_gradients: Annotated[Flag, _QUANTIZED] = False
     zero_hpz_partition_size: Whole = 1
     """Ranks of a node over which weights are sharded a second time, on the device: only the first gather of a unit
     after a step needs all ranks, and backward's stays inside the node; 1 (or 0): off. Stage 3 only."""
