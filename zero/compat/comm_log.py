@@ -239,21 +239,6 @@ def _lines(table: dict[str, Any]) -> list[str]:
     return lines
 
 
-def has_comm_data() -> bool:
-    """Something was timed."""
-    return comms_logger.has_data()
-
-
-def get_comm_operation_count() -> int:
-    """Calls that were timed."""
-    return comms_logger.get_total_operations()
-
-
-def get_logged_comm_ops() -> list[str]:
-    """Names of the collectives that were timed."""
-    return comms_logger.get_operation_names()
-
-
-def reset_log() -> None:
-    """Forget what was timed."""
-    comms_logger.reset_data()
+# The same without the object, under DeepSpeed's other names.
+has_comm_data, reset_log = comms_logger.has_data, comms_logger.reset_data
+get_comm_operation_count, get_logged_comm_ops = comms_logger.get_total_operations, comms_logger.get_operation_names

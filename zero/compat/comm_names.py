@@ -157,8 +157,7 @@ def has_all_gather_into_tensor() -> bool:
     return True
 
 
-def has_reduce_scatter_tensor() -> bool:
-    return True
+has_reduce_scatter_tensor = has_all_gather_into_tensor
 
 
 def has_all_reduce_coalesced() -> bool:

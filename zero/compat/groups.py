@@ -24,24 +24,29 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
         missing_function("utils.groups.initialize", TENSORS)()
 
 
-def get_data_parallel_group() -> Any:
+# ---- all ranks, whatever the experts' group ----
+
+
+def get_data_parallel_group(group_name: str | None = None) -> Any:
     return dist.group.WORLD
 
 
-def get_data_parallel_rank() -> int:
+def get_data_parallel_rank(group_name: str | None = None) -> int:
     return world.rank()
 
 
-def get_data_parallel_world_size() -> int:
+def get_data_parallel_world_size(group_name: str | None = None) -> int:
     return world.world_size()
 
 
-def get_model_parallel_world_size() -> int:
-    """1: no sample is shared."""
+# ---- one rank: no sample is shared, and no expert dealt out ----
+
+
+def get_model_parallel_world_size(group_name: str | None = None) -> int:
     return 1
 
 
-def get_model_parallel_rank() -> int:
+def get_model_parallel_rank(group_name: str | None = None) -> int:
     return 0
 
 
@@ -49,30 +54,14 @@ def _get_data_parallel_group_ranks() -> list[int]:
     return list(range(world.world_size()))
 
 
-def _get_expert_parallel_world_size(group_name: str | None = None) -> int:
-    return 1
-
-
-def _get_expert_parallel_rank(group_name: str | None = None) -> int:
-    return 0
-
-
-def _get_expert_data_parallel_group(group_name: str | None = None) -> Any:
-    return dist.group.WORLD
-
-
-def _get_expert_data_parallel_world_size(group_name: str | None = None) -> int:
-    return world.world_size()
-
-
-def _get_expert_data_parallel_rank(group_name: str | None = None) -> int:
-    return world.rank()
-
-
 _clone_world_group = get_data_parallel_group
 _get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group
+_get_expert_data_parallel_group = get_data_parallel_group
 _get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank
+_get_expert_data_parallel_rank = get_data_parallel_rank
 _get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_data_parallel_world_size
+_get_expert_data_parallel_world_size = get_data_parallel_world_size
 _get_model_parallel_world_size = _get_sequence_parallel_world_size = get_model_parallel_world_size
 _get_expert_model_parallel_world_size = get_tensor_model_parallel_world_size = get_model_parallel_world_size
-get_tensor_model_parallel_rank = get_model_parallel_rank
+_get_expert_parallel_world_size = get_model_parallel_world_size
+get_tensor_model_parallel_rank = _get_expert_parallel_rank = get_model_parallel_rank

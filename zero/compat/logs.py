@@ -39,7 +39,7 @@ def warning_once(message: str) -> None:
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log on the ranks named; None or [-1]: on all. Before there are ranks, always."""
     if _speaks(ranks):
-        logger.log(level, "[Rank %d] %s", _rank(), message)
+        logger.log(level, "[Rank %d] %s", world.rank(), message)
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int =
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
     if _speaks(ranks):
-        print(f"[Rank {_rank()}] {message}")
+        print(f"[Rank {world.rank()}] {message}")
 
 
 def set_log_level_from_string(log_level_str: str) -> None:
@@ -78,12 +78,8 @@ def should_log_le(max_log_level_str: str) -> bool:
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
-def _rank() -> int:
-    return world.rank()
-
-
 def _speaks(wanted: Sequence[int] | None) -> bool:
-    return not world.is_distributed() or not wanted or wanted[0] == -1 or _rank() in wanted
+    return not world.is_distributed() or not wanted or wanted[0] == -1 or world.rank() in wanted
 
 
 logger.warning_once = warning_once  # type: ignore[attr-defined]
