@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.sizes import format_bytes
+from offload.system.cgroups import memory_groups
 
 UNLIMITED_BYTES = 1 << 60
 NEAR_LIMIT = 0.98
@@ -26,30 +27,9 @@ class MemoryState:
 
 def read_states(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[MemoryState]:
     """The memory cgroups of this process, innermost first, then the machine. What cannot be read is left out."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    found: list[MemoryState] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            mount, is_v2 = cgroups / "memory", False
-        elif controllers == "":
-            mount, is_v2 = cgroups, True
-        else:
-            continue
-        folder = mount / path.lstrip("/")
-        while folder != mount and not folder.is_dir():  # a container may see only its own part of the tree
-            folder = folder.parent
-        while True:
-            state = _read_v2(folder, mount) if is_v2 else _read_v1(folder, mount)
-            if state is not None:
-                found.append(state)
-            if folder == mount:
-                break
-            folder = folder.parent
-    return [*found, _machine(proc)]
+    groups = memory_groups(proc, cgroups)
+    states = [(_read_v2 if is_v2 else _read_v1)(folder, mount) for folder, mount, is_v2 in groups]
+    return [*(state for state in states if state is not None), _machine(proc)]
 
 
 def _read_v1(folder: Path, mount: Path) -> MemoryState | None:

@@ -11,6 +11,11 @@ import psutil
 import torch
 
 from offload.accelerator import free_memory_bytes, identity, is_accelerator
+from offload.system.cgroups import memory_groups
+
+# Of a control group: the file of its limit, and of its statistics what is not given back when need be.
+OF_V2 = ("memory.max", ("anon", "shmem"))
+OF_V1 = ("memory.limit_in_bytes", ("total_rss", "total_shmem"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +71,9 @@ def peak_rss_bytes() -> int:
 
 def cgroup_rest_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """The least that a memory cgroup of this process, or one around it, leaves (v2 or v1); None without a limit."""
-    rests: list[int] = []
-    for controller, mount, limit_name, keys in (
-        ("", cgroups, "memory.max", ("anon", "shmem")),
-        ("memory", cgroups / "memory", "memory.limit_in_bytes", ("total_rss", "total_shmem")),
-    ):
-        folder = _cgroup_folder(controller, mount, proc)
-        while folder is not None:
-            rest = _rest_bytes(folder, limit_name, keys)
-            rests += [] if rest is None else [rest]
-            folder = folder.parent if folder != mount else None
-    return min(rests, default=None)
+    groups = memory_groups(proc, cgroups)
+    rests = [_rest_bytes(folder, *(OF_V2 if is_v2 else OF_V1)) for folder, _, is_v2 in groups]
+    return min((rest for rest in rests if rest is not None), default=None)
 
 
 def _rest_bytes(folder: Path, limit_name: str, keys: tuple[str, ...]) -> int | None:
@@ -89,16 +86,3 @@ def _rest_bytes(folder: Path, limit_name: str, keys: tuple[str, ...]) -> int | N
         return max(int(text) - sum(int(stat.get(key, 0)) for key in keys), 0)
     except (OSError, ValueError):
         return None
-
-
-def _cgroup_folder(controller: str, mount: Path, proc: Path) -> Path | None:
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == controller or controller in controllers.split(","):
-            folder = mount / path.lstrip("/")
-            return folder if folder.is_dir() else mount
-    return None
