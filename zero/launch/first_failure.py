@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -52,9 +51,6 @@ class Failure:
         except ValueError:
             name = f"signal {-self.exitcode}"
         return f"killed by {name}"
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def from_torch(failures: Mapping[int, ProcessFailure], host: str) -> list[Failure]:

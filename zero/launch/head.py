@@ -1,23 +1,54 @@
-"""Where the command was given: starts a launcher's processes, stays until all have ended, and takes them along."""
+"""Where the command was given: makes flags a job, and starts it here or by a launcher, whose processes it takes along.
+
+It stays until all of them have ended.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 
+from offload.accelerator import device_count
 from offload.errors import ConfigError
 from offload.system.process import die_with_parent
-from zero.launch.commands import Command
+from zero.launch.arguments import check
+from zero.launch.commands import Command, Transport, build_commands
+from zero.launch.exported_variables import for_other_nodes
+from zero.launch.job import is_remote, plan_job
+from zero.launch.node import run_node
 
 LOOK_SECONDS = 0.1
 GRACE_SECONDS = 20.0  # After a node has failed, what the others have to tell each other and end by themselves.
 END_SECONDS = 45.0  # After they were told to end: more than torchrun gives ranks that were asked from outside.
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Run the program on all ranks of the job, or of this node with --no_ssh.
+
+    Returns the exit status: 0, or that of the first rank that failed. Raises ConfigError: a flag or file that cannot
+    be; says where, what was expected and what to do. `options`: from `zero.launch.arguments.add_arguments`.
+    """
+    check(options)
+    job = plan_job(options, device_count())
+    if not is_remote(options, job):
+        return run_node(job, options.node_rank or 0)
+    try:
+        more = tuple(shlex.split(options.launcher_args))
+    except ValueError as error:
+        raise ConfigError(f"--launcher_args {options.launcher_args}: expected words of a shell: {error}") from error
+    transport = Transport(options.launcher, more, options.ssh_port, options.comment, options.account)
+    variables = for_other_nodes(os.environ, Path.cwd(), Path.home())
+    commands = build_commands(job, transport, variables, str(Path.cwd()), as_root=os.geteuid() == 0)
+    return run_commands(commands)
 
 
 def run_commands(commands: Sequence[Command]) -> int:

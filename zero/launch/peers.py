@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 
 from torch.distributed import DistError, DistNetworkError, TCPStore  # type: ignore[attr-defined]
@@ -87,7 +88,7 @@ class Peers:
         count = len(self._job.nodes)
         try:
             if own is not None:
-                self._store.set(f"{FAILED}/{self._node_rank}", json.dumps({"first": own.as_dict(), "more": more}))
+                self._store.set(f"{FAILED}/{self._node_rank}", json.dumps({"first": asdict(own), "more": more}))
                 self._store.set(FAILED, "1")
             self._store.add(DONE, 1)
             self._wait_for(DONE, count)
