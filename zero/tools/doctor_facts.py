@@ -51,25 +51,21 @@ class Fact:
     note: str = ""  # What it costs and what to do, if it is not OK.
 
 
-Answer = tuple[str, str, str]  # Value, verdict, note.
-
-
-def good(value: str) -> Answer:
-    return value, OK, ""
+Answer = str | tuple[str, str, str]  # Value, verdict, note; the value alone: it is OK.
 
 
 def _unless(trouble: str, value: str, note: str, well: str) -> Answer:
     """What is slower where there is trouble, and why; else that all is well."""
-    return (value, SLOWER, f"{trouble}{note}") if trouble else good(well)
+    return (value, SLOWER, f"{trouble}{note}") if trouble else well
 
 
 def ask(section: str, name: str, question: Callable[[], Answer]) -> Fact:
     """The answer as a fact; whatever the question raises is one too."""
     try:
-        value, verdict, note = question()
+        answer = question()
     except Exception as error:
         return _untold(section, name, error)
-    return Fact(section, name, value, verdict, note)
+    return Fact(section, name, answer) if isinstance(answer, str) else Fact(section, name, *answer)
 
 
 def _untold(section: str, name: str, error: Exception) -> Fact:
@@ -99,11 +95,11 @@ Questions = Iterator[tuple[str, Callable[[], Answer]]]
 
 
 def software() -> Questions:
-    yield "zero-infinity", lambda: good(f"{zero.__version__} in {Path(zero.__file__).parent}")
+    yield "zero-infinity", lambda: f"{zero.__version__} in {Path(zero.__file__).parent}"
     yield "the name zero", _name
-    yield "system", lambda: good(f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
+    yield "system", lambda: f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     for name in LIBRARIES:
-        yield name, lambda name=name: good(importlib.metadata.version(name))  # type: ignore[misc]
+        yield name, lambda name=name: importlib.metadata.version(name)  # type: ignore[misc]
     yield "also installed", _optional
 
 
@@ -111,7 +107,7 @@ def _name() -> Answer:
     others = ", ".join(zero_name.claims())
     if others:
         return f"also of {others}", MISSING, f"its files may replace ours, or be removed with ours: {zero_name.MEND}"
-    return good("ours alone")
+    return "ours alone"
 
 
 def _optional() -> Answer:
@@ -121,25 +117,25 @@ def _optional() -> Answer:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return good(", ".join(found) or "none of " + ", ".join(OPTIONAL))
+    return ", ".join(found) or "none of " + ", ".join(OPTIONAL)
 
 
 def cpu() -> Questions:
-    yield "processor", lambda: good(_cpuinfo("model name") or platform.processor() or platform.machine())
+    yield "processor", lambda: _cpuinfo("model name") or platform.processor() or platform.machine()
     yield "cores", _cores
-    yield (
-        "features",
-        lambda: good(
-            ", ".join(f for f in FEATURES if f in (_cpuinfo("flags") or _cpuinfo("Features")).split()) or "none of note"
-        ),
-    )
+    yield "features", _features
     yield "kernels", _kernels
     yield "bf16 matmuls", _bf16_matmuls
 
 
 def _cores() -> Answer:
     usable = len(os.sched_getaffinity(0))
-    return good(f"{physical_cores()} usable ({usable} threads of {os.cpu_count()})")
+    return f"{physical_cores()} usable ({usable} threads of {os.cpu_count()})"
+
+
+def _features() -> Answer:
+    known = (_cpuinfo("flags") or _cpuinfo("Features")).split()
+    return ", ".join(name for name in FEATURES if name in known) or "none of note"
 
 
 def _cpuinfo(key: str) -> str:
@@ -158,11 +154,12 @@ def _kernels() -> Answer:
 def _bf16_matmuls() -> Answer:
     slowdown = bf16_slowdown(torch.device("cpu"))
     if slowdown <= CLEARLY_SLOWER:
-        return good(f"{slowdown:.1f} times as long as in fp32")
-    note = "a model that computes on this CPU trains faster in fp32: leave bf16 and fp16 out of its configuration"
+        return f"{slowdown:.1f} times as long as in fp32"
+    text = f"about {slowdown:.0f} times as long as in fp32"
     if seen_kind() is not None:  # then models compute there, and this says what ZERO_DEVICE=cpu would cost
-        return good(f"about {slowdown:.0f} times as long as in fp32")
-    return f"about {slowdown:.0f} times as long as in fp32", SLOWER, note
+        return text
+    note = "a model that computes on this CPU trains faster in fp32: leave bf16 and fp16 out of its configuration"
+    return text, SLOWER, note
 
 
 def memory() -> Questions:
@@ -170,16 +167,16 @@ def memory() -> Questions:
     for state in read_states()[:-1]:
         if state.limit_bytes is not None:
             text = f"limit {format_bytes(state.limit_bytes)}, {state.kills} kills so far"
-            yield state.name, lambda text=text: good(text)  # type: ignore[misc]
+            yield state.name, lambda text=text: text  # type: ignore[misc]
     yield "huge pages", _huge_pages
     yield "lockable memory", _lockable
-    yield "open files", lambda: good(f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} at most (RLIMIT_NOFILE)")
+    yield "open files", lambda: f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} at most (RLIMIT_NOFILE)"
     yield "shared memory", _shared
 
 
 def _host_memory() -> Answer:
     found = psutil.virtual_memory()
-    return good(f"{format_bytes(found.total)}, {format_bytes(found.available)} available")
+    return f"{format_bytes(found.total)}, {format_bytes(found.available)} available"
 
 
 def _huge_pages() -> Answer:
@@ -187,15 +184,15 @@ def _huge_pages() -> Answer:
     if "[never]" in text:
         note = f"transparent huge pages are off; disks are about half as fast: echo madvise > {HUGE_PAGES}"
         return text, SLOWER, note
-    return good(text)
+    return text
 
 
 def _lockable() -> Answer:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return good("unlimited (RLIMIT_MEMLOCK)")
+        return "unlimited (RLIMIT_MEMLOCK)"
     # Only registering buffers asks this limit, and the fact about buffers says whether that worked.
-    return good(f"{format_bytes(soft)} (RLIMIT_MEMLOCK)")
+    return f"{format_bytes(soft)} (RLIMIT_MEMLOCK)"
 
 
 def _shared() -> Answer:
@@ -223,7 +220,7 @@ def _io_choice() -> Answer:
         return reason, SLOWER, "one system call and one thread for each request: more CPU time for a byte"
     if "not registered" in reason:
         return reason, SLOWER, "the kernel pins buffers anew for each request: more CPU time for a byte"
-    return good(reason)
+    return reason
 
 
 def disks(paths: Sequence[Path], probe: bool) -> Questions:
@@ -250,7 +247,7 @@ def _disk(path: Path) -> Answer:
         return text, SLOWER, "this is host memory, not a disk: offload to cpu instead, or take a folder on NVMe"
     if free < FREE_LITTLE_BYTES:
         return text, SLOWER, "little room: weights and states on NVMe take 12 bytes a parameter (bf16, Adam)"
-    return good(text)
+    return text
 
 
 def _direct(path: Path) -> Answer:
@@ -261,23 +258,23 @@ def _direct(path: Path) -> Answer:
 def _speed(path: Path, probe: bool) -> Answer:
     known = tuning.probe(path) if probe else tuning.cached(path)
     if known is None:
-        return good("not measured: --probe, or zero tune, which keeps the result")
+        return "not measured: --probe, or zero tune, which keeps the result"
     rates = (known.read_bytes_per_second, known.write_bytes_per_second, known.mixed_bytes_per_second)
     words = ", ".join(f"{name} {format_bytes(round(rate))}/s" for name, rate in zip(_RATES, rates, strict=True))
-    return good(f"{words} ({'measured now' if probe else known.measured_at})")
+    return f"{words} ({'measured now' if probe else known.measured_at})"
 
 
 _RATES = ("read", "write", "mixed")
 
 
 def gpus() -> Questions:
-    yield "torch's CUDA", lambda: good(torch.version.cuda or "none: a CPU build of torch")
+    yield "torch's CUDA", lambda: torch.version.cuda or "none: a CPU build of torch"
     visible = os.environ.get(visible_variable())
     if visible is not None:
-        yield visible_variable(), lambda: good(repr(visible))
+        yield visible_variable(), lambda: repr(visible)
     kind = seen_kind()
     if kind is None:
-        yield "GPUs", lambda: good("none visible: the device tier is host memory")
+        yield "GPUs", lambda: "none visible: the device tier is host memory"
         return
     module = torch.get_device_module(kind.name)
     for index in range(module.device_count()):
@@ -288,7 +285,7 @@ def gpus() -> Questions:
 
 def _gpu(module: Any, index: int) -> Answer:
     free, total = module.mem_get_info(index)
-    return good(f"{module.get_device_name(index)}, {format_bytes(total)}, {format_bytes(free)} free")
+    return f"{module.get_device_name(index)}, {format_bytes(total)}, {format_bytes(free)} free"
 
 
 def _cuda_kernels() -> Answer:
@@ -304,13 +301,13 @@ def _pinned() -> Answer:
 def several_ranks() -> Questions:
     yield "collectives", _collectives
     yield "this host's name", _host_name
-    yield "interfaces", lambda: good(", ".join(name for _, name in socket.if_nameindex()))
-    yield (
-        "launchers",
-        lambda: good(
-            ", ".join(("torchrun", *(name for name in LAUNCHERS if shutil.which(name)))) + " (zero run --launcher)"
-        ),
-    )
+    yield "interfaces", lambda: ", ".join(name for _, name in socket.if_nameindex())
+    yield "launchers", _launchers
+
+
+def _launchers() -> Answer:
+    found = [name for name in LAUNCHERS if shutil.which(name)]
+    return f"{', '.join(['torchrun', *found])} (zero run --launcher)"
 
 
 def _collectives() -> Answer:
@@ -321,7 +318,7 @@ def _collectives() -> Answer:
     kind = seen_kind()
     if kind is not None and not kind.collects():
         return text, SLOWER, f"no {kind.collectives.upper()}: GPUs exchange through host memory"
-    return good(text)
+    return text
 
 
 def _host_name() -> Answer:
@@ -329,7 +326,7 @@ def _host_name() -> Answer:
     address = socket.gethostbyname(name)
     text = f"{name} is {address}"
     if not address.startswith("127."):
-        return good(text)
+        return text
     text += ", which other nodes cannot reach"
     if _spans_nodes() and "GLOO_SOCKET_IFNAME" not in os.environ:
         note = (
@@ -337,7 +334,7 @@ def _host_name() -> Answer:
             "interface between them"
         )
         return text, SLOWER, note
-    return good(text)
+    return text
 
 
 def _spans_nodes() -> bool:
