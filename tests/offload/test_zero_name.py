@@ -11,7 +11,7 @@ import pytest
 
 from offload import zero_name
 from zero.compat.deepspeed import ALIAS
-from zero.tools import doctor_facts
+from zero.tools import doctor_command
 
 ROOT = Path(zero_name.__file__).resolve().parents[1]
 COMMAND = ("-c", "import sys; from offload.zero_name import main; sys.exit(main())", "--version")
@@ -70,10 +70,10 @@ def test_files_that_were_installed_over_ours_are_noticed(tmp_path: Path, foreign
 
 def test_the_doctor_names_another_distribution_beside_ours(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert zero_name.trouble() == ""
-    there = {fact.name: fact for fact in doctor_facts.collect([])}["the name zero"]
+    there = {fact.name: fact for fact in doctor_command.collect([])}["the name zero"]
     if not zero_name.claims():
-        assert (there.value, there.verdict) == ("ours alone", doctor_facts.OK)
+        assert (there.value, there.verdict) == ("ours alone", doctor_command.OK)
     monkeypatch.setattr(sys, "path", [*sys.path, str(foreign)])
-    fact = {fact.name: fact for fact in doctor_facts.collect([])}["the name zero"]
-    assert "zero 3.1" in fact.value and fact.verdict == doctor_facts.MISSING and "pip uninstall zero" in fact.note
+    fact = {fact.name: fact for fact in doctor_command.collect([])}["the name zero"]
+    assert "zero 3.1" in fact.value and fact.verdict == doctor_command.MISSING and "pip uninstall zero" in fact.note
     assert zero_name.trouble() == ""

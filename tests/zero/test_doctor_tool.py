@@ -16,9 +16,9 @@ from pretended import pretend_accelerator
 from offload import health
 from offload.disk import tuning
 from offload.kernels import kernels
-from zero.tools import doctor_facts
+from zero.tools import doctor_command
 from zero.tools.cli import main
-from zero.tools.doctor_facts import MISSING, OK, SECTIONS, SLOWER, UNKNOWN, Fact, collect
+from zero.tools.doctor_command import MISSING, OK, SECTIONS, SLOWER, UNKNOWN, Fact, collect
 
 
 def facts(*paths: Path, probe: bool = False) -> dict[str, Fact]:
@@ -71,8 +71,8 @@ def test_without_the_library_the_fallbacks_are_named_with_their_cost(
 
 @pytest.mark.parametrize(("slowdown", "verdict"), [(12.0, SLOWER), (0.6, OK)])
 def test_slow_bf16_matmuls_are_told(slowdown: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_facts, "bf16_slowdown", lambda device: slowdown)
-    monkeypatch.setattr(doctor_facts, "seen_kind", lambda: None)
+    monkeypatch.setattr(doctor_command, "bf16_slowdown", lambda device: slowdown)
+    monkeypatch.setattr(doctor_command, "seen_kind", lambda: None)
     fact = facts()["bf16 matmuls"]
     assert fact.verdict == verdict and ("fp32" in fact.note) is (verdict == SLOWER)
 
@@ -88,7 +88,7 @@ def test_huge_pages(
     name: str, said: str, verdict: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "enabled").write_text(said + "\n")
-    monkeypatch.setattr(doctor_facts, "HUGE_PAGES", tmp_path / "enabled")
+    monkeypatch.setattr(doctor_command, "HUGE_PAGES", tmp_path / "enabled")
     fact = facts()[name]
     assert fact.verdict == verdict and told in fact.note and fact.value == said
 
@@ -107,7 +107,7 @@ def test_disks_that_cannot_serve_are_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert told[str(none)].verdict == MISSING and "create" in told[str(none)].note
     if Path("/dev/shm").is_dir():
         assert "host memory, not a disk" in told["/dev/shm"].note
-    monkeypatch.setattr(doctor_facts, "free_bytes", lambda path: 10**9)
+    monkeypatch.setattr(doctor_command, "free_bytes", lambda path: 10**9)
     assert "12 bytes a parameter" in facts(tmp_path)[str(tmp_path)].note
 
 
@@ -135,7 +135,7 @@ def test_a_name_that_other_nodes_cannot_reach_is_told_where_there_are_some(
     address: str, nodes: str, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
-    monkeypatch.setattr(doctor_facts, "DEFAULT_HOSTFILE", "/no/hostfile")
+    monkeypatch.setattr(doctor_command, "DEFAULT_HOSTFILE", "/no/hostfile")
     monkeypatch.setenv("SLURM_NNODES", nodes)
     for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
@@ -154,8 +154,8 @@ def failing(*_: Any, **__: Any) -> Any:
     [
         *((health, name) for name in ("cpu_library_trouble", "io_backends", "io_choice", "shared_memory_trouble")),
         *((psutil, "virtual_memory"), (socket, "if_nameindex"), (socket, "gethostname"), (os, "sched_getaffinity")),
-        *((doctor_facts, "read_states"), (doctor_facts, "identify"), (doctor_facts, "free_bytes")),
-        *((doctor_facts, "seen_kind"), (doctor_facts.dist, "is_gloo_available"), (health, "direct_io_trouble")),
+        *((doctor_command, "read_states"), (doctor_command, "identify"), (doctor_command, "free_bytes")),
+        *((doctor_command, "seen_kind"), (doctor_command.dist, "is_gloo_available"), (health, "direct_io_trouble")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

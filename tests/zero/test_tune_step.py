@@ -12,7 +12,7 @@ import pytest
 import zero
 from offload.disk import tuning
 from offload.disk.device import identify
-from zero.tools import cli, tune_step, tune_trial
+from zero.tools import cli, tune_step
 from zero.tools.plan_command import build_model
 from zero.tools.tune_search import Candidate, Trial, search
 
@@ -79,7 +79,7 @@ def test_what_is_written_keeps_the_base_and_trains(
         config = {**candidate.content, "train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": 1}
         tried.append(config)
         task = {"config": config, "model": str(folder / "model"), "model_args": "{}", "sequence": 16}
-        return Trial(micro_batch, **tune_trial.measure({**task, "steps": 1, "recompute": True}))
+        return Trial(micro_batch, **tune_step.measure({**task, "steps": 1, "recompute": True}))
 
     monkeypatch.setattr(tune_step._Runner, "__call__", run)
     monkeypatch.setattr(tune_step, "PLACES", (("nvme", "nvme"),))

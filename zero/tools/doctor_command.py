@@ -9,12 +9,46 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
+import os
+import platform
+import resource
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from zero.tools.doctor_facts import OK, SECTIONS, UNKNOWN, Fact, collect
+import psutil
+import torch
+import torch.distributed as dist
 
+import zero
+from offload import health, zero_name
+from offload.accelerator import seen_kind, visible_variable
+from offload.disk import tuning
+from offload.disk.device import identify
+from offload.disk.swapfile import free_bytes
+from offload.kernels import kernels
+from offload.kernels.matmul_speed import CLEARLY_SLOWER, bf16_slowdown
+from offload.kernels.threads import physical_cores
+from offload.sizes import format_bytes
+from zero.launch.arguments import DEFAULT_HOSTFILE
+from zero.launch.job import LOCAL_NAMES, LOOPBACK
+from zero.launch.memory import read_states
+
+OK, SLOWER, MISSING, UNKNOWN = "ok", "slower", "missing", "unknown"
 MARKS = {OK: "", UNKNOWN: "?"}
+SECTIONS = ("software", "cpu", "memory", "file I/O", "disks", "GPUs", "several ranks")
+LIBRARIES = ("torch", "numpy", "cffi", "aiofiles", "pydantic", "safetensors", "psutil")
+OPTIONAL = ("transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "matplotlib")
+FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "asimd", "sve")
+LAUNCHERS = ("ssh", "pdsh", "srun", "mpirun")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+IN_MEMORY = ("tmpfs", "ramfs")
+FREE_LITTLE_BYTES = 20 * 10**9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +70,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class Fact:
+    section: str
+    name: str
+    value: str
+    verdict: str = OK
+    note: str = ""  # What it costs and what to do, if it is not OK.
+
+
 def render(facts: list[Fact]) -> str:
     """The facts as a table, and once more what is not as it could be."""
     width = max((len(fact.name) for fact in facts), default=0) + 2
@@ -50,3 +93,295 @@ def render(facts: list[Fact]) -> str:
     lines.append("what to do" if worse else "nothing to do: no fallback is in use")
     lines += [f" - {fact.name}: {fact.note}" for fact in worse]
     return "\n".join(lines)
+
+
+Answer = str | tuple[str, str, str]  # Value, verdict, note; the value alone: it is OK.
+
+
+def _unless(trouble: str, value: str, note: str, well: str) -> Answer:
+    """What is slower where there is trouble, and why; else that all is well."""
+    return (value, SLOWER, f"{trouble}{note}") if trouble else well
+
+
+def ask(section: str, name: str, question: Callable[[], Answer]) -> Fact:
+    """The answer as a fact; whatever the question raises is one too."""
+    try:
+        answer = question()
+    except Exception as error:
+        return _untold(section, name, error)
+    return Fact(section, name, answer) if isinstance(answer, str) else Fact(section, name, *answer)
+
+
+def _untold(section: str, name: str, error: Exception) -> Fact:
+    text = " ".join(str(error).split())
+    return Fact(section, name, f"cannot be told ({type(error).__name__}: {text})", UNKNOWN)
+
+
+def collect(paths: Sequence[Path], *, probe: bool = False) -> Iterator[Fact]:
+    """All facts, section by section. `paths`: folders that swap files could be in; `probe`: measure their disks."""
+    for section, questions in (
+        ("software", software()),
+        ("cpu", cpu()),
+        ("memory", memory()),
+        ("file I/O", file_io()),
+        ("disks", disks(paths, probe)),
+        ("GPUs", gpus()),
+        ("several ranks", several_ranks()),
+    ):
+        try:
+            for name, question in questions:
+                yield ask(section, name, question)
+        except Exception as error:  # what else to ask depends on an answer
+            yield _untold(section, "the rest", error)
+
+
+Questions = Iterator[tuple[str, Callable[[], Answer]]]
+
+
+def software() -> Questions:
+    yield "zero-infinity", lambda: f"{zero.__version__} in {Path(zero.__file__).parent}"
+    yield "the name zero", _name
+    yield "system", lambda: f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+    for name in LIBRARIES:
+        yield name, lambda name=name: importlib.metadata.version(name)  # type: ignore[misc]
+    yield "also installed", _optional
+
+
+def _name() -> Answer:
+    others = ", ".join(zero_name.claims())
+    if others:
+        return f"also of {others}", MISSING, f"its files may replace ours, or be removed with ours: {zero_name.MEND}"
+    return "ours alone"
+
+
+def _optional() -> Answer:
+    found = []
+    for name in OPTIONAL:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found) or "none of " + ", ".join(OPTIONAL)
+
+
+def cpu() -> Questions:
+    yield "processor", lambda: _cpuinfo("model name") or platform.processor() or platform.machine()
+    yield "cores", _cores
+    yield "features", _features
+    yield "kernels", _kernels
+    yield "bf16 matmuls", _bf16_matmuls
+
+
+def _cores() -> Answer:
+    usable = len(os.sched_getaffinity(0))
+    return f"{physical_cores()} usable ({usable} threads of {os.cpu_count()})"
+
+
+def _features() -> Answer:
+    known = (_cpuinfo("flags") or _cpuinfo("Features")).split()
+    return ", ".join(name for name in FEATURES if name in known) or "none of note"
+
+
+def _cpuinfo(key: str) -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return ""
+
+
+def _kernels() -> Answer:
+    note = ". Results are the same; an optimizer update takes about twenty times as long"
+    return _unless(health.cpu_library_trouble(), "torch operations", note, f"native, {kernels.isa()}")
+
+
+def _bf16_matmuls() -> Answer:
+    slowdown = bf16_slowdown(torch.device("cpu"))
+    if slowdown <= CLEARLY_SLOWER:
+        return f"{slowdown:.1f} times as long as in fp32"
+    text = f"about {slowdown:.0f} times as long as in fp32"
+    if seen_kind() is not None:  # then models compute there, and this says what ZERO_DEVICE=cpu would cost
+        return text
+    note = "a model that computes on this CPU trains faster in fp32: leave bf16 and fp16 out of its configuration"
+    return text, SLOWER, note
+
+
+def memory() -> Questions:
+    yield "host memory", _host_memory
+    for state in read_states()[:-1]:
+        if state.limit_bytes is not None:
+            text = f"limit {format_bytes(state.limit_bytes)}, {state.kills} kills so far"
+            yield state.name, lambda text=text: text  # type: ignore[misc]
+    yield "huge pages", _huge_pages
+    yield "lockable memory", _lockable
+    yield "open files", lambda: f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} at most (RLIMIT_NOFILE)"
+    yield "shared memory", _shared
+
+
+def _host_memory() -> Answer:
+    found = psutil.virtual_memory()
+    return f"{format_bytes(found.total)}, {format_bytes(found.available)} available"
+
+
+def _huge_pages() -> Answer:
+    text = HUGE_PAGES.read_text(encoding="ascii").strip()
+    if "[never]" in text:
+        note = f"transparent huge pages are off; disks are about half as fast: echo madvise > {HUGE_PAGES}"
+        return text, SLOWER, note
+    return text
+
+
+def _lockable() -> Answer:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return "unlimited (RLIMIT_MEMLOCK)"
+    # Only registering buffers asks this limit, and the fact about buffers says whether that worked.
+    return f"{format_bytes(soft)} (RLIMIT_MEMLOCK)"
+
+
+def _shared() -> Answer:
+    note = ". Ranks of one node cannot share host memory and copy to each other"
+    return _unless(health.shared_memory_trouble(), "none", note, "memfd works: ranks of one node can share host memory")
+
+
+def file_io() -> Questions:
+    yield "backends", _backends
+    yield "in use", _io_choice
+
+
+def _backends() -> Answer:
+    found = health.io_backends()
+    listed = ", ".join(name if not trouble else f"{name} not" for name, trouble in found.items())
+    bad = [f"{name}: {trouble}" for name, trouble in found.items() if trouble]
+    return listed, (SLOWER if bad else OK), "; ".join(bad)
+
+
+def _io_choice() -> Answer:
+    backend, reason = health.io_choice()
+    if backend == "aiofiles":
+        return reason, SLOWER, "Python threads move every request: fast disks are not kept busy; build the C library"
+    if backend == "threads":
+        return reason, SLOWER, "one system call and one thread for each request: more CPU time for a byte"
+    if "not registered" in reason:
+        return reason, SLOWER, "the kernel pins buffers anew for each request: more CPU time for a byte"
+    return reason
+
+
+def disks(paths: Sequence[Path], probe: bool) -> Questions:
+    for path in paths:
+        yield str(path), lambda path=path: _disk(path)  # type: ignore[misc]
+        if _usable(path):
+            yield f"{path}: O_DIRECT", lambda path=path: _direct(path)  # type: ignore[misc]
+            yield f"{path}: speed", lambda path=path: _speed(path, probe)  # type: ignore[misc]
+
+
+def _usable(path: Path) -> bool:
+    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+
+
+def _disk(path: Path) -> Answer:
+    if not path.is_dir():
+        return "no such folder", MISSING, f"create {path} on the disk that swap files are to use"
+    if not _usable(path):
+        return "not writable", MISSING, f"swap files need to be made in {path}: change its owner or mode"
+    free = free_bytes(path)
+    device = identify(path)
+    text = f"{device}, {format_bytes(free)} free"
+    if device.file_system in IN_MEMORY:
+        return text, SLOWER, "this is host memory, not a disk: offload to cpu instead, or take a folder on NVMe"
+    if free < FREE_LITTLE_BYTES:
+        return text, SLOWER, "little room: weights and states on NVMe take 12 bytes a parameter (bf16, Adam)"
+    return text
+
+
+def _direct(path: Path) -> Answer:
+    note = "; the page cache sits between: it takes host memory and a copy of every byte"
+    return _unless(health.direct_io_trouble(path), "no", note, "yes")
+
+
+def _speed(path: Path, probe: bool) -> Answer:
+    known = tuning.probe(path) if probe else tuning.cached(path)
+    if known is None:
+        return "not measured: --probe, or zero tune, which keeps the result"
+    rates = (known.read_bytes_per_second, known.write_bytes_per_second, known.mixed_bytes_per_second)
+    words = ", ".join(f"{name} {format_bytes(round(rate))}/s" for name, rate in zip(_RATES, rates, strict=True))
+    return f"{words} ({'measured now' if probe else known.measured_at})"
+
+
+_RATES = ("read", "write", "mixed")
+
+
+def gpus() -> Questions:
+    yield "torch's CUDA", lambda: torch.version.cuda or "none: a CPU build of torch"
+    visible = os.environ.get(visible_variable())
+    if visible is not None:
+        yield visible_variable(), lambda: repr(visible)
+    kind = seen_kind()
+    if kind is None:
+        yield "GPUs", lambda: "none visible: the device tier is host memory"
+        return
+    module = torch.get_device_module(kind.name)
+    for index in range(module.device_count()):
+        yield f"GPU {index}", lambda index=index: _gpu(module, index)  # type: ignore[misc]
+    yield "CUDA kernels", _cuda_kernels
+    yield "pinned memory", _pinned
+
+
+def _gpu(module: Any, index: int) -> Answer:
+    free, total = module.mem_get_info(index)
+    return f"{module.get_device_name(index)}, {format_bytes(total)}, {format_bytes(free)} free"
+
+
+def _cuda_kernels() -> Answer:
+    note = ". Updates on the GPU and block sums run as several torch kernels"
+    return _unless(health.cuda_library_trouble(), "torch operations", note, "native")
+
+
+def _pinned() -> Answer:
+    note = "; copies to and from the GPU are slower and stop its stream"
+    return _unless(health.pinning_trouble(), "no", note, "works")
+
+
+def several_ranks() -> Questions:
+    yield "collectives", _collectives
+    yield "this host's name", _host_name
+    yield "interfaces", lambda: ", ".join(name for _, name in socket.if_nameindex())
+    yield "launchers", _launchers
+
+
+def _launchers() -> Answer:
+    found = [name for name in LAUNCHERS if shutil.which(name)]
+    return f"{', '.join(['torchrun', *found])} (zero run --launcher)"
+
+
+def _collectives() -> Answer:
+    if not dist.is_available():
+        return "none", MISSING, "this torch has no torch.distributed: only one rank can run"
+    has = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    text = ", ".join(name for name, is_there in has.items() if is_there)
+    kind = seen_kind()
+    if kind is not None and not kind.collects():
+        return text, SLOWER, f"no {kind.collectives.upper()}: GPUs exchange through host memory"
+    return text
+
+
+def _host_name() -> Answer:
+    name = socket.gethostname()
+    address = socket.gethostbyname(name)
+    text = f"{name} is {address}"
+    if not address.startswith("127."):
+        return text
+    text += ", which other nodes cannot reach"
+    if _spans_nodes() and "GLOO_SOCKET_IFNAME" not in os.environ:
+        note = (
+            "gloo would tell this address to the other nodes: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the "
+            "interface between them"
+        )
+        return text, SLOWER, note
+    return text
+
+
+def _spans_nodes() -> bool:
+    """Whether there are signs that jobs here run on several nodes: a machine on its own needs no name for others."""
+    several = os.environ.get("SLURM_NNODES", "1") != "1"
+    return several or Path(DEFAULT_HOSTFILE).exists() or os.environ.get("MASTER_ADDR", LOOPBACK) not in LOCAL_NAMES

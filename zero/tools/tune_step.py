@@ -2,25 +2,34 @@
 
 Plans decide what fits and foretell the order of the tiers. The best two of them run a few steps each. Then the
 micro-batch doubles for as long as samples a second grow and memory suffices.
+
+Run as a module it is one such run: `python -m zero.tools.tune_step` reads a JSON object from the standard input
+(`config`, `model` and `model_args` as `zero plan` takes them, `sequence`, `steps`, `recompute`), and prints what a step
+takes as JSON. The model is one of transformers': its forward takes `input_ids` and `labels`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import zero
+from offload.accelerator import is_accelerator, module_of
 from offload.disk import tuning
 from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_bytes
 from zero.config.given import read_json
-from zero.tools.plan_command import Planning, Rates, build_on_meta, measure_update_rate
+from zero.plan.machine import peak_rss_bytes
+from zero.tools.plan_command import Planning, Rates, build_model, build_on_meta, measure_update_rate
 from zero.tools.tune_search import (
     MICRO_BATCH,
     PLACES,
@@ -31,8 +40,9 @@ from zero.tools.tune_search import (
     with_batch,
     with_tiers,
 )
-from zero.tools.tune_trial import WARM_STEPS
 
+WARM_STEPS = 2
+"""The first teaches the engine the order, in the second everything is laid out."""
 DEFAULTS: Mapping[str, Any] = {
     "bf16": {"enabled": True},
     "gradient_clipping": 1.0,
@@ -133,7 +143,7 @@ class _Runner:
             "steps": options.steps,
             "recompute": not options.no_recompute,
         }
-        command = [sys.executable, "-m", "zero.tools.tune_trial"]
+        command = [sys.executable, "-m", "zero.tools.tune_step"]
         try:
             done = subprocess.run(
                 command, input=json.dumps(task), capture_output=True, text=True, timeout=TRIAL_SECONDS_MAX, check=False
@@ -152,3 +162,35 @@ def _read(done: subprocess.CompletedProcess[str], micro_batch: int) -> Trial:
     if done.returncode < 0:
         return Trial(micro_batch, failure=f"killed by signal {-done.returncode}")
     return Trial(micro_batch, failure=(done.stderr.strip().splitlines() or ["failed"])[-1])
+
+
+def measure(task: dict[str, Any]) -> dict[str, float]:
+    """Median seconds of a step, and the most memory that the device or this process held."""
+    config = task["config"]
+    with zero.Init(config_dict_or_path=config):
+        model: Any = build_model(task["model"], task["model_args"])
+    vocabulary = model.config.get_text_config().vocab_size
+    if task["recompute"]:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    engine: Any = zero.initialize(model=model, config=config)[0]
+    batch = config["train_micro_batch_size_per_gpu"]
+    seconds = []
+    try:
+        for step in range(WARM_STEPS + task["steps"]):
+            generator = torch.Generator().manual_seed(step)
+            ids = torch.randint(0, vocabulary, (batch, task["sequence"]), generator=generator).to(engine.device)
+            began = time.perf_counter()
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+            engine.synchronize()
+            seconds.append(time.perf_counter() - began)
+        on_device = is_accelerator(engine.device)
+        peak = module_of(engine.device).max_memory_allocated() if on_device else peak_rss_bytes()
+    finally:
+        engine.close()
+    return {"seconds": statistics.median(seconds[WARM_STEPS:]), "peak_bytes": peak}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.load(sys.stdin))))
