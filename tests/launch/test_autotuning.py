@@ -258,7 +258,7 @@ def test_the_configuration_is_found(job: Write, words: list[str], index: int, pr
     Path("other.json").write_text("{}")
     found = find_config(words)
     assert (found.index, found.prefix) == (index, prefix)
-    assert find_config(found.replaced(words, Path("other.json"))) == autotuning.Given(index, prefix, Path("other.json"))
+    assert find_config(found.replaced(words, "other.json")) == autotuning.Given(index, prefix, "other.json")
 
 
 @pytest.mark.parametrize("words", [[], ["--deepspeed", "--lr"], ["ds.json", "other.json"]])

@@ -40,14 +40,14 @@ BEST = "ds_config_optimal.json"
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The script's argument that names the configuration."""
+    """One of the script's arguments: the word that has its value."""
 
     index: int
     prefix: str  # "--flag=" where the two are one word.
-    path: Path
+    value: str
 
-    def replaced(self, words: Sequence[str], path: Path) -> list[str]:
-        return [*words[: self.index], f"{self.prefix}{path}", *words[self.index + 1 :]]
+    def replaced(self, words: Sequence[str], value: object) -> list[str]:
+        return [*words[: self.index], f"{self.prefix}{value}", *words[self.index + 1 :]]
 
 
 def tune(options: argparse.Namespace) -> list[str]:
@@ -55,7 +55,7 @@ def tune(options: argparse.Namespace) -> list[str]:
     if options.no_ssh:
         raise ConfigError("--autotuning: expected one command for all ranks, got --no_ssh; leave one of them out")
     given = find_config(options.script_args)
-    base = dict(read_json(str(given.path)))
+    base = dict(read_json(given.value))
     block = load_config({"autotuning": base.pop("autotuning", {})}).autotuning or Autotuning()
     runs = Runs(options, block, given)
     best = Path(block.results_dir) / BEST
@@ -87,14 +87,14 @@ def find_config(words: Sequence[str]) -> Given:
         flag, equals, value = word.partition("=")
         is_flag = flag.startswith("--") and flag[2:].replace("-", "_") in FLAGS
         if is_flag and equals:
-            named.append(Given(index, f"{flag}=", Path(value)))
+            named.append(Given(index, f"{flag}=", value))
         elif is_flag and index + 1 < len(words) and Path(words[index + 1]).is_file():
-            named.append(Given(index + 1, "", Path(words[index + 1])))
+            named.append(Given(index + 1, "", words[index + 1]))
         elif word.endswith(".json") and Path(word).is_file():
-            others.append(Given(index, "", Path(word)))
+            others.append(Given(index, "", word))
     found = named or others
     if len(found) != 1:
-        listed = ", ".join(str(each.path) for each in found) or "none"
+        listed = ", ".join(each.value for each in found) or "none"
         raise ConfigError(
             f"--autotuning: expected one configuration in the arguments of the script, got {listed}; the script has to "
             "take it by --deepspeed_config FILE or --deepspeed FILE, so that each run can have its own"
@@ -221,27 +221,23 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 def value_of(words: Sequence[str], argument: str) -> str | None:
     """What the arguments say of this one."""
-    place = _place(words, argument)
-    return None if place is None else words[place[0]].removeprefix(place[1])
+    given = _find(words, argument)
+    return None if given is None else given.value
 
 
 def with_argument(words: Sequence[str], argument: str, value: int) -> list[str]:
     """The arguments with this one, in place of what they said of it."""
-    place = _place(words, argument)
-    if place is None:
-        return [*words, f"--{argument.lstrip('-')}", str(value)]
-    index, prefix = place
-    return [*words[:index], f"{prefix}{value}", *words[index + 1 :]]
+    given = _find(words, argument)
+    return [*words, f"--{argument.lstrip('-')}", str(value)] if given is None else given.replaced(words, value)
 
 
-def _place(words: Sequence[str], argument: str) -> tuple[int, str] | None:
-    """The word with the value, and what stands before the value in it."""
+def _find(words: Sequence[str], argument: str) -> Given | None:
     flag = f"--{argument.lstrip('-')}"
     for index, word in enumerate(words):
         if word.startswith(f"{flag}="):
-            return index, f"{flag}="
+            return Given(index, f"{flag}=", word.removeprefix(f"{flag}="))
         if word == flag and index + 1 < len(words):
-            return index + 1, ""
+            return Given(index + 1, "", words[index + 1])
     return None
 
 
