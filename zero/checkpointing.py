@@ -32,7 +32,7 @@ from zero.activations.rng_tracker import (
 from zero.activations.saved_tensors import Activations, current, within
 from zero.config import Config, load_config
 from zero.config.activation_block import ActivationCheckpointing
-from zero.plan.activation_room import KNOB, tier_in
+from zero.plan.beside_planes import KNOB, tier_in
 from zero.plan.plan import DEVICE, NVME
 from zero.reports.log import NOTICE
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.plan.limits import Limits
+from zero.plan.plan import Limits
 from zero.schedule.policy import Moves, make_room, plan_prefetch, reuse_distance
 
 UNITS = range(7)

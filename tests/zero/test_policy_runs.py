@@ -13,7 +13,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.plan.limits import Limits
+from zero.plan.plan import Limits
 from zero.schedule.policy import make_room, plan_prefetch, reuse_distance
 
 UNITS = range(5)

@@ -10,7 +10,7 @@ from offload.saved.activations import ActivationStore
 from offload.saved.slabs import Slabs, SwapArea
 from offload.saved.spill_store import PieceStore, Swap
 from offload.streams import Streams
-from zero.plan.activation_room import KNOB
+from zero.plan.beside_planes import KNOB
 from zero.plan.plan import DEVICE, NVME, Plan
 
 

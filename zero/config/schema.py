@@ -18,6 +18,7 @@ from zero.config.activation_block import ActivationCheckpointing
 from zero.config.autotuning_block import Autotuning
 from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from zero.config.elasticity import Elasticity, elastic_sizes
+from zero.config.engine_block import HybridEngine, Pipeline
 from zero.config.fields import (
     ConfigBlock,
     Count,
@@ -35,11 +36,9 @@ from zero.config.fields import (
 )
 from zero.config.forward_block import CurriculumLearning, ProgressiveLayerDrop
 from zero.config.hints import unknown_key
-from zero.config.hybrid_block import HybridEngine
 from zero.config.machine_block import AioConfig, CheckpointConfig, MemoryBudget
 from zero.config.numbers import parse_whole
 from zero.config.optimizer_block import OptimizerConfig
-from zero.config.pipeline_block import Pipeline
 from zero.config.precision_block import DTYPES, Bf16Config, DataTypes, Fp16Config, TorchAutocast
 from zero.config.quantization_block import WeightQuantization
 from zero.config.scheduler_block import SchedulerConfig

@@ -18,7 +18,7 @@ from offload.accelerator import is_accelerator
 from offload.sizes import format_bytes
 from zero.assembly.run import Run
 from zero.assembly.steps import Steps
-from zero.config.hybrid_block import HybridEngine
+from zero.config.engine_block import HybridEngine
 from zero.engine.fused_adapters import fused
 from zero.exchange.first_rank import agree_on_machine
 from zero.plan.machine import read_machine

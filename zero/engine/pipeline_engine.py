@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from offload.accelerator import is_accelerator
 from offload.errors import ConfigError, StateError
 from zero.config import Config
-from zero.config.pipeline_block import Pipeline
+from zero.config.engine_block import Pipeline
 from zero.data.loaders import make_loader
 from zero.data.resumable import RepeatingLoader
 from zero.engine.engine import ZeroEngine

@@ -16,7 +16,6 @@ import torch
 
 from offload.sizes import format_bytes
 from zero.params.layout import Space, SubGroup, Unit
-from zero.plan.limits import Limits
 from zero.plan.record import ADAM_STATES, RecordFormat
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
@@ -34,6 +33,18 @@ class PlanRow:
     tier: str
     plane: str
     nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How far fetching may look ahead, and how much it may hold; all in elements."""
+
+    live_numel_max: int
+    """`stage3_max_live_parameters`: never more than this is gathered or on its way."""
+    prefetch_numel: int
+    """`stage3_prefetch_bucket_size`: look-ahead beyond the next unit."""
+    reuse_numel_max: int
+    """`stage3_max_reuse_distance`: a unit whose next use is at most this far is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +147,6 @@ class Plan:
 
     @property
     def host_bounded(self) -> bool:
-        """There is a limit."""
         return self.host_limit_bytes is not None
 
     def tier_bytes(self, tier: str) -> int:

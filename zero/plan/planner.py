@@ -15,15 +15,13 @@ from zero.config import Config
 from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.params.placement import ONE_RANK, Placement
 from zero.params.units import Uses
-from zero.plan.activation_room import plan_activations
+from zero.plan.beside_planes import plan_activations, plan_snapshots
 from zero.plan.depth import FREE_SHARE, PASSING_SHARE, Depth, depths
-from zero.plan.limits import Limits
 from zero.plan.machine import Machine
-from zero.plan.plan import DEVICE, HOST, NVME, Plan, tier_of
+from zero.plan.plan import DEVICE, HOST, NVME, Limits, Plan, tier_of
 from zero.plan.plane_sizes import PlaneSizes, padding_notes, rows_of
 from zero.plan.pools import PoolSizes, prefix_that_fits
 from zero.plan.record import OF_ADAM, RuleStates
-from zero.plan.snapshot_room import plan_snapshots
 from zero.plan.traffic import step_traffic
 
 logger = logging.getLogger("zero")

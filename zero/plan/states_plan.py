@@ -14,9 +14,8 @@ from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up, format_bytes
 from offload.streams import shares_host_memory
 from zero.config import Config
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
-from zero.plan.limits import Limits
 from zero.plan.machine import Machine
-from zero.plan.plan import HOST, NVME, Plan, PlanRow, tier_of
+from zero.plan.plan import HOST, NVME, Limits, Plan, PlanRow, tier_of
 from zero.plan.plane_sizes import PlaneSizes
 from zero.plan.planner import RECORDS_IN_FLIGHT, STATE_DTYPES, SUB_GROUP_NUMEL_MAX
 

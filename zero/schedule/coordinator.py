@@ -16,7 +16,7 @@ from offload.memory.arena import Block
 from offload.memory.flat_storage import Poison, exact_alias
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit, siblings
-from zero.plan.limits import Limits
+from zero.plan.plan import Limits
 from zero.schedule.counters import FetchCounters
 from zero.schedule.hot import HotUnits
 from zero.schedule.loader import Arrival, Loader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from zero.plan.limits import Limits
+from zero.plan.plan import Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,22 @@
-"""`hybrid_engine`: rollouts between steps of training keep the weights on the device."""
+"""`hybrid_engine` and `pipeline`: how an engine generates between steps, and how the stages of a model take turns."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from zero.config.fields import ConfigBlock, Flag, Inert, InertFlag, InertWhole, Only, Whole
+from zero.config.fields import (
+    ConfigBlock,
+    Flag,
+    Inert,
+    InertAny,
+    InertFlag,
+    InertText,
+    InertWhole,
+    Only,
+    Whole,
+)
 
 
 class HybridEngine(ConfigBlock):
@@ -25,3 +35,20 @@ class HybridEngine(ConfigBlock):
     pin_parameters: Annotated[Flag | None, Inert("what crosses to the device is page-locked wherever it helps")] = None
     tp_gather_partition_size: InertWhole = None
     enable_cuda_graph: InertFlag = None
+
+
+class Pipeline(ConfigBlock):
+    """Of a `zero.pipe.PipelineModule`; other models do not read it."""
+
+    why: ClassVar[str] = "the arguments of PipelineModule say it; what crosses between stages is sent whole"
+
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of micro-batches on a stage: "1f1b" keeps at most as many of them as there are stages ahead; "gpipe" runs
+    all forwards first."""
+    stages: InertAny = None
+    partition: InertText = None
+    seed_layers: InertFlag = None
+    activation_checkpoint_interval: InertWhole = None
+    pipe_partitioned: InertFlag = None
+    grad_partitioned: InertFlag = None
+    use_reentrant: InertFlag = None

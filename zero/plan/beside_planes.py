@@ -1,0 +1,87 @@
+"""What the plan sets aside besides planes: for saved activations, and for the second slots of snapshots.
+
+How much activations take depends on the batch: the user says it, or it grows.
+"""
+
+from __future__ import annotations
+
+from offload.errors import BudgetError, ConfigError
+from offload.saved.slabs import STEP_BYTES
+from offload.saved.spill_store import PIECE_BYTES, PIECES_IN_FLIGHT
+from offload.sizes import PAGE_BYTES, align_up, format_bytes
+from zero.config import Config
+from zero.config.activation_block import ActivationCheckpointing
+from zero.config.offload_block import OffloadOptimizerConfig
+from zero.plan.plan import DEVICE, HOST, NVME, ActivationPlan, Plan, tier_of
+from zero.plan.plane_sizes import PlaneSizes
+
+KNOB = "activation_checkpointing.activation_bytes"
+
+
+def tier_in(block: ActivationCheckpointing) -> str | None:
+    """Where saved inputs go; None: they stay where they are."""
+    tier = tier_of(block.device)
+    return tier if tier != DEVICE or block.contiguous_memory_optimization else None
+
+
+def plan_activations(config: Config) -> ActivationPlan:
+    """The part of the plan that saved activations have.
+
+    Raises:
+        BudgetError: host memory is budgeted in bytes, and nobody said how much of it they may take.
+    """
+    block, budget = config.activation_checkpointing, config.memory_budget.host
+    tier = tier_in(block)
+    nbytes = None if block.activation_bytes is None else align_up(block.activation_bytes, PAGE_BYTES)
+    if tier == HOST and nbytes is None and isinstance(budget, int):
+        raise BudgetError(
+            f"{KNOB}: expected bytes, because memory_budget.host is {budget:,} and saved activations go to host "
+            "memory; say how many of these bytes they may take"
+        )
+    if tier != NVME:
+        return ActivationPlan(tier, nbytes)
+    passing_bytes = PIECES_IN_FLIGHT * PIECE_BYTES
+    if nbytes is None:
+        return ActivationPlan(tier, nbytes, passing_bytes, STEP_BYTES)
+    return ActivationPlan(tier, nbytes, min(passing_bytes, nbytes), nbytes)
+
+
+def plan_snapshots(plan: Plan, sizes: PlaneSizes, offload: OffloadOptimizerConfig) -> int:
+    """Bytes of NVMe that snapshots take beyond what lives there anyway; what they cost is noted in the plan.
+
+    Args:
+        plan: complete but for what this returns.
+        sizes: of its planes.
+        offload: the block that asks for them.
+
+    Raises:
+        ConfigError: states are not on NVMe.
+    """
+    snapshot = offload.snapshot
+    if snapshot is None:
+        return 0
+    if offload.device != NVME:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.snapshot: snapshots keep states where they are, on NVMe; expected "
+            f'offload_optimizer.device "nvme", got "{offload.device}"; set it, or remove the block'
+        )
+    plan.snapshots = True
+    both = in_memory = through = 0
+    for unit in sizes.layout.units:
+        nbytes = unit.shard_numel * unit.dtype.itemsize
+        both += 2 * nbytes
+        if plan.weight_tiers[unit.index] != NVME:
+            in_memory += nbytes
+            through += nbytes if unit.trainable else 0
+    for group, tier in zip(plan.sub_groups, plan.record_tiers, strict=True):
+        nbytes = sizes.record_bytes(group)
+        both += 2 * nbytes
+        if tier != NVME:
+            in_memory += nbytes
+            through += nbytes
+    often = "step" if snapshot.every == 1 else f"{snapshot.every} steps"
+    plan.notes.append(
+        f"snapshots: weights and states take {format_bytes(both)} of NVMe, twice their size; every {often} "
+        f"{format_bytes(through)} of them that live in memory are written beside ({through:,} bytes)"
+    )
+    return both // 2 + in_memory
