@@ -29,7 +29,6 @@ class ElasticityIncompatibleWorldSize(ElasticityError):
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """`elasticity.enabled` of a configuration."""
     return bool(ds_config.get(KEY, {}).get("enabled", False))
 
 

@@ -39,7 +39,6 @@ class ActivationCheckpointing(ConfigBlock):
 
     @property
     def device(self) -> Device:
-        """The tier that saved inputs go to."""
         return self.activation_device or ("cpu" if self.cpu_checkpointing else "none")
 
     @property

@@ -30,7 +30,6 @@ class Codes:
 
     @property
     def largest(self) -> int:
-        """The largest code."""
         return int(2**self.num_bits - 1)
 
     @property

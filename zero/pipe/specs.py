@@ -32,7 +32,6 @@ class LayerSpec:
         return f"{self.typename.__name__}({', '.join(given)})"
 
     def build(self) -> nn.Module:
-        """Make the layer, now."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def numel(self) -> int:

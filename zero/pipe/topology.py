@@ -27,7 +27,6 @@ class ProcessTopology:
         self._coordinates = list(itertools.product(*map(range, self.dims)))
 
     def world_size(self) -> int:
-        """Ranks in all."""
         return math.prod(self.dims)
 
     def get_axis_names(self) -> list[str]:

@@ -42,7 +42,6 @@ def aliases() -> bool:
 
 
 def read_machine(device: torch.device) -> Machine:
-    """Measure the machine this process runs on."""
     available, source = available_memory()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     device_bytes = free_memory_bytes(device) if is_accelerator(device) else available

@@ -45,7 +45,6 @@ class PlaneSizes:
         return self.format(self.layout.spaces[group.space]).nbytes(group.end - group.begin)
 
     def format(self, space: Space) -> RecordFormat:
-        """How the state records of a space are laid out."""
         return RecordFormat(space.remainder, self._state_dtype, self._states[space.rule])
 
     def records_bytes(self, numel: int) -> int:

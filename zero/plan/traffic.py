@@ -30,12 +30,10 @@ class StepTraffic:
 
     @property
     def nvme_read_bytes(self) -> int:
-        """All reads."""
         return self.update_read_bytes + self.fetch_read_bytes + self.gradient_read_bytes
 
     @property
     def nvme_write_bytes(self) -> int:
-        """All writes."""
         return self.update_write_bytes + self.gradient_write_bytes
 
 

@@ -44,7 +44,6 @@ class Choice:
     refusal: str = ""
 
     def cells(self) -> list[str]:
-        """As printed."""
         if self.refusal:
             return [self.name, self.refusal]
         seconds = "not known" if self.expected_seconds is None else f"{self.expected_seconds:.3g} s"
@@ -64,7 +63,6 @@ def smallest(model: nn.Module, config: Config, machine: Machine, device: torch.d
 
 
 def tier_sizes(plan: Plan) -> dict[str, int]:
-    """Tier -> bytes."""
     return {tier: plan.tier_bytes(tier) for tier in TIERS}
 
 
@@ -112,7 +110,6 @@ def _set(content: dict[str, Any], path: str, value: Any) -> bool:
 
 
 def choice_lines(now: Choice, others: list[Choice]) -> list[str]:
-    """A table of all of them."""
     head = ["with", *TIERS, "moved a step", "data movement"]
     rows = [head, *(choice.cells() for choice in (now, *others))]
     widths = [max(len(row[column]) for row in rows if len(row) == len(head)) for column in range(1, len(head))]

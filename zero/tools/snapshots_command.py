@@ -39,7 +39,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def describe(listed: Listed) -> str:
-    """One snapshot, one line."""
     head = listed.head
     if head is None:
         what = listed.trouble or "nothing was committed"
