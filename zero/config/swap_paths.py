@@ -13,8 +13,11 @@ from zero.config import Config
 logger = logging.getLogger("zero")
 
 
-def swap_paths(config: Config) -> list[str]:
-    """The folders of all blocks that use NVMe, without repetition; those named for nothing if there are no others."""
+def ready_swap_paths(config: Config) -> list[str]:
+    """The folders of all blocks that use NVMe, without repetition; those named for nothing if there are no others.
+
+    One that is not there is made. Raises ConfigError: no block names any, or one cannot be made.
+    """
     zero, activations = config.zero_optimization, config.activation_checkpointing
     blocks = (zero.offload_param, zero.offload_optimizer, activations)
     used = [block for block in blocks if str(getattr(block.device, "value", block.device)) == "nvme"]
@@ -28,12 +31,7 @@ def swap_paths(config: Config) -> list[str]:
                 paths.append(str(path))
     if not paths:
         raise ConfigError("nvme_path: the plan needs a swap space, but no block names a folder in nvme_path")
-    return paths
-
-
-def ready_swap_paths(config: Config) -> list[str]:
-    """As `swap_paths`; a folder that is not there is made. Raises ConfigError: it cannot be."""
-    return make_ready(swap_paths(config))
+    return make_ready(paths)
 
 
 def make_ready(paths: Iterable[str]) -> list[str]:

@@ -93,12 +93,9 @@ def choose(
     if not include and not exclude:
         return [Node(host, slots) for host, slots in everything.items()]
     flag, words = ("--include", include) if include else ("--exclude", exclude)
-    named = _parse_filter(words, flag, pool, pool_name)
-    if include:
-        chosen = {host: slots or everything[host] for host, slots in named.items()}
-    else:
-        gone = {host: slots or everything[host] for host, slots in named.items()}
-        chosen = {host: tuple(s for s in slots if s not in gone.get(host, ())) for host, slots in everything.items()}
+    named = {host: slots or everything[host] for host, slots in _parse_filter(words, flag, pool, pool_name).items()}
+    rest = {host: tuple(s for s in slots if s not in named.get(host, ())) for host, slots in everything.items()}
+    chosen = named if include else rest
     nodes = [Node(host, chosen[host]) for host in pool if chosen.get(host)]
     if not nodes:
         raise ConfigError(f"{flag} {words}: expected at least one slot to be left, got none; leave fewer out")

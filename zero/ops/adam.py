@@ -81,14 +81,8 @@ class FusedAdam(KernelAdam):
     """DeepSpeed's GPU Adam; the same numbers on every device.
 
     Args:
-        params: parameters or param groups.
-        lr: learning rate.
-        bias_correction: False leaves both moments as they are.
-        betas: decay rates of the moments.
-        eps: added to the denominator.
-        adam_w_mode: decay the weights and not the gradients.
-        weight_decay: of the weights, or of the gradients without `adam_w_mode`.
-        amsgrad: not available: must be False.
+        params, lr, bias_correction, betas, eps, weight_decay, amsgrad: as of `DeepSpeedCPUAdam`.
+        adam_w_mode: its `adamw_mode`.
         set_grad_none: has no effect; torch's `zero_grad` does so.
     """
 

@@ -39,10 +39,7 @@ class DeepSpeedCPULion(Lion):
     """DeepSpeed's CPU Lion.
 
     Args:
-        model_params: parameters or param groups.
-        lr: learning rate.
-        betas: of the direction, and of the moving average.
-        weight_decay: of the weights, times `lr`.
+        model_params, lr, betas, weight_decay: as of `Lion`, with other defaults.
         fp32_optimizer_states: states are fp32; False is not available.
         adamw_mode: Adam's; no effect. accelerate hands it to each optimizer that it makes one of DeepSpeed's of.
     """
@@ -65,10 +62,7 @@ class FusedLion(Lion):
     """DeepSpeed's GPU Lion; the same numbers on every device.
 
     Args:
-        params: parameters or param groups.
-        lr: learning rate.
-        betas: of the direction, and of the moving average.
-        weight_decay: of the weights, times `lr`.
+        params, lr, betas, weight_decay: as of `Lion`, with other defaults.
         set_grad_none: has no effect; torch's `zero_grad` does so.
     """
 
