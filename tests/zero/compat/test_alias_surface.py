@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 from aliased import ROOT, code, said, script
+
+from zero.compat.alias.deepspeed._names import surface
+from zero.compat.alias.deepspeed._ours import OURS
 
 MODULES = (ROOT / "tests/data/deepspeed_modules.txt").read_text(encoding="utf-8").split()
 
@@ -72,6 +76,25 @@ NAMES = {
 def test_names_that_clients_import_are_there() -> None:
     lines = [f"from deepspeed.{home} import {', '.join(names.split())}" for home, names in NAMES.items()]
     assert said("-c", "\n".join([*lines, "print('all')"])) == "all"
+
+
+OTHERS = {
+    "launcher.launch": {"parse_args"},  # of the command, where ours has those of the launcher
+    "utils.zero_to_fp32": {"convert_zero_checkpoint_to_state_dict"},  # ours has other arguments
+}
+"""Of names that a module of ours has too those that mean something else in DeepSpeed's."""
+
+
+def test_what_a_module_of_ours_has_under_deepspeeds_name_is_handed_out() -> None:
+    missing = []
+    for place, sources in OURS.items():
+        theirs = {*surface()[place].get("functions", "").split(), *surface()[place].get("classes", ())}
+        told = {name.partition("=")[0] for names in sources.values() for name in names.split()}
+        for source in sources:
+            found = vars(importlib.import_module(source)) if source.startswith("zero") else {}
+            own = {name for name, value in found.items() if getattr(value, "__module__", "").startswith("zero")}
+            missing += [f"{place}.{name}" for name in (own & theirs) - told - OTHERS.get(place, set())]
+    assert missing == []
 
 
 VALUES = {

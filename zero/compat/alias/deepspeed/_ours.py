@@ -28,7 +28,8 @@ LEAVES = (
 )
 SCHEDULES = (
     "add_tuning_arguments get_config_from_args get_lr_from_config override_1cycle_params "
-    "override_lr_range_test_params override_params override_warmupLR_params parse_arguments"
+    "override_lr_range_test_params override_params override_warmupCosineLR_params override_warmupLR_params "
+    "parse_arguments"
 )
 DEBUGGING = (
     "debug_clear_module_and_param_names debug_extract_module_and_param_names debug_module2name debug_module2name_class "
@@ -197,7 +198,7 @@ OURS: dict[str, dict[str, str]] = {
     "utils.nvtx": {"zero.compat.helpers": "instrument_w_nvtx"},
     "utils.tensor_fragment": {"zero.values.fragments": FRAGMENTS},
     "utils.torch": {"zero.compat.helpers": "required_torch_version"},
-    "utils.z3_leaf_module": {"zero.params.leaf_modules": LEAVES},
+    "utils.z3_leaf_module": {"zero.params.leaf_modules": f"{LEAVES} apply_zero_leaf_module_config"},
     "utils.zero_to_fp32": {
         "zero.checkpoint.export": (
             "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint"
