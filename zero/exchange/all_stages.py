@@ -44,12 +44,11 @@ class AllStages(Exchange):
         self._twice = SquareSum()
         self._parents: list[Any] = []
         self.device = device
+        # In whose order micro-batches pass; its handle is for the messages of schedules.
         self.column: Group = self.group(range(len(stage_ranks)))
-        """In whose order micro-batches pass; its handle is for the messages of schedules."""
 
     @property
     def last_ranks(self) -> Sequence[int]:
-        """The ranks of the last stage."""
         return self._stage_ranks[-1]
 
     def stage_comm(self, streams: Streams, *, fixed_order: bool) -> Comm:

@@ -31,16 +31,13 @@ class EmaValues(NamedTuple):
     """Of one parameter in one step."""
 
     inner: Any
-    first: bool
-    """The average begins with this update."""
+    first: bool  # The average begins with this update.
 
 
 class EmaRule:
     """A rule with an average of the weights that it makes.
 
-    Args:
-        inner: updates the weights.
-        decay: of the average: what is left of it after an update.
+    `inner`: updates the weights; `decay`: of the average: what is left of it after an update.
     """
 
     def __init__(self, inner: Rule, decay: float) -> None:
@@ -53,11 +50,9 @@ class EmaRule:
         self.small = inner.small
 
     def small_shapes(self, shape: tuple[int, ...]) -> Shapes:
-        """As the inner rule."""
         return self.inner.small_shapes(shape)
 
     def begin(self) -> None:
-        """As the inner rule."""
         self.inner.begin()
 
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> EmaValues:
@@ -129,8 +124,7 @@ def innermost(rule: Rule) -> Rule:
 def with_averages(rules: Rules, config: Config) -> Rules:
     """The rules, with an average of the weights if the configuration asks for one.
 
-    Raises:
-        ConfigError: states or masters are not fp32, or the rule averages anyway.
+    Raises ConfigError: states or masters are not fp32, or the rule averages anyway.
     """
     if config.ema_decay is None:
         return rules

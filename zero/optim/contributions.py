@@ -31,12 +31,10 @@ from zero.params.layout import Slot, Unit
 from zero.plan.pools import WIDE_CHUNK_NUMEL, WIDE_CHUNKS
 from zero.store.storage import Storage
 
-CHUNK_NUMEL = 256 * 1024
-"""Dealt with at a time; a multiple of the block."""
+CHUNK_NUMEL = 256 * 1024  # Dealt with at a time; a multiple of the block.
+# Written at a time from where it was collected: some of the drive's requests, so that its queue stays full.
 PIECE_NUMEL = 4 * 1024 * 1024
-"""Written at a time from where it was collected: some of the drive's requests, so that its queue stays full."""
-CHUNKS_IN_FLIGHT = 4
-"""One is copied while another is added up, and the disk has two more to read and write."""
+CHUNKS_IN_FLIGHT = 4  # One is copied while another is added up, and the disk has two more to read and write.
 
 
 @dataclass(slots=True)
@@ -45,40 +43,26 @@ class Contribution:
 
     unit: Unit
     plane: Plane
-    dtype: torch.dtype
-    """What the plane holds for this unit."""
+    dtype: torch.dtype  # What the plane holds for this unit.
+    # The flat gradient, unit.numel elements of unit.dtype or of what the plane holds; garbage where none has come.
     buffer: torch.Tensor
-    """The flat gradient, unit.numel elements of unit.dtype or of what the plane holds; garbage where none has come."""
     arrived: list[Slot]
-    again: list[bool]
-    """Per slot in `arrived`: is it added to an earlier contribution?"""
-    first: bool
-    """The plane holds nothing for this step yet."""
-    sums: torch.Tensor
-    """In host memory; rewritten wherever the gradient is."""
-    summed: bool = False
-    """The device has made the sums, and they are on their way."""
-    fence: Fence = None
-    """Behind what filled the buffer."""
-    block: Block | None = None
-    """The lease behind the buffer."""
-    left: set[int] | None = None
-    """First elements of the chunks that have not been dealt with; None: it has not begun."""
-    transfer: Transfer[None] | None = None
-    """The attempt under way; None after a failure."""
+    again: list[bool]  # Per slot in `arrived`: is it added to an earlier contribution?
+    first: bool  # The plane holds nothing for this step yet.
+    sums: torch.Tensor  # In host memory; rewritten wherever the gradient is.
+    summed: bool = False  # The device has made the sums, and they are on their way.
+    fence: Fence = None  # Behind what filled the buffer.
+    block: Block | None = None  # The lease behind the buffer.
+    left: set[int] | None = None  # First elements of the chunks that have not been dealt with; None: it has not begun.
+    transfer: Transfer[None] | None = None  # The attempt under way; None after a failure.
 
     @property
     def done(self) -> bool:
-        """True once all of it has been dealt with."""
         return self.left is not None and not self.left
 
 
 class ContributionStore:
-    """Puts contributions where they belong.
-
-    Args:
-        threads: of the CPU kernels.
-    """
+    """Puts contributions where they belong. `threads`: of the CPU kernels."""
 
     def __init__(self, storage: Storage, threads: int) -> None:
         self._storage, self._streams, self._threads = storage, storage.streams, threads
@@ -101,13 +85,12 @@ class ContributionStore:
     def copy_out(self, item: Contribution, home: torch.Tensor, sums: torch.Tensor) -> Fence:
         """Have a first contribution copied from the device to `home`, pinned host memory; returns at once.
 
+        Returns behind the copies.
+
         Args:
             item: the first of its step.
             home: of the plane.
             sums: of the device, as long as item.sums.
-
-        Returns:
-            Behind the copies.
         """
         unit, stored = item.unit, home.view(item.dtype)
         zero_gaps(item.buffer, unit, item.arrived, 0)
@@ -146,12 +129,11 @@ class ContributionStore:
     async def store(self, item: Contribution) -> None:
         """Store or add it through the arena: the chunks that are left.
 
-        A chunk whose old values cannot be read is untouched, and the next attempt goes on there. A chunk that
-        cannot be written is complete in memory: the plane keeps a copy until it can be. What the device is still
-        copying to the same place arrives before the chunk does: copies to the host are made in order.
+        A chunk whose old values cannot be read is untouched, and the next attempt goes on there. A chunk that cannot be
+        written is complete in memory: the plane keeps a copy until it can be. What the device is still copying to the
+        same place arrives before the chunk does: copies to the host are made in order.
 
-        Raises:
-            StorageError: of the first chunk that failed.
+        Raises StorageError: of the first chunk that failed.
         """
         at_once = self._is_written_at_once(item)
         store = self._write_piece if at_once else self._store_part
@@ -199,8 +181,7 @@ class ContributionStore:
     ) -> AsyncIterator[tuple[torch.Tensor, torch.Tensor]]:
         """(what the plane holds at [begin, end), memory for `passing_bytes`); it is stored when the context ends well.
 
-        Raises:
-            StorageError: it could not be read: nothing has changed; or written: the plane keeps a copy.
+        Raises StorageError: it could not be read: nothing has changed; or written: the plane keeps a copy.
         """
         memory = plane.memory(*run)
         stored_bytes = 0 if memory is not None else plane.nbytes(*run)
@@ -264,6 +245,8 @@ class ContributionStore:
     ) -> None:
         """Store `scale` times the sum of `sources` as this rank's slice of a gradient, or add it there.
 
+        Raises StorageError: of the first chunk that failed.
+
         Args:
             unit: whose.
             home: its plane, and what that holds.
@@ -272,9 +255,6 @@ class ContributionStore:
             sums: rewritten.
             first: the plane holds nothing for this step yet.
             rounds: what is added is rounded to the unit's dtype before.
-
-        Raises:
-            StorageError: of the first chunk that failed.
         """
         plane, dtype = home
         if rounds and not self._streams.shared:  # on a device the sources are this rank's alone

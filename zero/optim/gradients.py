@@ -45,29 +45,21 @@ class UnitGradient:
 
     unit: Unit
     plane: Plane
-    dtype: torch.dtype
-    """What the plane holds for this unit."""
+    dtype: torch.dtype  # What the plane holds for this unit.
     narrow_plane: Plane
-    contributions: list[int]
-    """Per slot, how many contributions the plane holds."""
-    sums: torch.Tensor
-    """Of what the plane holds, in host memory."""
-    summed: bool = False
-    """Something has been stored since the last step."""
+    contributions: list[int]  # Per slot, how many contributions the plane holds.
+    sums: torch.Tensor  # Of what the plane holds, in host memory.
+    summed: bool = False  # Something has been stored since the last step.
+    # Slots, in order, whose latest contributions wait in `buffer`, and how many they are: one, unless it `adds`.
     arrived: dict[int, int] = field(default_factory=dict)
-    """Slots, in order, whose latest contributions wait in `buffer`, and how many they are: one, unless it `adds`."""
+    # Flat gradient, unit.numel elements: of unit.dtype, or what the plane holds if it `adds`.
     buffer: torch.Tensor | None = None
-    """Flat gradient, unit.numel elements: of unit.dtype, or what the plane holds if it `adds`."""
-    adds: bool = False
-    """Contributions are added up in `buffer`: the plane held nothing when it was opened."""
+    adds: bool = False  # Contributions are added up in `buffer`: the plane held nothing when it was opened.
+    # The lease behind `buffer`, with room for its sums on a GPU; None when it is the plane's own memory.
     block: Block | None = None
-    """The lease behind `buffer`, with room for its sums on a GPU; None when it is the plane's own memory."""
-    stream: Any = None
-    """On a GPU, the stream that the buffer is being filled on."""
-    storing: Storing | None = None
-    """What is being stored; its block is leased until that has succeeded."""
-    copied: Fence = None
-    """Behind what the device is copying to the host, sums included."""
+    stream: Any = None  # On a GPU, the stream that the buffer is being filled on.
+    storing: Storing | None = None  # What is being stored; its block is leased until that has succeeded.
+    copied: Fence = None  # Behind what the device is copying to the host, sums included.
     sealed: Sealed | None = None
 
     @property
@@ -80,8 +72,7 @@ class Storing(Protocol):
     """A gradient on its way to its plane."""
 
     block: Block | None
-    transfer: Transfer[None] | None
-    """The attempt under way; None after a failure."""
+    transfer: Transfer[None] | None  # The attempt under way; None after a failure.
 
     @property
     def done(self) -> bool:
@@ -91,8 +82,7 @@ class Storing(Protocol):
 class Gradients:
     """All trainable units' gradients.
 
-    Args:
-        in_place: a first contribution may be collected where it is stored.
+    `in_place`: a first contribution may be collected where it is stored.
 
     Attributes:
         deferred: gradients of an earlier backward of this step wait to be reduced.
@@ -221,7 +211,6 @@ class Gradients:
         self.together = together
 
     def end_backward(self) -> None:
-        """A backward is over."""
         self.flush_all()
         self.together = False
 
@@ -289,8 +278,7 @@ class Gradients:
     def take_up(self, index: int, flat: torch.Tensor) -> None:
         """Let `flat`, a whole gradient of (unit.numel,), wait as `waiting` has said.
 
-        Raises:
-            StateError: with one rank nothing waits.
+        Raises StateError: with one rank nothing waits.
         """
         raise StateError(f"gradient of unit {index}: nothing waits to be reduced with one rank")
 
@@ -332,8 +320,7 @@ class Gradients:
     def taken(self, index: int) -> Sealed:
         """The unit's gradient of the last step, until its update has used it.
 
-        Raises:
-            StateError: the step has none of it.
+        Raises StateError: the step has none of it.
         """
         state = self._units[index]
         if state.sealed is None:
@@ -445,16 +432,14 @@ def _sums_in(block: Block, unit: Unit) -> torch.Tensor:
     return rows_in(block.data[block.data.numel() - gradient_sums_bytes(unit) :])
 
 
+# Where the gradient of a parameter, or of a tile of it, lies, and how many contributions it holds.
 Place = tuple[UnitGradient, Slot, int]
-"""Where the gradient of a parameter, or of a tile of it, lies, and how many contributions it holds."""
 
 
 class GradientCarrier:
     """Moves what has been accumulated since the last step; both sides are at rest.
 
-    Args:
-        given: (gradients, their storage) to read.
-        taking: (gradients, their storage) to write; empty so far.
+    `given`: (gradients, their storage) to read; `taking`: (gradients, their storage) to write; empty so far.
     """
 
     def __init__(self, given: tuple[Gradients, Storage], taking: tuple[Gradients, Storage]) -> None:
@@ -463,11 +448,8 @@ class GradientCarrier:
     def run(self, new_index_of: dict[int, int]) -> None:
         """Move every gradient that has a place on the other side.
 
-        Args:
-            new_index_of: parameter index in the given layout -> index in the taking one.
-
-        Raises:
-            StorageError: nothing of the given side has changed.
+        `new_index_of`: parameter index in the given layout -> index in the taking one. Raises StorageError: nothing of
+        the given side has changed.
         """
         sources: dict[int, list[Place]] = {}
         for state in self._given.states():

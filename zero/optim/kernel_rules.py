@@ -27,8 +27,7 @@ from zero.ops.lion import DeepSpeedCPULion, FusedLion, Lion
 from zero.optim.rules import TiledRule, TileValues, UpdateRun
 
 Options = Mapping[str, Any]
-NOT_COVERED = ("maximize", "differentiable")
-"""Options with which a class computes something else."""
+NOT_COVERED = ("maximize", "differentiable")  # Options with which a class computes something else.
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +83,7 @@ def _rmsprop_states(options: Options) -> tuple[str, ...]:
 
 LION = Row(Formula.LION, _lion, lambda options: Formula.LION.states)
 ADAGRAD = Row(Formula.ADAGRAD, _adagrad, lambda options: Formula.ADAGRAD.states)
+# By the class itself: what a subclass does instead is not known.
 ROWS: dict[type[torch.optim.Optimizer], Row] = {
     torch.optim.SGD: Row(Formula.SGD, _sgd, lambda options: Formula.SGD.states if options["momentum"] != 0 else ()),
     torch.optim.Adagrad: ADAGRAD,
@@ -91,7 +91,6 @@ ROWS: dict[type[torch.optim.Optimizer], Row] = {
     **dict.fromkeys((Lion, DeepSpeedCPULion, FusedLion), LION),
     DeepSpeedCPUAdagrad: ADAGRAD,
 }
-"""By the class itself: what a subclass does instead is not known."""
 
 
 class KernelRule(TiledRule):

@@ -23,12 +23,11 @@ from offload.streams import Fence
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.store.storage import Storage
 
+# Of the memory of gradients, from the front: what is written at the end of forward has left it in time for them.
 LENT_SHARE = 2 / 3
-"""Of the memory of gradients, from the front: what is written at the end of forward has left it in time for them."""
 
 Range = tuple[int, int]
-WRITES_IN_FLIGHT = 2
-"""Records written at once where others can wait: enough to keep a disk busy, and reads come first."""
+WRITES_IN_FLIGHT = 2  # Records written at once where others can wait: enough to keep a disk busy, and reads come first.
 
 
 class SpareRanges:
@@ -157,9 +156,7 @@ def _without(spans: Iterable[Range], holes: Iterable[Range]) -> Iterable[Range]:
 class Places:
     """Admits updates in the order in which they ask.
 
-    Args:
-        slots: how many may use memory of the arena.
-        spare: what further ones use.
+    `slots`: how many may use memory of the arena; `spare`: what further ones use.
 
     Attributes:
         writes: whoever writes a record holds one.

@@ -22,10 +22,8 @@ from offload.errors import StateError
 from zero.config import Config
 
 FACTOR = 2.0
-COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What changes; DeepSpeed's names."""
-TORCH_WINDOW, TORCH_POWER = 2000, 16
-"""Of torch.amp.GradScaler."""
+COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # What changes; DeepSpeed's names.
+TORCH_WINDOW, TORCH_POWER = 2000, 16  # Of torch.amp.GradScaler.
 SMALLEST_SCALE = 2.0**-126
 
 
@@ -125,8 +123,7 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from there, if both scales are dynamic; a static one is what the configuration says.
 
-        Args:
-            state: of `state_dict`, or the attributes of DeepSpeed's scaler; None: there was none.
+        `state`: of `state_dict`, or the attributes of DeepSpeed's scaler; None: there was none.
         """
         if state is None or not self._takes(state):
             return

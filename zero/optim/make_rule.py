@@ -42,13 +42,13 @@ from zero.optim.rules import (
     Trained,
 )
 
+# Options of torch's Adam with which it is what our kernel computes.
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
-"""Options of torch's Adam with which it is what our kernel computes."""
+# Steps: enough for what begins later, such as RAdam's adaptive rate, or slow weights every sixth step.
 SHAPE, HALF, STEPS = (8, 16), 64, 12
-"""Steps: enough for what begins later, such as RAdam's adaptive rate, or slow weights every sixth step."""
 TRIAL_LR = 1e-2
+# Of the weights: a ratio of norms that has bounds may be at one of them with some, whole or halved.
 SCALES = (1.0, 1 / 32, 32.0)
-"""Of the weights: a ratio of norms that has bounds may be at one of them with some, whole or halved."""
 EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8)
 OURS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {  # with DeepSpeed's defaults
     "Lion": FusedLion,
@@ -59,11 +59,11 @@ ALTERNATIVE = (
     'set optimizer.type in the config ("AdamW", "Lion", "Muon", "Lamb", "Adafactor", "Adagrad", "SGD", or one of '
     "torch.optim such as RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop, ASGD), or pass such an optimizer"
 )
+# Elements of small states for one of a parameter. Means of an m x n matrix's rows and columns are m + n <= m n + 1;
+# preconditioners of both sides m^2 + n^2 >= 2 m n.
 SMALL_SHARE_MAX = 1.5
-"""Elements of small states for one of a parameter. Means of an m x n matrix's rows and columns are m + n <= m n + 1;
-preconditioners of both sides m^2 + n^2 >= 2 m n."""
+# Of whole parameters, by their number of dimensions.
 TRIAL_SHAPES = {0: (), 1: (128,), 2: SHAPE, 3: (4, 4, 8), 4: (4, 4, 2, 4)}
-"""Of whole parameters, by their number of dimensions."""
 
 
 def trained_from(
@@ -74,8 +74,7 @@ def trained_from(
 ) -> Trained | None:
     """Param groups and rules of an optimizer passed in, else of the config; None when there is neither.
 
-    Raises:
-        ConfigError: both are missing what is needed, or ask for something that is not available.
+    Raises ConfigError: both are missing what is needed, or ask for something that is not available.
     """
     trained = _trained_from(optimizer, model_parameters, model, config)
     if trained is None:
@@ -218,8 +217,7 @@ class _Found:
 
     planes: dict[str, torch.dtype] = field(default_factory=dict)
     scalars: dict[str, Scalar] = field(default_factory=dict)
-    small: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """With the shape of a parameter that has it."""
+    small: dict[str, tuple[int, ...]] = field(default_factory=dict)  # With the shape of a parameter that has it.
 
 
 def rule_for(
@@ -227,13 +225,12 @@ def rule_for(
 ) -> TiledRule:
     """The rule of an optimizer's class: over tiles if it is element-wise, else over whole parameters.
 
+    Raises ConfigError: it keeps what cannot be kept; names it and what to use instead.
+
     Args:
         optimizer: an instance; it is left as it is.
         groups: its param groups, whose options decide what it keeps.
         torch_as_kernels: torch's own classes are updated by kernels too, where there are some.
-
-    Raises:
-        ConfigError: it keeps what cannot be kept; names it and what to use instead.
     """
     initial = _initial(optimizer)
     bare = TiledRule(optimizer, initial)

@@ -19,8 +19,7 @@ from zero.config.optimizer_block import OptimizerConfig, OptimizerParams
 from zero.optim.rules import AdamRule, Rules, TiledRule, Trained
 
 FLAG = "use_muon"
-NOT_HIDDEN = ("embed", "lm_head")
-"""Parts of the names of matrices that are none of Muon's."""
+NOT_HIDDEN = ("embed", "lm_head")  # Parts of the names of matrices that are none of Muon's.
 MOMENTUM = "momentum_buffer"
 
 
@@ -33,13 +32,12 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
 def muon_from(block: OptimizerConfig, groups: Iterable[Mapping[str, Any]], model: nn.Module) -> Trained:
     """Param groups of each rule, and the rules, from a config's block.
 
+    Raises ConfigError: a parameter that is not a matrix is to be updated by Muon.
+
     Args:
         block: of type "Muon".
         groups: what is trained; each is split in two.
         model: which has the parameters' names.
-
-    Raises:
-        ConfigError: a parameter that is not a matrix is to be updated by Muon.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     of_muon, of_adam = _options(block.params)
@@ -60,8 +58,7 @@ def muon_from(block: OptimizerConfig, groups: Iterable[Mapping[str, Any]], model
 class MuonRule(TiledRule):
     """`torch.optim.Muon`, matrix by matrix: packed experts are as many matrices, and a convolution's filters are rows.
 
-    Args:
-        options: of the class.
+    `options`: of the class.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:

@@ -44,10 +44,9 @@ from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 
+# Of `zero_optimization.offload_optimizer`.
 OFFLOAD_KEYS = ("device", "nvme_path", "pin_memory", "buffer_count", "state_dtype")
-"""Of `zero_optimization.offload_optimizer`."""
-MORE_KEYS = ("sub_group_size", "aio")
-"""Of `zero_optimization`, and a block of its own."""
+MORE_KEYS = ("sub_group_size", "aio")  # Of `zero_optimization`, and a block of its own.
 
 
 class OffloadOptimizer(KeptOptimizer):
@@ -127,8 +126,7 @@ class OffloadOptimizer(KeptOptimizer):
     def _shelve_newcomers(self, loaded: Container[int] = ()) -> None:
         """Make room for the states of parameters that have none and need some, device by device.
 
-        Args:
-            loaded: id of those that need some although they are frozen.
+        `loaded`: id of those that need some although they are frozen.
         """
         by_device: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
         for group in self.param_groups:
@@ -195,7 +193,6 @@ class OffloadOptimizer(KeptOptimizer):
         return loss
 
     def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Of the parameters that have one."""
         return [(p, p.grad) for p in self._parameters() if p.grad is not None]
 
     def _finish(self) -> None:
@@ -234,7 +231,6 @@ class OffloadOptimizer(KeptOptimizer):
         self.take_all([(parameter, {**self.state[parameter], key: value})])
 
     def check_room(self, nbytes: int) -> None:
-        """Raise BudgetError if the host has no room for so much."""
         free = read_machine(torch.device("cpu")).available_bytes
         if nbytes > free:
             raise BudgetError(
@@ -294,9 +290,8 @@ class OffloadOptimizer(KeptOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a `state_dict` of this class, or of the torch optimizer of the class. Weights stay as they are.
 
-        Raises:
-            ConfigError: it has other groups, or states of another class or shape; nothing has changed.
-            StorageError: states could not be stored; load them again.
+        Raises ConfigError: it has other groups, or states of another class or shape; nothing has changed. Raises
+        StorageError: states could not be stored; load them again.
         """
         super().load_state_dict(state_dict)
 
@@ -326,7 +321,6 @@ class OffloadOptimizer(KeptOptimizer):
         self._torn = False
 
     def take_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
-        """As `take_all`, of one."""
         self.take_all([(parameter, states)])
 
     def _shelf_of(self, index: int) -> ParameterStates:
@@ -361,7 +355,6 @@ class OffloadOptimizer(KeptOptimizer):
             shelf.close()
 
     def __enter__(self) -> OffloadOptimizer:
-        """Closed at the end of a `with` block."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -414,8 +407,7 @@ def _config_of(offload: Mapping[str, Any]) -> Config:
 def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
     """Our kernel's where our class is asked for; any other class's own step, over tiles, with the bits it gives alone.
 
-    Raises:
-        ConfigError: what the class keeps is not of a parameter's shape, or is to be stored as the kernel alone can.
+    Raises ConfigError: what the class keeps is not of a parameter's shape, or is to be stored as the kernel alone can.
     """
     stored = config.zero_optimization.offload_optimizer.state_dtype
     if stored == "8bit":

@@ -26,15 +26,13 @@ from zero.optim.loss_scale import LossScaler
 from zero.optim.rules import AdamRule, Progress, Rule, Scalar, Trained
 from zero.optim.small_states import Shapes, Small, SmallStates
 
+# Before the name of a state: a number in checkpoints that says that the parameter has not got it yet. Its state has no
+# such key, or None.
 ABSENT, MISSING, NOTHING = "no_", 1, 2
-"""Before the name of a state: a number in checkpoints that says that the parameter has not got it yet. Its state has no
-such key, or None.
-"""
-STATE_BYTES = 4
-"""Of an element of a state, fp32, as it is given out."""
+STATE_BYTES = 4  # Of an element of a state, fp32, as it is given out.
 PRE, POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+# The name of a step in profiles, as torch makes it.
 PROFILED = "Optimizer.step#ZeroOptimizer.step"
-"""The name of a step in profiles, as torch makes it."""
 
 
 class KeptStates(Protocol):
@@ -56,9 +54,7 @@ class KeptStates(Protocol):
 class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
     """`optimizer.state`: what each parameter has since its first step. Copies: give them back to change them.
 
-    Args:
-        kept: reads them.
-        optimizer: whose they are.
+    `kept`: reads them; `optimizer`: whose they are.
     """
 
     def __init__(self, kept: KeptStates, optimizer: KeptOptimizer) -> None:
@@ -81,39 +77,31 @@ class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
         self._optimizer.take_states(parameter, states)
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        """Parameters that have states."""
         return (p for group in self._optimizer.param_groups for p in group["params"] if self._counts.get(id(p)))
 
     def __len__(self) -> int:
-        """How many have."""
         return sum(1 for _ in self)
 
     def __contains__(self, parameter: object) -> bool:
-        """True for one that has."""
         return bool(self._counts.get(id(parameter)))
 
     def __repr__(self) -> str:
-        """Without reading any."""
         return f"{type(self).__name__}({len(self)} parameters)"
 
 
 class Groups(Sequence[torch.Tensor]):
     """One tensor for each param group, made when it is asked for.
 
-    Args:
-        groups: the optimizer's.
-        read: group -> tensor.
+    `groups`: the optimizer's; `read`: group -> tensor.
     """
 
     def __init__(self, groups: list[dict[str, Any]], read: Any) -> None:
         self._groups, self._read = groups, read
 
     def __len__(self) -> int:
-        """Of the groups."""
         return len(self._groups)
 
     def __getitem__(self, number: Any) -> Any:
-        """Of a group. Raises IndexError."""
         if isinstance(number, slice):
             return [self[n] for n in range(*number.indices(len(self)))]
         return self._read(self._groups[number])
@@ -122,8 +110,7 @@ class Groups(Sequence[torch.Tensor]):
 class KeptOptimizer(torch.optim.Optimizer):
     """An update rule over states that are kept elsewhere: what it counts, and its states as torch's.
 
-    Args:
-        trained: param groups, which stay the ones that are read, and the rule.
+    `trained`: param groups, which stay the ones that are read, and the rule.
 
     Attributes:
         counts_steps: a state of the class has `step`.
@@ -137,24 +124,18 @@ class KeptOptimizer(torch.optim.Optimizer):
         super().__init__(trained.groups, dict(trained.rules.each[-1].defaults))
         self.param_groups = trained.groups
         self.rules = trained.rules
-        self.step_counts: dict[int, int] = {}
-        """id(parameter) -> updates so far; torch counts per parameter too."""
+        self.step_counts: dict[int, int] = {}  # id(parameter) -> updates so far; torch counts per parameter too.
+        # id(parameter) -> what else its state has besides planes, of rules that keep more.
         self.progress: dict[int, Progress] = {}
-        """id(parameter) -> what else its state has besides planes, of rules that keep more."""
+        # id(parameter) -> its small states, as far as they are on this rank; of rules that keep some.
         self.small: dict[int, SmallStates] = {}
-        """id(parameter) -> its small states, as far as they are on this rank; of rules that keep some."""
-        self._numbers: dict[int, int] = {}
-        """id(parameter) -> number of its rule; made again when one is missing."""
+        self._numbers: dict[int, int] = {}  # id(parameter) -> number of its rule; made again when one is missing.
 
     def values(self, index_of: dict[int, int], contributed: Container[int]) -> dict[int, Any]:
         """What is fixed of every parameter that has a gradient in the step that is taken now.
 
-        Args:
-            index_of: id(parameter) -> parameter index.
-            contributed: indices of parameters with a gradient.
-
-        Raises:
-            ConfigError: param groups ask for what the rule cannot do.
+        `index_of`: id(parameter) -> parameter index; `contributed`: indices of parameters with a gradient. Raises
+        ConfigError: param groups ask for what the rule cannot do.
         """
         for rule in self.rules.each:
             rule.begin()
@@ -192,7 +173,6 @@ class KeptOptimizer(torch.optim.Optimizer):
 
     @property
     def keeps_small(self) -> bool:
-        """True when a rule has small states."""
         return any(rule.small for rule in self.rules.each)
 
     def small_shapes(self, parameter: torch.Tensor) -> Shapes:
@@ -203,8 +183,7 @@ class KeptOptimizer(torch.optim.Optimizer):
     def named_small(self, names: Mapping[int, str]) -> dict[str, dict[str, torch.Tensor]]:
         """Copies on the host of all small states of this rank, by the parameters' names.
 
-        Args:
-            names: id(parameter) -> its name; the others are left out.
+        `names`: id(parameter) -> its name; the others are left out.
         """
         held = {names[key]: small.on_host() for key, small in self.small.items() if key in names}
         return {name: tensors for name, tensors in held.items() if tensors}
@@ -219,11 +198,7 @@ class KeptOptimizer(torch.optim.Optimizer):
     # ---- what a parameter's state has besides planes ---------------------------------------------------
 
     def numbers(self, key: int) -> dict[str, Scalar]:
-        """What a parameter's state has besides planes, by torch's names; `step` always.
-
-        Args:
-            key: id(parameter).
-        """
+        """What a parameter's state has besides planes, by torch's names; `step` always. `key`: id(parameter)."""
         progress = self.progress.get(key)
         more = {name: scalar for name, scalar in progress.scalars if scalar.value is not None} if progress else {}
         return {"step": Scalar(self.step_counts.get(key, 0)), **more}
@@ -231,8 +206,7 @@ class KeptOptimizer(torch.optim.Optimizer):
     def saved_numbers(self, key: int) -> dict[str, Scalar]:
         """`numbers` for a checkpoint: they also say what no update of the parameter has made so far.
 
-        Args:
-            key: id(parameter).
+        `key`: id(parameter).
         """
         progress, found = self.progress.get(key), self.numbers(key)
         if progress is None:
@@ -269,9 +243,7 @@ class KeptOptimizer(torch.optim.Optimizer):
     def made(self, key: int, planes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Of a parameter's planes those that torch's optimizer would have; before the first update, as it makes them.
 
-        Args:
-            key: id(parameter).
-            planes: by name, as they are stored.
+        `key`: id(parameter); `planes`: by name, as they are stored.
         """
         progress, fills = self.progress.get(key), self._rule(key).fills
         if progress is not None:
@@ -284,9 +256,7 @@ class KeptOptimizer(torch.optim.Optimizer):
     def set_numbers(self, key: int, saved: Mapping[str, torch.Tensor]) -> None:
         """Go on from what `saved_numbers` has said of a parameter, and from its planes.
 
-        Args:
-            key: id(parameter).
-            saved: of shape (); what is missing begins anew.
+        `key`: id(parameter); `saved`: of shape (); what is missing begins anew.
         """
         self.step_counts[key] = count = int(saved["step"].item()) if "step" in saved else 0
         self.progress.pop(key, None)
@@ -331,8 +301,7 @@ class KeptOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's: groups, and copies of all states on the host, the same on every rank; all of them come here.
 
-        Raises:
-            BudgetError: the host has no room for that much; `engine.save_checkpoint` needs none.
+        Raises BudgetError: the host has no room for that much; `engine.save_checkpoint` needs none.
         """
         if self._kept is not None:
             if self.state:  # of an engine that is closed nothing is left
@@ -345,8 +314,7 @@ class KeptOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up groups and states of a `state_dict`; groups stay the same objects. All ranks come here.
 
-        Raises:
-            ConfigError: it has other groups; nothing has changed.
+        Raises ConfigError: it has other groups; nothing has changed.
         """
         if self._kept is not None:
             self._kept.check_open("load_state_dict")
@@ -369,7 +337,6 @@ class KeptOptimizer(torch.optim.Optimizer):
             after(self)
 
     def take_all(self, given: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
-        """As `take_states`, of several parameters."""
         for parameter, states in given:
             self.take_states(parameter, states)
 
@@ -470,14 +437,12 @@ class ZeroOptimizer(KeptOptimizer):
         super().__init__(trained)
         self.given = trained.given
         self._take_step, self._clear, self.loss_scaler = take_step, clear, loss_scaler
-        self.offloader: Any = None
-        """The engine."""
+        self.offloader: Any = None  # The engine.
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take the step that `engine.step()` takes on an accumulation boundary.
 
-        Raises:
-            StateError: a closure was given: it would run the model inside the step.
+        Raises StateError: a closure was given: it would run the model inside the step.
         """
         if closure is not None:
             raise StateError(
@@ -493,7 +458,6 @@ class ZeroOptimizer(KeptOptimizer):
         self._opt_called = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that have been accumulated."""
         self._clear()
 
     # ---- hooks of torch's optimizers -------------------------------------------------------------------
@@ -503,7 +467,6 @@ class ZeroOptimizer(KeptOptimizer):
         self._call([(self, hook) for hook in torchs._global_optimizer_pre_hooks.values()] + self._hooks(PRE))
 
     def after_step(self) -> None:
-        """It was taken."""
         self._call(self._hooks(POST) + [(self, hook) for hook in torchs._global_optimizer_post_hooks.values()])
 
     def _hooks(self, kind: str) -> list[tuple[Any, Any]]:
@@ -528,16 +491,13 @@ class ZeroOptimizer(KeptOptimizer):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """As `engine.offload_states`."""
         self._with_offloader().offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """As `engine.reload_states`."""
         self._with_offloader().reload_states(non_blocking)
 
     @property
     def offloaded_states(self) -> set[Any]:
-        """As `engine.offloaded_states`."""
         return set(self._with_offloader().offloaded_states)
 
     def _with_offloader(self) -> Any:
@@ -556,7 +516,6 @@ class ZeroOptimizer(KeptOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """As `cur_scale`."""
         return self.cur_scale
 
     @loss_scale.setter
@@ -565,7 +524,6 @@ class ZeroOptimizer(KeptOptimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """True: the scale follows the overflows."""
         return self.loss_scaler.dynamic
 
     @property

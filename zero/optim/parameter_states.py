@@ -37,11 +37,9 @@ from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 from zero.store.stored_values import StoredValues
 
-MASTER = "master"
-"""Among the states of a 16-bit parameter: its fp32 value."""
+MASTER = "master"  # Among the states of a 16-bit parameter: its fp32 value.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EDITS_NUMEL = 1 << 18
-"""Elements that are looked through at once for edits."""
+EDITS_NUMEL = 1 << 18  # Elements that are looked through at once for edits.
 
 
 @dataclass(slots=True)
@@ -49,11 +47,9 @@ class Remaining:
     """What is left to do of a step."""
 
     arguments: StepArguments
-    gradients: Mapping[int, Sealed]
-    """Index of the unit -> where its gradient is."""
+    gradients: Mapping[int, Sealed]  # Index of the unit -> where its gradient is.
     due: deque[SubGroup]
-    broken: bool = False
-    """An update has ended amid its elements: it can neither be finished nor made again."""
+    broken: bool = False  # An update has ended amid its elements: it can neither be finished nor made again.
 
 
 class _TakenGradients:
@@ -118,20 +114,15 @@ class ParameterStates:
         on_cpu = shares_host_memory(self.device)
         self._threads = update_threads(self.layout.numel, kernel_threads(on_cpu=on_cpu))
         self._transfer: Transfer[Any] | None = None
-        self.remaining: Remaining | None = None
-        """Of a step that has failed."""
+        self.remaining: Remaining | None = None  # Of a step that has failed.
 
     # ---- steps ---------------------------------------------------------------------------------
 
     def prepare(self, arguments: StepArguments, gradients: Mapping[int, Tensor]) -> Remaining:
         """What a step has to do here; nothing has changed when this returns or raises.
 
-        Args:
-            arguments: of the step.
-            gradients: of parameters, by their index.
-
-        Raises:
-            StateError: a gradient or a parameter is not what it was when the states were made; names it.
+        `arguments`: of the step; `gradients`: of parameters, by their index. Raises StateError: a gradient or a
+        parameter is not what it was when the states were made; names it.
         """
         self._weight_homes()
         homes: list[list[Home]] = [[] for _ in self.layout.spaces]
@@ -147,11 +138,7 @@ class ParameterStates:
         return Remaining(fenced, taken, deque(due))
 
     def finish(self) -> None:
-        """Do what remains of the step.
-
-        Raises:
-            StorageError: a read or a write failed; what is not done remains.
-        """
+        """Do what remains of the step. Raises StorageError: a read or a write failed; what is not done remains."""
         remaining = self.remaining
         if remaining is None:
             return
@@ -243,8 +230,7 @@ class ParameterStates:
 
         Without a master the weight is its own. Whoever calls has called `check`.
 
-        Raises:
-            StorageError: a read or a write failed; states are partly the new ones.
+        Raises StorageError: a read or a write failed; states are partly the new ones.
         """
         runs = {
             unit.index: {name: partial(self._run_like, index, local_of(value)) for name, value in states[index].items()}

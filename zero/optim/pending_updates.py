@@ -34,39 +34,32 @@ from zero.store.storage import Storage
 class Running:
     """One update under way."""
 
+    # The units whose new weights were delivered; or the error that left the sub-group due.
     applied: asyncio.Future[frozenset[int]]
-    """The units whose new weights were delivered; or the error that left the sub-group due."""
-    returned: asyncio.Future[None]
-    """Ends once no unit's own memory is written from any more; never an error."""
-    borrowed: frozenset[int]
-    """Units whose own memory is written from; never memory of a GPU."""
-    stored: asyncio.Task[None] | None = None
-    """Ends once nothing of it moves any more; never raises."""
+    returned: asyncio.Future[None]  # Ends once no unit's own memory is written from any more; never an error.
+    borrowed: frozenset[int]  # Units whose own memory is written from; never memory of a GPU.
+    stored: asyncio.Task[None] | None = None  # Ends once nothing of it moves any more; never raises.
 
 
 class DueUpdates:
     """The sub-groups of the last step that are not updated yet.
 
-    Args:
-        threads: of the kernel on the host inside `finish`; beside a forward or a backward it has one where those
-            compute on the host too.
+    `threads`: of the kernel on the host inside `finish`; beside a forward or a backward it has one where those compute
+    on the host too.
     """
 
     def __init__(self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int) -> None:
         self._storage, self._pipeline, self._threads = storage, pipeline, threads
         self._threads_beside = 1 if storage.streams.shared else threads
-        self.arguments = StepArguments({}, 1.0, 0)
-        """Of the last step."""
+        self.arguments = StepArguments({}, 1.0, 0)  # Of the last step.
         self._due: set[SubGroup] = set()
         self._unapplied: set[SubGroup] = set()
         self._running: dict[SubGroup, Running] = {}
         self._unstored: set[SubGroup] = set()
+        # Called, on the mover's loop, with a unit whose weights of the last step are where they live.
         self.stored: Callable[[int], None] = lambda index: None
-        """Called, on the mover's loop, with a unit whose weights of the last step are where they live."""
-        self.failure: StorageError | None = None
-        """A result could not be stored since the last `retry`."""
-        self.stopped = False
-        """The engine closes: no further update begins."""
+        self.failure: StorageError | None = None  # A result could not be stored since the last `retry`.
+        self.stopped = False  # The engine closes: no further update begins.
         self._layout = layout
         self._groups: dict[int, list[SubGroup]] = {unit.index: [] for unit in layout.units}
         for group in storage.plan.sub_groups:
@@ -78,9 +71,7 @@ class DueUpdates:
     def begin_step(self, arguments: StepArguments, due: Iterable[SubGroup]) -> None:
         """A step is fixed; nothing of the one before is due or under way.
 
-        Args:
-            arguments: the step's.
-            due: the sub-groups it changes.
+        `arguments`: the step's; `due`: the sub-groups it changes.
         """
         self.arguments = arguments
         self._due = set(due)
@@ -100,12 +91,10 @@ class DueUpdates:
         return any(index in running.borrowed for running in list(self._running.values()))
 
     def is_busy(self, group: SubGroup) -> bool:
-        """True when the sub-group is due or under way."""
         return group in self._due or group in self._unapplied or group in self._running
 
     @property
     def all_settled(self) -> bool:
-        """True when nothing is due or under way."""
         return not (self._unapplied or self._running)
 
     # ---- the mover ----------------------------------------------------------------------------
@@ -113,16 +102,13 @@ class DueUpdates:
     async def fetch(self, unit: Unit, into: torch.Tensor, fences: tuple[Fence, ...]) -> Fence:
         """Fill `into` (uint8, flat unit, on the compute device) with the unit's weights of the last step.
 
+        Returns behind the copies, which may be under way still. Raises StorageError: `into` holds nothing of use; what
+        was not updated stays due.
+
         Args:
             unit: any.
             into: where its weights are wanted.
             fences: behind the last uses of that memory on the device.
-
-        Returns:
-            Behind the copies, which may be under way still.
-
-        Raises:
-            StorageError: `into` holds nothing of use; what was not updated stays due.
         """
         groups = self._groups[unit.index]
         if any(group in self._due or group in self._running for group in groups):
@@ -138,17 +124,14 @@ class DueUpdates:
     ) -> Fence:
         """Fill parts of `into` (uint8, on the compute device) with parts of the unit's weights of the last step.
 
+        Returns behind the copies, which may be under way still. Raises StorageError: `into` holds nothing of use; what
+        was not updated stays due.
+
         Args:
             unit: any.
             rows: (first coordinate, end, first element of `into`) of each part.
             into: where the weights are wanted.
             fences: behind the last uses of that memory on the device.
-
-        Returns:
-            Behind the copies, which may be under way still.
-
-        Raises:
-            StorageError: `into` holds nothing of use; what was not updated stays due.
         """
         rows, storage, width = list(rows), self._storage, unit.dtype.itemsize
         groups = [g for g in self._groups[unit.index] if any(g.begin < end and lo < g.end for lo, end, _ in rows)]
@@ -174,13 +157,11 @@ class DueUpdates:
     async def bring(self, groups: Iterable[SubGroup]) -> None:
         """Update sub-groups whose weights are used where they are stored.
 
-        Raises:
-            StorageError: one of them is still due.
+        Raises StorageError: one of them is still due.
         """
         await settle_all([self._bring(group) for group in groups])
 
     async def bring_unit(self, unit: Unit) -> None:
-        """As `bring`, for the sub-groups of a unit."""
         await self.bring(self._groups[unit.index])
 
     async def settle_weights(self, unit: Unit) -> None:
@@ -192,8 +173,7 @@ class DueUpdates:
     async def finish(self, groups: Iterable[SubGroup]) -> None:
         """Update sub-groups and store the results.
 
-        Raises:
-            StorageError: what was not updated stays due, what was not stored stays in memory.
+        Raises StorageError: what was not updated stays due, what was not stored stays in memory.
         """
         groups = list(groups)
         results = await asyncio.gather(*(self._bring(g, self._threads) for g in groups), return_exceptions=True)

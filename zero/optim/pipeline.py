@@ -37,23 +37,20 @@ from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.staging import Staged, StagedGroup
 from zero.store.storage import Storage
 
-Made = Mapping[int, Small]
-"""Parameter index -> small states as an update leaves them."""
+Made = Mapping[int, Small]  # Parameter index -> small states as an update leaves them.
 
 
 @dataclass(frozen=True, slots=True)
 class StepArguments:
     """Fixed when `step()` is called; an update started later uses the same."""
 
+    # Parameter index -> what the rule has fixed of it; one that is missing had no gradient and is skipped.
     values: Mapping[int, Any]
-    """Parameter index -> what the rule has fixed of it; one that is missing had no gradient and is skipped."""
     grad_scale: float
-    number: int
-    """Of the step, counted from 1: errors name it, and moments that are not fp32 are rounded by it."""
-    fence: Fence = None
-    """Behind the last use of the old weights and the gradients on the device."""
+    number: int  # Of the step, counted from 1: errors name it, and moments that are not fp32 are rounded by it.
+    fence: Fence = None  # Behind the last use of the old weights and the gradients on the device.
+    # Parameter index -> where its small states are, of rules that keep some.
     small: Mapping[int, SmallStates] = field(default_factory=dict)
-    """Parameter index -> where its small states are, of rules that keep some."""
 
     def keep(self, made: Made) -> None:
         """An update counts, and what it has made of small states."""
@@ -65,24 +62,19 @@ class StepArguments:
 class Delivery:
     """Where a unit's weights are wanted."""
 
-    into: torch.Tensor
-    """uint8, the flat unit."""
-    fences: tuple[Fence, ...]
-    """Behind the last uses of that memory."""
+    into: torch.Tensor  # uint8, the flat unit.
+    fences: tuple[Fence, ...]  # Behind the last uses of that memory.
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
     """What an update calls on its way."""
 
-    turn: Callable[[], None]
-    """It could begin; may raise: then nothing happens."""
+    turn: Callable[[], None]  # It could begin; may raise: then nothing happens.
+    # It is done, and these units' weights were delivered; nothing of it is stored yet.
     applied: Callable[[frozenset[int]], None]
-    """It is done, and these units' weights were delivered; nothing of it is stored yet."""
-    returned: Callable[[], None]
-    """Nothing reads memory of the caller's any more."""
-    stored: Callable[[], None]
-    """Its weights are where they live."""
+    returned: Callable[[], None]  # Nothing reads memory of the caller's any more.
+    stored: Callable[[], None]  # Its weights are where they live.
 
 
 class SubGroupPipeline:
@@ -92,8 +84,8 @@ class SubGroupPipeline:
         self._layout, self._storage, self._gradients, self._rules = layout, storage, gradients, rules
         self.spare = SpareGradients(layout, storage)
         self._places = Places(storage.plan.records_in_flight, self.spare)
+        # Awaited before a sub-group changes: whoever still wants its old values takes them.
         self.before: Callable[[SubGroup, StepArguments], Awaitable[None]] | None = None
-        """Awaited before a sub-group changes: whoever still wants its old values takes them."""
 
     def trained_units(self, group: SubGroup, arguments: StepArguments) -> list[Unit]:
         """Units that have elements in the sub-group that this step changes."""
@@ -121,6 +113,9 @@ class SubGroupPipeline:
     ) -> None:
         """Update a sub-group and store the result.
 
+        Raises StorageError: before `told.applied` was called nothing has changed; afterwards the planes hold the new
+        values in memory.
+
         Args:
             group: has at least one trained unit.
             arguments: the step's.
@@ -128,10 +123,6 @@ class SubGroupPipeline:
                 memory has to stay as it is until `told.returned` is called, or this returns.
             told: called on the way.
             threads: of the CPU kernel.
-
-        Raises:
-            StorageError: before `told.applied` was called nothing has changed; afterwards the planes hold the new
-                values in memory.
         """
         if self.before is not None:
             await self.before(group, arguments)

@@ -43,8 +43,7 @@ class ReductionOrder:
 
     Each backward of a step has an order of its own, known by its number.
 
-    Args:
-        expected: the order of a backward that is the first of its number.
+    `expected`: the order of a backward that is the first of its number.
     """
 
     def __init__(self, expected: list[int]) -> None:
@@ -52,8 +51,7 @@ class ReductionOrder:
         self._number = -1
         self._next = 0
         self._seen: list[int] = []
-        self._irregular: set[int] = set()
-        """Units that some backward had not; nobody waits for them any more."""
+        self._irregular: set[int] = set()  # Units that some backward had not; nobody waits for them any more.
 
     def begin_step(self) -> None:
         """The next backward is the first of a step."""
@@ -113,12 +111,9 @@ class ReductionOrder:
 class Waiting:
     """A whole gradient of this rank that is not reduced yet."""
 
-    flat: torch.Tensor
-    """(unit.numel,) of the unit's dtype, or fp32 where several contributions are added up."""
-    block: Block | None
-    """The lease behind it, if it has one."""
-    blank: bool = False
-    """It is the memory that stands for what a rank has not."""
+    flat: torch.Tensor  # (unit.numel,) of the unit's dtype, or fp32 where several contributions are added up.
+    block: Block | None  # The lease behind it, if it has one.
+    blank: bool = False  # It is the memory that stands for what a rank has not.
 
 
 @dataclass(slots=True)
@@ -133,9 +128,7 @@ class Reduction:
 class ReducedGradients(Gradients):
     """See above.
 
-    Args:
-        exchange: with the other ranks.
-        in_place: whole gradients are always collected beside the planes.
+    `exchange`: with the other ranks; `in_place`: whole gradients are always collected beside the planes.
     """
 
     def __init__(
@@ -148,12 +141,11 @@ class ReducedGradients(Gradients):
         self._order = ReductionOrder([unit.index for unit in sorted(trained, key=lambda unit: unit.persistent)])
         self._narrow = any(unit.dtype.itemsize < torch.float32.itemsize for unit in trained)
         self._waiting: dict[int, Waiting] = {}
+        # Unit -> positions of the slots whose first gradient of this backward waits or is reduced.
         self._given: dict[int, set[int]] = {}
-        """Unit -> positions of the slots whose first gradient of this backward waits or is reduced."""
+        # Unit -> the sum of its further gradients of this backward, fp32 (unit.numel,).
         self._further: dict[int, torch.Tensor] = {}
-        """Unit -> the sum of its further gradients of this backward, fp32 (unit.numel,)."""
-        self._blank: list[int] = []
-        """Units of which this rank has reduced zeros in this backward, into nothing."""
+        self._blank: list[int] = []  # Units of which this rank has reduced zeros in this backward, into nothing.
         self._reducing = self._in_backward = self._starting = False
         self.deferred = bool(storage.plan.deferred_bytes)
         self._nothing: Block | None = None
@@ -238,7 +230,6 @@ class ReducedGradients(Gradients):
         self._in_backward = self.together = False
 
     def break_off(self) -> None:
-        """See `Gradients`."""
         self._in_backward = self.together = False
 
     def complete(self) -> None:
@@ -254,7 +245,6 @@ class ReducedGradients(Gradients):
         self.deferred = bool(self._storage.plan.deferred_bytes)
 
     def clear(self) -> None:
-        """See `Gradients`."""
         for waiting in self._waiting.values():
             if waiting.block is not None:
                 waiting.block.release(self._streams.fence())
@@ -264,11 +254,9 @@ class ReducedGradients(Gradients):
         self._begin_step()
 
     def waiting(self) -> dict[int, torch.Tensor]:
-        """See `Gradients`."""
         return {index: waiting.flat.cpu() for index, waiting in self._waiting.items()}
 
     def rest(self, *, aside: bool) -> dict[int, torch.Tensor]:
-        """See `Gradients`."""
         nothing, self._nothing = self._nothing, None
         if nothing is not None:
             nothing.release()
@@ -282,12 +270,10 @@ class ReducedGradients(Gradients):
         return copies
 
     def drop_waiting(self, unit: Unit, slot: Slot) -> None:
-        """See `Gradients`."""
         if unit.index in self._waiting:
             self._waiting[unit.index].flat[slot.offset_numel : slot.end_numel].zero_()
 
     def take_up(self, index: int, flat: torch.Tensor) -> None:
-        """See `Gradients`."""
         held = flat.to(self._device)
         if held.dtype == torch.float32:
             held = self._storage.whole_gradients.deferred(self._units[index].unit).copy_(held)

@@ -36,18 +36,17 @@ from offload.kernels.moments import Moments
 from zero.optim.small_states import Shapes, Small
 from zero.plan.record import ADAM_STATES, States
 
+# torch computes so many elements on one thread, without asking others; and they stay in the cache between operations.
 TILE_NUMEL = 32768
-"""torch computes so many elements on one thread, without asking others; and they stay in the cache between operations.
-"""
 TILE_NUMEL_GPU = 1 << 22
 HOOKS = (
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
 )
+# Attributes of an optimizer that are made anew: a scheduler has wrapped `step`, and hooks are of whole steps.
 NOT_OF_THE_CLASS = {"state", "param_groups", "step", *HOOKS}
-"""Attributes of an optimizer that are made anew: a scheduler has wrapped `step`, and hooks are of whole steps."""
+# They would compute the same in another way; on one flat tile, outside any graph, there is nothing to win.
 PER_TENSOR = {"foreach": False, "fused": None, "capturable": False}
-"""They would compute the same in another way; on one flat tile, outside any graph, there is nothing to win."""
 
 
 NO_SMALL: Small = MappingProxyType({})
@@ -57,10 +56,8 @@ NO_SMALL: Small = MappingProxyType({})
 class Scalar:
     """One number that a parameter's state has; immutable, so that an update can be made again."""
 
-    value: int | float | bool | None
-    """None says that a state has the name, and nothing yet."""
-    dtype: torch.dtype | None = None
-    """Of a tensor; None: a Python number."""
+    value: int | float | bool | None  # None says that a state has the name, and nothing yet.
+    dtype: torch.dtype | None = None  # Of a tensor; None: a Python number.
     shape: tuple[int, ...] = ()
 
     @staticmethod
@@ -94,26 +91,22 @@ class Progress:
     """What a parameter's state is besides its planes, after so many updates."""
 
     scalars: tuple[tuple[str, Scalar], ...] = ()
+    # Names of the planes that have been made; the others are to be made by the next update.
     present: tuple[str, ...] = ()
-    """Names of the planes that have been made; the others are to be made by the next update."""
 
 
 class UpdateRun(NamedTuple):
     """A run of elements of one unit, to be updated in place. All tensors are flat and of the same length and device."""
 
-    weight: Tensor
-    """fp32, bf16 or fp16."""
+    weight: Tensor  # fp32, bf16 or fp16.
+    # What the weights lack of their fp32 masters, see `offload.kernels.masters`; None: they are the masters.
     master: Tensor | None
-    """What the weights lack of their fp32 masters, see `offload.kernels.masters`; None: they are the masters."""
     states: States
-    gradient: Tensor
-    """As it was collected."""
-    segments: Sequence[tuple[int, int, Any]]
-    """(begin, end, values) of each parameter in it that is updated."""
+    gradient: Tensor  # As it was collected.
+    segments: Sequence[tuple[int, int, Any]]  # (begin, end, values) of each parameter in it that is updated.
+    # Of each segment its parameter's; rules that look at whole parameters read it.
     shapes: Sequence[tuple[int, ...]] = ()
-    """Of each segment its parameter's; rules that look at whole parameters read it."""
-    small: Sequence[Small] = ()
-    """Of each segment its parameter's small states; they stay as they are."""
+    small: Sequence[Small] = ()  # Of each segment its parameter's small states; they stay as they are.
 
 
 class Rule(Protocol):
@@ -143,13 +136,12 @@ class Rule(Protocol):
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> Any:
         """What is fixed of one parameter in the step that is taken now.
 
+        Raises ConfigError: the group asks for what the rule cannot do.
+
         Args:
             group: its param group.
             count: updates with this one.
             progress: since its last update; None before the first.
-
-        Raises:
-            ConfigError: the group asks for what the rule cannot do.
         """
 
     def after(self, values: Any) -> tuple[Progress | None, Mapping[str, Any]]:
@@ -158,8 +150,7 @@ class Rule(Protocol):
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[Small] | None:
         """Update the elements in place; depends on nothing but the arguments.
 
-        Returns:
-            Of each segment what its small states have become; None if the rule has none.
+        Returns what the small states of each segment have become; None if the rule has none.
         """
 
     def small_shapes(self, shape: tuple[int, ...]) -> Shapes:
@@ -226,7 +217,6 @@ class AdamRule:
         return None, {}
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
-        """One call of the kernel."""
         kernels.adamw(
             run.weight,
             run.master,
@@ -247,17 +237,16 @@ class Rules:
     """Of one optimizer: each of its param groups is updated by one of them."""
 
     each: tuple[Rule, ...]
+    # Of several: the key of a param group that is true where the first one updates, and false where the second.
     flag: str = ""
-    """Of several: the key of a param group that is true where the first one updates, and false where the second."""
+    # (name, parameter) -> the flag of a parameter of which nobody has said it.
     default: Callable[[str, Tensor], bool] = lambda name, parameter: True
-    """(name, parameter) -> the flag of a parameter of which nobody has said it."""
 
     def number(self, group: Mapping[str, Any]) -> int:
         """Of the rule that updates a param group."""
         return int(len(self.each) > 1 and not group.get(self.flag))
 
     def of(self, group: Mapping[str, Any]) -> Rule:
-        """The rule that updates a param group."""
         return self.each[self.number(group)]
 
     def numbers(self, groups: Iterable[Mapping[str, Any]]) -> dict[int, int]:
@@ -284,19 +273,16 @@ class Rules:
 class Trained:
     """What is trained, and how."""
 
-    groups: list[dict[str, Any]]
-    """Param groups, as torch's; live."""
+    groups: list[dict[str, Any]]  # Param groups, as torch's; live.
     rules: Rules
-    given: torch.optim.Optimizer | None = None
-    """What they were taken from, if it was an object."""
+    given: torch.optim.Optimizer | None = None  # What they were taken from, if it was an object.
 
 
 @dataclass(frozen=True, slots=True)
 class TileValues:
     """Of one parameter in one step."""
 
-    options: Mapping[str, Any]
-    """Of its param group, as they are now."""
+    options: Mapping[str, Any]  # Of its param group, as they are now.
     progress: Progress | None
 
 
@@ -304,8 +290,7 @@ class TileValues:
 class Initial:
     """A parameter's state before its first step."""
 
-    fills: Mapping[str, Scalar] = field(default_factory=dict)
-    """Planes, by the number that they are full of."""
+    fills: Mapping[str, Scalar] = field(default_factory=dict)  # Planes, by the number that they are full of.
     numbers: Mapping[str, Scalar] = field(default_factory=dict)
 
 
@@ -357,8 +342,7 @@ class TiledRule:
         self.probe_shape = (1, 1) if whole else (1,)
         self.kind = type(optimizer)
         self.states: tuple[str, ...] = states
-        self.scalars: Mapping[str, Scalar] = dict(scalars or {})
-        """On the CPU."""
+        self.scalars: Mapping[str, Scalar] = dict(scalars or {})  # On the CPU.
         self._initial, self._dtypes = initial or Initial(), dict(dtypes or {})
         self.fills: Mapping[str, float] = {name: float(fill.value or 0) for name, fill in self._initial.fills.items()}
         self.defaults: Mapping[str, Any] = dict(optimizer.defaults)
@@ -519,8 +503,7 @@ class TiledRule:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Run the class over one tile, in place: tile (N,) fp32, and its planes (N,) fp32; or all of a whole shape.
 
-        Returns:
-            The state it leaves, and the options of its param group.
+        Returns the state it leaves, and the options of its param group.
         """
         parameter = torch.nn.Parameter(tile)
         parameter.grad = gradient

@@ -21,14 +21,13 @@ def scheduler_for(given: Any, optimizer: torch.optim.Optimizer | None, config: C
 
     As in DeepSpeed, one that is handed over goes before that of the configuration.
 
+    Raises ConfigError: what was given cannot be stepped, its class does not take the values, or a callable and no
+    optimizer.
+
     Args:
         given: what `initialize` got: an object with `step()`, a callable that gets the optimizer and returns one, None.
         optimizer: the engine's. Its param groups are those of an optimizer that was handed over.
         config: its `scheduler` block is the other source.
-
-    Raises:
-        ConfigError: what was given cannot be stepped, its class does not take the values, or a callable and no
-            optimizer.
     """
     block = config.scheduler
     configured = block is not None and block.type is not None
@@ -53,8 +52,7 @@ def _is_factory(given: Any) -> bool:
 def check_scheduler(scheduler: Any) -> Any:
     """The scheduler, if the engine can step it; or a callable that will make one; or None.
 
-    Raises:
-        ConfigError: it is none of these.
+    Raises ConfigError: it is none of these.
     """
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(

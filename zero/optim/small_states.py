@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from zero.optim.rules import Rules
     from zero.params.layout import Layout
 
-Small = Mapping[str, Tensor]
-"""Of one parameter, by name."""
+Small = Mapping[str, Tensor]  # Of one parameter, by name.
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
@@ -50,8 +49,7 @@ def owned(layout: Layout) -> frozenset[int]:
 def gathered(exchange: Exchange, mine: Mapping[str, Small]) -> Mapping[str, Small]:
     """Small states by the parameters' names, from whichever ranks have them. All ranks come here.
 
-    Args:
-        mine: this rank's, on the host.
+    `mine`: this rank's, on the host.
     """
     if exchange.placement.alone:
         return mine

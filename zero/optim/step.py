@@ -38,10 +38,8 @@ from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 
-HEAD = struct.Struct(f"<q{PACKED_BYTES}s")
-"""Number of the step, sum of squares."""
-NAMES_MAX = 3
-"""More would not help: what comes later in backward is made of what came before."""
+HEAD = struct.Struct(f"<q{PACKED_BYTES}s")  # Number of the step, sum of squares.
+NAMES_MAX = 3  # More would not help: what comes later in backward is made of what came before.
 NAMES_SHOWN = 8
 
 
@@ -66,14 +64,13 @@ def agree_on_step(
 ) -> tuple[float, set[int]]:
     """The norm of all gradients, and the parameters that have one on any rank. All ranks come here.
 
+    Raises StateError: the ranks are at different steps.
+
     Args:
         exchange: with the other ranks.
         number: of the step, counted from 1.
         square_sum: of this rank's slices.
         contributed: parameters (indices) that have a gradient on this rank.
-
-    Raises:
-        StateError: the ranks are at different steps.
     """
     payload = HEAD.pack(number, square_sum.pack()) + bytes(max(contributed, default=-1) + 1)
     mask = bytearray(payload)
@@ -99,13 +96,12 @@ def agree_on_nonfinite(exchange: Exchange, gradients: Gradients, *, loss_is_fini
 
     All ranks come here. First is what backward has reached first.
 
+    Raises StorageError: a gradient could not be read.
+
     Args:
         exchange: with the other ranks.
         gradients: at rest, before they are cleared.
         loss_is_finite: of this rank, as far as it knows.
-
-    Raises:
-        StorageError: a gradient could not be read.
     """
     mine: list[tuple[int, str]] = []
     for position, state, slot in _in_order(gradients):
@@ -165,13 +161,13 @@ class StepState(Enum):
     COUNTED = "counters, loss scale and schedule have it; its updates are about to begin"
 
 
+# State -> those that may follow. An interrupt or an error leaves a step where it is: the next call goes on there.
 STEP_MOVES = {
     StepState.NONE: {StepState.ASKED},
     StepState.ASKED: {StepState.DECIDED, StepState.NONE},
     StepState.DECIDED: {StepState.COUNTED},
     StepState.COUNTED: {StepState.NONE},
 }
-"""State -> those that may follow. An interrupt or an error leaves a step where it is: the next call goes on there."""
 
 
 class Stepper:
@@ -200,10 +196,8 @@ class Stepper:
         self._arguments = StepArguments({}, 1.0, 0)
         self._needs_all = needs_all
         self.state = StepState.NONE
-        self.applied = False
-        """The step that was decided last changes weights; False: it is skipped."""
-        self.norm: float | None = None
-        """2-norm of the last step's gradients, before clipping."""
+        self.applied = False  # The step that was decided last changes weights; False: it is skipped.
+        self.norm: float | None = None  # 2-norm of the last step's gradients, before clipping.
         gradients.reclaim = self._reclaim
 
     def ask(self) -> None:
@@ -316,8 +310,7 @@ class Stepper:
     def start(self) -> None:
         """The step is counted: begin with what cannot wait for a fetch, which needs no disk or is always bound.
 
-        Raises:
-            StorageError: as `finish`; the next call begins again.
+        Raises StorageError: as `finish`; the next call begins again.
         """
         if not self.applied:
             return
@@ -330,8 +323,7 @@ class Stepper:
     def check(self) -> None:
         """Raise an error of an update that nobody has seen yet; else write what could not be written.
 
-        Raises:
-            StorageError: names the step. Nothing is lost; the next call tries again.
+        Raises StorageError: names the step. Nothing is lost; the next call tries again.
         """
         failure = self.updates.failure
         if failure is None:
@@ -344,8 +336,7 @@ class Stepper:
     def finish(self, units: Iterable[int] | None = None) -> None:
         """Complete the step for these units (None: all): updated, and stored.
 
-        Raises:
-            StorageError: names the step; the next call goes on.
+        Raises StorageError: names the step; the next call goes on.
         """
         # In this order: an update that fails says so before it ends.
         if self.updates.all_settled and self.updates.failure is None:
@@ -370,7 +361,6 @@ class Stepper:
         self.updates.stopped = True
 
     def apply_persistent(self) -> None:
-        """Update the units that are always bound."""
         for index in self._persistent:
             self.apply(index)
 

@@ -19,9 +19,9 @@ from offload.system.interrupts import uninterrupted
 
 Handle: TypeAlias = Any  # A torch process group.
 Work: TypeAlias = Any  # A collective under way.
+# A slice that gloo broadcasts. To gather, it makes a copy of all slices: from here on that takes longer, up to three
+# times, and a part of the copy's memory stays with C's allocator.
 BROADCAST_BYTES_MIN = 256 << 10
-"""A slice that gloo broadcasts. To gather, it makes a copy of all slices: from here on that takes longer, up to three
-times, and a part of the copy's memory stays with C's allocator."""
 POLL_SECONDS = 0.25  # Between looks of who waits whether the ranks still work together.
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)

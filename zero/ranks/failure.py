@@ -54,9 +54,7 @@ def again(error: BaseException) -> BaseException:
 def ranks_named(what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
     """An error that names peers names ranks too.
 
-    Args:
-        what: they do together.
-        ranks: peer -> its rank; None: peers have their ranks' numbers.
+    `what`: they do together; `ranks`: peer -> its rank; None: peers have their ranks' numbers.
     """
     try:
         yield

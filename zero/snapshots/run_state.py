@@ -126,8 +126,8 @@ def check_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of:
             )
 
 
+# Whether they are set says which states there are, or which rule it is: then those of the live groups hold.
 SHAPING = ("momentum", "centered", "amsgrad", "decoupled")
-"""Whether they are set says which states there are, or which rule it is: then those of the live groups hold."""
 
 
 def restore_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]]) -> None:
