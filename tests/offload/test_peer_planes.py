@@ -24,16 +24,13 @@ from offload.disk.aio_base import BACKENDS
 from offload.disk.stripes import StripeMap
 from offload.disk.swapfile import PeerSwap, SwapGeometry, SwapSpace, free_bytes
 from offload.errors import ConfigError, StateError
-from offload.memory.arena import MemoryRegion
 from offload.memory.pinned import map_host, tensor_over
 from offload.memory.shared_region import SharedRegion, exchange_regions
 from offload.node.board import NodeBoard
-from offload.node.peer_planes import PeerHome, describe, peer_plane
 from offload.planes.planes import Disk, Home, Plane
 from offload.system.descriptors import Share, exchange_descriptors
 
 PAGE = 4096
-CPU = torch.device("cpu")
 SECONDS = 30.0
 NUMEL, WIDTH = 37 * PAGE, 2
 IN_MEMORY = (11 * PAGE, 20 * PAGE)
@@ -56,13 +53,12 @@ def buffer() -> torch.Tensor:
     return tensor_over(map_host(NUMEL * WIDTH))[: NUMEL * WIDTH]
 
 
-def own_plane(disk: Disk, region: SharedRegion) -> Plane:
+def plane_over(disk: Disk, region: SharedRegion) -> Plane:
+    """Alike on both sides: over one's own memory and swap space, or over the other's."""
     low, high = IN_MEMORY
-    memory = MemoryRegion((high - low) * WIDTH + PAGE, CPU, region=region)
-    memory.take(PAGE)  # somebody else's
     homes = [
         Home(0, low, None, 3 * PAGE),
-        Home(low, high, memory.take((high - low) * WIDTH)),
+        Home(low, high, region.data[PAGE : PAGE + (high - low) * WIDTH]),
         Home(high, NUMEL, None, 3 * PAGE + low * WIDTH),
     ]
     return Plane("weights", WIDTH, homes, disk)
@@ -80,22 +76,14 @@ class Side:
         self.aio = open_aio(AioOptions(backend=backend, chunk_bytes=2 * PAGE))
         self.region = SharedRegion(region_bytes(), "weights", touched=False)
         swap = SwapSpace(folders(path, 2), 100 * PAGE, [1.0, 2.0])
-        self.plane = own_plane(Disk(self.aio, swap), self.region)
+        self.plane = plane_over(Disk(self.aio, swap), self.region)
         self.swap, other = swap, 1 - index
         self.board = NodeBoard.join(index, 2, 2, share)
         self.regions = exchange_regions(index, 2, share, self.region)
         received = exchange_descriptors(index, 2, share, swap.descriptors)
-        plain = [asdict(swap.geometry), [asdict(home) for home in describe(self.plane, self.region)]]
-        geometry, homes = json.loads(share(json.dumps(plain).encode())[other])
+        geometry = json.loads(share(json.dumps(asdict(swap.geometry)).encode())[other])
         self.theirs = PeerSwap(received[other], SwapGeometry(**{k: tupled(v) for k, v in geometry.items()}))
-        self.disk = Disk(self.aio, self.theirs)
-        self.other = peer_plane(
-            "the other's weights",
-            WIDTH,
-            [PeerHome(**home) for home in homes],
-            region=self.regions[other],
-            disk=self.disk,
-        )
+        self.other = plane_over(Disk(self.aio, self.theirs), self.regions[other])
 
     def close(self) -> None:
         self.board.close()
@@ -195,24 +183,13 @@ def test_counts_and_stripe_bytes_are_all_of_a_stripe_map(counts: list[int], offs
     assert StripeMap.of_counts(counts, PAGE).counts == tuple(counts)
 
 
-def test_what_another_process_cannot_reach_is_refused(tmp_path: Path) -> None:
-    region = SharedRegion(4 * PAGE, "test")
-    private = Plane("weights", 1, [Home(0, PAGE, torch.zeros(PAGE, dtype=torch.uint8))], None)
-    with pytest.raises(StateError, match=r"plane weights: \[0, 4,096\) is in memory that is not shared"):
-        describe(private, None)
-    with pytest.raises(StateError, match="does not lie in the shared memory"):
-        describe(private, region)
-    with pytest.raises(StateError, match=r"said to end at byte 16,385 of the shared memory; there is 16,384 bytes"):
-        peer_plane("weights", 1, [PeerHome(0, PAGE, 3 * PAGE + 1, -1)], region=region, disk=None)
-    with pytest.raises(StateError, match="a home lies in the swap space, but there is none"):
-        peer_plane("weights", 1, [PeerHome(0, PAGE, -1, 0)], region=region, disk=None)
+def test_a_swap_space_with_files_missing_is_refused(tmp_path: Path) -> None:
     space = SwapSpace(folders(tmp_path, 2), PAGE)
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StateError, match=r"expected descriptors of 2 files \(.*drive0, .*drive1\), got 1"):
         PeerSwap([os.dup(space.descriptors[0])], space.geometry)
     assert len(os.listdir("/proc/self/fd")) == files
     space.close()
-    region.close()
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from offload.disk.swapfile import PeerSwap, SwapGeometry
 from offload.errors import PeerError, RankLostError, StateError, ZeroInfinityError
 from offload.memory.shared_region import SharedRegion, exchange_regions
 from offload.node.board import NodeBoard
-from offload.node.peer_planes import PeerHome, PeerSlotPlane, peer_plane
+from offload.node.peer_planes import PeerSlotPlane
 from offload.node.shared_exchange import SharedExchange
 from offload.planes.planes import Disk, Home, Plane, settle_all
 from offload.planes.two_slots import TwoSlotPlane
@@ -167,18 +167,11 @@ class SharedMemory(AmongRanks):
         """Return once another rank's slice is there as of an epoch."""
         what = f"the slice of {unit.name} as of step {epoch - 1}"
         if self._there.read(rank, unit.index) < epoch:
+            urge = partial(self._urge, rank, unit, epoch)
             with self._named(what), self._comm.waiting(what):
-                await self._reached(rank, unit, epoch, what)
-
-    async def _reached(self, rank: int, unit: Unit, epoch: int, what: str) -> None:
-        await self._there.reached(
-            rank,
-            unit.index,
-            epoch,
-            what=what,
-            deadline_seconds=WAIT_SECONDS_MAX,
-            urge=partial(self._urge, rank, unit, epoch),
-        )
+                await self._there.reached(
+                    rank, unit.index, epoch, what=what, deadline_seconds=WAIT_SECONDS_MAX, urge=urge
+                )
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -289,8 +282,7 @@ class SharedMemory(AmongRanks):
         if self._first_slots:
             begin, end = self._slot_ranges[number]
             return PeerSlotPlane(name, width, self._first_slots[number], self._slots[rank].data[begin:end], disk)
-        homes = [PeerHome(home.begin, home.end, -1, home.swap_offset) for home in plane.homes if home.memory is None]
-        return peer_plane(name, width, homes, region=None, disk=disk)
+        return Plane(name, width, [home for home in plane.homes if home.memory is None], disk)
 
     @property
     def _there(self) -> NodeBoard:
