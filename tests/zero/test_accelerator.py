@@ -291,7 +291,7 @@ def test_a_watch_lives_on_its_device_and_ends_the_fate_of_a_rank_whose_device_fa
 
     listener = Listener()
     fate.tell(listener.end)
-    watch = Watch(StatusBoard(HashStore(), 0, 2), Log(), fate, 0, 2, 0.3)
+    watch = Watch(StatusBoard(HashStore(), 0, 2), Log(), fate, 0, 2, 0.3, lambda: None)
     try:
         with watch.waiting(0, "gather of unit 4") as wait:
             wait.fence = Broken()

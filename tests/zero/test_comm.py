@@ -176,8 +176,8 @@ def broadcasting(source: int, chunk_bytes: int) -> list[torch.Tensor]:
         own = comm.rank + 1
         tensors = [torch.full(shape, own).to(dtype) for dtype in [*DTYPES, torch.bool] for shape in shapes]
         tensors.append(torch.arange(6.0).view(2, 3).t() * own)  # not contiguous
-        comm.broadcast_coalesced(tensors, source)
-        comm.broadcast(tensors[0], source)
+        comm.broadcast(tensors, source)
+        comm.broadcast(tensors[:1], source)
         return tensors
 
 
@@ -201,7 +201,7 @@ def test_one_rank_needs_no_torch_distributed() -> None:
         assert mover.run("reduce", comm.reduce_scatter(comm.ticket("reduce", 0, "a"), flat, group))[0] is flat
         assert mover.run("gather", comm.all_gather(late, flat, group)) is None
         assert comm.agree("anything", b"mine") == [b"mine"]
-        comm.broadcast(flat, 0)
+        comm.broadcast([flat], 0)
         assert flat.tolist() == [0, 1, 2, 3]
     assert not dist.is_initialized()
 

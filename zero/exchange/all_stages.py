@@ -15,8 +15,7 @@ from offload.streams import Streams, open_streams
 from zero.exchange.exchange import Exchange
 from zero.params.placement import Placement
 from zero.ranks import backend, world
-from zero.ranks.comm import Comm
-from zero.ranks.rank_group import Group
+from zero.ranks.comm import Comm, Group
 
 
 class AllStages(Exchange):

@@ -21,8 +21,7 @@ from offload.memory.shared_region import SharedRegion
 from offload.streams import Fence
 from zero.params.layout import Layout, Unit
 from zero.params.placement import ONE_RANK, Placement
-from zero.ranks.comm import Comm
-from zero.ranks.rank_group import Payload
+from zero.ranks.comm import Comm, Payload
 from zero.store.storage import Storage
 from zero.store.whole_gradients import SharedPlaces
 
@@ -131,11 +130,8 @@ class Exchange:
         """Every rank's `payload`, in rank order. Blocks until all have called it."""
         return [payload]
 
-    def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
-        """Give every rank the values of `source_rank`, in place. Blocks."""
-
-    def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
-        """`broadcast` of many, in few messages."""
+    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
+        """Give every rank the values of `source_rank`, in place, in few messages. Blocks."""
 
     def payload(self) -> Mapping[str, Payload]:
         """What collectives have handled so far, by what they were for."""
@@ -186,11 +182,8 @@ class AmongRanks(Exchange):
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         return self._comm.agree(what, payload)
 
-    def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
-        self._comm.broadcast(tensor, source_rank)
-
-    def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
-        self._comm.broadcast_coalesced(tensors, source_rank)
+    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
+        self._comm.broadcast(tensors, source_rank)
 
 
 class Collectives(AmongRanks):

@@ -67,10 +67,10 @@ def take_first_ranks_values(exchange: Exchange, parameters: Iterable[nn.Paramete
     for parameter in parameters:
         source = provisional_source(parameter)
         if source is None:
-            exchange.broadcast(parameter.data, 0)
+            exchange.broadcast([parameter.data], 0)
         elif not source.common(parameter):
             source.open([parameter])
-            exchange.broadcast(parameter.data, 0)
+            exchange.broadcast([parameter.data], 0)
             source.close([parameter])
 
 
@@ -114,7 +114,7 @@ class CommonBuffers:
         targets = [
             buffer.data if name in statistics else buffer for name, buffer in buffers.items() if name in anywhere
         ]
-        self._exchange.broadcast_all(targets, 0)
+        self._exchange.broadcast(targets, 0)
         now = {name: _version(buffer) for name, buffer in buffers.items()}
         self._versions = {name: version for name, version in (self._versions | now).items() if name in present}
 

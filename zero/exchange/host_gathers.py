@@ -25,8 +25,7 @@ from zero.exchange.exchange import Collectives, Turn, Wire
 from zero.exchange.shared_memory import SharedMemory, lies_in
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
-from zero.ranks.comm import Comm
-from zero.ranks.rank_group import Payload
+from zero.ranks.comm import Comm, Payload
 from zero.store.storage import Storage
 
 if TYPE_CHECKING:
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 
 class HostGathers(SharedMemory):
     """See above. All ranks are on one node, and weights are sharded. `wire`: how gradients travel."""
-
-    reads_homes = True
 
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
         super().__init__(comm, placement, wire)

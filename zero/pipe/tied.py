@@ -9,7 +9,7 @@ from torch import nn
 
 from zero.exchange.all_stages import AllStages
 from zero.pipe.module import PipelineModule
-from zero.ranks.rank_group import Group
+from zero.ranks.comm import Group
 from zero.values.parameters import ParameterValues
 
 

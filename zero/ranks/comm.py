@@ -17,6 +17,7 @@ import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,17 +32,31 @@ from offload.timeline import Timeline
 from zero.ranks import backend
 from zero.ranks.control_plane import Meeting
 from zero.ranks.failure import Fate, again
-from zero.ranks.launch_order import Order
-from zero.ranks.process_groups import Lines
-from zero.ranks.rank_group import Group, Payload
-from zero.ranks.rendezvous import open_lines
-from zero.ranks.sequence import Log, Ticket, pack_header
+from zero.ranks.process_groups import Lines, open_lines
+from zero.ranks.sequence import Log, Order, Ticket, pack_header
 from zero.ranks.watch import Wait, Watch
 
-__all__ = ["Comm", "Group", "Payload", "Ticket"]
-
-
 GIVE_UP_SECONDS = 10.0  # How long work under way may take to end once its connections are shut.
+
+
+@dataclass(frozen=True)
+class Group:
+    ranks: tuple[int, ...]
+    index: int  # Of this rank in `ranks`.
+    handle: Any = field(default=None, repr=False, compare=False)  # Torch's process group; None for a group of one.
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(slots=True)
+class Payload:
+    """What collectives of one kind have handled on this rank: whole flat tensors, before any cut."""
+
+    calls: int = 0
+    numel: int = 0
+    nbytes: int = 0
 
 
 class Comm:
@@ -321,15 +336,11 @@ class Comm:
         """
         return self._meeting.agree(what, payload)
 
-    def broadcast(self, tensor: Tensor, source_rank: int) -> None:
-        """Make `tensor` on every rank what it is on `source_rank`. Blocks, as `agree`.
+    def broadcast(self, tensors: Sequence[Tensor], source_rank: int) -> None:
+        """Make tensors on every rank what they are on `source_rank`, in few messages. Blocks, as `agree`.
 
-        `tensor`: any device, dtype and shape; the same on all ranks. `source_rank`: where the values come from.
+        `tensors`: of any device, dtype and shape; alike on all ranks. `source_rank`: where the values come from.
         """
-        self._meeting.broadcast([tensor], source_rank)
-
-    def broadcast_coalesced(self, tensors: Sequence[Tensor], source_rank: int) -> None:
-        """As `broadcast`, many tensors in few messages."""
         self._meeting.broadcast(tensors, source_rank)
 
     @contextmanager

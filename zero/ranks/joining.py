@@ -94,10 +94,7 @@ def join_or_stay_alone(port: int = PORT) -> None:
     """`join_if_started`; a process that nobody has started as one of several gets a group of one.
 
     Clients of an engine call torch.distributed right after they have made it. The group needs no port and no other
-    process, and chooses no GPU; it is torch's, so it stays until `destroy_process_group`.
-
-    Raises:
-        ConfigError, StateError: as `join_if_started`.
+    process, and chooses no GPU; it is torch's, so it stays until `destroy_process_group`. Raises as `join_if_started`.
     """
     join_if_started(port)
     if dist.is_available() and not dist.is_initialized():
@@ -107,8 +104,7 @@ def join_or_stay_alone(port: int = PORT) -> None:
 def choose_backend(wish: str | None) -> str:
     """The backend of the default group. Raises ConfigError: it is not there, or has no device here.
 
-    Args:
-        wish: the user's; None: the fitting one.
+    `wish`: the user's; None: the fitting one.
     """
     kind = chosen_kind()
     if wish is None:

@@ -19,10 +19,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from offload.accelerator import same_device
 from offload.errors import RankDivergenceError, RankLostError
@@ -57,10 +56,18 @@ class Watch:
         fate: ended with the error once there is proof.
         world_size: ranks in all.
         deadline_seconds: a wait is warned about after so long; the board is looked at after a tenth of it.
+        cut: called once after a failure has been told: it ends what is under way.
     """
 
     def __init__(
-        self, board: StatusBoard, log: Log, fate: Fate, rank: int, world_size: int, deadline_seconds: float
+        self,
+        board: StatusBoard,
+        log: Log,
+        fate: Fate,
+        rank: int,
+        world_size: int,
+        deadline_seconds: float,
+        cut: Callable[[], None],
     ) -> None:
         self._board, self._log, self._fate, self._rank, self._world_size = board, log, fate, rank, world_size
         self._deadline_seconds = deadline_seconds
@@ -74,7 +81,7 @@ class Watch:
         self._seen: dict[int, Position] = {}
         self._met: dict[int, Position] = {}
         self._self = Position(home=home(), pid=os.getpid())
-        self._breaking: list[Any] = []
+        self._cut = cut
         self._enter = same_device()
         self._thread = threading.Thread(target=self._run, name="zero-watch", daemon=True)
         self._tell()
@@ -119,10 +126,6 @@ class Watch:
     def tell_soon(self) -> None:
         """Something has changed that others should know at once."""
         self._wake.set()
-
-    def when_broken(self, breaking: Any) -> None:
-        """Call `breaking` once after a failure has been told: it ends what is under way."""
-        self._breaking.append(breaking)
 
     def stop(self) -> None:
         """Tell that this rank is gone, and end the thread. Idempotent."""
@@ -178,9 +181,8 @@ class Watch:
     def _break(self) -> None:
         if self._fate.failure is not None and not self._broken:
             self._broken = True
-            for breaking in self._breaking:
-                with contextlib.suppress(Exception):
-                    breaking()
+            with contextlib.suppress(Exception):
+                self._cut()
 
     def _in_progress(self) -> list[Wait]:
         for key, wait in list(self._waits.items()):
@@ -201,24 +203,20 @@ class Watch:
 
     def _look(self) -> None:
         """Is there proof that a wait will not end, or that ranks have parted?"""
-        now, blocked = time.monotonic(), self._blocked()
+        now, blocked, found = time.monotonic(), self._blocked(), None
         if blocked:
             self._board.call()
             positions = self._others()
             found = self._lost(positions, blocked[0]) or self._parted(positions)
-            if found is not None:
-                self._fate.end(found)
-                self._tell()
-                self._break()
-            else:
+            if found is None:
                 self._warn(positions, blocked[0])
         elif now - self._compared > COMPARE_SECONDS:
             self._compared = now
-            positions = self._board.positions([(self._rank + 1) % self._world_size])
-            if self._digests_differ(positions):
-                self._fate.end(self._named(f"rank {self._rank}", RuntimeError("the ranks have not done the same")))
-                self._tell()
-                self._break()
+            found = self._differing(self._board.positions([(self._rank + 1) % self._world_size]))
+        if found is not None:
+            self._fate.end(found)
+            self._tell()
+            self._break()
 
     def _others(self) -> dict[int, Position]:
         """Where each other rank is; one that has told nothing is where it was met, if it was."""
@@ -251,13 +249,14 @@ class Watch:
         found = difference(tails)
         if found is not None:
             return RankDivergenceError(self._sentence(found, positions))
-        if self._digests_differ(positions):
+        return self._differing(positions)
+
+    def _differing(self, positions: dict[int, Position]) -> RankDivergenceError | None:
+        """An error if digests differ."""
+        own = dict(self._log.digests())
+        if any(own.get(count, digest) != digest for p in positions.values() for count, digest in p.digests):
             return self._named(f"rank {self._rank}", RuntimeError("the ranks have not done the same"))
         return None
-
-    def _digests_differ(self, positions: dict[int, Position]) -> bool:
-        own = dict(self._log.digests())
-        return any(own.get(count, digest) != digest for p in positions.values() for count, digest in p.digests)
 
     def _sentence(self, found: str, positions: dict[int, Position]) -> str:
         now = "; ".join(f"rank {rank} {position}" for rank, position in sorted(positions.items()))

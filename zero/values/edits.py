@@ -44,7 +44,7 @@ def agree_on_edits(exchange: Exchange, edits: list[Edit], modifier_rank: int | N
     if modifier_rank is not None:
         given = [edit for edit, digest in zip(edits, answers[modifier_rank], strict=True) if digest]
         for edit in given:
-            exchange.broadcast(edit.after, modifier_rank)
+            exchange.broadcast([edit.after], modifier_rank)
         return given
     for position, edit in enumerate(edits):
         kinds = {answer[position] for answer in answers}
