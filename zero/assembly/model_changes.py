@@ -30,7 +30,7 @@ from offload.sizes import format_bytes
 from zero.assembly.assembly import Assembly
 from zero.assembly.run import Run
 from zero.assembly.steps import Steps
-from zero.optim.gradients import GradientCarrier
+from zero.optim.gradients import move_gradients
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import Small, gathered, owned
 from zero.params.initialisation import refuse_without_values
@@ -205,8 +205,8 @@ def _fill(new: Assembly, old: Assembly) -> None:
         new.build()
         new.fill(source)
         if old.exchange.placement.alone:
-            carrier = GradientCarrier((old.gradients, old.storage), (new.gradients, new.storage))
-            carrier.run({old.index_of[key]: index for key, index in new.index_of.items() if key in old.index_of})
+            moved = {old.index_of[key]: index for key, index in new.index_of.items() if key in old.index_of}
+            move_gradients(old.gradients, new.gradients, moved)
     finally:
         source.close()
 

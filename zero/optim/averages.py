@@ -34,7 +34,7 @@ class EmaValues(NamedTuple):
     first: bool  # The average begins with this update.
 
 
-class EmaRule:
+class EmaRule(Rule):
     """A rule with an average of the weights that it makes.
 
     `inner`: updates the weights; `decay`: of the average: what is left of it after an update.

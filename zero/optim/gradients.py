@@ -383,11 +383,6 @@ class Gradients:
         job = self._store.store(item)
         item.transfer = self._storage.mover.post(f"storing the gradient of {state.unit.name}", job)
 
-    def _restart(self, state: UnitGradient, item: Storing) -> None:
-        """An attempt has failed; make another."""
-        if isinstance(item, Contribution):
-            self._start(state, item)
-
     def _settle(self, state: UnitGradient) -> None:
         """Wait until the mover has stored what it was given of the unit. After a failure the next call tries again.
 
@@ -396,8 +391,8 @@ class Gradients:
         item = state.storing
         if item is None:
             return
-        if item.transfer is None:
-            self._restart(state, item)
+        if item.transfer is None and isinstance(item, Contribution):
+            self._start(state, item)
         transfer = item.transfer
         if transfer is None:
             raise StateError(f"gradient of {state.unit.name}: nothing is on its way")
@@ -436,53 +431,41 @@ def _sums_in(block: Block, unit: Unit) -> torch.Tensor:
 Place = tuple[UnitGradient, Slot, int]
 
 
-class GradientCarrier:
-    """Moves what has been accumulated since the last step; both sides are at rest.
+def move_gradients(given: Gradients, taking: Gradients, new_index_of: dict[int, int]) -> None:
+    """Move what has been accumulated since the last step; both sides are at rest, and `taking` is empty.
 
-    `given`: (gradients, their storage) to read; `taking`: (gradients, their storage) to write; empty so far.
+    Raises StorageError: nothing of the given side has changed. `new_index_of`: parameter index in the given layout ->
+    index in the taking one; the others have no place there.
     """
+    sources: dict[int, list[Place]] = {}
+    for state in given.states():
+        for slot, count in zip(state.unit.slots, state.contributions, strict=True):
+            if count and slot.index in new_index_of:
+                sources.setdefault(new_index_of[slot.index], []).append((state, slot, count))
+    for state in taking.states():
+        held = [[p for p in sources.get(s.index, []) if _common(p[1], s) or not s.numel] for s in state.unit.slots]
+        if any(held):
+            _fill(given, taking, state, held)
 
-    def __init__(self, given: tuple[Gradients, Storage], taking: tuple[Gradients, Storage]) -> None:
-        self._given, self._taking = given[0], taking[0]
 
-    def run(self, new_index_of: dict[int, int]) -> None:
-        """Move every gradient that has a place on the other side.
-
-        `new_index_of`: parameter index in the given layout -> index in the taking one. Raises StorageError: nothing of
-        the given side has changed.
-        """
-        sources: dict[int, list[Place]] = {}
-        for state in self._given.states():
-            for slot, count in zip(state.unit.slots, state.contributions, strict=True):
-                if count and slot.index in new_index_of:
-                    sources.setdefault(new_index_of[slot.index], []).append((state, slot, count))
-        for state in self._taking.states():
-            held = [[p for p in sources.get(s.index, []) if _common(p[1], s) or not s.numel] for s in state.unit.slots]
-            if any(held):
-                self._fill(state, held)
-
-    def _fill(self, state: UnitGradient, held: list[list[Place]]) -> None:
-        if any(place[0].dtype == torch.float32 for places in held for place in places):
-            self._taking.make_wide(state)
-        unit = state.unit
-        for lo in range(0, unit.numel, CHUNK_NUMEL):
-            hi = min(lo + CHUNK_NUMEL, unit.numel)
-            chunk = torch.zeros(hi - lo, dtype=state.dtype)
-            for slot, places in zip(unit.slots, held, strict=True):
-                origin = slot.offset_numel - slot.first_numel  # where the parameter's first element would be
-                for place in places:
-                    common = _common(place[1], slot)
-                    first, last = max(lo - origin, common.start), min(hi - origin, common.stop)
-                    if first < last:
-                        chunk[first + origin - lo : last + origin - lo].copy_(self._read(place, first, last))
-            self._taking.write_stored(state, unit.begin + lo, chunk)
-        state.contributions = [max((place[2] for place in places), default=0) for places in held]
-
-    def _read(self, place: Place, begin: int, end: int) -> torch.Tensor:
-        """Elements [begin, end) of one parameter's gradient, all of which the place has."""
-        state, slot, _ = place
-        first = state.unit.begin + slot.offset_numel - slot.first_numel
-        return self._given.read_stored(state, first + begin, first + end)
+def _fill(given: Gradients, taking: Gradients, state: UnitGradient, held: list[list[Place]]) -> None:
+    if any(place[0].dtype == torch.float32 for places in held for place in places):
+        taking.make_wide(state)
+    unit = state.unit
+    for lo in range(0, unit.numel, CHUNK_NUMEL):
+        hi = min(lo + CHUNK_NUMEL, unit.numel)
+        chunk = torch.zeros(hi - lo, dtype=state.dtype)
+        for slot, places in zip(unit.slots, held, strict=True):
+            origin = slot.offset_numel - slot.first_numel  # where the parameter's first element would be
+            for source, part, _ in places:
+                common = _common(part, slot)
+                first, last = max(lo - origin, common.start), min(hi - origin, common.stop)
+                if first < last:
+                    begin = source.unit.begin + part.offset_numel - part.first_numel
+                    values = given.read_stored(source, begin + first, begin + last)
+                    chunk[first + origin - lo : last + origin - lo].copy_(values)
+        taking.write_stored(state, unit.begin + lo, chunk)
+    state.contributions = [max((place[2] for place in places), default=0) for places in held]
 
 
 def _common(one: Slot, other: Slot) -> range:

@@ -57,20 +57,10 @@ class LossScaler:
     last_overflow_iter: int = -1
     cur_hysteresis: int = 1
 
-    @property
-    def loss_scale(self) -> float:
-        """The scale; DeepSpeed's other name."""
-        return self.cur_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """`dynamic`; DeepSpeed's other name."""
-        return self.dynamic
-
-    @property
-    def scale_factor(self) -> float:
-        """What the scale is multiplied or divided by where it moves."""
-        return FACTOR
+    # DeepSpeed's other names, and what the scale is multiplied or divided by where it moves.
+    loss_scale = property(lambda self: self.cur_scale)
+    dynamic_loss_scale = property(lambda self: self.dynamic)
+    scale_factor = property(lambda self: FACTOR)
 
     @property
     def is_needed(self) -> bool:

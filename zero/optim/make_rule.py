@@ -76,39 +76,35 @@ def trained_from(
 
     Raises ConfigError: both are missing what is needed, or ask for something that is not available.
     """
-    trained = _trained_from(optimizer, model_parameters, model, config)
-    if trained is None:
+    if optimizer is not None:
+        trained = _passed(optimizer, model, config)
+    elif config.optimizer is not None:
+        trained = _named(config, config.optimizer, _groups_of(model_parameters, model), model)
+    else:
         return None
     _check_masters(trained.rules, config)
     return replace(trained, rules=with_averages(trained.rules, config))
 
 
-def _trained_from(
-    optimizer: torch.optim.Optimizer | Callable[..., Any] | None,
-    model_parameters: Iterable[Any] | None,
-    model: nn.Module,
-    config: Config,
-) -> Trained | None:
-    if optimizer is not None:
-        if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(
-                f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
-                "or leave it out and set optimizer.type in the config"
-            )
-        groups = _owned(optimizer.param_groups, model)
-        return Trained(groups, Rules((rule_of_object(optimizer, config),)), optimizer)
-    if config.optimizer is None:
-        return None
-    given: list[Any] = (
-        list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
-    )
+def _passed(optimizer: torch.optim.Optimizer | Callable[..., Any], model: nn.Module, config: Config) -> Trained:
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
+            "or leave it out and set optimizer.type in the config"
+        )
+    groups = _owned(optimizer.param_groups, model)
+    return Trained(groups, Rules((rule_of_object(optimizer, config),)), optimizer)
+
+
+def _groups_of(parameters: Iterable[Any] | None, model: nn.Module) -> list[dict[str, Any]]:
+    """What is trained of the parameters, or of the groups, that were passed; None: of the model's."""
+    given: list[Any] = list(model.parameters() if parameters is None else parameters)
     if any(isinstance(entry, tuple) for entry in given):
         raise ConfigError("model_parameters: got (name, parameter) pairs; pass model.parameters() or param groups")
     as_groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    groups = _owned([{**g, "params": _trainable(g["params"])} for g in as_groups], model)
-    return _named(config, config.optimizer, groups, model)
+    return _owned([{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in as_groups], model)
 
 
 def _check_masters(rules: Rules, config: Config) -> None:
@@ -205,10 +201,6 @@ def _owned(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any
             "from the parameters of the model that is passed"
         )
     return groups
-
-
-def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return [p for p in parameters if p.requires_grad]
 
 
 @dataclass
@@ -452,15 +444,14 @@ def _try(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = S
     planes = [{name: torch.zeros_like(half) for name in rule.states} for half in halves]
     values, small = TileValues(dict(options), None), NO_SMALL
     for step, gradient in enumerate(gradients):
-        pieces = [(*piece, small) for piece in zip(halves, gradient.reshape(cut).unbind(), planes, strict=True)]
-        # One more piece of one element, without a gradient, tells what the numbers become; see `TiledRule.after`.
-        pieces.append((torch.zeros(rule.probe_shape, device="cpu"), *_nothing(rule), rule.probe_small(values.options)))
-        results = []
-        for half, part, held, kept in pieces:
-            try:
-                results.append(rule.step(half, part.clone(), held, values, kept))
-            except Exception as error:
-                raise refusal(rule.name, f"it does not take flat pieces ({type(error).__name__}: {error})") from error
+        pieces = zip(halves, gradient.reshape(cut).unbind(), planes, strict=True)
+        kept = rule.probe_small(values.options)
+        try:
+            results = [rule.step(half, part.clone(), held, values, small) for half, part, held in pieces]
+            # One more, of one element without a gradient, tells what the numbers become; see `TiledRule.after`.
+            results.append(rule.step_of_one(values, kept))
+        except Exception as error:
+            raise refusal(rule.name, f"it does not take flat pieces ({type(error).__name__}: {error})") from error
         numbers = [rule.progress_of(state) for state, _ in results]
         same = all(found == numbers[0] for found in numbers) and all(said == left[step] for _, said in results)
         if not same or dict(numbers[0].scalars) != _numbers_of(rule, states[step]):
@@ -476,12 +467,6 @@ def _try(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = S
         joined = _joined(held[name] for held in planes)
         if whole is not None and not torch.equal(joined, whole.reshape(-1).to(torch.float32)):
             raise refusal(rule.name, f"its state {name} is not element-wise")
-
-
-def _nothing(rule: TiledRule) -> tuple[Tensor, dict[str, Tensor]]:
-    """Gradient and planes of one element."""
-    nothing = torch.zeros(rule.probe_shape, device="cpu")
-    return nothing, {name: torch.zeros_like(nothing) for name in rule.states}
 
 
 def _joined(pieces: Iterable[Tensor]) -> Tensor:

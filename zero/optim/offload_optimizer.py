@@ -369,16 +369,10 @@ class OffloadOptimizer(KeptOptimizer):
         if self._closed:
             raise StateError(f"OffloadOptimizer.{what}: the optimizer is closed, and its states are gone")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise self._refusal("copied")
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise self._refusal("copied or pickled")
-
-    def _refusal(self, what: str) -> StateError:
-        return StateError(
-            f"OffloadOptimizer: it cannot be {what}: its states are in files and memory of this process; save "
-            "state_dict(), and load it into another one"
+        raise StateError(
+            "OffloadOptimizer: it cannot be copied or pickled: its states are in files and memory of this process; "
+            "save state_dict(), and load it into another one"
         )
 
 

@@ -505,31 +505,14 @@ class ZeroOptimizer(KeptOptimizer):
             raise StateError("optimizer.offload_states: the optimizer belongs to no engine")
         return self.offloader
 
-    @property
-    def cur_scale(self) -> float:
-        """What the next loss is multiplied by."""
-        return self.loss_scaler.cur_scale
-
-    @cur_scale.setter
-    def cur_scale(self, value: float) -> None:
-        self.loss_scaler.cur_scale = float(value)
-
-    @property
-    def loss_scale(self) -> float:
-        return self.cur_scale
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self.cur_scale = value
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self.loss_scaler.dynamic
-
-    @property
-    def cur_iter(self) -> int:
-        """Steps so far, skipped ones too, as far as a dynamic scale counts them."""
-        return self.loss_scaler.cur_iter
+    # What the next loss is multiplied by; does it follow the overflows; and steps so far, skipped ones too, as far as
+    # a dynamic scale counts them.
+    cur_scale = loss_scale = property(
+        lambda self: self.loss_scaler.cur_scale,
+        lambda self, value: setattr(self.loss_scaler, "cur_scale", float(value)),
+    )
+    dynamic_loss_scale = property(lambda self: self.loss_scaler.dynamic)
+    cur_iter = property(lambda self: self.loss_scaler.cur_iter)
 
     @property
     def loss_scale_config(self) -> LossScaler:

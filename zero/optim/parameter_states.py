@@ -81,15 +81,13 @@ class _FollowsEdits:
 class ParameterStates:
     """The states of some parameters of one device.
 
+    Raises ConfigError: a parameter cannot be updated here; names it. Raises BudgetError: the states have no room.
+    Raises StorageError: the swap space cannot be reserved.
+
     Args:
         parameters: (index, name, parameter): indices are those of a step's values.
         rules: the one that updates them.
         config: whose `offload_optimizer` and `aio` count.
-
-    Raises:
-        ConfigError: a parameter cannot be updated here; names it.
-        BudgetError: the states have no room.
-        StorageError: the swap space cannot be reserved.
     """
 
     def __init__(self, parameters: Sequence[tuple[int, str, Tensor]], rules: Rules, config: Config) -> None:

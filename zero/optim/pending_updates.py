@@ -138,20 +138,8 @@ class DueUpdates:
         await self.bring(groups)
         await self._settle(groups)  # until then the disk holds the old weights
         plane = storage.weights[self._layout.space_of(unit)]
-        await settle_all(
-            [
-                fetch_range(
-                    plane,
-                    begin,
-                    end,
-                    into[at * width : (at + end - begin) * width],
-                    storage.arena,
-                    storage.streams,
-                    fences,
-                )
-                for begin, end, at in rows
-            ]
-        )
+        parts = [(begin, end, into[at * width : (at + end - begin) * width]) for begin, end, at in rows]
+        await settle_all([fetch_range(plane, *part, storage.arena, storage.streams, fences) for part in parts])
         return storage.streams.behind_copies_in()
 
     async def bring(self, groups: Iterable[SubGroup]) -> None:

@@ -132,10 +132,8 @@ class SubGroupPipeline:
             for unit in units
             if unit.index in wanted
         }
-        work, streams = (
-            StagedGroup(self._storage, self._layout, group, units, given, self._plane_of),
-            self._storage.streams,
-        )
+        work = StagedGroup(self._storage, self._layout, group, units, given, self._plane_of)
+        streams = self._storage.streams
         async with self._places.take(work.host_nbytes) as lent:
             told.turn()  # only now: another update may have failed while this one waited for memory
             streams.wait(arguments.fence)

@@ -50,7 +50,7 @@ class ReductionOrder:
         self._expected, self._orders = expected, dict[int, list[int]]()
         self._number = -1
         self._next = 0
-        self._seen: list[int] = []
+        self.seen: list[int] = []  # Units that had a gradient in this backward, in the order of their first.
         self._irregular: set[int] = set()  # Units that some backward had not; nobody waits for them any more.
 
     def begin_step(self) -> None:
@@ -60,7 +60,7 @@ class ReductionOrder:
     def begin_backward(self) -> None:
         """A backward begins whose gradients are reduced."""
         self._number += 1
-        self._next, self._seen = 0, []
+        self._next, self.seen = 0, []
 
     def complete(self, unit: int, waiting: Iterable[int]) -> list[int]:
         """Units to be reduced now, in order.
@@ -74,13 +74,13 @@ class ReductionOrder:
 
     def see(self, unit: int) -> None:
         """A unit has a gradient now; what is due is asked for later."""
-        if unit not in self._seen:
-            self._seen.append(unit)
+        if unit not in self.seen:
+            self.seen.append(unit)
 
     def go_on(self, waiting: Iterable[int]) -> list[int]:
         """Units to be reduced now, in order, of those that have a gradient and are not reduced yet."""
         # What only an earlier backward has given is not ready: reduced now, it would have to be reduced again.
-        ready, now = set(waiting).intersection(self._seen), list[int]()
+        ready, now = set(waiting).intersection(self.seen), list[int]()
         while self._next < len(self._order) and self._order[self._next] in ready:
             now.append(self._order[self._next])
             self._next += 1
@@ -94,11 +94,6 @@ class ReductionOrder:
     @property
     def _order(self) -> list[int]:
         return self._orders.get(self._number, self._expected)
-
-    @property
-    def seen(self) -> list[int]:
-        """Units that had a gradient in this backward, in the order of their first."""
-        return self._seen
 
     def agree(self, seen: list[list[int]]) -> None:
         """The next backward of this number follows what the ranks (in rank order) had in this one."""
@@ -246,8 +241,7 @@ class ReducedGradients(Gradients):
 
     def clear(self) -> None:
         for waiting in self._waiting.values():
-            if waiting.block is not None:
-                waiting.block.release(self._streams.fence())
+            self._release(waiting)
         self._waiting.clear()
         self._further.clear()
         super().clear()
@@ -265,8 +259,7 @@ class ReducedGradients(Gradients):
         waiting, self._waiting = self._waiting, {}
         copies = {index: held.flat.to("cpu", copy=True) for index, held in waiting.items()}
         for held in waiting.values():
-            if held.block is not None:
-                held.block.release(self._streams.fence())
+            self._release(held)
         return copies
 
     def drop_waiting(self, unit: Unit, slot: Slot) -> None:
@@ -280,6 +273,11 @@ class ReducedGradients(Gradients):
         self._waiting[index] = Waiting(held, None)
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _release(self, held: Waiting) -> None:
+        """Whoever gets its memory next comes after what was done with it so far."""
+        if held.block is not None:
+            held.block.release(self._streams.fence())
 
     def _open(self, state: UnitGradient) -> None:
         """Collect beside the plane; what the plane holds is not touched before the reduction."""
@@ -324,8 +322,7 @@ class ReducedGradients(Gradients):
                 held.flat[slot.offset_numel : slot.end_numel].copy_(newest.flat[slot.offset_numel : slot.end_numel])
         elif arrived:
             self._add_up(state, held, newest)
-        if newest.block is not None:
-            newest.block.release(self._streams.fence())
+        self._release(newest)
 
     def _add_up(self, state: UnitGradient, held: Waiting | None, newest: Waiting) -> None:
         """Several backwards, in fp32."""
@@ -337,8 +334,7 @@ class ReducedGradients(Gradients):
             wide = held.flat
         if held is not None:
             kernels.accumulate(wide, newest.flat)
-            if held.block is not None:
-                held.block.release(self._streams.fence())
+            self._release(held)
         self._waiting[state.unit.index] = Waiting(wide, None)
 
     def _add_further(self, unit: Unit, newest: Waiting, positions: list[int]) -> None:
@@ -468,8 +464,7 @@ class ReducedGradients(Gradients):
             made.flat.zero_()
         else:
             made.flat.copy_(held.flat)
-            if held.block is not None:
-                held.block.release(self._streams.fence())
+            self._release(held)
         return made
 
     def _lease_zeros(self) -> Block:

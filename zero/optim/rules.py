@@ -21,11 +21,12 @@ the gradient and have not the parameter's shape come out of the update itself; s
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,8 +110,8 @@ class UpdateRun(NamedTuple):
     small: Sequence[Small] = ()  # Of each segment its parameter's small states; they stay as they are.
 
 
-class Rule(Protocol):
-    """One optimizer's.
+class Rule(ABC):
+    """One optimizer's; as it is here it has no states besides planes.
 
     Attributes:
         name: for users.
@@ -123,16 +124,17 @@ class Rule(Protocol):
     """
 
     name: str
-    whole: bool
+    whole = False
     states: tuple[str, ...]
     defaults: Mapping[str, Any]
-    scalars: Mapping[str, Scalar]
-    fills: Mapping[str, float]
-    small: tuple[str, ...]
+    scalars: Mapping[str, Scalar] = MappingProxyType({})
+    fills: Mapping[str, float] = MappingProxyType({})
+    small: tuple[str, ...] = ()
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027 - most keep nothing between parameters
         """A step is about to be fixed: `values` is called for each of its parameters."""
 
+    @abstractmethod
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> Any:
         """What is fixed of one parameter in the step that is taken now.
 
@@ -146,7 +148,9 @@ class Rule(Protocol):
 
     def after(self, values: Any) -> tuple[Progress | None, Mapping[str, Any]]:
         """The parameter's progress once it is updated with `values`, and what changes in its param group."""
+        return None, {}
 
+    @abstractmethod
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[Small] | None:
         """Update the elements in place; depends on nothing but the arguments.
 
@@ -158,6 +162,7 @@ class Rule(Protocol):
 
         Raises ConfigError: it keeps something of such a one that it did not keep of those it was tried on.
         """
+        return {}
 
 
 class AdamValues(NamedTuple):
@@ -172,7 +177,7 @@ class AdamValues(NamedTuple):
     eps: float
 
 
-class AdamRule:
+class AdamRule(Rule):
     """Adam and AdamW, by our kernel.
 
     Args:
@@ -180,18 +185,11 @@ class AdamRule:
         defaults: of param groups that are added later, where they are not Adam's.
     """
 
-    name, whole = "Adam", False
-    states: tuple[str, ...] = ADAM_STATES
-    scalars: Mapping[str, Scalar] = {}
-    fills: Mapping[str, float] = {}
-    small: tuple[str, ...] = ()
+    name, states = "Adam", ADAM_STATES
 
     def __init__(self, *, decoupled: bool = True, defaults: Mapping[str, Any] | None = None) -> None:
         adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
         self.defaults: Mapping[str, Any] = {**adam, **(defaults or {}), "decoupled": decoupled}
-
-    def begin(self) -> None:
-        """Nothing is kept between parameters."""
 
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> AdamValues:
         """As torch: `betas`, `lr`, `weight_decay`, `eps`, and ours `decoupled`."""
@@ -212,10 +210,6 @@ class AdamRule:
             eps=float(group["eps"]),
         )
 
-    def after(self, values: Any) -> tuple[Progress | None, Mapping[str, Any]]:
-        """The number of updates is all there is."""
-        return None, {}
-
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
         kernels.adamw(
             run.weight,
@@ -226,10 +220,6 @@ class AdamRule:
             grad_scale=grad_scale,
             threads=threads,
         )
-
-    def small_shapes(self, shape: tuple[int, ...]) -> Shapes:
-        """Its states are planes."""
-        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +302,7 @@ def each_tile(run: UpdateRun, work: Callable[[slice, Any], None], threads: int) 
         take_tiles()
 
 
-class TiledRule:
+class TiledRule(Rule):
     """The rule of one optimizer object.
 
     Args:
@@ -383,10 +373,8 @@ class TiledRule:
         for known, result in self._known:
             if known.options is values.options and known.progress == values.progress:
                 return result
-        tile = torch.zeros(self.probe_shape, dtype=torch.float32, device="cpu")
-        planes = {name: torch.zeros_like(tile) for name in self.states}
         small = self.probe_small(values.options) if values.progress is not None else {}
-        state, options = self.step(tile, torch.zeros_like(tile), planes, values, small)
+        state, options = self.step_of_one(values, small)
         changed = {key: value for key, value in options.items() if values.options.get(key) != value}
         result = self.progress_of(state), changed
         self._known.append((values, result))
@@ -394,11 +382,13 @@ class TiledRule:
 
     def probe_small(self, options: Mapping[str, Any]) -> Small:
         """The small states of one element; numbers do not depend on what is in them."""
-        if not self.small:
-            return {}
+        return self.small_of(self.step_of_one(TileValues(options, None), {})[0]) if self.small else {}
+
+    def step_of_one(self, values: TileValues, small: Small) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As `step`, over one element that is zero."""
         tile = torch.zeros(self.probe_shape, dtype=torch.float32, device="cpu")
         planes = {name: torch.zeros_like(tile) for name in self.states}
-        return self.small_of(self.step(tile, torch.zeros_like(tile), planes, TileValues(options, None))[0])
+        return self.step(tile, torch.zeros_like(tile), planes, values, small)
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[Small] | None:
         """Tile by tile; on the host several at a time, if the class is torch's or ours."""

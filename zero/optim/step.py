@@ -72,11 +72,8 @@ def agree_on_step(
         square_sum: of this rank's slices.
         contributed: parameters (indices) that have a gradient on this rank.
     """
-    payload = HEAD.pack(number, square_sum.pack()) + bytes(max(contributed, default=-1) + 1)
-    mask = bytearray(payload)
-    for index in contributed:
-        mask[HEAD.size + index] = 1
-    answers = exchange.agree(f"step {number}", bytes(mask))
+    mask = bytes(index in contributed for index in range(max(contributed, default=-1) + 1))
+    answers = exchange.agree(f"step {number}", HEAD.pack(number, square_sum.pack()) + mask)
     heads = [HEAD.unpack_from(answer) for answer in answers]
     if any(head[0] != number for head in heads):
         steps = ", ".join(f"rank {rank}: {head[0]}" for rank, head in enumerate(heads))
@@ -228,18 +225,16 @@ class Stepper:
     ) -> None:
         """Decide everything about the step that was asked for. No weight has changed when this returns or raises.
 
+        Raises UnusedParameters: see `needs_all`; the step is none. Raises LossScaleError: the gradients are not finite,
+        and the loss scale cannot be less; the step is none. Raises StorageError: a gradient could not be stored, or the
+        step before cannot be completed; the next attempt goes on where this one stopped.
+
         Args:
             number: of the step, from 1.
             optimizer: whose hyper-parameters count, as they are now.
             index_of: id(parameter) -> parameter index.
             norm_max: clip to it; 0: do not.
             loss_is_finite: asked if a gradient is not.
-
-        Raises:
-            UnusedParameters: see `needs_all`; the step is none.
-            LossScaleError: the gradients are not finite, and the loss scale cannot be less; the step is none.
-            StorageError: a gradient could not be stored, or the step before cannot be completed; the next attempt
-                goes on where this one stopped.
         """
         self.finish()  # updates of the last step read the gradients that it has sealed
         self._gradients.complete()
