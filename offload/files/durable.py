@@ -126,7 +126,7 @@ class Files:
         fd = self.perform("create", beside, lambda: os.open(beside, flags, mode))
         try:
             content = data.encode() if isinstance(data, str) else data
-            self.perform("write", beside, lambda: _write_all(fd, content))
+            self.perform("write", beside, lambda: write_all(fd, content))
             self.perform("sync", beside, lambda: os.fsync(fd))
         except Exception:
             self.remove(beside)
@@ -284,10 +284,11 @@ def _reserve(fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)  # the file system cannot reserve; it has a length at least
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+def write_all(fd: int, data: bytes, offset: int = 0) -> None:
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(fd, rest, offset)
+        rest, offset = rest[written:], offset + written
 
 
 def _sync_folder(path: Path) -> None:

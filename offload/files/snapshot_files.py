@@ -30,7 +30,7 @@ import torch
 from offload.disk.stripes import StripeMap
 from offload.disk.swapfile import SwapFile, SwapSpace, check_folder, check_room, stripe_weights
 from offload.errors import ConfigError, StorageError
-from offload.files.durable import NO_DIRECT_IO, Files
+from offload.files.durable import NO_DIRECT_IO, Files, write_all
 from offload.kernels import kernels
 from offload.sizes import PAGE_BYTES, align_up
 
@@ -131,7 +131,7 @@ class SnapshotFiles:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         descriptor = self._disk.perform("create" if grown else "write", path, lambda: os.open(path, flags, 0o600))
         try:
-            self._disk.perform("write", path, lambda: _write_all(descriptor, offset, data))
+            self._disk.perform("write", path, lambda: write_all(descriptor, data, offset))
             self._disk.perform("sync", path, lambda: (os.fsync if grown else os.fdatasync)(descriptor))
         finally:
             os.close(descriptor)
@@ -313,13 +313,6 @@ def _unpacked(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
             f"snapshot: {path} has format {body.get('format')}; this version reads {' and '.join(map(str, FORMATS))}"
         )
     return body, len(text) + len(checksum) + 2
-
-
-def _write_all(descriptor: int, offset: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        written = os.pwrite(descriptor, rest, offset)
-        rest, offset = rest[written:], offset + written
 
 
 def _checksum(data: bytes) -> str:

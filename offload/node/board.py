@@ -323,15 +323,9 @@ class _PythonCells:
 
 
 class _Closed:
-    """What is left of a board that was closed."""
+    """What is left of a board that was closed: whatever is asked of its cells is refused."""
 
-    def publish(self, cell: int, value: int) -> None:
-        raise StateError("the board is closed")
-
-    def read(self, cell: int) -> int:
-        raise StateError("the board is closed")
-
-    def first_below(self, cell: int, stride: int, count: int, value: int) -> int:
+    def __getattr__(self, operation: str) -> Any:
         raise StateError("the board is closed")
 
 

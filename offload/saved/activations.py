@@ -241,7 +241,9 @@ class ActivationStore:
         kept.pieces = self._pieces.put(bytes_of(tensor, begin, end), kept.copied)
         self._by_number[kept.number] = weakref.ref(kept)
         if not packed:
-            kept.source, kept.key = _weakly(tensor), storage_key(tensor)
+            # Keeps the storage's key from being given to another one, and not its memory.
+            kept.source = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            kept.key = storage_key(tensor)
             self._by_key[kept.key] = weakref.ref(kept)
         self.counters.stored_bytes += kept.nbytes
         return kept, view
@@ -291,8 +293,3 @@ class ActivationStore:
             self._streams.wait(gone.fence)  # a copy to memory that returns now must not land in somebody else's
             self._pieces.drop(gone.pieces)
         self._pieces.collect()
-
-
-def _weakly(tensor: torch.Tensor) -> StorageWeakRef:
-    """Keeps the storage's key from being given to another one, and not its memory."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

@@ -209,9 +209,8 @@ class PieceStore:
             piece.fence = self._streams.fence()
             return None
         fence = piece.fence = self._streams.copy_in(target, source, piece.fence, made)
-        if piece.offset >= 0 and piece.write is None and piece.block is not None:
-            block, piece.block, piece.read = piece.block, None, None
-            self._let_go(block, fence)
+        if piece.offset >= 0 and piece.write is None:
+            self._let_go(piece)
         return fence
 
     def _arrived(self, piece: SpilledPiece) -> torch.Tensor:
@@ -223,8 +222,7 @@ class PieceStore:
         if piece.read is not None:
             error = piece.read.settle()
             if error is not None:
-                piece.block = piece.read = None
-                self._let_go(block, piece.fence)
+                self._let_go(piece)
                 raise error.within(f"reading {self.name}") if isinstance(error, StorageError) else error
             piece.fence = None
         return block.data[: piece.nbytes]
@@ -257,14 +255,15 @@ class PieceStore:
         for piece in self._ahead:
             if piece.read is not None and piece.block is not None:
                 piece.read.settle()
-                block, piece.block, piece.read = piece.block, None, None
-                self._let_go(block, piece.fence)
+                self._let_go(piece)
                 return True
         return False
 
-    def _let_go(self, block: Block, fence: Fence) -> None:
-        if not self._has_left(block, fence):
-            self._leaving.append((block, fence))
+    def _let_go(self, piece: SpilledPiece) -> None:
+        """Its memory, if it is in any, is free once the last copy has passed."""
+        block, piece.block, piece.read = piece.block, None, None
+        if block is not None and not self._has_left(block, piece.fence):
+            self._leaving.append((block, piece.fence))
 
     def _has_left(self, block: Block, fence: Fence) -> bool:
         if self._near:
@@ -312,10 +311,8 @@ class PieceStore:
             return True
         if piece.read is not None and not piece.read.settled():
             return False
-        piece.read = piece.rescued = None
-        if piece.block is not None:
-            block, piece.block = piece.block, None
-            self._let_go(block, piece.fence)
+        piece.rescued = None
+        self._let_go(piece)
         if piece.offset >= 0 and self._swap is not None:
             self._swap.area.give_back(piece.offset)
             piece.offset = -1
@@ -323,14 +320,11 @@ class PieceStore:
 
     def _written(self, piece: SpilledPiece, write: Transfer[None]) -> None:
         error, piece.write = write.settle(), None
-        block, piece.block = piece.block, None
-        if block is None:
-            return
-        if error is not None and not piece.dropped:
-            piece.rescued = aligned_copy(block.data)
+        if error is not None and piece.block is not None and not piece.dropped:
+            piece.rescued = aligned_copy(piece.block.data)
             if isinstance(error, StorageError):
                 self.failure = self.failure or error.within(f"storing {self.name}")
-        self._let_go(block, piece.fence)
+        self._let_go(piece)
 
 
 def _passed(fence: Fence) -> bool:

@@ -388,9 +388,8 @@ def _counters(head: Contents) -> dict[str, Any]:
     """DeepSpeed counts steps and samples; micro-batches follow from its config."""
     steps = number(head["global_steps"])
     config = head.get("ds_config") or {}
-    accumulation, micro_batch = (
-        config.get(key) for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
-    )
+    accumulation = config.get("gradient_accumulation_steps")
+    micro_batch = config.get("train_micro_batch_size_per_gpu")
     micro_steps = steps
     if isinstance(accumulation, int):
         micro_steps = steps * accumulation

@@ -23,6 +23,8 @@ from zero.checkpoint.folder import folder_named, open_folder
 from zero.checkpoint.model_files import copy_model_files, find_model_files
 from zero.checkpoint.source import Source
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE, PICKLE, SAFE, Shard, checked_name, plan_shards, write_together
+from zero.exchange.exchange import Alone
+from zero.exchange.together import Relay
 from zero.params.opaque import opaque_names
 from zero.params.released import is_kept
 
@@ -126,7 +128,7 @@ def export(
     filename = checked_name(filename)
     shards = plan_shards(weights.tensors, filename, max_shard_size)
     weights.expect(tensor for shard in shards for tensor in shard.tensors)
-    write_together(None, out_dir, filename, shards, weights.read)
+    write_together(Relay(Alone()), out_dir, filename, shards, weights.read)
     return shards
 
 

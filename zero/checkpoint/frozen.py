@@ -119,7 +119,7 @@ class SharedFrozen:
     """The weights that the checkpoints of one save_dir share."""
 
     def __init__(self, save_dir: Path, files: Files) -> None:
-        self._save_dir, self._files = save_dir, files
+        self._files = files
         self.folders = Checkpoints(save_dir / FOLDER, files)
 
     def stamp(self, digest: str) -> Stamp:
@@ -140,11 +140,9 @@ class SharedFrozen:
         folder = self.folders.save_dir / digest
         source = FolderSource(folder, read_manifest(self._files, folder), self._files)
         try:
-            whole = {
-                name: (name, 0, source.tensors[name].shape.numel()) for name in sorted(source.tensors)[rank::ranks]
-            }
-            source.expect(whole.values())
-            for span in whole.values():
+            whole = [(name, 0, source.tensors[name].shape.numel()) for name in sorted(source.tensors)[rank::ranks]]
+            source.expect(whole)
+            for span in whole:
                 source.read(*span)
         finally:
             source.close()
@@ -169,4 +167,4 @@ class SharedFrozen:
             used |= {name.split("/")[2] for name in names if name.startswith(f"../{FOLDER}/")}
         for digest in self.folders.tags():
             if digest not in used:
-                self._files.remove(self.folders.save_dir / digest, first=("manifest.json",))
+                self._files.remove(self.folders.save_dir / digest, first=(MANIFEST_FILE,))

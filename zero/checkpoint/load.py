@@ -393,14 +393,8 @@ class LoadCheckpoints:
             client, mine = opened.client(), opened.rank_state(parts.exchange.everyone.placement.rank)
             # Where fewer ranks have saved, the first one's position in the data is the others' too.
             told = mine if mine is not None else opened.rank_state(0)
-            known_frozen = not state["has_frozen"]
-            wanted = Wanted(
-                *(source, parts),
-                strict=strict,
-                optimizer=updater,
-                known_frozen=known_frozen,
-                elsewhere=elsewhere,
-            )
+            left_out = not state["has_frozen"]
+            wanted = Wanted(source, parts, strict=strict, optimizer=updater, known_frozen=left_out, elsewhere=elsewhere)
             if updater is not None:
                 name_of = {id(leaf.parameter): leaf.names[0] for leaf in parts.leaves}
                 check_groups(updater, state["groups"], name_of)

@@ -98,13 +98,11 @@ class CheckpointSave:
 
     def missing_parts(self) -> list[int]:
         """The first rank's: which parts are not written yet. Raises StateError: one will not come."""
-        names, ranks = (
-            set(self._files.listing(self._folders.partial_folder(self.tag))),
-            range(self.placement.world_size),
-        )
+        folder, ranks = self._folders.partial_folder(self.tag), range(self.placement.world_size)
+        names = set(self._files.listing(folder))
         for rank in ranks:
             if failure_file(rank) in names:
-                why = self._files.read_bytes(self._folders.partial_folder(self.tag) / failure_file(rank)).decode()
+                why = self._files.read_bytes(folder / failure_file(rank)).decode()
                 raise StateError(f"saving a checkpoint: it failed on rank {rank}: {why}")
         return [rank for rank in ranks if list_file(rank) not in names]
 

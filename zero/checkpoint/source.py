@@ -1,4 +1,4 @@
-"""What can be loaded: tensors by name, read by range. Our folders, DeepSpeed's and safetensors exports are three."""
+"""What can be loaded: tensors by name, read by range. Our folders and those of DeepSpeed are two sources."""
 
 from __future__ import annotations
 

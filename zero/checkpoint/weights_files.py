@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -110,55 +109,48 @@ def checked_name(filename: str) -> str:
     return filename if path.suffix in (SUFFIX, *PICKLED) else filename + SUFFIX
 
 
-def write_together(relay: Relay | None, folder: Path, filename: str, shards: list[Shard], values: Values) -> None:
+def write_together(relay: Relay, folder: Path, filename: str, shards: list[Shard], values: Values) -> None:
     """Write a model's files; they appear together, or none does.
 
     Raises StorageError: the disk has no room, or a transfer failed, on any rank.
 
     Args:
-        relay: of ranks that all read `values`, of which the first one writes; None: this process does, alone.
+        relay: of ranks that all read `values`, of which the first one writes.
         folder: made if it is not there.
         filename: of the file, or of the index.
         shards: of `plan_shards`.
         values: of each tensor.
     """
-    keeping = nullcontext if relay is None else relay.keeping
-    is_first, total_bytes = relay is None or relay.is_first, sum(shard.nbytes for shard in shards)
-
-    def meet(what: str) -> None:
-        if relay is not None:
-            relay.exchange(what)
-
+    total_bytes = sum(shard.nbytes for shard in shards)
     draft: WeightsDraft | None = None
     try:
-        with keeping():
+        with relay.keeping():
             stem, suffix = os.path.splitext(filename)
-            draft = WeightsDraft(folder, stem, total_bytes, suffix=suffix) if is_first else None
-        meet("making room for weights")
+            draft = WeightsDraft(folder, stem, total_bytes, suffix=suffix) if relay.is_first else None
+        relay.exchange("making room for weights")
         for shard in shards:
             _write(draft, shard, values, relay)
-            meet(f"writing {shard.filename}")
-        with keeping():
+            relay.exchange(f"writing {shard.filename}")
+        with relay.keeping():
             if draft is not None:
                 draft.publish(index_of(shards))
-        meet("publishing weights")
+        relay.exchange("publishing weights")
     finally:
         if draft is not None:
             draft.abandon()
-    if is_first:
+    if relay.is_first:
         logger.info("weights saved in %s: %s in %d files", folder, format_bytes(total_bytes), len(shards))
 
 
-def _write(draft: WeightsDraft | None, shard: Shard, values: Values, relay: Relay | None) -> None:
+def _write(draft: WeightsDraft | None, shard: Shard, values: Values, relay: Relay) -> None:
     """One file, where there is a draft of it; elsewhere its values are only read."""
-    keeping = nullcontext if relay is None else relay.keeping
     file: WeightsWriter | None = None
-    with keeping():
+    with relay.keeping():
         file = draft.file(shard.filename, shard.tensors) if draft is not None else None
     for piece in (piece for tensor in shard.tensors for piece in values(tensor)):
-        with keeping():
-            if file is not None and (relay is None or not relay.failed):
+        with relay.keeping():
+            if file is not None and not relay.failed:
                 file.append(piece)
-    with keeping():
-        if file is not None and (relay is None or not relay.failed):
+    with relay.keeping():
+        if file is not None and not relay.failed:
             file.finish()

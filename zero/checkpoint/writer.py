@@ -28,7 +28,7 @@ from offload.memory.arena import Arena, Block
 from offload.mover import Transfer
 from offload.planes.copies import copy_alone, read_plane
 from offload.planes.planes import Plane, settle_all
-from offload.sizes import BLOCK_NUMEL
+from offload.sizes import BLOCK_NUMEL, align_up
 from offload.system.worker import Worker
 from zero.assembly.assembly import Assembly
 from zero.checkpoint.dcp_format import (
@@ -117,7 +117,7 @@ class Extents:
         turn = placement.replica_ranks.index(placement.rank)
         self.nbytes = 0  # Of the file so far: whole pages.
         self._others: list[Part] = []
-        everything = [*self._trained(groups), *self._frozen()]
+        everything = list(self._everything(groups))
         mine = [self._placed(*found) for found in everything[turn :: len(placement.replica_ranks)]]
         self.extents = [extent for extent in mine if extent.runs]
 
@@ -151,15 +151,10 @@ class Extents:
             self.nbytes = runs[-1].offset + runs[-1].nbytes
         return Extent(group, runs)
 
-    def _trained(self, groups: Sequence[SubGroup]) -> Iterator[tuple[SubGroup, list[Part]]]:
+    def _everything(self, groups: Sequence[SubGroup]) -> Iterator[tuple[SubGroup | None, list[Part]]]:
         for group in groups:
-            parts: list[Part] = []
-            for unit in self._layout.units_in(group):
-                for slot in unit.slots:
-                    parts += self._parts(unit, slot, group.begin, group.end)
-            yield group, parts
-
-    def _frozen(self) -> Iterator[tuple[None, list[Part]]]:
+            slots = ((unit, slot) for unit in self._layout.units_in(group) for slot in unit.slots)
+            yield group, [part for place in slots for part in self._parts(*place, group.begin, group.end)]
         for unit in self._layout.units:
             if not unit.trainable:
                 yield None, [part for slot in unit.slots for part in self._parts(unit, slot, unit.begin, unit.end)]
@@ -188,11 +183,6 @@ class Extents:
 def archive(part: Part) -> Container:
     """What surrounds the part's bytes in the file."""
     return BARE if part.is_blob else container(part.dtype, part.box.sizes)
-
-
-def block_bounds(begin: int, end: int, limit: int) -> tuple[int, int]:
-    """[begin, end) widened to whole blocks of 4096, but not past `limit`."""
-    return begin // BLOCK_NUMEL * BLOCK_NUMEL, min(-(-end // BLOCK_NUMEL) * BLOCK_NUMEL, limit)
 
 
 class ExtentWriter:
@@ -325,7 +315,7 @@ class ExtentWriter:
         memory = plane.memory(lo, hi)
         if memory is not None:
             return memory
-        begin, end = block_bounds(lo, hi, unit.end)
+        begin, end = lo // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(hi, BLOCK_NUMEL), unit.end)
         whole = torch.empty(plane.nbytes(begin, end), dtype=torch.uint8, device="cpu")
         await read_plane(plane, begin, end, whole, self._storage.arena)
         return whole[plane.nbytes(begin, lo) : plane.nbytes(begin, hi)]
