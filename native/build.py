@@ -48,9 +48,10 @@ LIBZN = Library(
     compilers=("gcc", "cc", "clang"),
     environment_key="CC",
     # No -march: the instruction set is chosen at run time; contraction would make the bits depend on that choice.
+    # Never unloaded: helpers of kernels wait in it for the next one, also while Python ends.
     flags=(
         *("-std=c11", "-D_GNU_SOURCE", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-        *("-Wall", "-Wextra", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wl,-z,defs"),
+        *("-Wall", "-Wextra", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wl,-z,defs,-z,nodelete"),
     ),
     werror_flags=("-Werror",),
 )

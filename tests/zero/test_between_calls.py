@@ -16,7 +16,6 @@ from torch import nn
 
 import zero
 from offload.errors import StateError
-from zero.optim.gradients import Gradients
 from zero.utils import safe_get_full_grad, safe_set_full_grad, safe_update_full_grad_vectorized
 
 Open = Callable[..., Any]
@@ -41,6 +40,16 @@ def test_what_is_written_to_grad_replaces_what_was_collected_and_the_next_backwa
         backward(trained(tokens(0)))
         model.head.weight.grad = torch.full(p.shape, 0.25)
         backward(trained(tokens(1)))
+    assert near(safe_get_full_grad(p), plain.head.weight.grad)
+
+
+def test_a_bare_backward_is_added_to_what_is_written_to_grad(engine: Any) -> None:
+    plain, p = build("gpt"), engine.module.head.weight
+    for model in (plain, engine.module):
+        forward: Any = plain if model is plain else engine
+        forward(tokens(0)).backward()
+        model.head.weight.grad = torch.full(p.shape, 0.25)
+        forward(tokens(1)).backward()
     assert near(safe_get_full_grad(p), plain.head.weight.grad)
 
 
@@ -71,15 +80,27 @@ def test_a_penalty_on_gathered_weights_has_its_gradient(engine: Any) -> None:
         engine.zero_grad()
 
 
-def test_a_penalty_on_a_weight_in_tiles_has_its_gradient(open_engine: Open, nvme_path: Path) -> None:
+@pytest.mark.parametrize("first", ["penalty", "forward"])
+def test_a_penalty_on_a_weight_in_tiles_has_its_gradient(open_engine: Open, nvme_path: Path, first: str) -> None:
     model = tiled.wide()
     plain, x = copy.deepcopy(model), tiled.inputs(model, 0)
     engine = open_engine(model, tiled.config_for(("nvme", "nvme"), nvme_path, bf16=False))
     (plain(x) + 0.1 * plain.head.weight.pow(2).sum()).backward()
+    loss = engine(x) if first == "forward" else 0.0
     with zero.GatheredParameters([model.head.weight]):
         penalty = 0.1 * model.head.weight.pow(2).sum()
-    engine.backward(engine(x) + penalty)
+    engine.backward((loss if first == "forward" else engine(x)) + penalty)
     assert near(safe_get_full_grad(model.head.weight), plain.head.weight.grad)
+
+
+def test_weights_are_gathered_where_hooks_on_saved_tensors_are_forbidden(engine: Any) -> None:
+    gathered = zero.GatheredParameters([engine.module.head.weight])
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"), gathered:
+        assert engine.module.head.weight.sum().isfinite()
+    gathered.__exit__(None, None, None)  # once more is nothing
+    engine.backward(engine(tokens(0)))
+    engine.step()
+    assert engine.global_steps == 1
 
 
 def test_autograd_lets_go_and_notices_edits_where_weights_are_gathered(engine: Any) -> None:
@@ -147,20 +168,25 @@ def test_after_a_load_each_step_is_reported_once_with_its_whole_loss(
     assert rows("resumed") == rows("straight")[1:]
 
 
-def test_a_backward_that_runs_out_of_memory_is_not_stepped_on(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrive, count = Gradients.arrive, 0
+class NoRoom(torch.autograd.Function):
+    """A layer whose backward has no memory."""
 
-    def short(gradients: Gradients, *given: Any, **named: Any) -> bool:
-        nonlocal count
-        count += 1
-        if count == 3:
-            raise torch.OutOfMemoryError("no room for the gradient")
-        return arrive(gradients, *given, **named)
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Gradients, "arrive", short)
-        with pytest.raises(torch.OutOfMemoryError):
-            engine.backward(engine(tokens(0)))
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room for the gradient")
+
+
+@pytest.mark.parametrize("bare", [True, False], ids=["loss.backward", "engine.backward"])
+def test_a_backward_that_runs_out_of_memory_is_not_stepped_on(engine: Any, bare: bool) -> None:
+    handle = engine.module.blocks[0].register_forward_hook(lambda module, given, out: NoRoom.apply(out))
+    loss = engine(tokens(0))
+    handle.remove()
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward() if bare else engine.backward(loss)
     with pytest.raises(StateError, match="some gradients are missing"):
         engine.step()
     engine.zero_grad()

@@ -136,6 +136,7 @@ class Steps:
         run = self._run
         if not run.closed:
             self._take()
+            run.parts.watch.end_stray()
             run.parts.gradients.clear()
             self._away.forget_gradients()
             self._accumulation.forget()
@@ -160,12 +161,12 @@ class Steps:
         self._away.bring_back("step")
         if parts.keeper.editor.busy:
             raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
+        parts.watch.end_stray()
         if parts.watch.torn:
             raise StateError(
-                "step: a transfer failed inside the last backward, so some gradients are missing; call zero_grad() and "
-                "run forward and backward again"
+                "step: the last backward was broken off, by a transfer that failed or another error, so some gradients "
+                "are missing; call zero_grad() and run forward and backward again"
             )
-        parts.watch.end_stray()
         parts.coordinator.check_idle()
         run.updater.before_step()
         self._schedule_arguments = dict(lr_kwargs or {})

@@ -106,6 +106,7 @@ class ZeroEngine(EngineNames, nn.Module):
             check_open=steps.check_open,
             ready_to_run=steps.ready_to_run,
             module_called=self._away.module_called,
+            take_written=steps.take_written,
             backward_begins=steps.ready_to_train,
             states_are_away=lambda: bool(self._away.kinds),
             current=steps.current,

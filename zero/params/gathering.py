@@ -68,22 +68,27 @@ class GatheredParameters:
             for keeper, parameters in self._by_keeper.values():
                 keeper.open(parameters)
                 self._open.append((keeper, parameters))
+            if torch.is_grad_enabled() and not all(keeper.keeps_saved for keeper, _ in self._open):
+                self._keep_saved()
         except BaseException:
             self._close_all()
             raise
-        _entered.append(self)
-        if torch.is_grad_enabled() and not all(keeper.keeps_saved for keeper, _ in self._open):
-            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, AsIs.get))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Keep what was edited, then release."""
-        _entered.remove(self)
         self._saving.close()
         self._close_all()
         if kind is None and self._modifier_rank is not None:
             take_values_of(self._modifier_rank, [p for p in self._announced if is_announced(p)])
+
+    def _keep_saved(self) -> None:
+        """What autograd saves in this thread until the context ends outlasts it, unless somebody has forbidden that."""
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():
+            _entered.append(self)
+            self._saving.callback(_entered.remove, self)
+            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, AsIs.get))
 
     def _close_all(self) -> None:
         """Close every keeper, whatever one of them raises; the first error is raised at the end."""

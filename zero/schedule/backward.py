@@ -140,12 +140,15 @@ class BackwardWatch:
         if not self._gradients.together:
             self.end_stray()
         self._events.ready_to_run("forward")
+        if torch.is_grad_enabled():
+            self._events.take_written()  # what a `loss.backward()` gives is added to it
 
     @whole
     def end_stray(self) -> None:
-        """End a backward that raised: torch drops the callback that would have said so."""
-        if self._running:
+        """End a backward that raised: torch drops the callback that would have said so, and why it raised."""
+        if self._running and torch._C._current_graph_task_id() < 0:
             self._running = False
+            self.torn = True
             self._end()
 
     def _announce(self) -> None:

@@ -14,6 +14,7 @@ class Events:
     check_open: Callable[[str], None]  # Raise StateError if the engine is closed; given what was attempted.
     ready_to_run: Callable[[str], None]  # `check_open`; weights are there, and what is always bound is bound.
     module_called: Callable[[], None]  # A module is called by itself: weights are on the device when it returns.
+    take_written: Callable[[], None]  # Gradients that somebody has put into `.grad` replace those collected.
     backward_begins: Callable[[], None]  # What a backward needs is on the device when it returns.
     states_are_away: Callable[[], bool]  # `offload_states` has put something away; no update is due.
     # (what, units=None): StateError if the engine is closed; else these units (None: all) are as of the last step.
