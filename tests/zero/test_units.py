@@ -265,6 +265,20 @@ def test_what_is_in_use_around_others_is_what_the_modules_above_hold_themselves(
     assert uses.most == max(uses.together[1:]) + 4096
 
 
+def test_only_what_is_recomputed_comes_a_second_time() -> None:
+    """A flag of the whole model means its layers, whose largest is held twice; embedding and head are larger."""
+    model: Any = build("gpt", vocab=3_000)
+    before = uses_under(model, 0)
+    for flagged in (model, model.blocks[0]):
+        flagged.gradient_checkpointing = True
+        after = uses_under(model, 0)
+        flagged.gradient_checkpointing = False
+        assert after.most == before.most > 96_000
+    small: Any = build("gpt")
+    before, small.gradient_checkpointing = uses_under(small, 0), True
+    assert uses_under(small, 0).most == before.around_max + 2 * max(before.together)
+
+
 @pytest.mark.parametrize("threshold", [0, 40, 100_000])
 @pytest.mark.parametrize("frozen", [(), ("blocks.0.norm.weight", "blocks.1.norm.weight")], ids=["trained", "mixed"])
 def test_a_block_of_several_units_is_around_no_other(threshold: int, frozen: tuple[str, ...]) -> None:

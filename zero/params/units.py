@@ -389,13 +389,24 @@ def uses_of(model: nn.Module, covered: list[CoveredUnit], layout: Layout) -> Use
         if around.get(module, -1) < outside:  # else it is shared, and called from within less here
             around[module] = outside
             pending += [(child, outside + held.get(module, 0)) for child in module.children()]
-    uses = [(around[root], numel) for root, numel in rooted.items()]
-    uses += [(around[root] + held.get(root, 0), numel) for root, numel in tiles]
-    # A block of transformers that is recomputed comes again while the backward of its last module holds that one's.
-    recomputed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    again = max((numel for _, numel in uses), default=0) if recomputed else 0
+    uses = [(root, around[root], numel) for root, numel in rooted.items()]
+    uses += [(root, around[root] + held.get(root, 0), numel) for root, numel in tiles]
+    alone = [outside + numel for _, outside, numel in uses]
+    # A block that is recomputed comes again while the backward of its last module holds that one's.
+    inside = {module for block in _recomputed_blocks(model) for module in block.modules()}
+    again = max((numel for root, _, numel in uses if root in inside), default=0)
+    alone += [outside + numel + again for root, outside, numel in uses if root in inside]
     return Uses(
-        tuple(numel for _, numel in uses),
-        max((outside for outside, _ in uses), default=0),
-        max((outside + numel for outside, numel in uses), default=0) + again,
+        tuple(numel for _, _, numel in uses),
+        max((outside for _, outside, _ in uses), default=0),
+        max(alone, default=0),
     )
+
+
+def _recomputed_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """What transformers recomputes: a layer with its flag, or the layers of a model that has the flag for them."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
+            is_layer = any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+            yield from [module] if is_layer or not lists else [layer for each in lists for layer in each]
