@@ -118,6 +118,7 @@ class Assembly:
             if self.snapshots is not None:
                 self.snapshots.close()
             raise
+        exchange.note_in(self.storage.timeline)
         if self.snapshots is not None:
             self.snapshots.attach(self.storage)
         self._built = False

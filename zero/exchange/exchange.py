@@ -19,6 +19,7 @@ from offload.kernels.square_sums import SquareSum
 from offload.memory.byte_tensors import bytes_of, tensor_of
 from offload.memory.shared_region import SharedRegion
 from offload.streams import Fence
+from offload.timeline import Timeline
 from zero.params.layout import Layout, Unit
 from zero.params.placement import ONE_RANK, Placement
 from zero.ranks.comm import Comm, Payload
@@ -69,6 +70,9 @@ class Exchange:
     def counted_elsewhere(self) -> SquareSum:
         """What this stage's gradients have of the norm that another stage has too."""
         return SquareSum()
+
+    def note_in(self, timeline: Timeline) -> None:
+        """Note collectives there."""
 
     def slices(self, nbytes: int) -> SharedRegion | None:
         """Host memory for this rank's slices of one space that the others can read; None: nobody does. In order."""
@@ -265,6 +269,9 @@ class Collectives(AmongRanks):
         if self._arriving is None:
             return None
         return self._arriving(flat.nbytes).view(flat.dtype)
+
+    def note_in(self, timeline: Timeline) -> None:
+        self._comm.timeline = timeline
 
     def payload(self) -> Mapping[str, Payload]:
         return self._comm.payload

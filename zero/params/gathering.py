@@ -85,7 +85,7 @@ class GatheredParameters:
 
     def _keep_saved(self) -> None:
         """What autograd saves in this thread until the context ends outlasts it, unless somebody has forbidden that."""
-        if torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             _entered.append(self)
             self._saving.callback(_entered.remove, self)
             self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, AsIs.get))

@@ -68,9 +68,11 @@ class Comm:
         process_group: whose ranks take part; None: torch's default group, or this process alone if there is none.
         deadline_seconds: a wait without evidence of anything wrong is warned about after so long.
         fixed_order: sums are made by the caller, in rank order, on NCCL too (gloo: always).
-        timeline: where collectives are noted.
         teams: global ranks of this group and of all that are made beside it, by all ranks at once; empty: there is no
             other.
+
+    Attributes:
+        timeline: where collectives are noted.
     """
 
     def __init__(
@@ -81,11 +83,10 @@ class Comm:
         process_group: Any = None,
         deadline_seconds: float = 30.0,
         fixed_order: bool = False,
-        timeline: Timeline | None = None,
         teams: Sequence[Sequence[int]] = (),
     ) -> None:
         self.device = device
-        self.streams, self._timeline = streams, timeline or Timeline()
+        self.streams, self.timeline = streams, Timeline()
         self._members = backend.ranks_of(process_group) if backend.in_a_group() else [0]
         self.world_size = len(self._members)
         self.rank = self._members.index(backend.own_rank()) if self.world_size > 1 else 0
@@ -283,7 +284,7 @@ class Comm:
                 self._order.passed(ticket.number)
                 self._count(ticket.kind, flat)
                 if not self._nccl:
-                    with self._timeline.span("collectives", str(ticket), flat.nbytes):
+                    with self.timeline.span("collectives", str(ticket), flat.nbytes):
                         await self._done(works, str(ticket))
                 with self.streams.collective():
                     for work in works:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -129,3 +130,26 @@ def test_ranks_that_share_memory_say_why_collectives_have_moved_nothing(rank_poo
         assert any(
             line.endswith("none: the ranks are on one node, and read each other's memory") for line in answer["lines"]
         )
+
+
+def traced(stage: int, nvme_path: str, path: str) -> list[int]:
+    """Bytes of each collective that the trace of a step has."""
+    import zero
+
+    keys = {"stage": stage, "stage3_max_live_parameters": LIVE_NUMEL, "shared_host_memory": False}
+    rank = dist.get_rank()
+    config = make_config(("none", "nvme"), nvme_path, zero=keys)
+    with zero.initialize(model=motley(), config=config)[0] as engine, engine.trace(f"{path}.{rank}"):
+        engine.backward(engine(batch(0, rank, agreed=True)))
+        engine.step()
+        engine.synchronize()
+    events = json.loads(Path(f"{path}.{rank}").read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X" and lanes[event["tid"]] == "collectives"]
+    return [event["args"].get("bytes", 0) for event in spans]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_trace_has_the_collectives(rank_pool: Pool, nvme_path: Path, tmp_path: Path, stage: int) -> None:
+    first, second = rank_pool(2).run(traced, stage, str(nvme_path), str(tmp_path / "trace"))
+    assert sum(first) > 0 and sum(second) > 0
