@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness import train, unequal
 from models import ADAMW, BATCH, build, make_config, tokens
 from probe import one_forward_of, reports_progress
+
+from zero.engine import reports
 
 Open = Callable[..., Any]
 EVERYTHING: dict[str, Any] = {
@@ -63,6 +67,25 @@ def test_progress_is_said_every_so_many_steps_not_micro_steps(
     engine.backward(engine(tokens(0)))
     engine.optimizer.step()
     assert len(said("^step=6")) == 1
+
+
+def test_samples_that_a_checkpoint_has_counted_are_in_no_rate(
+    open_engine: Open,
+    nvme_path: Path,
+    tmp_path: Path,
+    said: Callable[[str], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reports, "time", SimpleNamespace(perf_counter=itertools.count().__next__))  # a second each
+    config = make_config(("none", "none"), nvme_path, steps_per_print=1)
+    engine = open_engine(build("gpt"), config)
+    train(engine, *range(5))
+    engine.save_checkpoint(tmp_path)
+    again = open_engine(build("gpt"), config)
+    again.load_checkpoint(tmp_path)
+    train(again, 5)
+    assert again.global_samples == 6 * BATCH
+    assert [line.partition("samples/s=")[2] for line in said("^step=")] == [f"{BATCH}"] * 6
 
 
 def test_a_skipped_step_and_its_scale_are_said(

@@ -47,7 +47,7 @@ class Reporter:
         self.loss: torch.Tensor | None = None
         self.times = dict.fromkeys(TIMES, 0.0)
         self._seconds = dict.fromkeys(TIMES, 0.0)
-        self._printed_at, self._samples_then = time.perf_counter(), 0
+        self._printed_at, self._counted, self._samples_then = time.perf_counter(), 0, 0
         if config.dump_state:
             dump_state(run)
 
@@ -62,6 +62,12 @@ class Reporter:
         if self.monitor.writers:
             part = loss.detach().mean()
             self.loss = part if self.loss is None else self.loss + part
+
+    def step_begins(self, run: Run) -> None:
+        self._samples_then = run.global_samples
+
+    def step_counted(self, run: Run) -> None:
+        self._counted += run.global_samples - self._samples_then  # what a checkpoint has counted took no time here
 
     def step_taken(self, run: Run, reports: Reports) -> None:
         self._measure(reports)
@@ -99,9 +105,9 @@ class Reporter:
         return [(f"Train/Samples/{tag}", float(value), samples) for tag, value in values.items()]
 
     def _progress(self, run: Run) -> str:
-        now, samples = time.perf_counter(), run.global_samples
-        rate = (samples - self._samples_then) / max(now - self._printed_at, 1e-9)
-        self._printed_at, self._samples_then = now, samples
+        now = time.perf_counter()
+        rate = self._counted / max(now - self._printed_at, 1e-9)
+        self._printed_at, self._counted = now, 0
         parts = [
             f"step={run.global_steps}",
             f"skipped={run.skipped_steps}",
@@ -186,7 +192,14 @@ class Reports(StepListener):
             self._reporter.loss = None
 
     @override
+    def step_begins(self) -> None:
+        if self._reporter is not None:
+            self._reporter.step_begins(self._run)
+
+    @override
     def step_counted(self) -> None:
+        if self._reporter is not None:
+            self._reporter.step_counted(self._run)
         self._is_due = True  # numbers of steps say nothing: a checkpoint that is loaded changes them
 
     def report_step(self) -> None:
