@@ -381,3 +381,14 @@ def reports_progress(engine: Any) -> bool:
 def room_of_generation(engine: Any) -> Any:
     """Memory that a generation has beside the plan's; None: none."""
     return storage_of(engine)._unit_room
+
+
+# ---- the alias ------------------------------------------------------------------------------------------------------
+
+
+def alias_tables() -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+    """What DeepSpeed's modules have, and what of it is ours from which module."""
+    from zero.compat.alias.deepspeed._names import surface
+    from zero.compat.alias.deepspeed._ours import OURS
+
+    return surface(), OURS

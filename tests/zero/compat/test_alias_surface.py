@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 from aliased import ROOT, code, said, script
-
-from zero.compat.alias.deepspeed._names import surface
-from zero.compat.alias.deepspeed._ours import OURS
+from probe import alias_tables
 
 MODULES = (ROOT / "tests/data/deepspeed_modules.txt").read_text(encoding="utf-8").split()
 
@@ -86,9 +84,10 @@ OTHERS = {
 
 
 def test_what_a_module_of_ours_has_under_deepspeeds_name_is_handed_out() -> None:
+    surface, ours = alias_tables()
     missing = []
-    for place, sources in OURS.items():
-        theirs = {*surface()[place].get("functions", "").split(), *surface()[place].get("classes", ())}
+    for place, sources in ours.items():
+        theirs = {*surface[place].get("functions", "").split(), *surface[place].get("classes", ())}
         told = {name.partition("=")[0] for names in sources.values() for name in names.split()}
         for source in sources:
             found = vars(importlib.import_module(source)) if source.startswith("zero") else {}
