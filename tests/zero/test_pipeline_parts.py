@@ -10,10 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from offload.errors import ConfigError
 from zero.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, ProcessTopology, TiedLayerSpec
 from zero.pipe.partition import balanced, stage_bounds
+from zero.pipe.schedules import has_backward
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 5))
@@ -44,6 +46,12 @@ def test_counting_a_spec_draws_no_random_number_and_allocates_nothing_that_meta_
     before = torch.get_rng_state()
     assert LayerSpec(nn.Linear, 1 << 20, 1 << 20, bias=False).numel() == 1 << 40
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_stage_whose_output_is_let_go_or_of_a_kind_that_is_not_known_has_a_backward() -> None:
+    trained, frozen = torch.ones(2, requires_grad=True) * 1, torch.ones(2)
+    assert has_backward([frozen, trained]) and has_backward([None, get_gradient_edge(trained)])
+    assert not has_backward([frozen, None]) and not has_backward([])
 
 
 def test_ranks_of_a_stage_are_neighbours() -> None:

@@ -108,9 +108,8 @@ class _Stage(PipelineStage):
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         output = bwd_kwargs["stage_output"]
-        outputs = output if isinstance(output, (tuple, list)) else [output]
         with self._layers.noting(), self._work.backward():
-            if not any(isinstance(part, torch.Tensor) and part.requires_grad for part in outputs):
+            if not has_backward(output if isinstance(output, (tuple, list)) else [output]):
                 return (None,) * len(bwd_kwargs["input_values"]), None  # nothing is trained up to here
             gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             # What is sent is read as it lies.
@@ -218,6 +217,11 @@ class Schedules:
             output = self._work.forward(value)
         parts = output if isinstance(output, (tuple, list)) else (output,)
         return json.dumps([_told(part) for part in map(_checked, parts)]).encode()
+
+
+def has_backward(outputs: Sequence[Any]) -> bool:
+    """False if nothing is trained up to what a stage has sent. From torch 2.15 on some are edges of the graph."""
+    return any(part.requires_grad if isinstance(part, torch.Tensor) else part is not None for part in outputs)
 
 
 def _sendable(output: Any) -> Any:
