@@ -168,28 +168,52 @@ def test_after_a_load_each_step_is_reported_once_with_its_whole_loss(
     assert rows("resumed") == rows("straight")[1:]
 
 
-class NoRoom(torch.autograd.Function):
-    """A layer whose backward has no memory."""
+class Raising(torch.autograd.Function):
+    """A layer whose backward raises."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, error: type[Exception]) -> torch.Tensor:
+        ctx.error = error
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("no room for the gradient")
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        raise ctx.error("on purpose")
 
 
-@pytest.mark.parametrize("bare", [True, False], ids=["loss.backward", "engine.backward"])
-def test_a_backward_that_runs_out_of_memory_is_not_stepped_on(engine: Any, bare: bool) -> None:
-    handle = engine.module.blocks[0].register_forward_hook(lambda module, given, out: NoRoom.apply(out))
+def broken_off(engine: Any, error: type[Exception], *, bare: bool) -> None:
+    """A backward that has passed the head and the last block."""
+    handle = engine.module.blocks[0].register_forward_hook(lambda module, given, out: Raising.apply(out, error))
     loss = engine(tokens(0))
     handle.remove()
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(error, match="on purpose"):
         loss.backward() if bare else engine.backward(loss)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, ValueError])
+@pytest.mark.parametrize("bare", [True, False], ids=["loss.backward", "engine.backward"])
+def test_a_backward_that_is_broken_off_is_not_stepped_on(engine: Any, bare: bool, error: type[Exception]) -> None:
+    broken_off(engine, error, bare=bare)
     with pytest.raises(StateError, match="some gradients are missing"):
         engine.step()
     engine.zero_grad()
     engine.backward(engine(tokens(0)))
+    engine.step()
+    assert engine.global_steps == 1
+
+
+def test_a_backward_behind_one_that_is_broken_off_does_not_hide_it(engine: Any) -> None:
+    other = engine(tokens(1))
+    broken_off(engine, ValueError, bare=True)
+    engine.backward(other)
+    with pytest.raises(StateError, match="some gradients are missing"):
+        engine.step()
+
+
+def test_a_backward_that_gave_nothing_before_it_raised_leaves_the_gradients_of_others(engine: Any) -> None:
+    loss = engine(tokens(0))
+    engine.backward(engine(tokens(1)))
+    with pytest.raises(ValueError, match="on purpose"):
+        engine.backward(Raising.apply(loss, ValueError))
     engine.step()
     assert engine.global_steps == 1

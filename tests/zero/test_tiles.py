@@ -142,6 +142,23 @@ def test_edits_inside_gathered_parameters_reach_the_tiles(open_engine: Open, nvm
     train(engine, model, 1)
 
 
+def test_a_tiled_weight_takes_new_data_however_it_lies_or_refuses_it_and_goes_on(
+    open_engine: Open, nvme_path: Any
+) -> None:
+    model = wide()
+    engine = open_engine(model, config_for(("cpu", "cpu"), nvme_path))
+    weight = model.embedding.weight
+    given = torch.randn(WIDTH, ROWS).to(torch.bfloat16)
+    with zero.GatheredParameters([weight]):
+        weight.data = given.t()
+    assert torch.equal(engine.full_parameter("embedding.weight"), given.t())
+    gathered = zero.GatheredParameters([weight])
+    with pytest.raises(StateError, match=r"its shape was \(3000, 32\) and is \(32, 3000\)"), gathered:
+        weight.data = given
+    assert torch.equal(engine.full_parameter("embedding.weight"), given.t()) and weight.shape == (ROWS, WIDTH)
+    train(engine, model, 1)
+
+
 def test_another_engine_takes_a_tiled_model_over(open_engine: Open, nvme_path: Any) -> None:
     model = wide()
     names = trainability(model)

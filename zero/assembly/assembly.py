@@ -118,7 +118,6 @@ class Assembly:
             if self.snapshots is not None:
                 self.snapshots.close()
             raise
-        exchange.note_in(self.storage.timeline)
         if self.snapshots is not None:
             self.snapshots.attach(self.storage)
         self._built = False
@@ -269,6 +268,7 @@ class Assembly:
 
     def install(self) -> None:
         """Put hooks on the model; from here on the parts run it."""
+        self.exchange.note_in(self.storage.timeline)
         self.hooks.at_install.append(lambda: fetch_experts_by_rows(self.model))
         self.hooks.install()
         move_buffers(self.model, self._owner.device, self._config.buffer_dtype)

@@ -25,7 +25,7 @@ from zero.assembly.state_kinds import TO_RUN, TO_TRAIN, OffloadStateTypeEnum
 from zero.optim.loss_scale import LossScaleError
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.scheduling import step_scheduler
-from zero.optim.step import StepState, UnusedParameters
+from zero.optim.step import StepState, TornBackward, UnusedParameters
 from zero.params.released import name_of
 from zero.values.editor import EDIT
 from zero.values.parameters import ParameterValues
@@ -162,11 +162,8 @@ class Steps:
         if parts.keeper.editor.busy:
             raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
         parts.watch.end_stray()
-        if parts.watch.torn:
-            raise StateError(
-                "step: the last backward was broken off, by a transfer that failed or another error, so some gradients "
-                "are missing; call zero_grad() and run forward and backward again"
-            )
+        if parts.watch.torn and parts.exchange.placement.alone:  # else the other ranks have to hear of it
+            raise TornBackward
         parts.coordinator.check_idle()
         run.updater.before_step()
         self._schedule_arguments = dict(lr_kwargs or {})
@@ -207,6 +204,7 @@ class Steps:
                 stepper.fix(
                     *(number, optimizer, run.parts.index_of, run.config.gradient_clipping),
                     loss_is_finite=self._scaling.losses_were_finite,
+                    torn=run.parts.watch.torn,
                 )
             except (UnusedParameters, LossScaleError) as error:
                 optimizer.overflow = isinstance(error, LossScaleError)

@@ -183,6 +183,9 @@ class AmongRanks(Exchange):
         self._comm, self._wire, self.overlaps = comm, wire, wire.overlaps
         self.scale = self.share = 1.0 / placement.world_size if wire.averages else 1.0
 
+    def note_in(self, timeline: Timeline) -> None:
+        self._comm.timeline = timeline
+
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         return self._comm.agree(what, payload)
 
@@ -269,9 +272,6 @@ class Collectives(AmongRanks):
         if self._arriving is None:
             return None
         return self._arriving(flat.nbytes).view(flat.dtype)
-
-    def note_in(self, timeline: Timeline) -> None:
-        self._comm.timeline = timeline
 
     def payload(self) -> Mapping[str, Payload]:
         return self._comm.payload

@@ -38,7 +38,7 @@ from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 
-HEAD = struct.Struct(f"<q{PACKED_BYTES}s")  # Number of the step, sum of squares.
+HEAD = struct.Struct(f"<q?{PACKED_BYTES}s")  # Number of the step, was a backward broken off, sum of squares.
 NAMES_MAX = 3  # More would not help: what comes later in backward is made of what came before.
 NAMES_SHOWN = 8
 
@@ -60,26 +60,30 @@ def clip_coefficient(norm: float, norm_max: float) -> float:
 
 
 def agree_on_step(
-    exchange: Exchange, number: int, square_sum: SquareSum, contributed: set[int]
+    exchange: Exchange, number: int, square_sum: SquareSum, contributed: set[int], *, torn: bool
 ) -> tuple[float, set[int]]:
     """The norm of all gradients, and the parameters that have one on any rank. All ranks come here.
 
-    Raises StateError: the ranks are at different steps.
+    Raises StateError: the ranks are at different steps; TornBackward: a backward was broken off on one of them.
 
     Args:
         exchange: with the other ranks.
         number: of the step, counted from 1.
         square_sum: of this rank's slices.
         contributed: parameters (indices) that have a gradient on this rank.
+        torn: a backward was broken off on this rank.
     """
     mask = bytes(index in contributed for index in range(max(contributed, default=-1) + 1))
-    answers = exchange.agree(f"step {number}", HEAD.pack(number, square_sum.pack()) + mask)
+    answers = exchange.agree(f"step {number}", HEAD.pack(number, torn, square_sum.pack()) + mask)
     heads = [HEAD.unpack_from(answer) for answer in answers]
     if any(head[0] != number for head in heads):
         steps = ", ".join(f"rank {rank}: {head[0]}" for rank, head in enumerate(heads))
         raise StateError(f"step: the ranks are at different steps ({steps}); every rank must call step() equally often")
+    if any(head[1] for head in heads):
+        ranks = ", ".join(str(rank) for rank, head in enumerate(heads) if head[1])
+        raise TornBackward(f" on rank {ranks}")
     # Slices of one shard group: replicas have the same ones.
-    total = SquareSum.merged(SquareSum.unpack(heads[rank][1]) for rank in exchange.placement.shard_ranks)
+    total = SquareSum.merged(SquareSum.unpack(heads[rank][2]) for rank in exchange.placement.shard_ranks)
     if exchange.is_stage:
         mine = SquareSum.merged([total, exchange.everyone.counted_elsewhere()])
         stages = exchange.everyone.over_stages(f"norm of step {number}", mine.pack())
@@ -140,6 +144,16 @@ def _is_nonfinite(gradients: Gradients, state: UnitGradient, slot: Slot) -> bool
         if not bool(torch.isfinite(part).all()):
             return True
     return False
+
+
+class TornBackward(StateError):
+    """Gradients are missing, on this rank or on another. `where`: in words."""
+
+    def __init__(self, where: str = "") -> None:
+        super().__init__(
+            f"step: the last backward was broken off{where}, by a transfer that failed or another error, so some "
+            "gradients are missing; call zero_grad() and run forward and backward again"
+        )
 
 
 class UnusedParameters(StateError, AssertionError):
@@ -222,6 +236,7 @@ class Stepper:
         norm_max: float,
         *,
         loss_is_finite: Callable[[], bool],
+        torn: bool,
     ) -> None:
         """Decide everything about the step that was asked for. No weight has changed when this returns or raises.
 
@@ -235,6 +250,7 @@ class Stepper:
             index_of: id(parameter) -> parameter index.
             norm_max: clip to it; 0: do not.
             loss_is_finite: asked if a gradient is not.
+            torn: a backward was broken off on this rank; then the step is none, on all ranks (TornBackward).
         """
         self.finish()  # updates of the last step read the gradients that it has sealed
         self._gradients.complete()
@@ -245,7 +261,12 @@ class Stepper:
             for slot, has in zip(unit.slots, self._gradients.contributed(unit.index), strict=True)
             if has
         }
-        scaled_norm, contributed = agree_on_step(self._exchange, number, self._gradients.square_sum(), mine)
+        square_sum = self._gradients.square_sum()
+        try:
+            scaled_norm, contributed = agree_on_step(self._exchange, number, square_sum, mine, torn=torn)
+        except TornBackward:
+            self._move(StepState.NONE)
+            raise
         if self._needs_all:
             self._refuse_unused(contributed, optimizer, index_of)
         if self._scaler.refuses(scaled_norm):

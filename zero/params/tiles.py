@@ -124,7 +124,7 @@ class TiledKeeper:
         hide_shard(self.whole)
         present = type(self.whole)
         weight = self.tiles[0].weight
-        nothing = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(self.whole.shape)
+        nothing = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(self._shape)
         with torch.no_grad():
             self.whole.data = nothing
         mark(self.whole, self, name)
@@ -169,25 +169,31 @@ class TiledKeeper:
             StateError: the parameter was given another shape.
         """
         self._opened[0] -= 1
-        shape = torch.Size((self.tiles[-1].end, self.tiles[0].weight.shape[1]))
-        got = self.whole.shape
-        if not self._opened[0]:
-            with torch.no_grad():
-                if got == shape:
-                    for tile in self.tiles:
-                        values = self.whole[tile.begin : tile.end]
-                        # A graph that a forward has made knows what was not edited by its version.
-                        if not torch.equal(tile.weight.view(torch.uint8), values.view(torch.uint8)):
-                            tile.weight.copy_(values)
-                else:
-                    self.whole.data = self.whole.new_empty(shape)
-            self.release(name_of(self.whole))
-        self.engine.close([tile.weight for tile in self.tiles], modifier_rank)
+        shape, got = self._shape, self.whole.shape
+        try:
+            if not self._opened[0] and got == shape:
+                self._keep_edits()
+        finally:
+            if not self._opened[0]:
+                self.release(name_of(self.whole))
+            self.engine.close([tile.weight for tile in self.tiles], modifier_rank)
         if got != shape:
             raise StateError(
                 f"parameter {name_of(self.whole)}: its shape was {tuple(shape)} and is {tuple(got)} at the end of "
                 "GatheredParameters; put a new parameter into the module instead of changing .data"
             )
+
+    @property
+    def _shape(self) -> torch.Size:
+        return torch.Size((self.tiles[-1].end, self.tiles[0].weight.shape[1]))
+
+    @torch.no_grad()
+    def _keep_edits(self) -> None:
+        """Write tiles that differ, no others: a graph that a forward has made knows its weights by their version."""
+        for tile in self.tiles:
+            values = torch.empty_like(tile.weight).copy_(self.whole[tile.begin : tile.end])
+            if not torch.equal(tile.weight.view(torch.uint8), values.view(torch.uint8)):
+                tile.weight.copy_(values)
 
 
 def engine_keeper(parameter: nn.Parameter) -> Keeper:

@@ -28,14 +28,14 @@ class BackwardWatch:
 
     Attributes:
         generation: steps taken so far; a graph made before the last one is stale.
-        torn: a transfer failed inside a backward since the gradients were last cleared.
+        torn: a backward was broken off since the gradients were last cleared, and some of its gradients are missing.
         scaled: the backward that runs, or is about to, is of a loss that the engine has scaled and divided.
     """
 
     def __init__(self, coordinator: Coordinator, gradients: Gradients, events: Events) -> None:
         self._coordinator, self._gradients, self._events = coordinator, gradients, events
         self._at_end: list[Callable[[], None]] = []
-        self._running = False
+        self._running = self._arrived = False  # Is one under way, and has it given a gradient?
         self._handles: list[RemovableHandle] = []
         self.generation = 0
         self.torn = self.scaled = False
@@ -79,6 +79,7 @@ class BackwardWatch:
 
         `together`: it is that of several micro-batches, which pass each unit one after the other.
         """
+        self.end_stray()
         self._parts, broken_off = 1.0, together
         with uninterrupted:
             self._begin(together=together)
@@ -87,6 +88,9 @@ class BackwardWatch:
             with self.tearing():
                 yield
             broken_off = False
+        except BaseException:
+            self.torn |= self._arrived
+            raise
         finally:
             with uninterrupted:
                 self._running = False
@@ -148,7 +152,7 @@ class BackwardWatch:
         """End a backward that raised: torch drops the callback that would have said so, and why it raised."""
         if self._running and torch._C._current_graph_task_id() < 0:
             self._running = False
-            self.torn = True
+            self.torn |= self._arrived
             self._end()
 
     def _announce(self) -> None:
@@ -173,7 +177,7 @@ class BackwardWatch:
         torch.autograd.Variable._execution_engine.queue_callback(finished)
 
     def _begin(self, *, together: bool = False) -> None:
-        self._running = True
+        self._running, self._arrived = True, False
         self._events.backward_begins()
         self._gradients.begin_backward(boundary=self._events.reduces(), together=together)
 
@@ -219,6 +223,7 @@ class BackwardWatch:
 
     def _receive(self, unit: Unit, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         self._announce()
+        self._arrived = True
         with self.tearing():
             if self._gradients.arrive(unit.index, position, gradient, rows, self._parts):
                 self._gradients.passed(unit.index)

@@ -84,9 +84,9 @@ def find_config(words: Sequence[str]) -> Given:
     """
     named, others = [], []
     for index, word in enumerate(words):
-        flag, equals, value = word.partition("=")
+        flag, _, value = word.partition("=")
         is_flag = flag.startswith("--") and flag[2:].replace("-", "_") in FLAGS
-        if is_flag and equals:
+        if is_flag and value:
             named.append(Given(index, f"{flag}=", value))
         elif is_flag and index + 1 < len(words) and Path(words[index + 1]).is_file():
             named.append(Given(index + 1, "", words[index + 1]))

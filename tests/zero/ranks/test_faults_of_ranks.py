@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -181,3 +183,41 @@ def test_edits_that_do_not_count_are_seen_by_no_rank(
     for seen, stored in rank_pool(2).run(edit_on, Place(1, shared=shared), str(nvme_path), 1, modifier_rank):
         assert torch.equal(seen, initial)
         assert torch.equal(stored, initial)
+
+
+# ---- a backward that one rank alone breaks off ----------------------------------------------------------------
+
+
+def stumble(place: Place, folder: str, bare: bool) -> tuple[str, int, list[float]]:
+    """The error of the step behind it; then steps taken, and what the weights add up to."""
+
+    count = itertools.count()
+
+    def fail(gradient: torch.Tensor) -> None:
+        if next(count) == 3:
+            raise ValueError("on purpose")
+
+    engine = opened(place, folder)
+    try:
+        loss = on_batch(engine, 0)
+        trained = [p for p in engine.module.parameters() if p.requires_grad and dist.get_rank() == 0]
+        handles = [p.register_hook(fail) for p in trained]
+        with contextlib.suppress(ValueError):
+            loss.backward() if bare else engine.backward(loss)
+        for handle in handles:
+            handle.remove()
+        said, _ = told(engine.step)
+        engine.zero_grad()
+        for index in (1, 2):
+            engine.backward(on_batch(engine, index))
+            engine.step()
+        return said, engine.global_steps, [float(value.double().sum()) for _, value in engine.named_full_parameters()]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("bare", [True, False], ids=["loss.backward", "engine.backward"])
+def test_a_backward_that_one_rank_breaks_off_is_no_step_of_any(rank_pool: Pool, nvme_path: Path, bare: bool) -> None:
+    first, second = rank_pool(2).run(stumble, SHARED, str(nvme_path), bare)
+    assert first == second and first[1] == 2
+    assert first[0].startswith("TornBackward: step: the last backward was broken off on rank 0")
