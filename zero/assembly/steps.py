@@ -163,7 +163,7 @@ class Steps:
             raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
         parts.watch.end_stray()
         if parts.watch.torn and parts.exchange.placement.alone:  # else the other ranks have to hear of it
-            raise TornBackward
+            raise TornBackward.behind()
         parts.coordinator.check_idle()
         run.updater.before_step()
         self._schedule_arguments = dict(lr_kwargs or {})

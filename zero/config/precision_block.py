@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -44,7 +45,7 @@ class Bf16Config(ConfigBlock):
     bf16_optimizer_states: Flag = False
     """The same as zero_optimization.offload_optimizer.state_dtype "bf16", while bf16 is enabled."""
 
-    aliases: ClassVar = {"check_overflow": "check_grad_overflow"}
+    aliases: ClassVar[Mapping[str, str]] = {"check_overflow": "check_grad_overflow"}
 
 
 class Fp16Config(ConfigBlock):

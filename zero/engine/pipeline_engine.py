@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.utils.data import DataLoader, Dataset
 
 from offload.accelerator import is_accelerator
@@ -50,6 +52,11 @@ def open_stages(module: PipelineModule, config: Config, device: torch.device) ->
         ConfigError: the configuration asks for what a pipeline has not got.
     """
     zero = config.zero_optimization
+    if "return_outputs" not in inspect.signature(ScheduleGPipe.step).parameters:
+        raise ConfigError(
+            "PipelineModule: expected a torch whose schedules take `return_outputs`, as 2.13's do, got "
+            f"{torch.__version__}; upgrade it"
+        )
     if zero.stage > 1:
         raise ConfigError(
             f"zero_optimization.stage: {zero.stage} is not available in a pipeline: a stage sums up whole gradients "

@@ -62,6 +62,10 @@ class MuonRule(TiledRule):
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise ConfigError(
+                f'optimizer.type "Muon": expected torch 2.9 or newer, got {torch.__version__}; upgrade it'
+            )
         muon = torch.optim.Muon([nn.Parameter(torch.zeros(1, 1, device="cpu"))], **options)
         super().__init__(muon, states=(MOMENTUM,), whole=True)
 

@@ -81,7 +81,7 @@ def agree_on_step(
         raise StateError(f"step: the ranks are at different steps ({steps}); every rank must call step() equally often")
     if any(head[1] for head in heads):
         ranks = ", ".join(str(rank) for rank, head in enumerate(heads) if head[1])
-        raise TornBackward(f" on rank {ranks}")
+        raise TornBackward.behind(f" on rank {ranks}")
     # Slices of one shard group: replicas have the same ones.
     total = SquareSum.merged(SquareSum.unpack(heads[rank][2]) for rank in exchange.placement.shard_ranks)
     if exchange.is_stage:
@@ -147,10 +147,12 @@ def _is_nonfinite(gradients: Gradients, state: UnitGradient, slot: Slot) -> bool
 
 
 class TornBackward(StateError):
-    """Gradients are missing, on this rank or on another. `where`: in words."""
+    """Gradients are missing, on this rank or on another."""
 
-    def __init__(self, where: str = "") -> None:
-        super().__init__(
+    @classmethod
+    def behind(cls, where: str = "") -> TornBackward:
+        """`where`: " on rank 0" or nothing."""
+        return cls(
             f"step: the last backward was broken off{where}, by a transfer that failed or another error, so some "
             "gradients are missing; call zero_grad() and run forward and backward again"
         )
