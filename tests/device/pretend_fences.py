@@ -265,14 +265,29 @@ REMOVALS = (
     Removal(
         "a unit's memory is reused before its last use",
         "zero/schedule/loader.py",
-        "                leaving.block.release(leaving.fence)\n        self._draining",
+        "                leaving.block.release(*leaving.fences)\n        self._draining",
         "                leaving.block.release()\n        self._draining",
         D,
     ),
     Removal(
+        "a unit's memory is reused before its last use on another stream",
+        "zero/schedule/loader.py",
+        "in arrival.users - {streams.follow(None)}:",
+        "in ():",
+        ("evaluated_before_its_backward:nvme-nvme:compute", "forked:cpu-cpu:late"),
+    ),
+    Removal(
+        "a use on another stream beside an open one is not noted",
+        "zero/schedule/coordinator.py",
+        "            self._loader.follow(one.arrival)\n\n    def is_used",
+        "            pass\n\n    def is_used",
+        ("forked:cpu-cpu:late",),
+    ),
+    Removal(
         "a modified unit is stored before it has been modified",
         "zero/schedule/loader.py",
-        "            streams.wait(modified)\n            await streams.reached(modified, streams.behind_copies_in())\n",
+        "            streams.wait(*modified)\n"
+        "            await streams.reached(*modified, streams.behind_copies_in())\n",
         "",
         ("scaled_in_forward:cpu-cpu", "scaled_in_forward:nvme-nvme"),
     ),

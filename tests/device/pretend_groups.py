@@ -21,6 +21,7 @@ TRAINING = {
         "tiles",
         "clamped_in_forward",
         "scaled_in_forward",
+        "forked",
     ),
     "where": (
         "states_half_on_the_device",
@@ -45,6 +46,7 @@ AROUND_TRAINING = {
     "around_a_step": (
         *("offload_states", "evaluation", "evaluation_before_a_step", "inference", "generation", "looked_at_between"),
         *("backward_of_the_users", "moving_averages", "moving_averages_of_muon", "averages_schedule_free"),
+        "evaluated_before_its_backward",
     ),
     "edits": (
         *("edited_weights", "looked_at_and_set", "frozen_later", "resized", "shortened", "saved_and_loaded"),

@@ -495,6 +495,80 @@ def streams_of_the_users(place: Place, folder: Path) -> Results:
     return closing(engine)
 
 
+@scenario
+def evaluated_before_its_backward(place: Place, folder: Path) -> Results:
+    """A forward on one stream leaves units there for its backward; an evaluation on another lets them go."""
+    limits = {"stage3_max_live_parameters": 45_000, "stage3_max_reuse_distance": 45_000}
+    engine, found = opened("gpt", place, folder, zero=limits), Results()
+    on_device = engine.device.type != "cpu"
+    for index in range(3):
+        first, second = (torch.cuda.Stream() if on_device else None for _ in range(2))
+        for stream in (first, second):
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(first) if on_device else nullcontext():
+            loss = engine(sent(batch(index), engine))
+        with torch.cuda.stream(second) if on_device else nullcontext(), torch.no_grad():
+            evaluated = engine(sent(batch(9), engine)).detach()
+        with torch.cuda.stream(first) if on_device else nullcontext():
+            engine.backward(loss)
+        for stream in (first, second):
+            if stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
+        found[f"evaluated {index}"] = kept(evaluated)
+        engine.step()
+    return closing(engine, found)
+
+
+class Forked(torch.nn.Module):
+    """Calls a part of itself on another stream, which whoever uses the results waits for; so do its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (torch.nn.Linear(models.WIDTH, models.WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, side: Any) -> tuple[Tensor, Tensor]:
+        if side is None:
+            return x + self.one(x), self.other(x.detach())
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.record_stream(side)
+            other = self.other(x.detach())
+        return x + self.one(x), other
+
+
+class Forking(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(models.VOCAB, models.WIDTH)
+        self.blocks = torch.nn.ModuleList(Forked() for _ in range(3))
+        self.head = torch.nn.Linear(models.WIDTH, models.VOCAB)
+
+    def forward(self, text: Tensor) -> Tensor:
+        x, others = self.embedding(text), []
+        side = None if x.device.type == "cpu" else torch.cuda.Stream()
+        for block in self.blocks:
+            x, other = block(x, side)
+            others.append(other)
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
+        for other in others:
+            if side is not None:
+                other.record_stream(torch.cuda.current_stream())
+            x = x + other
+        return models.next_token_loss(self.head(x), text)
+
+
+@scenario
+def forked(place: Place, folder: Path) -> Results:
+    """A block is let go, and the next one comes to its place, while a part of it works still."""
+    torch.manual_seed(0)
+    engine = opened(Forking(), place, folder, zero={"stage3_max_live_parameters": 9_000})
+    for index in range(3):
+        step(engine, index)
+    return closing(engine)
+
+
 def evaluations(**config: Any) -> Scenario:
     """Two side by side on streams of their own, which have waited for the step's."""
 

@@ -142,6 +142,7 @@ class Coordinator:
         one = self._units[index]
         one.forward_uses += 1
         if one.forward_uses > 1:
+            self._follow(one)
             return False
         if one.state == UnitState.HOME:
             self._loader.follow_persistent()
@@ -156,6 +157,11 @@ class Coordinator:
                 raise
             self._prefetch(with_backward=backward_follows)
         return True
+
+    def _follow(self, one: UnitOnDevice) -> None:
+        """A further use begins while the unit is in use; it may be on another stream."""
+        if one.arrival is not None:
+            self._loader.follow(one.arrival)
 
     def is_used(self, index: int) -> bool:
         """True while a call or a backward uses the unit, and for one that is always there."""
@@ -178,8 +184,7 @@ class Coordinator:
 
     def begin_backward_use(self, index: int) -> None:
         """Gradients have reached an output of a module that uses the unit, or it is being recomputed."""
-        if not self._units[index].backward_uses:
-            self.begin_recompute(index)
+        self.begin_recompute(index)
         self._units[index].backward_uses += 1
 
     def begin_recompute(self, index: int, *, by_call: bool = False) -> None:
@@ -190,6 +195,7 @@ class Coordinator:
         one = self._units[index]
         one.recomputing += by_call
         if one.state == UnitState.HOME or one.backward_uses or one.recomputed:
+            self._follow(one)
             return
         self._in_backward = True
         self.trace.use_backward(index)

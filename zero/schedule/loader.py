@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from offload.accelerator import module_of
 from offload.errors import StateError, StorageError, tell, was_told
 from offload.memory.arena import Block
 from offload.memory.flat_storage import exact_alias
@@ -32,6 +33,7 @@ class Arrival:
     block: Block | None  # What to give back on release; None when the values are used where they live.
     transfer: Transfer[Any] | None
     fence: Fence = None  # On a device the values are there behind it; known once the transfer has settled.
+    users: set[Any] = field(default_factory=set)  # Streams of the user's that have read the values, or will.
 
     @property
     def settled(self) -> bool:
@@ -51,7 +53,7 @@ class Draining:
     unit: Unit
     block: Block
     transfer: Transfer[Any] | None
-    fence: Fence = None  # Behind its last use on a device.
+    fences: tuple[Fence, ...] = ()  # Behind its last uses on a device.
 
 
 class _Ways:
@@ -192,6 +194,7 @@ class Loader:
     def follow(self, arrival: Arrival) -> None:
         """The calling thread's stream uses the values from now on; they may have been awaited by another."""
         self._storage.streams.wait(arrival.fence)
+        arrival.users.add(self._storage.streams.follow(None))
         if arrival.fence is not None and arrival.fence.query():
             arrival.fence = None
 
@@ -249,13 +252,22 @@ class Loader:
                     "each other's slices where they lie, at any time. Set zero_optimization.shared_host_memory to false"
                 )
             if modified and arrival.block is not None:
-                self._store_modified(unit, arrival.data)
+                self._store_modified(unit, arrival)
             elif modified:
                 self._events.changed(unit.index)
         finally:  # an interrupt may have ended the wait: then something still moves
             if arrival.block is not None:
-                self._draining.append(Draining(unit, arrival.block, arrival.transfer, self._storage.streams.fence()))
+                self._draining.append(Draining(unit, arrival.block, arrival.transfer, self._behind_uses(arrival)))
                 self._reclaim()
+
+    def _behind_uses(self, arrival: Arrival) -> tuple[Fence, ...]:
+        """Behind the uses on every stream: one that lets the values go has not waited for the others."""
+        streams = self._storage.streams
+        fences = [streams.fence()]
+        for stream in arrival.users - {streams.follow(None)}:
+            with module_of(self._storage.device).stream(stream):
+                fences.append(streams.fence())
+        return tuple(fences)
 
     def drain(self) -> None:
         """Give back all memory that is kept for writes; waits for them."""
@@ -279,7 +291,7 @@ class Loader:
         moving = [leaving for leaving in self._draining if self._moves(leaving)]
         for leaving in self._draining:
             if leaving not in moving:
-                leaving.block.release(leaving.fence)
+                leaving.block.release(*leaving.fences)
         self._draining = moving
 
     def _moves(self, leaving: Draining) -> bool:
@@ -294,21 +306,21 @@ class Loader:
             leaving.transfer.settle()
         unit = leaving.unit
         self._storage.mover.run(f"storing unit {unit.name}", self._updates.settle_weights(unit))
-        leaving.block.release(leaving.fence)
+        leaving.block.release(*leaving.fences)
         self._draining.remove(leaving)
         self._reclaim()
 
-    def _store_modified(self, unit: Unit, data: torch.Tensor) -> None:
+    def _store_modified(self, unit: Unit, arrival: Arrival) -> None:
         plane, streams = self._storage.weights[self._layout.space_of(unit)], self._storage.streams
         self._events.changed(unit.index)
-        modified = streams.fence()
+        data, modified = arrival.data, self._behind_uses(arrival)
 
         async def store() -> None:
-            streams.wait(modified)
-            await streams.reached(modified, streams.behind_copies_in())
+            streams.wait(*modified)
+            await streams.reached(*modified, streams.behind_copies_in())
             await self._updates.settle_weights(unit)  # its update writes to the same place
             try:
-                self._near.keep(unit, data, modified)
+                self._near.keep(unit, data, None)  # the device has come to all of them
                 await write_plane(plane, unit.begin, unit.end, unit.own(data), self._storage.arena)
             except StorageError as error:
                 plane.strand(unit.begin, unit.end, aligned_copy(unit.own(data).cpu()))
