@@ -265,8 +265,8 @@ REMOVALS = (
     Removal(
         "a unit's memory is reused before its last use",
         "zero/schedule/loader.py",
-        "                leaving.block.release(*leaving.fences)\n        self._draining",
-        "                leaving.block.release()\n        self._draining",
+        "        leaving.block.release(*leaving.fences, moved)",
+        "        leaving.block.release()",
         D,
     ),
     Removal(
@@ -503,8 +503,8 @@ OF_RANKS = (
     Removal(
         "memory is reused while a collective that nobody waited for writes there",
         "zero/schedule/loader.py",
-        "                self._storage.streams.wait(arrival.transfer.result())\n            if modified and (",
-        "                pass\n            if modified and (",
+        "                self._storage.streams.wait(arrival.transfer.result())\n            moving = None\n",
+        "                pass\n            moving = None\n",
         ("fetched_in_vain:cpu-cpu", "fetched_in_vain:nvme-nvme"),
     ),
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import reference_run, train, unequal
 from models import Stumbling, build, make_config, tokens
 from pairwise import in_pairs
@@ -31,9 +32,10 @@ from recovery import (
     scheduled_run,
     waiting,
 )
-from torch import nn
+from torch import Tensor, nn
 
 import offload.mover
+import offload.planes.copies
 import zero
 from offload.disk.aio import AioFault
 from offload.errors import WatchdogError
@@ -227,6 +229,40 @@ def test_an_interrupt_while_a_unit_is_let_go_loses_no_memory(open_engine: Open, 
     coordinator_of(engine).release_all()
     assert used_bytes(engine, "unit_pool") == 0
     assert unequal(train(engine, 1), reference) == []
+
+
+class Scaling(nn.Module):
+    """Changes a weight in front of using it, which is then stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scaled = build("gpt"), nn.Linear(64, 128)
+
+    def forward(self, text: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scaled.weight.mul_(0.5)  # exactly
+        return self.inner(text) * self.scaled(torch.ones(64, dtype=self.scaled.weight.dtype)).mean()
+
+
+def test_what_forward_has_modified_is_stored_whole_after_an_interrupt(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other units need the memory that it is stored from, and the next call the unit itself."""
+    monkeypatch.setattr(offload.planes.copies, "CHUNK_BYTES", 8192)  # two of them
+    limits = {"stage3_max_live_parameters": 30_000, "stage3_prefetch_bucket_size": 1}
+    model: Any = Scaling()
+    engine = open_engine(model, make_config(NVME, nvme_path, zero=limits))
+    with zero.GatheredParameters([model.scaled.weight]):
+        before = model.scaled.weight.detach().clone()
+    with torch.no_grad():
+        engine.inject(AioFault(delay_rate=1.0, delay_seconds=1.0, ops=("write",)))
+        with interrupted_when(waiting(engine)):
+            engine(tokens(0))
+        model.inner(tokens(1))
+        engine.inject(None)
+        engine(tokens(2))
+    with zero.GatheredParameters([model.scaled.weight]):
+        assert torch.equal(model.scaled.weight.detach(), before / 4)
 
 
 # ---- the watchdog ---------------------------------------------------------------------------------------------------

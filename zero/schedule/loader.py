@@ -48,7 +48,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draining:
-    """Memory of a unit that was let go while bytes moved in it."""
+    """Memory of a unit that was let go while bytes moved in it, or from it.
+
+    `transfer`: nobody has waited for its end, or for the fence that it returns.
+    """
 
     unit: Unit
     block: Block
@@ -125,6 +128,9 @@ class Loader:
         memory = self._storage.flat(unit) if self._in_place and self._lies_here(unit) else None
         if memory is not None:
             return Arrival(exact_alias(memory), None, self._bring(unit, memory))
+        for leaving in self._draining:
+            if leaving.unit is unit and leaving.transfer is not None:
+                leaving.transfer.settle()  # perhaps what is to be read now is being stored
         block = self.lease(unit.nbytes)
         if block is None:
             return None
@@ -241,23 +247,29 @@ class Loader:
             arrival: what `begin` returned for it.
             modified: the model has changed a weight inside its forward (a clamped temperature, a codebook): keep it.
         """
+        moving = arrival.transfer
         try:
             if arrival.transfer is not None and arrival.transfer.settle() is None:
                 # Nobody may have waited for what was fetched in vain: collectives still write there, and they are
                 # late where another rank is.
                 self._storage.streams.wait(arrival.transfer.result())
+            moving = None
             if modified and (self._exchange.reads_homes and self._exchange.placement.weights_sharded):
                 raise StateError(
                     f"unit {unit.name}: forward has modified its weights in place, and the ranks of this node read "
                     "each other's slices where they lie, at any time. Set zero_optimization.shared_host_memory to false"
                 )
             if modified and arrival.block is not None:
-                self._store_modified(unit, arrival)
+                moving = self._store_modified(unit, arrival)
+                moving.result()
             elif modified:
                 self._events.changed(unit.index)
+        except StorageError as error:
+            tell(error)
+            raise
         finally:  # an interrupt may have ended the wait: then something still moves
             if arrival.block is not None:
-                self._draining.append(Draining(unit, arrival.block, arrival.transfer, self._behind_uses(arrival)))
+                self._draining.append(Draining(unit, arrival.block, moving, self._behind_uses(arrival)))
                 self._reclaim()
 
     def _behind_uses(self, arrival: Arrival) -> tuple[Fence, ...]:
@@ -291,7 +303,7 @@ class Loader:
         moving = [leaving for leaving in self._draining if self._moves(leaving)]
         for leaving in self._draining:
             if leaving not in moving:
-                leaving.block.release(*leaving.fences)
+                self._give_back(leaving)
         self._draining = moving
 
     def _moves(self, leaving: Draining) -> bool:
@@ -300,35 +312,38 @@ class Loader:
         # Only memory that the disk can address is written from; the update of a GPU's goes through the host.
         return self._storage.streams.shared and self._updates.borrows(leaving.unit.index)
 
+    def _give_back(self, leaving: Draining) -> None:
+        transfer = leaving.transfer
+        moved = transfer.result() if transfer is not None and transfer.settle() is None else None
+        leaving.block.release(*leaving.fences, moved)
+
     def _drain_one(self) -> None:
         leaving = self._draining[0]
         if leaving.transfer is not None:
             leaving.transfer.settle()
         unit = leaving.unit
         self._storage.mover.run(f"storing unit {unit.name}", self._updates.settle_weights(unit))
-        leaving.block.release(*leaving.fences)
+        self._give_back(leaving)
         self._draining.remove(leaving)
         self._reclaim()
 
-    def _store_modified(self, unit: Unit, arrival: Arrival) -> None:
+    def _store_modified(self, unit: Unit, arrival: Arrival) -> Transfer[Fence]:
+        """Begin to store the values; who waits for that may be interrupted, and it goes on."""
         plane, streams = self._storage.weights[self._layout.space_of(unit)], self._storage.streams
         self._events.changed(unit.index)
         data, modified = arrival.data, self._behind_uses(arrival)
 
-        async def store() -> None:
+        async def store() -> Fence:
             streams.wait(*modified)
             await streams.reached(*modified, streams.behind_copies_in())
             await self._updates.settle_weights(unit)  # its update writes to the same place
             try:
-                self._near.keep(unit, data, None)  # the device has come to all of them
+                kept = self._near.keep(unit, data, None)  # the device has come to all of them
                 await write_plane(plane, unit.begin, unit.end, unit.own(data), self._storage.arena)
+                return kept
             except StorageError as error:
                 plane.strand(unit.begin, unit.end, aligned_copy(unit.own(data).cpu()))
                 self._updates.failure = self._updates.failure or error
                 raise
 
-        try:
-            self._storage.mover.run(f"storing what forward has modified in {unit.name}", store())
-        except StorageError as error:
-            tell(error)
-            raise
+        return self._storage.mover.post(f"storing what forward has modified in {unit.name}", store())
