@@ -382,8 +382,8 @@ REMOVALS = (
     Removal(
         "rows of experts are used before they have been copied",
         "zero/schedule/rows.py",
-        '            storage.streams.wait(storage.mover.run(f"fetching rows of {unit.name}", job))',
-        '            storage.mover.run(f"fetching rows of {unit.name}", job)',
+        "                storage.streams.wait(transfer.result())",
+        "                transfer.result()",
         ("rows_of_experts:cpu-cpu", "rows_of_experts:nvme-nvme"),
     ),
     Removal(

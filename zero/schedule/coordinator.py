@@ -14,6 +14,8 @@ from offload.accelerator import HOST, is_accelerator
 from offload.errors import BudgetError, StateError, tell
 from offload.memory.arena import Block
 from offload.memory.flat_storage import Poison, exact_alias
+from offload.mover import Transfer
+from offload.streams import Fence
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit, siblings
 from zero.plan.plan import Limits
@@ -375,6 +377,11 @@ class Coordinator:
         self.counters.expert_row_bytes += block.data.numel()
         self._note_live()
         return block
+
+    def return_rows_later(self, unit: Unit, block: Block, numel: int, transfer: Transfer[Fence]) -> None:
+        """As `return_rows`, of memory that `transfer` may still write to."""
+        self._lent_numel -= numel
+        self._loader.return_later(unit, block, transfer)
 
     def return_rows(self, block: Block, numel: int) -> None:
         self._lent_numel -= numel

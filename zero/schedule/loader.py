@@ -272,6 +272,11 @@ class Loader:
                 self._draining.append(Draining(unit, arrival.block, moving, self._behind_uses(arrival)))
                 self._reclaim()
 
+    def return_later(self, unit: Unit, block: Block, transfer: Transfer[Fence]) -> None:
+        """Give memory for values of the unit back once `transfer`, which nobody waits for any more, has ended."""
+        self._draining.append(Draining(unit, block, transfer, (self._storage.streams.fence(),)))
+        self._reclaim()
+
     def _behind_uses(self, arrival: Arrival) -> tuple[Fence, ...]:
         """Behind the uses on every stream: one that lets the values go has not waited for the others."""
         streams = self._storage.streams

@@ -216,11 +216,16 @@ class RowLender:
         unit, storage = loan.unit, self._storage
         with self._events.tearing() if in_backward() else nullcontext():
             block = self._coordinator.lease_rows(unit, loan.numel)
+            job = self._updates.fetch_rows(unit, loan.parts, exact_alias(block.data), block.fences)
             try:
-                job = self._updates.fetch_rows(unit, loan.parts, exact_alias(block.data), block.fences)
-                storage.streams.wait(storage.mover.run(f"fetching rows of {unit.name}", job))
+                transfer = storage.mover.post(f"fetching rows of {unit.name}", job)
             except BaseException:
                 self._coordinator.return_rows(block, loan.numel)
+                raise
+            try:
+                storage.streams.wait(transfer.result())
+            except BaseException:  # an interrupt ends the wait alone: rows still come
+                self._coordinator.return_rows_later(unit, block, loan.numel, transfer)
                 raise
         loan.storage.bind(block.data)
         loan.block = block
