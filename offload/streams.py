@@ -92,6 +92,14 @@ class Streams:
     def wait(self, *fences: Fence) -> None:
         """Let the calling thread's current stream wait for them. The thread itself goes on."""
 
+    def wait_to_use(self, tensor: torch.Tensor, *after: Fence) -> None:
+        """As `wait`; nobody gets the memory of `tensor` before that stream has come past what it is given with it.
+
+        Dropped, memory of torch's allocator goes back behind the stream that it was allocated on, however far others
+        are. For the stream of the allocation itself this costs nothing.
+        """
+        self.wait(*after)
+
     def follow(self, stream: Any) -> Any:
         """The calling thread's current stream, made to wait for all that `stream` has been given.
 
@@ -202,6 +210,11 @@ class DeviceStreams(Streams):
     def wait(self, *fences: Fence) -> None:
         """See `Streams`."""
         self._hold(self._module.current_stream(self._device), fences)
+
+    def wait_to_use(self, tensor: torch.Tensor, *after: Fence) -> None:
+        """See `Streams`."""
+        self.wait(*after)
+        tensor.record_stream(self._module.current_stream(self._device))
 
     def follow(self, stream: Any) -> Any:
         """See `Streams`."""

@@ -155,8 +155,9 @@ class ActivationStore:
             kept.check_whole()
             if kept.data is None or version_of(kept.data) > 0:  # somebody has written to what another handle got
                 self._bring(kept)
-            self._streams.wait(kept.fence)
-            tensor = handle.view.rebuilt(self._data_of(kept), kept.begin)
+            data = self._data_of(kept)
+            self._streams.wait_to_use(data, kept.fence)  # the stream that had it brought may be another one
+            tensor = handle.view.rebuilt(data, kept.begin)
             kept.served += 1
             if kept.served % kept.handles == 0:
                 kept.data, kept.fence = None, None
@@ -290,6 +291,7 @@ class ActivationStore:
             found = self._by_key.get(gone.key)
             if found is not None and found() is None:
                 del self._by_key[gone.key]
-            self._streams.wait(gone.fence)  # a copy to memory that returns now must not land in somebody else's
+            if gone.data is not None:  # a copy to memory that returns now must not land in somebody else's
+                self._streams.wait_to_use(gone.data, gone.fence)
             self._pieces.drop(gone.pieces)
         self._pieces.collect()

@@ -195,9 +195,10 @@ class PieceStore:
         piece.fence = self._streams.copy_out(into, source, self._streams.fence())
         self._copied.append((source, piece.fence, copied))
         while len(self._copied) > COPIES_IN_FLIGHT or _passed(self._copied[0][1]):
-            # What the stream is given from now on, and who gets the memory from it next, comes after the copy.
-            _, fence, oldest_copied = self._copied.popleft()
-            self._streams.wait(fence)
+            # What the stream is given from now on comes after the copy, and so does who gets the memory next: behind
+            # this stream, and not behind the copying one, or no memory would return while the host runs ahead.
+            oldest, fence, oldest_copied = self._copied.popleft()
+            self._streams.wait_to_use(oldest, fence)
             oldest_copied()
             if not self._copied:
                 return
@@ -205,9 +206,10 @@ class PieceStore:
     def _copy_back(self, piece: SpilledPiece, target: torch.Tensor, made: Fence) -> Fence:
         source = self._arrived(piece)
         if self._near:
+            self._streams.wait(piece.fence)  # another stream may have put it aside
             target.copy_(source)
             piece.fence = self._streams.fence()
-            return None
+            return piece.fence
         fence = piece.fence = self._streams.copy_in(target, source, piece.fence, made)
         if piece.offset >= 0 and piece.write is None:
             self._let_go(piece)

@@ -400,6 +400,48 @@ REMOVALS = (
         "used.close()",
         ("loaded_after_a_forward:cpu-cpu", "moving_averages:none-none", "moving_averages_of_muon:none-none"),
     ),
+    Removal(
+        "the memory of a saved tensor returns while another stream still copies it away",
+        "offload/saved/spill_store.py",
+        "self._streams.wait_to_use(oldest, fence)",
+        "self._streams.wait(fence)",
+        ("towers_offloaded:cpu-cpu",),
+    ),
+    Removal(
+        "a saved tensor is copied back before another stream has put it aside",
+        "offload/saved/spill_store.py",
+        "            self._streams.wait(piece.fence)  # another stream may have put it aside\n",
+        "",
+        ("towers_near:none-none",),
+    ),
+    Removal(
+        "a saved tensor that another stream has copied back is used before it is there",
+        "offload/saved/spill_store.py",
+        "            return piece.fence\n",
+        "            return None\n",
+        ("towers_near:none-none",),
+    ),
+    Removal(
+        "a saved tensor is used before it has been copied back",
+        "offload/saved/activations.py",
+        "self._streams.wait_to_use(data, kept.fence)",
+        "self._streams.wait_to_use(data)",
+        ("towers_offloaded:cpu-cpu", "activations_offloaded:cpu-cpu"),
+    ),
+    Removal(
+        "the memory of a tensor that was copied back returns while another stream uses it",
+        "offload/saved/activations.py",
+        "self._streams.wait_to_use(data, kept.fence)",
+        "self._streams.wait(kept.fence)",
+        ("towers_offloaded:cpu-cpu", "towers_on_the_host:none-none", "towers_near:none-none"),
+    ),
+    Removal(
+        "memory that nobody wants returns before what is copied there has come",
+        "offload/saved/activations.py",
+        "self._streams.wait_to_use(gone.data, gone.fence)",
+        "self._streams.wait(gone.fence)",
+        ("forwards_for_nothing:none-none",),
+    ),
 )
 LAUNCHED = "                with self.streams.collective(*after):\n                    works = start()"
 REDUCED = "(*after, self.streams.fence()), lambda: [begin()]))\n        return list(backend.slices(arrived, numel))"

@@ -42,7 +42,10 @@ TRAINING = {
     ),
 }
 AROUND_TRAINING = {
-    "activations": ("activations_on_the_host", "activations_on_nvme", "activations_offloaded", "recomputed"),
+    "activations": (
+        *("activations_on_the_host", "activations_on_nvme", "activations_offloaded", "recomputed"),
+        *("towers_offloaded", "towers_on_the_host", "towers_near", "forwards_for_nothing"),
+    ),
     "around_a_step": (
         *("offload_states", "evaluation", "evaluation_before_a_step", "inference", "generation", "looked_at_between"),
         *("backward_of_the_users", "moving_averages", "moving_averages_of_muon", "averages_schedule_free"),

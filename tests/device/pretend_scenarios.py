@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,11 @@ def sent(data: Tensor, engine: Any) -> Tensor:
     if engine.device.type == "cpu":
         return data
     return data.pin_memory().to(engine.device, non_blocking=True)
+
+
+def on(stream: Any) -> AbstractContextManager[Any]:
+    """It is the current stream; None: on the CPU."""
+    return torch.cuda.stream(stream) if stream is not None else nullcontext()
 
 
 def shares(place: Place, stage: int = 3, zero_hpz_partition_size: int = 1, **others: Any) -> bool:
@@ -284,6 +289,88 @@ SCENARIOS |= {
     "activations_on_nvme": activations(activation_device="nvme"),
     "activations_offloaded": activations(activation_device="cpu", activation_offloading=True),
 }
+
+
+class Towers(torch.nn.Module):
+    """Two towers of blocks on two streams, a block of one after a block of the other; each has a loss."""
+
+    def __init__(self, call: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call
+        self.embedding = torch.nn.Embedding(models.VOCAB, models.WIDTH)
+        self.one, self.other = (torch.nn.ModuleList(models.Block(models.WIDTH, 2) for _ in range(3)) for _ in range(2))
+
+    def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embedding(text)
+        one, other = x * 1, x * 3  # no storage is saved by both
+        side = torch.cuda.Stream() if text.device.type != "cpu" else None
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+            one.record_stream(side)
+        for its_block, block in zip(self.one, self.other, strict=True):
+            with on(side):
+                one = self.call(its_block, one)
+            other = self.call(block, other)
+        with on(side):
+            its_loss = one.float().square().mean()
+        return its_loss, other.float().square().mean()
+
+
+def towers(call: Callable[[Any, Tensor], Tensor] | None = None, **block: Any) -> Scenario:
+    """Backward goes from a tower to the other too, and torch joins them where it ends.
+
+    All weights are always bound: units are not what this is about.
+    """
+
+    def run(place: Place, folder: Path) -> Results:
+        torch.manual_seed(0)
+        model = Towers(call or (lambda module, x: module(x)))
+        bound = {"stage3_param_persistence_threshold": 10**9}
+        engine = opened(model, place, folder, zero=bound, activation_checkpointing=block)
+        for index in range(3):
+            torch.autograd.backward(engine(sent(batch(index, length=64), engine)))
+            engine.step()
+        return closing(engine)
+
+    return run
+
+
+SCENARIOS |= {
+    "towers_offloaded": towers(activation_device="cpu", activation_offloading=True),
+    "towers_on_the_host": towers(zero.checkpointing.checkpoint, activation_device="cpu"),
+    "towers_near": towers(zero.checkpointing.checkpoint, contiguous_memory_optimization=True),
+}
+
+
+@scenario
+def forwards_for_nothing(place: Place, folder: Path) -> Results:
+    """On a second stream, which takes note that what a backward on the first has had brought is wanted by nobody."""
+    torch.manual_seed(0)
+    model: Any = build("gpt", tokens=64)
+    recompute = zero.checkpointing.checkpoint
+    model.call = lambda module, x: recompute(module, x) if torch.is_grad_enabled() else module(x)
+    bound, block = {"stage3_param_persistence_threshold": 10**9}, {"activation_device": "cpu"}
+    engine = opened(model, place, folder, accumulation=3, zero=bound, activation_checkpointing=block)
+    for index in range(3):
+        side = torch.cuda.Stream() if engine.device.type != "cpu" else None
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+        with on(side):
+            unwanted = engine(sent(batch(4 * index, length=64), engine))
+        step(engine, 4 * index + 1, length=64)
+        del unwanted
+        with on(side):
+            wanted = engine(sent(batch(4 * index + 2, length=64), engine))
+        step(engine, 4 * index + 3, length=64)
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+        with on(side):
+            engine.backward(wanted)
+        del wanted
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
+        engine.step()
+    return closing(engine)
 
 
 @scenario
@@ -582,7 +669,7 @@ def evaluations(**config: Any) -> Scenario:
             for at, stream in enumerate(streams):
                 if stream is not None:
                     stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream) if stream is not None else nullcontext(), torch.no_grad():
+                with on(stream), torch.no_grad():
                     losses[index, at] = engine(sent(tokens(9 + at), engine)).detach()
             for at, stream in reversed(list(enumerate(streams))):
                 if stream is not None:
