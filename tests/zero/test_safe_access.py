@@ -231,24 +231,3 @@ def test_what_cannot_be_is_refused_and_nothing_changes(open_engine: Open, nvme_p
         utils.safe_set_full_grad(parameter, torch.zeros(3))
     assert torch.equal(engine.full_master("head.weight"), before)
     assert torch.equal(utils.safe_get_full_grad(parameter), gradient)
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "RMSprop", "Lion", "SGD"])
-def test_a_state_that_is_set_is_what_the_next_update_begins_from_or_is_refused(
-    open_engine: Open, nvme_path: Path, kind: str
-) -> None:
-    params = {"lr": 0.0, **({"momentum": 0.9} if kind in ("RMSprop", "SGD") else {})}
-    config = make_config(("cpu", "cpu"), nvme_path, bf16=False, optimizer={"type": kind, "params": params})
-    engine = open_engine(build("gpt"), config)
-    weight = engine.module.head.weight
-    key = next(name for name in engine.plan.states_of(engine.units[-1]) if name != "exp_avg_sq")
-    value = torch.full(weight.shape, 3.0)
-    if kind != "AdamW":
-        with pytest.raises(StateError, match=f"head.weight: optimizer state '{key}': its first update makes it anew"):
-            utils.safe_set_full_optimizer_state(weight, value, key)
-        engine.backward(engine(tokens(0)))
-        engine.step()
-    utils.safe_set_full_optimizer_state(weight, value, key)
-    engine.backward(engine(tokens(1)))
-    engine.step()
-    assert (utils.safe_get_full_optimizer_state(weight, key) > 2).all()

@@ -42,7 +42,7 @@ class EmaRule(Rule):
 
     def __init__(self, inner: Rule, decay: float) -> None:
         self.inner, self._part = inner, 1 - decay
-        self.name, self.whole, self.starts_afresh = inner.name, inner.whole, inner.starts_afresh
+        self.name, self.whole = inner.name, inner.whole
         self.states: tuple[str, ...] = (*inner.states, EMA)
         self.defaults: Mapping[str, Any] = inner.defaults
         self.scalars: Mapping[str, Scalar] = inner.scalars

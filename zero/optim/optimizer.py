@@ -234,10 +234,6 @@ class KeptOptimizer(torch.optim.Optimizer):
             self._numbers = self.rules.numbers(self.param_groups)
         return self.rules.each[self._numbers.get(key, 0)]
 
-    def starts_afresh(self, key: int) -> bool:
-        """The next update of a parameter makes its states, whatever is in its planes. `key`: id(parameter)."""
-        return self._rule(key).starts_afresh and not self.step_counts.get(key, 0)
-
     def default_group(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
         """The first param group whose rule such a parameter has if nobody says another."""
         flag = self.rules.default(name, parameter)

@@ -121,11 +121,10 @@ class Rule(ABC):
         fills: what planes are full of before the first update, where it is not 0.
         whole: it looks at whole parameters: a segment is never a part of one.
         small: names of its small states; parameters of some shapes may have only some of them.
-        starts_afresh: a parameter's first update makes its states, whatever is in the planes.
     """
 
     name: str
-    whole = starts_afresh = False
+    whole = False
     states: tuple[str, ...]
     defaults: Mapping[str, Any]
     scalars: Mapping[str, Scalar] = MappingProxyType({})
@@ -316,8 +315,6 @@ class TiledRule(Rule):
         small: names of the small states, of a rule that looks at whole parameters.
         tried: options of the param groups; what is made of a shape is made with all of them.
     """
-
-    starts_afresh = True
 
     def __init__(
         self,

@@ -52,7 +52,6 @@ class ParameterValues:
         self._parts, self._exchange, self._parameter = parts, exchange, parameter
         self._small = {} if optimizer is None else optimizer.small
         self._small_shapes = {} if optimizer is None else optimizer.small_shapes(parameter)
-        self._starts_afresh = optimizer is not None and optimizer.starts_afresh(id(parameter))
         self._name = name_of(parameter)
         self._places = parts.stored().places_of(parameter)
         self._gradients = GradientValues(parts.gradients, exchange)
@@ -166,15 +165,7 @@ class ParameterValues:
             self._rewrite(remainders, _put_remainder)
 
     def set_state(self, key: str, value: torch.Tensor) -> None:
-        """Replace an optimizer state; `value` is whole or this rank's part.
-
-        Raises StateError: there is none of this name, or its first update would make it anew.
-        """
-        if self._starts_afresh:
-            raise StateError(
-                f"parameter {self._name}: optimizer state {key!r}: its first update makes it anew, so what is set now "
-                "would be lost; set it behind a step, or load all states with engine.optimizer.load_state_dict"
-            )
+        """Replace an optimizer state; `value` is whole or this rank's part."""
         if key in self._small_shapes:
             self._set_small(key, value)
             return
