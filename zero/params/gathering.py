@@ -71,6 +71,7 @@ class GatheredParameters:
             if torch.is_grad_enabled() and not all(keeper.keeps_saved for keeper, _ in self._open):
                 self._keep_saved()
         except BaseException:
+            self._saving.close()
             self._close_all()
             raise
 

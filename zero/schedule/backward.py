@@ -205,10 +205,12 @@ class BackwardWatch:
             gradient, parameter.grad = parameter.grad, None
             if watch is None or gradient is None or not pieces[0][0].trainable:
                 return
+            if len(pieces) == 1:
+                watch._receive(pieces[0][0], pieces[0][1].position, gradient)
+                return
             for unit, slot in pieces:
-                if len(pieces) > 1:
-                    part = gradient.flatten()[slot.first_numel : slot.first_numel + slot.numel].view(slot.shape)
-                watch._receive(unit, slot.position, part if len(pieces) > 1 else gradient)
+                part = gradient.flatten()[slot.first_numel : slot.first_numel + slot.numel]
+                watch._receive(unit, slot.position, part.view(slot.shape))
 
         return receive
 
