@@ -345,6 +345,25 @@ def test_inputs_that_were_made_in_inference_mode_train_as_others(open_engine: Op
     assert bias.is_inference() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_embeddings_give_as_sparse_tensors_count_as_dense_ones(
+    open_engine: Open, nvme_path: Any, stage: int
+) -> None:
+    outcomes = []
+    for sparse in (False, True):
+        with seeded(1):
+            model = nn.Sequential(nn.Embedding(64, 32, sparse=sparse), nn.Linear(32, 8))
+        config = make_config(NVME, nvme_path, accumulation=2, zero={"stage": stage}, sparse_gradients=sparse)
+        engine = open_engine(model, config)
+        for index in range(4):
+            engine.backward(engine(tokens(index)).square().mean())
+            engine.step()
+        outcomes.append({name: engine.full_master(name) for name, _ in model.named_parameters()})
+        engine.close()
+    dense, sparse_ones = outcomes
+    assert all(torch.equal(dense[name], sparse_ones[name]) for name in dense)
+
+
 @pytest.mark.parametrize("pair", [NVME, ("cpu", "none")], ids="-".join)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_forward_alone_computes_what_the_plain_model_computes(

@@ -205,6 +205,8 @@ class BackwardWatch:
             gradient, parameter.grad = parameter.grad, None
             if watch is None or gradient is None or not pieces[0][0].trainable:
                 return
+            if gradient.is_sparse:  # of an embedding that is made so: planes are dense
+                gradient = gradient.to_dense()
             if len(pieces) == 1:
                 watch._receive(pieces[0][0], pieces[0][1].position, gradient)
                 return
