@@ -335,3 +335,24 @@ def test_a_parameter_may_be_replaced_inside_gathering(open_engine: Open, nvme_pa
     unused = [row for row in range(64) if row not in tokens(1)]
     decayed = (rows - changed[:64])[unused].abs().max()  # rows that no token looks up: weight decay alone moves them
     assert 0 < decayed <= ADAMW["lr"] * ADAMW["weight_decay"] * rows.abs().max() * 1.001
+
+
+@pytest.mark.parametrize("keys", [{"stage": 2}, {"stage": 3}, {"stage3_param_persistence_threshold": 10**9}], ids=str)
+@on_every_tier
+def test_a_parameter_made_of_anothers_memory_trains_as_one_that_is_a_copy(
+    open_engine: Open, nvme_path: Path, tier: str, keys: dict[str, Any]
+) -> None:
+    """As torch's weight_norm makes one."""
+
+    def trained(take: Callable[[nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
+        engine = train(open_engine(build("gpt"), config_of(tier, nvme_path, zero=keys)), 0)
+        head = engine.module.head
+        with zero.GatheredParameters([head.weight]):
+            head.weight = nn.Parameter(take(head.weight))
+        found = masters(train(engine, 1, 2))
+        engine.close()
+        return found
+
+    expected = trained(lambda weight: weight.detach().clone())
+    assert expected["head.weight"].isfinite().all()
+    assert equal(trained(lambda weight: weight.data), expected)

@@ -97,6 +97,26 @@ def test_looking_without_editing_changes_nothing(open_engine: Open, nvme_path: A
     assert released(engine)
 
 
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_what_is_taken_of_values_inside_outlasts_them_and_edits_nothing(
+    open_engine: Open, nvme_path: Any, pair: tuple[str, str]
+) -> None:
+    """On a CPU `p.detach().cpu()` is no copy: a state dict collected so has to hold values."""
+    engine, twin = made(open_engine, nvme_path, pair), made(open_engine, nvme_path, pair)
+    held = {}
+    for name, parameter in engine.module.named_parameters():
+        with zero.GatheredParameters([parameter]):
+            held[name] = (parameter.detach().cpu(), nn.Parameter(parameter.data), parameter.detach().clone())
+    assert released(engine)
+    assert changed(whole_state(twin), whole_state(engine)) == set()
+    for taken, made_of_it, copied in held.values():
+        with torch.no_grad():
+            assert torch.equal(taken, copied) and torch.equal(made_of_it, copied)
+            made_of_it.zero_()
+    assert changed(whole_state(stepped(twin, 2, 3)), whole_state(stepped(engine, 2, 3))) == set()
+    assert all(not taken.any() for taken, _, _ in held.values())
+
+
 def test_an_edit_that_writes_the_same_value_keeps_the_master(open_engine: Open, nvme_path: Any) -> None:
     engine = made(open_engine, nvme_path)
     before = whole_state(engine)

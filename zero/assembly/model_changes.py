@@ -34,6 +34,7 @@ from zero.optim.gradients import move_gradients
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import Small, gathered, owned
 from zero.params.initialisation import refuse_without_values
+from zero.params.opaque import is_wrapper
 from zero.params.units import Leaf
 from zero.schedule.events import Events
 from zero.schedule.hooks import in_backward
@@ -166,6 +167,7 @@ class ModelChanges:
         """Make parts for the model as it is, fill them from the old ones, and go on with them."""
         began, run, before = time.perf_counter(), self._run, old.exchange
         agree_on_change(before, run.module, census.held, accumulating=old.accumulating)
+        _own_memory(old, census)
         self._steps.at_rest()
         present = {id(p) for p in census.parameters()}
         exchange = before.renewed()
@@ -196,6 +198,16 @@ class ModelChanges:
         before.release()
         return_freed_memory()
         logger.info("%s", _cost(old, new, time.perf_counter() - began))
+
+
+def _own_memory(old: Assembly, census: Census) -> None:
+    """Copy what is new and looks into a unit, as `nn.Parameter(weight.data)` does: that memory is about to go."""
+    units = {bound.flat.untyped_storage()._cdata for bound in old.bound if bound.bound}
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        for parameter in census.parameters():
+            plain = id(parameter) not in old.index_of and not is_wrapper(parameter)
+            if plain and parameter.untyped_storage()._cdata in units:
+                parameter.data = parameter.data.clone()
 
 
 def _fill(new: Assembly, old: Assembly) -> None:

@@ -66,9 +66,12 @@ class BoundUnit:
 
         What was given another memory, such as the model's own, is left alone, and so is a unit that is bound.
         """
-        if self.bound:
-            return
-        left, self._storage, self.poison = self._storage, self._look_at(poison, HOST), poison
+        if not self.bound:
+            self.poison = poison
+            self._look_elsewhere(HOST)
+
+    def _look_elsewhere(self, device: torch.device) -> None:
+        left, self._storage = self._storage, self._look_at(self.poison, device)
         for parameter, view in zip(self.parameters, self._storage.views, strict=True):
             if left.holds(parameter):
                 self._turn(parameter, view)
@@ -157,6 +160,19 @@ class BoundUnit:
 
     def _count_versions(self) -> int:
         return sum(version_of(parameter) for parameter in self.parameters)
+
+    @property
+    def lookers(self) -> int:
+        """How many tensors look into the unit's memory, its own among them."""
+        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
+
+    def leave_values(self) -> None:
+        """Release the parameters, which look into another storage from now on: who else looks at the values has them.
+
+        The memory that was bound is theirs.
+        """
+        self._forget_values()
+        self._look_elsewhere(self.flat.device)
 
     def unbind(self) -> torch.Tensor:
         """Release the parameters; returns the memory that was bound."""

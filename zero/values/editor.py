@@ -50,6 +50,7 @@ class UnitEditor:
         self.states, self.placement = storage.plan.states, exchange.placement
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
+        self._lookers: dict[int, int] = {}  # Of units bound to private copies: tensors that looked at them then.
         self._unstored: list[Edit] = []
 
     def states_of(self, unit: Unit) -> tuple[str, ...]:
@@ -108,6 +109,7 @@ class UnitEditor:
         self._before[index] = before
         bound.bind(copy, edited=True)
         self._coordinator.hold(index)
+        self._lookers[index] = bound.lookers
 
     def close(self, indices: Iterable[int], modifier_rank: int | None = None) -> None:
         """Store what changed since `open` and release what it bound. All ranks come here.
@@ -125,12 +127,14 @@ class UnitEditor:
                 continue
             bound = self._bound[index]
             refused += bound.recapture()
+            # A view that was taken of the private copy, as `nn.Parameter(weight.data)`, outlasts it.
+            taken = bound.lookers > self._lookers.pop(index, bound.lookers)
             before = self._before.pop(index)
             after = bound.flat.detach().view(torch.uint8)
             edits.append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
             if self._coordinator.held(index):
                 self._coordinator.unhold(index)
-                bound.unbind()
+                bound.leave_values() if taken else bound.unbind()
             else:
                 bound.show()
         try:
