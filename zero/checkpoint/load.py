@@ -33,7 +33,7 @@ from zero.exchange.together import Together
 from zero.optim.averages import EMA
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import owned
-from zero.params.buffers import persistent_buffers
+from zero.params.buffers import persistent_buffers, set_extra_states
 from zero.params.layout import Slot, Unit
 from zero.reports.log import NOTICE
 from zero.snapshots.run_state import check_groups, restore_counters, restore_groups, restore_rank
@@ -421,6 +421,8 @@ class LoadCheckpoints:
                 together.do("loading a checkpoint", fill)
             finally:
                 parts.coordinator.rewritten()
+        extra = partial(set_extra_states, parts.model, client.get("extra_states", {}))
+        together.do("giving modules their extra states", extra)
         if updater is not None:
             for key, saved in numbers.items():
                 updater.set_numbers(key, saved)

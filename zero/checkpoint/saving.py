@@ -241,7 +241,7 @@ class SaveCheckpoints:
             try:
                 blobs[name] = make_archive(value())
             except Exception as error:
-                whose = {STATE: "the configuration", CLIENT: "client_state, or the scheduler's state"}
+                whose = {STATE: "the configuration", CLIENT: "client_state, or a scheduler's or module's state"}
                 raise ConfigError(
                     f"save_checkpoint: {whose.get(name, 'the position in the data')} cannot be pickled: "
                     f"{type(error).__name__}: {error}"

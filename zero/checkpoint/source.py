@@ -70,7 +70,7 @@ class Opened:
     folder: Path
     source: Source
     state: dict[str, Any]  # What all ranks had in common.
-    client: Callable[[], dict[str, Any]]  # `client_state`, `lr_scheduler`; any class where the checkpoint is ours.
+    client: Callable[[], dict[str, Any]]  # `client_state`, `lr_scheduler`; ours may have `extra_states`, and any class.
     rank_state: Callable[[int], dict[str, Any] | None]  # What a rank had of its own; None if there was no such rank.
     tag: str = ""  # Of one of ours.
 

@@ -1,6 +1,9 @@
-"""The model's buffers: which there are, and on the device, in the dtype that the configuration asks for."""
+"""What modules have besides parameters: buffers, on the device, in the dtype that is asked for; extra states."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,3 +40,18 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """Name of a module -> what it adds to a state dict by `get_extra_state`, of those that have one. Any object."""
+    none: Any = nn.Module.get_extra_state
+    named = model.named_modules()
+    return {name: module.get_extra_state() for name, module in named if type(module).get_extra_state is not none}
+
+
+def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
+    """Give modules what `extra_states` has said; who takes none is left alone."""
+    none: Any = nn.Module.set_extra_state
+    for name, module in model.named_modules():
+        if name in states and type(module).set_extra_state is not none:
+            module.set_extra_state(states[name])

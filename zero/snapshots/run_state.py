@@ -20,6 +20,7 @@ from offload.archives import pack_any, unpack_any
 from offload.errors import ConfigError
 from zero.config import Config
 from zero.optim.optimizer import ZeroOptimizer
+from zero.params.buffers import extra_states
 from zero.params.units import Leaf
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def client_part(engine: Run, client_state: Mapping[str, Any]) -> dict[str, Any]:
     scheduler = engine.lr_scheduler
     return {
         "client_state": dict(client_state),
+        "extra_states": extra_states(engine.module),
         "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
     }
 

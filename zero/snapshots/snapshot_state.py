@@ -11,6 +11,7 @@ from offload.archives import bytes_tensor, make_archive, pack_any, read_archive,
 from offload.errors import StateError
 from zero.activations.rng_tracker import get_cuda_rng_tracker
 from zero.optim.rules import Progress, Scalar
+from zero.params.buffers import extra_states, set_extra_states
 from zero.snapshots.run_state import rank_state, restore_counters, restore_groups, restore_rank
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> Callable[[],
             state["groups"].append(pack_any({**options, "params": [names.get(id(p), "") for p in group["params"]]}))
     if hasattr(run.lr_scheduler, "state_dict"):
         state["lr_scheduler"] = pack_any(run.lr_scheduler.state_dict())
+    if extra := extra_states(run.module):
+        state["extra_states"] = pack_any(extra)
     archive = make_archive(state)
 
     def with_small() -> bytes:
@@ -90,6 +93,8 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
         for name, value in state["buffers"].items():
             if name in buffers:
                 buffers[name].copy_(value)
+    if "extra_states" in state:
+        set_extra_states(run.module, unpack_any(state["extra_states"], "the extra states of modules"))
     get_cuda_rng_tracker().set_states(state["named_random_states"])
     restore_rank(run, state["rank"], own=True)
     norm: float | None = state["norm"]

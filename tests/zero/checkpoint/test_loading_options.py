@@ -448,6 +448,41 @@ def test_names_that_look_like_those_of_a_checkpoint_and_shared_buffers_come_back
     assert {name.removeprefix("model.") for name in told if name.startswith("model.")} == keys
 
 
+class Counting(nn.Linear):
+    """What torch calls an extra state, as that of layers in 8 bits; any object."""
+
+    calls: Any = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return Own(self.calls)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state.value
+
+
+@pytest.mark.parametrize("only_module", [False, True])
+def test_what_modules_add_to_a_state_dict_comes_back(
+    open_engine: Callable[..., Any], nvme_path: Path, tmp_path: Path, only_module: bool
+) -> None:
+    def opened() -> Any:
+        model = nn.Sequential(nn.Embedding(64, 32), Counting(32, 8))
+        return open_engine(model, make_config(("nvme", "nvme"), nvme_path))
+
+    engine = opened()
+    for index in range(3):
+        engine.backward(engine(tokens(index)).square().mean())
+        engine.step()
+    engine.save_checkpoint(tmp_path / "saves")
+    again = opened()
+    assert (engine.module[1].calls, again.module[1].calls) == (3, 0)
+    again.load_checkpoint(tmp_path / "saves", load_module_only=only_module)
+    assert again.module[1].calls == 3
+
+
 def test_an_engine_for_inference_loads_what_training_has_saved(saves: Path, there: Any, tmp_path: Path) -> None:
     config = make_config(("nvme", "none"), tmp_path, optimizer={})
     model = odd().requires_grad_(False)
