@@ -19,6 +19,7 @@ from probe import bound_units, flat_gradient, gradients_of, in_forward_use, open
 from torch import Tensor, nn
 
 import zero
+from offload.errors import ConfigError
 from zero.schedule.frame import tensors_in
 
 Open = Callable[..., Any]
@@ -87,7 +88,7 @@ CARRIERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 
 def reference_gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
-    model = copy.deepcopy(model)
+    model.zero_grad()
     loss_of(model).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -116,9 +117,13 @@ def assert_like_torch(
     *,
     steps: int = 2,
     live_numel: int = 0,
+    plain: nn.Module | None = None,
 ) -> Any:
-    """fp32 gradients of the engine equal plain torch's bit for bit, every step, with units cut as finely as can be."""
-    plain = copy.deepcopy(model)
+    """fp32 gradients of the engine equal plain torch's bit for bit, every step, with units cut as finely as can be.
+
+    `plain`: the model again; None: a copy.
+    """
+    plain = copy.deepcopy(model) if plain is None else plain
     config = make_config(("nvme", "nvme"), nvme_path, bf16=False)
     # Four units at least are cut from the limit; padding makes each 4096 long.
     config["zero_optimization"]["stage3_max_live_parameters"] = live_numel or 4 * 4096
@@ -539,6 +544,57 @@ class Nested(nn.Module):
 
 def test_modules_that_call_themselves_and_containers_with_parameters_work(open_engine: Open, nvme_path: Any) -> None:
     assert_like_torch(open_engine, nvme_path, Nested(), lambda m: m(sample()))
+
+
+class PartlyCompiled(nn.Module):
+    """Hooks of what torch.jit has compiled are refused, or never run where compiled code calls it."""
+
+    def __init__(self, compiled: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            compiled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+COMPILERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "script": torch.jit.script,
+    "trace": lambda module: torch.jit.trace(module, sample()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("how", COMPILERS)
+def test_children_that_torch_jit_has_compiled_train(open_engine: Open, nvme_path: Any, how: str) -> None:
+    models = []
+    for _ in range(2):  # torch's copies of compiled modules have no leaves
+        torch.manual_seed(0)
+        models.append(PartlyCompiled(COMPILERS[how]))
+
+    def loss_of(model: nn.Module) -> Tensor:
+        with torch.jit.optimized_execution(False):  # what it fuses after some calls is rounded in another way
+            loss: Tensor = model(sample())
+            return loss
+
+    assert_like_torch(open_engine, nvme_path, models[0], loss_of, plain=models[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("how", COMPILERS)
+def test_a_model_that_torch_jit_has_compiled_is_refused_with_the_way_out(
+    open_engine: Open, nvme_path: Any, how: str
+) -> None:
+    compiled = COMPILERS[how](nn.Linear(WIDTH, WIDTH))
+    config = make_config(("nvme", "nvme"), nvme_path, bf16=False)
+    with pytest.raises(ConfigError, match=r"torch\.nn\.Sequential\(model\)"):
+        open_engine(compiled, config)
+    assert open_engine(nn.Sequential(compiled), config)(sample()).isfinite().all()
 
 
 class Borrowing(nn.Module):

@@ -130,7 +130,9 @@ def coded_numel(leaves: Iterable[Leaf]) -> dict[int, int]:
 
 
 def can_root(module: nn.Module) -> bool:
-    """True when the module has a forward of its own; ModuleList and the like are only containers."""
+    """True when the module has a forward of its own that hooks see; ModuleList and the like are only containers."""
+    if isinstance(module, torch.jit.ScriptModule):  # its calls inside compiled code run no hook: whoever calls it holds
+        return False
     # An instance may have one of its own: what torch.compile(module) returns, say.
     return "forward" in vars(module) or getattr(type(module), "forward", None) is not nn.Module.forward
 

@@ -49,6 +49,11 @@ def cover_model(
         rule_of=trainable,
         whole_rules=whole_rules,
     )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}, whose calls run no hooks: nothing would fetch its weights; pass "
+            "torch.nn.Sequential(model), which calls it, or the model as it was before torch.jit"
+        )
     for name, parameter in model.named_parameters():
         if id(parameter) in trainable and is_wrapper(parameter):
             raise ConfigError(

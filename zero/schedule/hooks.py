@@ -148,7 +148,8 @@ class ModuleHooks:
             self._handles += [before, after]
         self._handles.append(self._root.register_forward_hook(edge(self._end_root), always_call=True))
         for module in self._root.modules():
-            if module._parameters:
+            # Nothing of Python's reads those of compiled code, nor may they be exchanged.
+            if module._parameters and not isinstance(module, torch.jit.ScriptModule):
                 module._parameters = _WatchedParameters(module._parameters, self._read)
                 self._watched.append(module)
         self._undo += [install() for install in self.at_install]
