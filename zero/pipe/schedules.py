@@ -56,6 +56,18 @@ class MicroBatches:
         return max(len(self.inputs), len(self.labels))
 
 
+class _Received(torch.autograd.Function):
+    """A received tensor as layers get it: they may change it in place, which torch forbids with the leaf that came."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 class _Layers(nn.Module):
     """A stage's layers as torch's stages call them: with the number of a micro-batch, or with what was received."""
 
@@ -71,9 +83,11 @@ class _Layers(nn.Module):
 
     def forward(self, *args: torch.Tensor) -> Any:
         with self.noting():
-            value: Any = args[0] if len(args) == 1 else args
             if self._is_first:
-                value = self.batches.inputs[int(args[0])]
+                value: Any = self.batches.inputs[int(args[0])]
+            else:
+                received = tuple(_Received.apply(arg) for arg in args)  # type: ignore[no-untyped-call]
+                value = received[0] if len(received) == 1 else received
             output = self._work.forward(value)
             if not self._is_last:
                 return _sendable(output)

@@ -225,6 +225,28 @@ def test_a_stage_of_which_nothing_is_trained_passes_gradients_on(
     assert same(merged(answers), alone[1])
 
 
+def in_place(num_stages: int, config: dict[str, Any]) -> Any:
+    """Losses and values where each stage but the first begins with a layer that changes its input."""
+    import zero
+    from zero.pipe import PipelineModule
+
+    quiet()
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)]
+    model = PipelineModule(layers, num_stages, loss_fn=loss_of, partition_method="uniform")
+    with zero.initialize(model=model, config=config)[0] as engine:
+        losses = [engine.train_batch(data(step, 0)).item() for step in range(STEPS)]
+        return [*losses, engine.eval_batch(data(99, 0)).item()], values_of(engine)
+
+
+def test_a_layer_that_works_in_place_may_begin_a_stage(rank_pool: Pool, nvme_path: Path) -> None:
+    config = config_of("cpu", str(nvme_path))
+    (alone,) = rank_pool(1).run(in_place, 1, config)
+    answers = rank_pool(2).run(in_place, 2, config)
+    assert answers[0][0] == answers[1][0] == alone[0]
+    assert same(merged(answers), alone[1])
+
+
 def overflow(num_stages: int, config: dict[str, Any]) -> Any:
     """(scale, norm, skipped) after steps of which the second overflows on one stage's inputs; then the values."""
     import zero
