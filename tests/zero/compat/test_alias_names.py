@@ -21,6 +21,7 @@ PATHS = [
     *("add_config_arguments", "init_inference", "InferenceEngine", "OnDevice", "log_dist", "logger", "checkpointing"),
     *("PipelineModule", "tp_model_init", "get_accelerator", "DeepSpeedConfig", "DeepSpeedHybridEngine", "__version__"),
     *("__version_major__", "__version_minor__", "__version_patch__", "__git_hash__", "__git_branch__"),
+    *("version", "git_hash", "git_branch", "runtime.pipe.engine.DeepSpeedEngine"),
     *("runtime.engine.DeepSpeedEngine", "runtime.lr_schedules.VALID_LR_SCHEDULES", "runtime.lr_schedules.WarmupLR"),
     *("runtime.zero.Init", "runtime.zero.GatheredParameters", "runtime.zero.partition_parameters.ZeroParamStatus"),
     *("runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor",),

@@ -48,6 +48,7 @@ OURS: dict[str, dict[str, str]] = {
         "zero.config.given": "add_config_arguments",
         "zero.compat.initialize_for_clients": "initialize",
         "zero.compat.logs": "log_dist logger",
+        "zero.compat.operators": "git_branch git_hash version=VERSION",
         "zero.engine.inference": "init_inference",
     },
     "accelerator.abstract_accelerator": {"zero.compat.accelerator_names": "DeepSpeedAccelerator=Accelerator"},
@@ -128,7 +129,7 @@ OURS: dict[str, dict[str, str]] = {
         "zero.data.resumable": "RepeatingLoader",
     },
     "runtime.engine": {"zero.engine.engine": "DeepSpeedEngine=ZeroEngine"},
-    "runtime.hybrid_engine": {"zero.engine.engine": "DeepSpeedHybridEngine=ZeroEngine"},
+    "runtime.hybrid_engine": {"zero.engine.engine": "DeepSpeedEngine=ZeroEngine DeepSpeedHybridEngine=ZeroEngine"},
     "runtime.lr_schedules": {
         "zero.compat.schedule_arguments": SCHEDULES,
         "zero.lr_schedules": (
@@ -136,7 +137,10 @@ OURS: dict[str, dict[str, str]] = {
             "get_torch_optimizer=torch_optimizer"
         ),
     },
-    "runtime.pipe.engine": {"zero.engine.pipeline_engine": "PipelineEngine"},
+    "runtime.pipe.engine": {
+        "zero.engine.engine": "DeepSpeedEngine=ZeroEngine",
+        "zero.engine.pipeline_engine": "PipelineEngine",
+    },
     "runtime.pipe.module": {
         "zero.engine.pipeline_engine": "PipelineError",
         "zero.pipe.module": "PipelineModule",
