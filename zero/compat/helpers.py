@@ -13,6 +13,7 @@ import numpy
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zero.assembly.state_kinds import OffloadStateTypeEnum
 from zero.compat.accelerator_names import get_accelerator
@@ -109,6 +110,21 @@ def required_torch_version(min_version: float | None = None, max_version: float 
     """Whether torch's version lies between these, such as 2.6; None: no bound."""
     here = torch.torch_version.TorchVersion(".".join(torch.__version__.split("+")[0].split(".")[:2]))
     return (min_version is None or here >= str(min_version)) and (max_version is None or here <= str(max_version))
+
+
+class TiledMLP:
+    """The forward of a module over slices of the sequence, each of which backward computes again.
+
+    Called without an object, as the autograd function that DeepSpeed has is.
+    """
+
+    @staticmethod
+    def apply(
+        fn: Callable[[Any, Tensor], Tensor], module: Any, x: Tensor, shards: int, compute_params: Any = None
+    ) -> Tensor:
+        """`fn(module, x)`, where `fn` treats each position alone. `compute_params`: nobody has to be told of them."""
+        slices = x.chunk(shards, dim=-2)
+        return torch.cat([checkpoint(fn, module, part, use_reentrant=False) for part in slices], dim=-2)
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from torch import nn
 
 TENSORS = "tensor parallelism is not implemented; stage 3 shards weights over the same ranks without it"
 SEQUENCES = "sequence parallelism is not implemented; use torch.distributed.tensor.experimental.context_parallel"
+SLICES = "torch.utils.checkpoint around each slice of the sequence does it, as TiledMLP does for a module"
 PIPELINES = "the schedules are torch.distributed.pipelining's; zero.pipe.PipelineModule and pipeline.schedule choose"
 EXPERTS = (
     "experts are not dealt out to ranks; moe.layer.MoE has them on all, and a model's own experts "
@@ -87,6 +88,9 @@ INSTEAD: dict[str, str] = {
     "runtime.quantize": COMPRESSION,
     "runtime.rollout": ROLLOUTS,
     "runtime.sequence_parallel": SEQUENCES,
+    "runtime.sequence_parallel.ulysses_sp.SequenceTiled": SLICES,
+    "runtime.sequence_parallel.ulysses_sp.Tiled": SLICES,
+    "runtime.sequence_parallel.ulysses_sp.sequence_tiled": SLICES,
     "runtime.sparse_tensor": "gradients are reduced dense; nn.Embedding(sparse=True) is not needed",
     "runtime.state_dict_factory": INFERENCE,
     "runtime.swap_tensor": SWAPPERS,
@@ -168,6 +172,7 @@ def unavailable(name: str, base: type | None) -> Any:
     if base is None:
         return missing_function(name, instead)
     made = missing_class(name, instead, base)
-    for method in METHODS.get(name, ()):
+    called = ("apply",) if issubclass(base, torch.autograd.Function) else ()
+    for method in METHODS.get(name, called):
         setattr(made, method, missing_function(f"{name}.{method}", instead))
     return made

@@ -102,6 +102,38 @@ def forms() -> dict[str, Any]:
     return found
 
 
+class Tiled(nn.Module):
+    """Layers that work position by position, on slices of the sequence or on all of it."""
+
+    def __init__(self, shards: int) -> None:
+        super().__init__()
+        self.layers, self.shards = model(), shards
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tiled = deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP.apply
+        weights = list(self.parameters())
+        return tiled(lambda self, x: self.layers(x), self, x, self.shards, weights) if self.shards else self.layers(x)
+
+
+def tiled() -> dict[str, Any]:
+    """Losses of a layer in slices, the last one shorter, with an engine and with torch alone."""
+    x = torch.randn(2, 10, 8, generator=torch.Generator().manual_seed(1))
+    found = {}
+    for name, shards, kept in (("whole", 0, False), ("torch", 3, False), ("engine", 3, True)):
+        made: Any = Tiled(shards)
+        own: Any = torch.optim.AdamW(made.parameters(), lr=1e-2)
+        if kept:
+            made, own, *_ = deepspeed.initialize(model=made, optimizer=own, config={**CONFIG, "gradient_clipping": 0})
+        found[name] = []
+        for _ in range(3):
+            loss = made(x).square().mean()
+            found[name].append(loss.item())
+            made.backward(loss) if kept else loss.backward()
+            made.step() if kept else own.step()
+            own.zero_grad()
+    return found
+
+
 def unharmed() -> dict[str, Any]:
     """What initialize does besides: a group of one, the banner, one warning, and an untouched configuration."""
     heard, ours = Heard(), Heard()

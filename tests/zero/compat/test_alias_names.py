@@ -218,6 +218,8 @@ REFUSED = {
     "tp_model_init(model=None, tp_size=2, dtype=None, config=None)": "tensor parallelism",
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF.register_with_transformers()": "sequence parallelism",
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter(None)": "sequence parallelism",
+    "runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss.apply(print, None)": "torch.utils.checkpoint",
+    "ops.random_ltd.dropping_utils.GatherTokens.apply(None)": "random layer drop",
     "utils.groups._get_sequence_parallel_group()": "sequence parallelism",
     "utils.groups._get_expert_parallel_group()": "experts",
     "utils.groups.initialize(ep_size=2, mpu=object())": "tensor parallelism",

@@ -16,7 +16,7 @@ CHILD = Path(__file__).parent / "alias_training.py"
 @cache
 def found() -> dict[str, Any]:
     """One child makes all calls: they have a process in common in clients too."""
-    functions = ("accelerator", "protocol", "unharmed", "forms", "clipped", "cloned", "lent", "chat", "saved")
+    functions = ("accelerator", "protocol", "unharmed", "forms", "tiled", "clipped", "cloned", "lent", "chat", "saved")
     answer: dict[str, Any] = json.loads(said(str(CHILD), *functions, env=OPTED_IN).splitlines()[-1])
     return answer
 
@@ -34,6 +34,12 @@ def found() -> dict[str, Any]:
 )
 def test_each_form_of_initialize_trains_as_torch(form: str) -> None:
     assert found()["forms"][form] == pytest.approx(found()["forms"]["torch AdamW"], rel=1e-6)
+
+
+def test_a_layer_in_slices_of_the_sequence_trains_as_the_whole_one() -> None:
+    told = found()["tiled"]
+    assert told["engine"] == pytest.approx(told["whole"], rel=1e-6)
+    assert told["torch"] == pytest.approx(told["whole"], rel=1e-6)
 
 
 def test_what_was_not_asked_for_is_none_and_a_scheduler_is_stepped() -> None:

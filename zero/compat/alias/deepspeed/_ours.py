@@ -152,6 +152,7 @@ OURS: dict[str, dict[str, str]] = {
         "zero.config.precision_block": "DeepSpeedBF16Config=Bf16Config DeepSpeedFP16Config=Fp16Config",
     },
     "runtime.progressive_layer_drop": {"zero.data.forward_schedules": "ProgressiveLayerDrop"},
+    "runtime.sequence_parallel.ulysses_sp": {"zero.compat.helpers": "TiledMLP"},
     "runtime.utils": {
         "zero.compat.helpers": (
             "call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_global_norm get_only_unique_item "
