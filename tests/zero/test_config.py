@@ -566,6 +566,13 @@ def test_the_optimizer_follows_deepspeeds_rule_for_weight_decay(block: dict[str,
     assert (optimizer.params.lr, optimizer.params.betas) == (1e-3, (0.9, 0.999))
 
 
+def test_adam_w_mode_beside_params_may_say_what_holds_without_it() -> None:
+    """Configurations of BEiT and its kin have it there, where DeepSpeed does not read it."""
+    assert load_config({"optimizer": {"type": "Adam", "adam_w_mode": True, "params": {"lr": 1e-2}}}).optimizer
+    (line,) = problems({"optimizer": {"type": "Adam", "adam_w_mode": False}})
+    assert line.startswith("optimizer.adam_w_mode: ") and "optimizer.params" in line
+
+
 def test_two_spellings_of_a_key_must_agree() -> None:
     assert load_config({"aio": {"thread_count": 2, "intra_op_parallelism": 2}}).aio.thread_count == 2
     assert load_config({"aio": {"intra_op_parallelism": 4}}).aio.thread_count == 4

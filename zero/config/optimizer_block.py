@@ -204,6 +204,7 @@ class OptimizerConfig(ConfigBlock):
 
     type: Annotated[str, reads(_parse_optimizer_type)] = "AdamW"
     params: OptimizerParams = OptimizerParams()
+    adam_w_mode: Annotated[Flag, Only((True,), "set it in optimizer.params")] = True
     legacy_fusion: InertFlag = None
 
     @model_validator(mode="after")
