@@ -198,7 +198,7 @@ def _owned(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any
     if foreign:
         raise ConfigError(
             f"optimizer: {len(foreign)} parameters are not the model's (shapes {foreign[:4]}); build the optimizer "
-            "from the parameters of the model that is passed"
+            "from the parameters of the model that is passed, and make a loss or head that has weights a child of it"
         )
     return groups
 
