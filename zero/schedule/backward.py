@@ -1,4 +1,4 @@
-"""What happens in a backward: gradients arrive, units are passed, and at some point it is over."""
+"""Follows a backward: gradients arrive, gradients pass units, and the backward ends."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
 
 _UNDER_WAY: dict[int, tuple[float, int | None]] = {}
-"""id(watch) -> (the loss scale, None) of each backward that an engine of this process has begun. Where it has scaled
-the loss and not begun it, torch's number of the walk stands for None: one that raises ends without a word."""
+"""id(watch) -> (loss scale, None) for each backward that an engine of this process has begun. If the engine has only
+scaled the loss, torch's graph task id replaces None: such a backward may raise and end without notice."""
 
 
 class BackwardWatch:
@@ -28,18 +28,18 @@ class BackwardWatch:
 
     Attributes:
         generation: steps taken so far; a graph made before the last one is stale.
-        torn: a backward was broken off since the gradients were last cleared, and some of its gradients are missing.
-        scaled: the backward that runs, or is about to, is of a loss that the engine has scaled and divided.
+        torn: since the gradients were last cleared, a backward was aborted, and some of its gradients are missing.
+        scaled: the engine has scaled and divided the loss of the backward that runs or is about to run.
     """
 
     def __init__(self, coordinator: Coordinator, gradients: Gradients, events: Events) -> None:
         self._coordinator, self._gradients, self._events = coordinator, gradients, events
         self._at_end: list[Callable[[], None]] = []
-        self._running = self._arrived = False  # Is one under way, and has it given a gradient?
+        self._running = self._arrived = False  # Does a backward run, and has it produced a gradient?
         self._handles: list[RemovableHandle] = []
         self.generation = 0
         self.torn = self.scaled = False
-        self._parts = 1.0  # What gradients of the backward under way are divided by.
+        self._parts = 1.0  # Divisor of the gradients of the backward that runs.
 
     def on_end(self, hear: Callable[[], None]) -> None:
         self._at_end.append(hear)
@@ -48,8 +48,8 @@ class BackwardWatch:
         """Receive the gradient of every parameter.
 
         Args:
-            in_tiles: index -> the model's parameter whose tiles are in `bound`: one that was used while it was
-                gathered has a gradient of its own.
+            in_tiles: index -> the model's parameter whose tiles are in `bound`: it has a gradient of its own if it
+                was used while it was gathered.
         """
         pieces: dict[int, list[tuple[Unit, Slot]]] = {}
         for unit in bound:
@@ -62,7 +62,7 @@ class BackwardWatch:
     def _hear(self, parameter: nn.Parameter, pieces: list[tuple[Unit, Slot]], trainable: bool) -> None:
         trained = parameter.requires_grad
         if trained or trainable:
-            parameter.requires_grad_(True)  # torch asks for it here; one that is frozen now may not be later
+            parameter.requires_grad_(True)  # torch requires it for the hook; a frozen parameter may be thawed later
             with torch._C.DisableTorchFunctionSubclass():
                 handle = parameter.register_post_accumulate_grad_hook(self._receiver(pieces))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
@@ -75,9 +75,9 @@ class BackwardWatch:
 
     @contextmanager
     def outermost(self, *, together: bool = False) -> Iterator[None]:
-        """The engine runs a backward inside; it is over at the end, well or not.
+        """The engine runs a backward inside this context; at its end the backward is over, failed or not.
 
-        `together`: it is that of several micro-batches, which pass each unit one after the other.
+        `together`: the backward of several micro-batches, which pass each unit one after the other.
         """
         self.end_stray()
         self._parts, broken_off = 1.0, together
@@ -97,12 +97,12 @@ class BackwardWatch:
                 self._end(broken_off=broken_off)
 
     def tear(self) -> None:
-        """What a backward needs cannot be had: the gradients it has not reached will be missing."""
+        """A backward cannot get something it needs: the gradients it has not reached will be missing."""
         self.torn = True
 
     @contextmanager
     def tearing(self) -> Iterator[None]:
-        """Around what autograd calls: it stops where that raises, so what it had not reached is missing."""
+        """Wrap code that autograd calls: if it raises, autograd stops, and gradients not yet reached are missing."""
         try:
             yield
         except (StorageError, BudgetError, torch.OutOfMemoryError):
@@ -110,9 +110,9 @@ class BackwardWatch:
             raise
 
     def begin_scaled(self) -> None:
-        """The backward that begins is of a loss that the engine has scaled and divided.
+        """A backward begins whose loss the engine has scaled and divided.
 
-        It is noted here, in the outermost graph: one inside a reentrant checkpoint ends with that.
+        It is noted here, in the outermost graph: a backward inside a reentrant checkpoint ends with the checkpoint.
         """
         self.scaled = True
         self._announce()
@@ -120,7 +120,7 @@ class BackwardWatch:
     def before_backward(self, generation: int) -> None:
         """Gradients reach a graph that was made in step `generation`.
 
-        Raises StateError: it is stale, or the engine is closed.
+        Raises StateError: the graph is stale, or the engine is closed.
         """
         self._events.check_open("backward")
         if generation != self.generation:
@@ -131,37 +131,37 @@ class BackwardWatch:
         self._announce()
 
     def unit_passed(self, index: int) -> None:
-        """Gradients have passed a whole call that uses the unit: it is needed no longer for that call."""
+        """Gradients have passed a whole call that uses the unit: this call needs the unit no longer."""
         with self.tearing():
             if self._coordinator.end_backward_use(index):
                 self._gradients.passed(index)
 
     def forward_begins(self) -> None:
-        """The root is called outside any backward: none can be running, whatever became of the last one.
+        """The root is called outside any backward, so no backward can be running, even if the last one raised.
 
-        Unless it is that of micro-batches of which another has begun.
+        Exception: with micro-batches side by side the backward of another micro-batch may have begun.
         """
         if not self._gradients.together:
             self.end_stray()
         self._events.ready_to_run("forward")
         if torch.is_grad_enabled():
-            self._events.take_written()  # what a `loss.backward()` gives is added to it
+            self._events.take_written()  # gradients of a `loss.backward()` are added to the written ones
 
     @whole
     def end_stray(self) -> None:
-        """End a backward that raised: torch drops the callback that would have said so, and why it raised."""
+        """End a backward that raised: torch drops the callback that would have ended it, and the error."""
         if self._running and torch._C._current_graph_task_id() < 0:
             self._running = False
             self.torn |= self._arrived
             self._end()
 
     def _announce(self) -> None:
-        """A backward that the engine did not start (`loss.backward()`): be told when it ends."""
+        """Note a backward that the engine did not start (`loss.backward()`), and queue a callback for its end."""
         if self._running:
             return
         walk = torch._C._current_graph_task_id()
         others = [scale for watch, (scale, of) in _UNDER_WAY.items() if watch != id(self) and of in (None, walk)]
-        if others and not self.scaled:  # of a loss that another engine has divided, in its scale
+        if others and not self.scaled:  # another engine has divided the loss, and uses its own loss scale
             self._parts = others[-1] / self._events.loss_scale()
         else:
             self._parts = self._events.parts_of_backward(self.scaled)
@@ -182,7 +182,7 @@ class BackwardWatch:
         self._gradients.begin_backward(boundary=self._events.reduces(), together=together)
 
     def _end(self, *, broken_off: bool = False) -> None:
-        """`broken_off`: its gradients are going to be forgotten, and other ranks are not asked for theirs."""
+        """`broken_off`: the gradients will be dropped, and other ranks are not asked for theirs."""
         self.scaled, self._parts = False, 1.0
         _UNDER_WAY.pop(id(self), None)
         try:
@@ -196,7 +196,7 @@ class BackwardWatch:
                 heard()
 
     def _receiver(self, pieces: list[tuple[Unit, Slot]]) -> Callable[[nn.Parameter], None]:
-        # Weak: torch keeps these hooks where Python's collector does not look, and they must not keep the engine.
+        # Weak: torch keeps these hooks where Python's collector does not look; they must not keep the engine alive.
         watching = weakref.ref(self)
 
         @whole
@@ -205,7 +205,7 @@ class BackwardWatch:
             gradient, parameter.grad = parameter.grad, None
             if watch is None or gradient is None or not pieces[0][0].trainable:
                 return
-            if gradient.is_sparse:  # of an embedding that is made so: planes are dense
+            if gradient.is_sparse:  # an embedding with sparse=True; planes are dense
                 gradient = gradient.to_dense()
             if len(pieces) == 1:
                 watch._receive(pieces[0][0], pieces[0][1].position, gradient)
@@ -217,7 +217,7 @@ class BackwardWatch:
         return receive
 
     def receive_rows(self, unit: Unit, position: int, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Take the gradient of some rows of a parameter; that of the others is zero, as autograd would make it."""
+        """Take the gradient of some rows of a parameter; the other rows have gradient zero, as autograd makes it."""
         self._receive(unit, position, gradient, rows)
 
     def rows_passed(self, index: int) -> None:

@@ -1,9 +1,9 @@
-"""Where our hooks stand when torch.compile compiles (parts of) the model, or a transform of torch.func runs it.
+"""How our hooks work when torch.compile compiles (parts of) the model, or a transform of torch.func runs it.
 
-Units are fetched and released at the edges of the module that roots them, so a compiled block is one graph
-between two edges: `edge` makes a hook that Dynamo breaks its graph at and never looks into. Inside a root,
-modules that own a part of its unit have hooks too, which find the unit in use and do nothing that a graph would
-need: `inside` makes a hook that vanishes while Dynamo traces.
+Units are fetched and released at the edges of their root module, so a compiled block is one graph between two
+edges: `edge` makes a hook at which Dynamo breaks its graph; Dynamo never traces into it. Inside a root, modules
+that own a part of its unit have hooks too. They find the unit in use and do nothing that a graph would need:
+`inside` makes a hook that disappears while Dynamo traces.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def transformed() -> bool:
-    """True inside `torch.func.grad`, `vmap` and their like."""
+    """True inside `torch.func.grad`, `vmap` and similar transforms."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def apart() -> AbstractContextManager[bool]:
-    """Inside, tensors are plain: a transform would wrap the engine's own. Gives whether one runs."""
+    """Inside this context tensors are plain: a transform would wrap the engine's own. Yields whether one runs."""
     return _cleared() if transformed() else _PLAIN
 
 
@@ -41,16 +41,16 @@ def _cleared() -> Iterator[bool]:
 
 
 def edge(hook: Hook) -> Hook:
-    """A hook at which a compiled region ends: it runs as plain Python, and so does all that it calls.
+    """A hook at which a compiled region ends: the hook and everything it calls run as plain Python.
 
-    It runs to its end before any signal's handler: it changes what is bound.
+    It runs to its end before any signal handler, because it changes which units are bound.
     """
     disabled: Hook = torch.compiler.disable(whole(hook))  # type: ignore[no-untyped-call]
     return disabled
 
 
 def inside(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that a compiled region does without."""
+    """A hook that does nothing inside a compiled region."""
     plain = edge(hook)
 
     def call(*arguments: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Brings units in before they are used and lets them go after: the one writer of every unit's state.
+"""Fetches units before they are used and releases them afterwards: the only writer of every unit's state.
 
-Hooks say when uses begin and end; the policy says what to load and to evict. See `residency` for the states.
+Hooks report when uses begin and end; the policy decides which units to load and to evict. `residency` has the states.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zero.store.storage import Storage
 class Coordinator:
     """Owner of residency on the device.
 
-    `relieve`: called when there is no room; ends uses that are held only because others may follow, if there are any.
+    `relieve`: called when there is no room; ends uses that are held only because further uses may follow. False: none.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Coordinator:
     ) -> None:
         self.trace = Trace(siblings(layout.units))
         self.counters = FetchCounters()
-        # True while the weights will stay as they are after this backward: its prefetch may cross the boundary.
+        # True if no step follows this backward: the weights stay the same, so its prefetch may cross the boundary.
         self.accumulating = False
         self.persistent_bound = False  # False between `release_all` and `bind_persistent`.
         self._layout, self._bound, self._storage, self._limits = layout, bound, storage, limits
@@ -55,17 +55,17 @@ class Coordinator:
         self._hot = HotUnits(movable)
         self._units = Residency(layout.units)
         self._in_backward = False
-        self._lent_numel = 0  # Rows of packed experts that are in use.
-        self._more_numel = 0  # What a generation may hold beyond the limit, in memory of its own.
-        self._undo: dict[int, list[Callable[[], None]]] = {}  # Of units whose copies were altered.
-        self._generation_rests = False  # It is over, and what it kept stays for the next one.
+        self._lent_numel = 0  # Elements of the rows of packed experts that are in use.
+        self._more_numel = 0  # Elements that a generation may hold beyond the limit, in memory of its own.
+        self._undo: dict[int, list[Callable[[], None]]] = {}  # For units whose copies were altered.
+        self._generation_rests = False  # The generation is over, and the units it kept stay for the next one.
 
     @property
     def device(self) -> torch.device:
         return self._storage.device
 
     def begin_forward(self, *, training: bool, backward_follows: bool) -> None:
-        """The root's forward begins: bring in what it uses first."""
+        """The root's forward begins: prefetch the units it uses first."""
         self._in_backward = False
         if backward_follows:
             self.end_rest()
@@ -74,9 +74,9 @@ class Coordinator:
         self._prefetch(with_backward=backward_follows)
 
     def begin_generation(self, room_bytes: int = 0) -> None:
-        """Forward will follow forward, with the same weights: what fits stays from one to the next.
+        """Forwards will follow with the same weights: units that fit stay from one forward to the next.
 
-        `room_bytes`: memory of the device that it may take beside the plan's. Not taken where one that rests has some.
+        `room_bytes`: device memory that it may take beyond the plan's. Not taken if a resting generation has some.
         """
         resumed, self._generation_rests = self._generation_rests, False
         had_numel = self._more_numel
@@ -87,11 +87,11 @@ class Coordinator:
         self._expect(GENERATE, with_backward=False)
 
     def rest_generation(self) -> None:
-        """It is over; what was kept stays for another one, until a forward with gradients or new values."""
+        """The generation is over; units it kept stay for the next one, until a forward with gradients or new values."""
         self._generation_rests = True
 
     def end_generation(self) -> None:
-        """What was kept is let go, unless it is in use."""
+        """Release the units that the generation kept, except those in use."""
         self._generation_rests = False
         for index in self._hot.end():
             if not self._units[index].used:
@@ -101,7 +101,7 @@ class Coordinator:
     def alter(self, index: int, undo: Callable[[], None]) -> bool:
         """Fetch a unit that the generation keeps in a copy of its own, so that its values may be altered there.
 
-        False: it has no such copy, or no room. `undo` is called before the copy is let go, whenever that is.
+        False: there is no such copy, or no room for one. `undo` is called before the copy is released.
         """
         one = self._units[index]
         if one.used or one.state in (UnitState.HOME, UnitState.EDITED):
@@ -115,17 +115,17 @@ class Coordinator:
         return True
 
     def drop_altered(self) -> None:
-        """Let go of every copy that was altered, used or not: a call that raised has left it."""
+        """Release every altered copy, used or not: a call that raised has left them."""
         for index in [*self._undo]:
             self._release(self._units[index])
 
     def end_rest(self) -> None:
-        """Let go of what the last generation has kept for another one."""
+        """Release the units that the last generation has kept for the next one."""
         if self._generation_rests:
             self.end_generation()
 
     def _leave_room(self) -> None:
-        """Give the generation's own memory back, and let go of all that may lie there."""
+        """Give the generation's own memory back, and evict all units that may be in it."""
         if not self._more_numel:
             return
         self._more_numel = 0
@@ -155,26 +155,26 @@ class Coordinator:
             try:
                 self._bring(one)
             except BaseException:
-                one.forward_uses -= 1  # the call does not begin, so nobody will end this use
+                one.forward_uses -= 1  # the call does not begin, so nothing will end this use
                 raise
             self._prefetch(with_backward=backward_follows)
         return True
 
     def _follow(self, one: UnitOnDevice) -> None:
-        """A further use begins while the unit is in use; it may be on another stream."""
+        """Another use begins while the unit is in use; it may be on another stream."""
         if one.arrival is not None:
             self._loader.follow(one.arrival)
 
     def is_used(self, index: int) -> bool:
-        """True while a call or a backward uses the unit, and for one that is always there."""
+        """True while a call or a backward uses the unit, and always for a persistent unit."""
         return self._units[index].used or self._units[index].state == UnitState.HOME
 
     def is_last_use(self, index: int) -> bool:
-        """True while one forward call uses the unit, and no other does."""
+        """True while exactly one forward call uses the unit."""
         return self._units[index].forward_uses == 1
 
     def end_forward_use(self, index: int, *, backward_follows: bool) -> bool:
-        """Such a call returned. True if it was the outermost."""
+        """A call that uses the unit returned. True if it was the outermost."""
         one = self._units[index]
         one.forward_uses = max(one.forward_uses - 1, 0)
         if one.forward_uses:
@@ -190,9 +190,9 @@ class Coordinator:
         self._units[index].backward_uses += 1
 
     def begin_recompute(self, index: int, *, by_call: bool = False) -> None:
-        """A forward inside backward uses the unit: it stays until a backward use of it ends, where there is room.
+        """A forward inside a backward uses the unit: it stays until a backward use of it ends, if there is room.
 
-        `by_call`: a call does, and `end_recompute` will say when it returns.
+        `by_call`: a module call uses it, and `end_recompute` follows when that call returns.
         """
         one = self._units[index]
         one.recomputing += by_call
@@ -206,17 +206,17 @@ class Coordinator:
         self._prefetch(with_backward=True)
 
     def end_recompute(self, indices: Iterable[int]) -> None:
-        """A call returned that began to recompute: until gradients reach it, its units may go for others."""
+        """A recomputing call returned: until gradients reach it, its units may be evicted for others."""
         for index in indices:
             self._units[index].recomputing = max(self._units[index].recomputing - 1, 0)
 
     def end_backward_use(self, index: int) -> bool:
-        """Gradients have passed such a call. True if that was the last open use; ignored if none was open."""
+        """Gradients have passed a call that uses the unit. True if that was the last open use; ignored if none was."""
         one = self._units[index]
         if not one.backward_uses:
             return False
         one.backward_uses -= 1
-        if one.backward_uses or one.recomputing:  # another micro-batch may be recomputing it still
+        if one.backward_uses or one.recomputing:  # another micro-batch may still be recomputing it
             return False
         one.recomputed = False
         if not one.forward_uses and one.state != UnitState.HOME:
@@ -224,14 +224,14 @@ class Coordinator:
         return True
 
     def look(self, index: int) -> None:
-        """A bound unit is looked at outside any call; a graph may need its values in the next backward."""
+        """A bound unit is read outside any call; a graph may need its values in the next backward."""
         one = self._units[index]
         one.seen = one.seen or (torch.is_grad_enabled() and one.state == UnitState.LIVE)
 
     def end_backward(self) -> None:
-        """The outermost backward is over: whatever hooks did or did not see, no use is open."""
+        """The outermost backward is over: no use is open, even if hooks have missed its end."""
         open_uses = [one for one in self._units if one.backward_uses or one.recomputed or one.seen]
-        # All of them before the first is let go: whether one may stay depends on which others are in use.
+        # Clear all units before the first release: whether a unit may stay depends on which others are in use.
         for one in self._units:
             one.backward_uses = one.recomputing = 0
             one.recomputed = one.seen = False
@@ -241,9 +241,9 @@ class Coordinator:
         self.trace.end_backward()
 
     def end_forward(self, next_phase: str | None = None) -> None:
-        """The root's forward is over, well or not: no forward use is open.
+        """The root's forward is over, failed or not: no forward use is open.
 
-        `next_phase`: a forward of that phase may follow at once, with no backward between.
+        `next_phase`: a forward of this phase may follow at once, without a backward in between.
         """
         self.trace.end_forward()
         open_uses = [one for one in self._units if one.forward_uses]
@@ -260,7 +260,7 @@ class Coordinator:
         return self._bound[index].bound
 
     def bind_persistent(self) -> None:
-        """Bind the units that never leave the device to their home, where they are not."""
+        """Bind the units that never leave the device to their home, if they are not bound."""
         self._loader.complete_persistent()
         for unit in self._layout.units:
             memory = self._storage.flat(unit) if unit.persistent else None
@@ -269,12 +269,12 @@ class Coordinator:
         self.persistent_bound = True
 
     def step_taken(self) -> None:
-        """A step is fixed: what comes in from now on has to be as of that step. A training forward comes next."""
+        """A step is fixed: units fetched from now on must have the values of that step. A training forward is next."""
         self.end_rest()
         self._loader.step_taken()
 
     def expect_forward(self) -> None:
-        """A training forward comes next: begin to bring in what it uses first."""
+        """A training forward comes next: begin to fetch the units it uses first."""
         self._loader.begin_persistent()
         self._expect("train", with_backward=True)
 
@@ -284,7 +284,7 @@ class Coordinator:
         self._prefetch(with_backward=with_backward)
 
     def settle(self) -> None:
-        """Wait until what was begun ahead is there, or will not be."""
+        """Wait until all prefetches have ended, failed or not."""
         for one in self._units.at(UnitState.COMING):
             if one.arrival is not None and one.arrival.transfer is not None:
                 one.arrival.transfer.settle()
@@ -296,11 +296,11 @@ class Coordinator:
             raise StateError(f"units {', '.join(busy)} are in use: step() was called inside forward or backward")
 
     def release_all(self) -> None:
-        """Let every unit go: its values are about to change, or the engine closes.
+        """Release every unit: its values are about to change, or the engine closes.
 
-        Persistent units stay on the device, but their parameters look away until `bind_persistent`: where torch cannot
-        swap storages they look at a copy. Raises StateError: a unit is in use, or a parameter was given another shape;
-        it keeps its values.
+        Persistent units stay on the device, but their parameters are unbound until `bind_persistent`: where torch
+        cannot swap storages they see a copy. Raises StateError: a unit is in use, or a parameter was given another
+        shape; it keeps its values.
         """
         self.check_idle()
         self.persistent_bound = False
@@ -310,7 +310,7 @@ class Coordinator:
         for one in (*self._units.at(UnitState.COMING), *self._units.at(UnitState.LIVE)):
             self._evict(one)
         self._loader.drain()
-        self._leave_room()  # after `drain`: until then bytes may move there
+        self._leave_room()  # after `drain`: until then transfers may use this memory
         refused: list[str] = []
         for unit in self._layout.units:
             if unit.persistent and self._bound[unit.index].bound:
@@ -320,9 +320,9 @@ class Coordinator:
             raise StateError("; ".join(refused))
 
     def leave_device(self) -> None:
-        """After `release_all`, when the engine closes: a model that lives on keeps none of the device's memory.
+        """Called after `release_all`, when the engine closes: a model that lives on must keep no device memory.
 
-        What looks at its parameters past torch's dispatch finds NaN, now the host's.
+        Code that reads its parameters past torch's dispatch sees NaN, now in host memory.
         """
         if is_accelerator(self.device):
             poison = Poison(max((unit.nbytes for unit in self._layout.units), default=1), HOST)
@@ -336,7 +336,7 @@ class Coordinator:
             self._evict(self._units[index])
 
     def hold(self, index: int) -> None:
-        """The unit is bound by an editor: uses find it present and leave it alone."""
+        """An editor has bound the unit: uses find it present and do not change it."""
         self._units.move(self._units[index], UnitState.EDITED)
 
     def held(self, index: int) -> bool:
@@ -350,12 +350,12 @@ class Coordinator:
     def rewritten(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
         self._loader.rewritten(indices, unstored)
 
-    # ---- rows of packed experts, which come and go apart from their unit ------------------------
+    # ---- rows of packed experts, fetched and released apart from their unit ---------------------
 
     def lease_rows(self, unit: Unit, numel: int) -> Block:
-        """Memory for rows of the unit; what is not in use makes room. Give it back with `return_rows`.
+        """Lease memory for rows of the unit, evicting units not in use. Give it back with `return_rows`.
 
-        Raises BudgetError: what is in use leaves no room.
+        Raises BudgetError: units in use leave no room.
         """
         nbytes, block = numel * unit.dtype.itemsize, None
         limit_numel = self._live_numel_max - numel
@@ -379,7 +379,7 @@ class Coordinator:
         return block
 
     def return_rows_later(self, unit: Unit, block: Block, numel: int, transfer: Transfer[Fence]) -> None:
-        """As `return_rows`, of memory that `transfer` may still write to."""
+        """As `return_rows`, for memory that `transfer` may still write to."""
         self._lent_numel -= numel
         self._loader.return_later(unit, block, transfer)
 
@@ -388,10 +388,10 @@ class Coordinator:
         block.release(self._storage.streams.fence())
 
     def _bring(self, one: UnitOnDevice) -> None:
-        """Bind the unit now, waiting for its values if they are not here."""
+        """Bind the unit now; wait for its values if they are not here yet."""
         counters, arrival = self.counters, one.arrival
         if one.state == UnitState.COMING and arrival is not None and arrival.outdated:
-            self._discard(one)  # its failure was told to somebody: this call tries again
+            self._discard(one)  # its failure was already reported: this call tries again
             arrival = None
         if one.state == UnitState.EDITED:
             counters.hits += 1
@@ -418,12 +418,12 @@ class Coordinator:
         self._units.move(one, UnitState.LIVE, arrival)
 
     def _load(self, one: UnitOnDevice) -> Arrival:
-        """Start the unit's way in, evicting what must go. Raises BudgetError: what is in use now leaves no room."""
+        """Start to fetch the unit; evict others if needed. Raises BudgetError: units in use now leave no room."""
         index, unit = one.index, one.unit
         resident, upcoming = self._units.resident(), self._horizon(with_backward=True)
         live_numel_max = self._live_numel_max
-        # What a generation keeps yields to what is needed now, and if it must, what waits for gradients after having
-        # been recomputed; what is used goes under no circumstances.
+        # A unit needed now evicts units that a generation keeps, and if necessary recomputed units that only wait for
+        # gradients. A unit in use is never evicted.
         in_use = self._units.in_use()
         pins = [in_use | self._hot.kept, in_use, in_use - self._units.waiting()]
         choices = (make_room(index, resident, pinned, upcoming, self._numel, live_numel_max) for pinned in pins)
@@ -436,7 +436,7 @@ class Coordinator:
             self._evict(self._units[other])
         arrival = self._loader.begin(unit)
         while arrival is None:
-            # Enough is free, but in holes: the unit needed last makes room for a contiguous run.
+            # Enough memory is free, but in fragments: evict the unit needed last to get a contiguous run.
             candidates = self._movable()
             if not candidates:
                 self._loader.lease_error(unit).release()
@@ -453,7 +453,7 @@ class Coordinator:
         self._note_live()
 
     def _evict_furthest(self, candidates: list[int]) -> None:
-        """What a generation keeps goes last."""
+        """Evict the unit whose next use is furthest away; units that a generation keeps are evicted last."""
         upcoming = list(self._horizon(with_backward=True))
         last = {i: upcoming.index(i) if i in upcoming else len(upcoming) for i in candidates}
         self._evict(self._units[max(candidates, key=lambda i: (i not in self._hot.kept, last[i]))])
@@ -475,12 +475,12 @@ class Coordinator:
             self._note_coming(one, arrival)
 
     def _movable(self) -> list[int]:
-        """What can make room: units that are not in use; without any, those that only wait for gradients."""
+        """Units that can be evicted: those not in use; if there are none, those that only wait for gradients."""
         resident, in_use, waiting = self._units.resident(), self._units.in_use(), self._units.waiting()
         return [i for i in resident if i not in in_use] or [i for i in resident if i in waiting]
 
     def _pinned(self) -> set[int]:
-        """What a prefetch must not touch: units in use, kept, or on their way (ranks in step: arrived or not)."""
+        """Units that a prefetch must not evict: in use, kept, or in flight (ranks in step: even if arrived)."""
         coming, in_step = self._units.at(UnitState.COMING), self._loader.in_step
         on_their_way = {one.index for one in coming if in_step or one.arrival is None or not one.arrival.settled}
         return self._units.in_use() | self._hot.kept | on_their_way
@@ -533,7 +533,7 @@ class Coordinator:
         arrival = one.arrival
         if one.state != UnitState.LIVE or arrival is None:
             return
-        self._units.move(one, UnitState.AWAY)  # first: what raises below leaves no unit that seems to be there
+        self._units.move(one, UnitState.AWAY)  # first: if code below raises, the unit must not seem to be present
         self._hot.forget(one.index)
         for undo in self._undo.pop(one.index, ()):
             undo()
@@ -548,7 +548,7 @@ class Coordinator:
             raise StateError(f"unit {one.unit.name}: {'; '.join(refused)}")
 
     def _discard(self, one: UnitOnDevice) -> None:
-        """Drop values that are coming and were never bound; waits until no byte moves any more."""
+        """Drop values that are in flight and were never bound; waits until their transfer has ended."""
         arrival = one.arrival
         if one.state != UnitState.COMING or arrival is None:
             return

@@ -1,10 +1,10 @@
 """A frame around one module call, in the autograd graph.
 
-[Note: sentinel and join] A call's outputs pass through a join, the youngest node of the call; a sentinel
-made before the call is its oldest, and hangs on the join. Autograd runs younger nodes first, so the
-join's backward says that gradients have reached the call, and the sentinel's, which runs after
-everything of the call that can run, says that they have passed it. Inputs are left alone: to
-route them through a node would add their gradients up in another order than plain torch does.
+[Note: sentinel and join] A call's outputs pass through a join, the youngest node of the call. A sentinel is
+made before the call; it is the oldest node, and an input of the join. Autograd runs younger nodes first. So
+the join's backward means that gradients have reached the call. The sentinel's backward runs after all other
+nodes of the call that can run, so it means that gradients have passed the call. Inputs are left alone: a node
+around them would make their gradients add up in another order than in plain torch.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from offload.errors import StateError
 
 
 class _Sentinel(torch.autograd.Function):
-    """The oldest node of a call; its backward runs when the call has been passed."""
+    """The oldest node of a call; its backward runs when gradients have passed the call."""
 
     @staticmethod
     def forward(ctx: Any, passed: Callable[[], None], token: torch.Tensor) -> torch.Tensor:
-        """Carry the token, an empty tensor on the compute device: one device, one queue, one order."""
+        """Return the token, an empty tensor on the compute device: so the node is in that device's ordered queue."""
         ctx.passed = passed
         return token.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
-        """The whole call has been passed."""
+        """Gradients have passed the whole call."""
         ctx.passed()
         return None, None
 
 
 class _Join(torch.autograd.Function):
-    """Identity on a call's outputs; its backward runs before anything of the call."""
+    """Identity on a call's outputs; its backward runs before all other nodes of the call."""
 
     @staticmethod
     def forward(
@@ -44,7 +44,7 @@ class _Join(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Pass the outputs on; detached ones share memory and may be modified in place."""
         ctx.reached = reached
-        ctx.set_materialize_grads(False)  # an output nobody uses must pass no gradient on, not even zeros
+        ctx.set_materialize_grads(False)  # an unused output must pass no gradient on, not even zeros
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
@@ -67,7 +67,7 @@ def open_frame(passed: Callable[[], None], device: torch.device) -> torch.Tensor
 
 
 def close_frame(sentinel: torch.Tensor, output: Any, reached: Callable[[], None]) -> Any:
-    """`output` with its tensors joined; `reached` is called before the call's backward begins."""
+    """Return `output` with its tensors joined; `reached` is called before the call's backward begins."""
     tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not tensors:
         return output
@@ -81,7 +81,7 @@ def tensors_in(tree: Any, depth: int = 6) -> list[torch.Tensor]:
 
 
 def exchange(tree: Any, new_of: dict[int, torch.Tensor], depth: int = 6) -> Any:
-    """`tree` with tensors exchanged by id. Lists, mappings and objects stay what they are; tuples are rebuilt."""
+    """Return `tree` with tensors exchanged by id. Lists, mappings and objects change in place; tuples are rebuilt."""
     if isinstance(tree, torch.Tensor):
         return new_of.get(id(tree), tree)
     if depth == 0 or _is_leaf(tree):
@@ -124,7 +124,7 @@ def _is_leaf(tree: Any) -> bool:
 def _walk(tree: Any, depth: int, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
     if id(tree) in seen:
         return
-    seen[id(tree)] = tree  # kept alive, so that no other object gets its id meanwhile
+    seen[id(tree)] = tree  # kept alive, so that no other object gets the same id during the walk
     if isinstance(tree, torch.Tensor):
         yield tree
     elif depth > 0 and not _is_leaf(tree):

@@ -1,14 +1,13 @@
 """Hooks that turn module calls and autograd events into uses of units.
 
-[Note: what a use is] In forward, a use of a unit lasts from the outermost call of a module that owns
-one of its parameters to that call's return. In backward it lasts from the moment gradients reach such
-a call to the moment they have passed it (see frame.py). Weights that a module borrows, reading
-another module's parameter directly, are used by the innermost call that is open; by one operation alone where it can be
-seen that nothing but its result needs them (`sum(p.square().sum() for p in model.parameters())`). A forward inside a
-backward (recomputation) ends no use.
+[Note: what a use is] In forward, a use of a unit lasts from the outermost call of a module that owns one of its
+parameters to that call's return. In backward it lasts from the moment gradients reach such a call to the moment they
+have passed it (see frame.py). A module may borrow weights: it reads another module's parameter directly. Then the
+innermost open call uses them; or a single operation, if only its result needs them, as in
+`sum(p.square().sum() for p in model.parameters())`. A forward inside a backward (recomputation) ends no use.
 
-[Note: transforms] Inside a transform of torch.func nobody can see gradients pass: torch refuses the nodes of a frame.
-What is used there stays until the next backward has ended, or the next step.
+[Note: transforms] Inside a transform of torch.func we cannot see gradients pass, because torch refuses the nodes of a
+frame. Units used there stay until the end of the next backward, or until the next step.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from zero.schedule.open_calls import OpenCall, OpenCalls
 from zero.schedule.turns import Turns
 
 FORWARD, BACKWARD = "forward", "backward"
-"""What a round holds a unit for."""
+"""Why a round of micro-batches holds a unit."""
 
 
 def in_backward() -> bool:
-    """True inside an autograd backward, so also in the forward of a recomputation."""
+    """True inside an autograd backward, and therefore also in the forward of a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
-    """A module's `_parameters` that tells when one is read during a forward."""
+    """A module's `_parameters` that reports each read of a parameter."""
 
     def __init__(self, given: dict[str, nn.Parameter | None], read: Callable[[nn.Parameter], None]) -> None:
         super().__init__(given)
@@ -61,9 +60,9 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
 
 def _outside(root: nn.Module, fetched: dict[nn.Module, set[int]]) -> set[nn.Module]:
-    """Modules around fetched units or beside them: what one of them borrows is in use until it returns.
+    """Modules around fetched units or next to them: units that such a module borrows are in use until it returns.
 
-    `fetched`: scope -> its units that come and go.
+    `fetched`: scope -> its units that are fetched and released.
     """
     if not any(fetched.values()):
         return set()
@@ -105,14 +104,14 @@ class ModuleHooks:
         fetched = {module: {i for i in units if not bound[i].unit.persistent} for module, units in scopes.items()}
         outside = _outside(root, fetched)
         self._scopes = {root: [], **{module: [] for module in outside}, **scopes}
-        # Modules inside a fetched one, with nothing but what is always bound: they matter when called alone.
+        # Modules inside a fetched one that have only persistent units: their hooks matter when they are called alone.
         self._quiet = {module for module, units in fetched.items() if not units} - outside - {root}
         self._coordinator, self._events, self._timeline = coordinator, events, timeline
         self._names = {module: name or type(module).__name__ for name, module in root.named_modules()}
         self._unit_of = {id(p): unit.unit.index for unit in bound for p in unit.parameters}
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []  # Modules whose parameters are watched; some may have left the tree since.
-        self.at_install: list[Callable[[], Callable[[], None]]] = []  # Each returns what undoes it.
+        self.at_install: list[Callable[[], Callable[[], None]]] = []  # Each returns a function that undoes it.
         self._undo: list[Callable[[], None]] = []
         self._suspended = False
 
@@ -133,7 +132,7 @@ class ModuleHooks:
         return bool(self._calls)
 
     def install(self) -> None:
-        """Put the hooks on. Until then the model is as it was."""
+        """Install the hooks. Before this call the model is unchanged."""
         self._handles.append(self._root.register_forward_pre_hook(edge(self._begin_root), prepend=True))
         enclosed, number = self._enclosed(), RemovableHandle.next_id
         for module, units in self._scopes.items():
@@ -141,34 +140,34 @@ class ModuleHooks:
             pre, post = stand(self._pre_forward(units)), stand(self._post_forward(units))
             first = module is not self._root  # the root's own hook above comes before
             before = register(module.register_forward_pre_hook, pre, number, with_kwargs=True, prepend=first)
-            # First in line: what users' hooks capture has then been joined, and a loss on it finds the weights.
+            # First, before users' hooks: outputs that they capture are joined then, so a loss on them gets the weights.
             after = register(
                 module.register_forward_hook, post, number, with_kwargs=True, prepend=True, always_call=True
             )
             self._handles += [before, after]
         self._handles.append(self._root.register_forward_hook(edge(self._end_root), always_call=True))
         for module in self._root.modules():
-            # Nothing of Python's reads those of compiled code, nor may they be exchanged.
+            # Python code does not read the parameters of a ScriptModule, and its dict cannot be replaced.
             if module._parameters and not isinstance(module, torch.jit.ScriptModule):
                 module._parameters = _WatchedParameters(module._parameters, self._read)
                 self._watched.append(module)
         self._undo += [install() for install in self.at_install]
 
     def suspend(self) -> None:
-        """Take every hook off until `resume`. Idempotent."""
+        """Remove every hook until `resume`. Idempotent."""
         if self._handles:
             self.reset()
             self.remove()
             self._suspended = True
 
     def resume(self) -> None:
-        """Put back what `suspend` took off; else nothing."""
+        """Install the hooks again if `suspend` removed them."""
         if self._suspended:
             self._suspended = False
             self.install()
 
     def _enclosed(self) -> set[nn.Module]:
-        """Modules all of whose units have another scope around them: their calls begin and end no use."""
+        """Modules whose units all have another scope around them: their calls begin and end no use."""
         around: set[tuple[nn.Module, int]] = set()
         for module, units in self._scopes.items():
             below = [child for child in module.modules() if child is not module and child in self._scopes]
@@ -193,7 +192,7 @@ class ModuleHooks:
 
     @whole
     def reset(self) -> None:
-        """No forward is running, whatever calls were seen to begin: one was interrupted."""
+        """Forget the open calls: a forward was interrupted, so none is running."""
         self._turns.roots = self._open.root_depth = 0
         self._open.forget()
         self._coordinator.end_forward()
@@ -208,7 +207,7 @@ class ModuleHooks:
             self._use(index, self._calls[-1])
 
     def _uses(self, index: int) -> bool:
-        """True while an open call of this forward uses the unit, and for one that is always there."""
+        """True while an open call of this forward uses the unit, and always for a persistent unit."""
         look = self._open.look
         if self._bound[index].unit.persistent or (look is not None and index in look.begun):
             return True
@@ -234,14 +233,14 @@ class ModuleHooks:
 
     def _end_uses(self, call: OpenCall) -> None:
         with apart():
-            for index in reversed(call.begun):  # what began first encloses the others
+            for index in reversed(call.begun):  # the use that began first encloses the others
                 if self._turns.on and not self._turns.holds((FORWARD, index)) and self._coordinator.is_last_use(index):
-                    self._turns.let_go(FORWARD)  # what the round holds lies inside this use, so it ends before
+                    self._turns.let_go(FORWARD)  # uses that the round holds are inside this use, so they end first
                 self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
 
     @whole
     def begin_look(self, index: int) -> None:
-        """An operation inside a call reads the unit, past the module that owns it; `end_look` follows it."""
+        """An operation inside a call reads the unit without its owning module; `end_look` follows the operation."""
         if in_backward() or self._uses(index):
             self.borrow(index)
             return
@@ -250,10 +249,10 @@ class ModuleHooks:
 
     @whole
     def end_look(self, given: list[Any], result: Any) -> Any:
-        """The operation is over; returns its result with what follows its gradient.
+        """The operation is over; returns its result, framed so that its gradients can be followed.
 
-        The units go, and come again for its backward. They stay until the innermost call returns where that is not
-        enough: a view of them leaves the operation, or it has changed what it was given, or there is no result.
+        The units are released, and fetched again for its backward. In some cases they stay until the innermost call
+        returns: the result is a view of them, or the operation has changed its input, or it has no result.
         """
         look, self._open.look = self._open.look, None
         if look is None:
@@ -274,7 +273,7 @@ class ModuleHooks:
         return not transformed() and any(self._bound[index].holds(tensor) for index in units)
 
     def _read(self, parameter: nn.Parameter) -> None:
-        """`module.weight` was read; outside a forward that is nobody's business."""
+        """`module.weight` was read; outside a forward this has no effect."""
         index = self._unit_of.get(id(parameter))
         if index is not None and self._calls:
             self.borrow(index)
@@ -301,7 +300,7 @@ class ModuleHooks:
             self._turns.roots = max(self._turns.roots - 1, 0)
             if self._turns.roots:
                 return
-            # What has run without gradients runs again soon, a token or a batch later.
+            # A forward without gradients runs again soon, for the next token or batch.
             with apart():
                 self._turns.let_go(FORWARD)
                 self._coordinator.end_forward(None if self._open.backward_follows or output is None else "eval")
@@ -309,7 +308,7 @@ class ModuleHooks:
     def _pre_forward(self, units: list[int]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module not in self._scopes:
-                return  # a copy of one of ours, hooks and all: it has parameters of its own
+                return  # a copy of one of our modules, with its hooks: it has parameters of its own
             if self._calls and module in self._quiet:
                 return
             call = OpenCall(module, in_backward())
@@ -331,7 +330,7 @@ class ModuleHooks:
         return hook
 
     def _take_turn(self, units: list[int]) -> None:
-        """Where micro-batches run side by side: a unit that none of them uses is begun by all, one after the other."""
+        """Micro-batches side by side: before a unit that none of them uses is begun, the others take their turns."""
         if self._turns.on and not all(self._coordinator.is_used(index) for index in units):
             self._turns.take()
 
@@ -345,7 +344,7 @@ class ModuleHooks:
     def _post_forward(self, units: list[int]) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if not self._calls or self._calls[-1].module is not module:
-                return None  # the call ended before our hook saw it begin: somebody else's hook raised
+                return None  # another hook raised before ours saw the call begin
             call = self._calls.pop()
             self._record("recompute" if call.recompute else "forward", call, call.forward_ns)
             if output is not None:
@@ -367,7 +366,7 @@ class ModuleHooks:
         @whole
         def passed() -> None:
             self._record("backward", call, call.backward_ns)
-            call.backward_ns = 0  # a retained graph may be walked again
+            call.backward_ns = 0  # a retained graph may run backward again
             for index in call.units:
                 self._events.unit_passed(index)
 
@@ -395,13 +394,13 @@ class ModuleHooks:
         return reached
 
     def _own_memory(self, call: OpenCall, output: Any) -> Any:
-        """A call may return (a view of) a parameter; what leaves it must outlive the unit's release."""
+        """Clone outputs that are (views of) parameters: they must outlive the unit's release."""
         units = [index for index in call.units if not self._bound[index].unit.persistent]
         inside = [tensor for tensor in tensors_in(output) if self._holds(units, tensor)]
         return exchange(output, {id(tensor): tensor.clone() for tensor in inside}) if inside else output
 
     def _watch_modified(self, call: OpenCall, reached: Callable[[], None]) -> None:
-        """Inputs that the call has modified in place are outputs of it, returned or not."""
+        """Treat inputs that the call has modified in place as its outputs, returned or not."""
         changed = [(t, old) for t, version, old in call.versions if version_of(t) != version and t.grad_fn is not old]
         tensors = [tensor for tensor, _ in changed if tensor.grad_fn is not None]
         if not tensors:
@@ -409,6 +408,6 @@ class ModuleHooks:
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda gradient: reached(), mode="any")
         older = next((old for _, old in changed if old is not None), None)
         if older is not None:
-            # Nothing joins the sentinel to them; what made the input is the first node after the call.
+            # No join connects the sentinel to them; the node that made the input is the first one after the call.
             passed = self._passed(call)
             older.register_prehook(lambda gradients: passed())

@@ -1,8 +1,8 @@
-"""What stays on the device while a model generates: pure bookkeeping, ints in, decisions out.
+"""Decides which units stay on the device while a model generates: pure bookkeeping, ints in, decisions out.
 
-Token after token uses the same units in the same order. Of such a cycle the best that a cache can do is to keep
-a fixed part and stream the rest, so a unit that is kept stays, and gives way only to one that is used far more
-often (a decoder's, where an encoder's came first; a popular expert's).
+Every token uses the same units in the same order. For such a cycle the best cache keeps a fixed part and streams
+the rest. So a kept unit stays, and gives way only to a unit that is used far more often (a unit of the decoder
+replaces one of the encoder, which was kept first; a popular expert replaces a rare one).
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-STREAMED_AT_ONCE = 2  # Units that must find room beside what is kept: one in use, one on its way.
-MUCH_HOTTER = 2  # A unit used more than this many times as often takes another's place.
+STREAMED_AT_ONCE = 2  # Units that need room besides the kept ones: one in use, one in flight.
+MUCH_HOTTER = 2  # A unit that is used more than this many times as often replaces another.
 
 
 class HotUnits:
     """The units that stay between the forwards of a generation.
 
-    `numel`: elements of every unit that comes and goes.
+    `numel`: elements of every unit that is fetched and released.
     """
 
     def __init__(self, numel: Mapping[int, int]) -> None:
@@ -37,7 +37,7 @@ class HotUnits:
         self._live_numel_max = live_numel_max
 
     def end(self) -> frozenset[int]:
-        """The generation is over; returns what was kept."""
+        """The generation is over; returns the units that were kept."""
         kept = frozenset(self.kept)
         self.on = False
         self.kept.clear()
@@ -51,9 +51,9 @@ class HotUnits:
         self.kept.discard(unit)
 
     def offer(self, unit: int, in_use: Collection[int]) -> tuple[int, ...] | None:
-        """A use of the unit has ended. Units to let go so that it may stay; None: it does not stay.
+        """A use of the unit has ended. Returns the units to release so that it can stay; None: it does not stay.
 
-        `in_use`: units that cannot be let go now.
+        `in_use`: units that cannot be released now.
         """
         if not self.on:
             return None
@@ -63,7 +63,7 @@ class HotUnits:
         colder = [other for other in movable if self._uses[unit] > MUCH_HOTTER * self._uses[other]]
         leave = self._to_make_room(unit, in_use, sorted(colder, key=lambda other: self._uses[other]))
         if leave is None:
-            # A large unit is worth more than smaller ones: what is streamed then needs less room.
+            # A large unit is worth more than smaller ones: the streamed units then need less room.
             even = [other for other in movable if self._uses[unit] >= self._uses[other]]
             leave = self._to_make_room(unit, in_use, sorted(even, key=lambda other: (self._numel[other], other)))
             if leave is None or sum(self._numel[other] for other in leave) >= self._numel[unit]:
@@ -73,13 +73,13 @@ class HotUnits:
         return tuple(leave)
 
     def _to_make_room(self, unit: int, in_use: Collection[int], candidates: list[int]) -> list[int] | None:
-        """The first of the candidates without which the unit may stay; None: it may not even without all."""
+        """The shortest list of first candidates whose release lets the unit stay; None: releasing all is not enough."""
         held = {unit, *self.kept, *in_use}
         held_numel = sum(self._numel[other] for other in held)
         rest_numel = sum(self._numel.values()) - held_numel
         largest_numel = max((n for other, n in self._numel.items() if other not in held), default=0)
         leave: list[int] = []
-        # What is not held is streamed beside it.
+        # Units that are not held are streamed and need room too.
         while held_numel + min(STREAMED_AT_ONCE * largest_numel, rest_numel) > self._live_numel_max:
             if len(leave) == len(candidates):
                 return None

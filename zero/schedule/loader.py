@@ -1,4 +1,4 @@
-"""Units on their way in, and the memory they are read into."""
+"""Units in flight to the device, and the memory they are read into."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from zero.store.storage import Storage
 
 @dataclass(slots=True)
 class Arrival:
-    """A unit's values on their way, or waiting to be bound."""
+    """A unit's values in flight, or waiting to be bound."""
 
-    data: torch.Tensor  # uint8, the unit's bytes, its storage exactly as long.
-    block: Block | None  # What to give back on release; None when the values are used where they live.
+    data: torch.Tensor  # uint8, the unit's bytes; its storage has exactly this length.
+    block: Block | None  # Memory to release; None if the values are used where they live.
     transfer: Transfer[Any] | None
-    fence: Fence = None  # On a device the values are there behind it; known once the transfer has settled.
-    users: set[Any] = field(default_factory=set)  # Streams of the user's that have read the values, or will.
+    fence: Fence = None  # On a device the values are there after this fence; known once the transfer has settled.
+    users: set[Any] = field(default_factory=set)  # The user's streams that have read the values, or will read them.
 
     @property
     def settled(self) -> bool:
-        """True once the values are there, or will not be."""
+        """True once the transfer has ended, failed or not."""
         return self.transfer is None or self.transfer.settled()
 
     @property
     def outdated(self) -> bool:
-        """True if the values will not be there because of a failure that somebody was told of already."""
+        """True if the transfer failed and its error was already reported."""
         return self.transfer is not None and self.transfer.settled() and was_told(self.transfer.settle())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draining:
-    """Memory of a unit that was let go while bytes moved in it, or from it.
+    """Memory of a unit that was released while a transfer read or wrote it.
 
     `transfer`: nobody has waited for its end, or for the fence that it returns.
     """
@@ -56,11 +56,11 @@ class Draining:
     unit: Unit
     block: Block
     transfer: Transfer[Any] | None
-    fences: tuple[Fence, ...] = ()  # Behind its last uses on a device.
+    fences: tuple[Fence, ...] = ()  # After its last uses on a device.
 
 
 class _Ways:
-    """How units come in, on the mover's loop. It knows no engine: what is under way keeps none that was dropped."""
+    """Jobs that fetch units, on the mover's loop. No reference to the engine: a job must not keep it alive."""
 
     def __init__(self, storage: Storage, updates: DueUpdates, exchange: Exchange, near: Neighbours) -> None:
         self._storage, self._updates, self._exchange, self._near = storage, updates, exchange, near
@@ -89,11 +89,11 @@ class _Ways:
 
 
 class Loader:
-    """Leases memory for units and has them read into it.
+    """Leases memory for units and starts the reads into it.
 
-    The memory of a unit that is let go while its update still writes from it is kept until that is over. Where ranks
-    fetch in step, memory comes back when it is needed and in the order in which units went: which unit finds room, and
-    where, is then the same on every rank.
+    If a unit is released while its update is still being written from its memory, the memory is kept until the write
+    is over. Where ranks fetch in step, memory is returned only when it is needed, in the order in which units were
+    released: so every rank finds room for the same units at the same places.
 
     Args:
         in_place: values in memory that the device can address are used where they live.
@@ -119,22 +119,22 @@ class Loader:
         self.in_step = exchange.placement.in_step
         self._draining: list[Draining] = []
         self._persistent_fences: list[Fence] = []
-        self._coming: list[Transfer[Any]] = []  # Of what is always bound, begun ahead.
-        self._partial = set(storage.plan.whole)  # Their home has room for all slices; only this rank's is current.
+        self._coming: list[Transfer[Any]] = []  # Transfers of persistent units, begun ahead.
+        self._partial = set(storage.plan.whole)  # Their home has room for all slices, but only this rank's is current.
 
     def begin(self, unit: Unit) -> Arrival | None:
-        """Start the unit's way in; None if no block is free."""
+        """Start to fetch the unit; None if no block is free."""
         self._events.module_called()
         memory = self._storage.flat(unit) if self._in_place and self._lies_here(unit) else None
         if memory is not None:
             return Arrival(exact_alias(memory), None, self._bring(unit, memory))
         for leaving in self._draining:
             if leaving.unit is unit and leaving.transfer is not None:
-                leaving.transfer.settle()  # perhaps what is to be read now is being stored
+                leaving.transfer.settle()  # it may be storing the values that are to be read now
         block = self.lease(unit.nbytes)
         if block is None:
             return None
-        # An alias: binding swaps the memory behind `block.data`, and the update goes on writing from there.
+        # An alias: binding swaps the storage of `block.data`, while the update still writes from this memory.
         flat, turn = exact_alias(block.data), self._near.turn(unit)
         if turn is not None:
             job = self._near.gather(unit, flat, block.fences, turn)
@@ -151,7 +151,7 @@ class Loader:
     def rewritten(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
         """The stored weights of these units (None: all) change on every rank, by other means than a step.
 
-        `unstored`: those of them that this rank could not store yet.
+        `unstored`: the units among them that this rank could not store yet.
         """
         indices = range(len(self._layout.units)) if indices is None else indices
         self._near.forget(indices)
@@ -159,12 +159,12 @@ class Loader:
         self._exchange.rewritten(unstored)
 
     def begin_persistent(self) -> None:
-        """Begin to bring what is always bound up to date, where that takes all ranks: none waits for another then."""
+        """Begin to update persistent units where that needs all ranks, so that no rank waits for another later."""
         if self.in_step:
             self._coming += self._persistent_on_their_way()
 
     def complete_persistent(self) -> None:
-        """Bring the units that are always bound up to date: this rank's slices, and those of the others."""
+        """Bring persistent units up to date: this rank's slices and the slices of the other ranks."""
         transfers, self._coming = [*self._coming, *self._persistent_on_their_way()], []
         gathered = [transfer.result() for transfer in transfers]
         self._persistent_fences = [*gathered, self._storage.streams.behind_updates()]
@@ -175,7 +175,7 @@ class Loader:
         return [transfer for transfer in transfers if transfer is not None]
 
     def follow_persistent(self) -> None:
-        """The calling thread's stream uses what is always bound from now on; others may have done so before."""
+        """The calling thread's stream uses persistent units from now on; other streams may have used them before."""
         self._storage.streams.wait(*self._persistent_fences)
         self._persistent_fences = [f for f in self._persistent_fences if f is not None and not f.query()]
 
@@ -186,26 +186,26 @@ class Loader:
         return memory
 
     def await_values(self, arrival: Arrival) -> None:
-        """Return once the values are on their way to the device, if not there: what follows on it waits for them.
+        """Return when the values are on the device, or when the current stream is queued to wait for them.
 
-        Raises StorageError: they are not.
+        Raises StorageError: the transfer failed.
         """
         streams = self._storage.streams
         if arrival.transfer is not None:
             arrival.fence = arrival.transfer.result()
-        if arrival.block is None and arrival.fence is None:  # they are used where updates write them
+        if arrival.block is None and arrival.fence is None:  # the values are used where updates write them
             arrival.fence = streams.behind_updates()
         self.follow(arrival)
 
     def follow(self, arrival: Arrival) -> None:
-        """The calling thread's stream uses the values from now on; they may have been awaited by another."""
+        """The calling thread's stream uses the values from now on; another stream may have waited for them before."""
         self._storage.streams.wait(arrival.fence)
         arrival.users.add(self._storage.streams.follow(None))
         if arrival.fence is not None and arrival.fence.query():
             arrival.fence = None
 
     def lease(self, nbytes: int) -> Block | None:
-        """Memory for values of units, if need be after the writes from what was let go; None if it is not enough."""
+        """Memory for values of units; waits for writes from released memory if needed. None: not enough memory."""
         self._reclaim()
         block = self._storage.lease_unit(nbytes)
         while block is None and self._draining:
@@ -214,7 +214,7 @@ class Loader:
         return block
 
     def open_room(self, nbytes: int) -> int:
-        """Take more of the device's memory for units, at most `nbytes`; returns for how many elements it is."""
+        """Take more device memory for units, at most `nbytes`; returns the number of elements it has room for."""
         moving = [unit for unit in self._layout.units if not unit.persistent]
         leased = [unit for unit in moving if not (self._in_place and self._lies_here(unit))]
         whole_bytes = sum(unit.nbytes for unit in leased)
@@ -224,7 +224,7 @@ class Loader:
         return sum(unit.numel for unit in leased) * taken_bytes // whole_bytes
 
     def close_room(self) -> None:
-        """Give it back; no unit that lies there may be bound."""
+        """Give the memory of `open_room` back; no unit in it may be bound."""
         self.drain()
         self._storage.close_unit_room()
 
@@ -233,25 +233,25 @@ class Loader:
         return memory is not None and memory.device == self._bound[unit.index].flat.device
 
     def lease_error(self, unit: Unit) -> Block:
-        """Lease the unit's memory or raise BudgetError; for when nothing can make room any more."""
+        """Lease the unit's memory or raise BudgetError; called when no unit can be evicted any more."""
         return self._storage.unit_pool.lease(unit.nbytes, f"unit {unit.name}")
 
     def end(self, unit: Unit, arrival: Arrival, *, modified: bool) -> None:
-        """The unit is let go; waits until no byte moves into its memory.
+        """Release the unit; waits until no transfer writes into its memory.
 
-        Raises StorageError: what was modified could not be stored; the plane keeps it in memory. Raises StateError:
-        what was modified is memory of other ranks too.
+        Raises StorageError: modified values could not be stored; the plane keeps them in memory. Raises StateError:
+        other ranks use the modified memory too.
 
         Args:
-            unit: was bound, or on its way.
-            arrival: what `begin` returned for it.
+            unit: was bound, or in flight.
+            arrival: the unit's arrival, as `begin` returned it.
             modified: the model has changed a weight inside its forward (a clamped temperature, a codebook): keep it.
         """
         moving = arrival.transfer
         try:
             if arrival.transfer is not None and arrival.transfer.settle() is None:
-                # Nobody may have waited for what was fetched in vain: collectives still write there, and they are
-                # late where another rank is.
+                # A fetch that was never used may have no waiter: its collectives still write there, and they end
+                # late if another rank is late.
                 self._storage.streams.wait(arrival.transfer.result())
             moving = None
             if modified and (self._exchange.reads_homes and self._exchange.placement.weights_sharded):
@@ -267,18 +267,18 @@ class Loader:
         except StorageError as error:
             tell(error)
             raise
-        finally:  # an interrupt may have ended the wait: then something still moves
+        finally:  # an interrupt may have ended the wait: then a transfer is still in flight
             if arrival.block is not None:
                 self._draining.append(Draining(unit, arrival.block, moving, self._behind_uses(arrival)))
                 self._reclaim()
 
     def return_later(self, unit: Unit, block: Block, transfer: Transfer[Fence]) -> None:
-        """Give memory for values of the unit back once `transfer`, which nobody waits for any more, has ended."""
+        """Give the unit's memory back once `transfer` has ended; nobody waits for the transfer any more."""
         self._draining.append(Draining(unit, block, transfer, (self._storage.streams.fence(),)))
         self._reclaim()
 
     def _behind_uses(self, arrival: Arrival) -> tuple[Fence, ...]:
-        """Behind the uses on every stream: one that lets the values go has not waited for the others."""
+        """Fences after the uses on every stream: the releasing stream has not waited for the other streams."""
         streams = self._storage.streams
         fences = [streams.fence()]
         for stream in arrival.users - {streams.follow(None)}:
@@ -287,7 +287,7 @@ class Loader:
         return tuple(fences)
 
     def drain(self) -> None:
-        """Give back all memory that is kept for writes; waits for them."""
+        """Wait for all writes from released memory, and give that memory back."""
         while self._draining:
             self._drain_one()
 
@@ -302,7 +302,7 @@ class Loader:
         return self._storage.mover.post(f"updating unit {unit.name}", self._updates.bring_unit(unit))
 
     def _reclaim(self) -> None:
-        """Give back what nothing moves in any more."""
+        """Give back released memory that no transfer uses any more."""
         if self.in_step:
             return
         moving = [leaving for leaving in self._draining if self._moves(leaving)]
@@ -314,7 +314,7 @@ class Loader:
     def _moves(self, leaving: Draining) -> bool:
         if leaving.transfer is not None and not leaving.transfer.settled():
             return True
-        # Only memory that the disk can address is written from; the update of a GPU's goes through the host.
+        # Updates write to disk only from memory that the disk can address; an update on a GPU goes through the host.
         return self._storage.streams.shared and self._updates.borrows(leaving.unit.index)
 
     def _give_back(self, leaving: Draining) -> None:
@@ -333,7 +333,7 @@ class Loader:
         self._reclaim()
 
     def _store_modified(self, unit: Unit, arrival: Arrival) -> Transfer[Fence]:
-        """Begin to store the values; who waits for that may be interrupted, and it goes on."""
+        """Begin to store the values; if the waiting thread is interrupted, the transfer continues."""
         plane, streams = self._storage.weights[self._layout.space_of(unit)], self._storage.streams
         self._events.changed(unit.index)
         data, modified = arrival.data, self._behind_uses(arrival)
@@ -343,7 +343,7 @@ class Loader:
             await streams.reached(*modified, streams.behind_copies_in())
             await self._updates.settle_weights(unit)  # its update writes to the same place
             try:
-                kept = self._near.keep(unit, data, None)  # the device has come to all of them
+                kept = self._near.keep(unit, data, None)  # no fence: the device has reached all of them
                 await write_plane(plane, unit.begin, unit.end, unit.own(data), self._storage.arena)
                 return kept
             except StorageError as error:

@@ -1,4 +1,4 @@
-"""What a forward of the model has open."""
+"""The open module calls of a forward of the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OpenCall:
     module: nn.Module
     recompute: bool
     units: list[int] = field(default_factory=list)  # Units that the call uses, borrowed ones included.
-    forward_ns: int = 0  # When its units were there; `backward_ns`: the same for its backward.
+    forward_ns: int = 0  # The time when its units were there; `backward_ns`: the same for its backward.
     backward_ns: int = 0
     begun: list[int] = field(default_factory=list)  # Forward uses that end with the call.
     sentinel: torch.Tensor | None = None
@@ -24,19 +24,19 @@ class OpenCall:
     versions: list[tuple[torch.Tensor, int, Any]] = field(default_factory=list)
 
     def close(self) -> None:
-        """Let go of the graph: its nodes hold this object, and nobody would ever free the circle."""
+        """Drop the references to the graph: its nodes refer to this object, and nothing would free that cycle."""
         self.sentinel = None
         self.versions = []
 
 
 @dataclass(slots=True)
 class OpenCalls:
-    """Of one forward, or of none that runs.
+    """The open calls of one forward; empty if none runs.
 
     Attributes:
         calls: innermost last.
         look: an operation that reads units which no open call uses.
-        root_depth: calls of the whole model.
+        root_depth: open calls of the whole model.
     """
 
     calls: list[OpenCall] = field(default_factory=list)
@@ -45,7 +45,7 @@ class OpenCalls:
     backward_follows: bool = True
 
     def forget(self) -> None:
-        """They were interrupted."""
+        """Drop all open calls: they were interrupted."""
         for call in self.calls:
             call.close()
         self.calls.clear()

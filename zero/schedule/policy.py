@@ -1,4 +1,4 @@
-"""Which units to bring in and which to let go: pure functions, ints in, decisions out."""
+"""Decides which units to fetch and which to evict: pure functions, ints in, decisions out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero.plan.plan import Limits
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What to do now, in order: first evict, then load."""
+    """Units to evict and units to load now: first evict, then load."""
 
     evict: tuple[int, ...] = ()
     load: tuple[int, ...] = ()
@@ -26,7 +26,7 @@ def make_room(
 ) -> tuple[int, ...] | None:
     """Units to evict so that `unit` fits; None if it cannot fit.
 
-    The unit used furthest in the future goes first, one without a known use before all (Belady).
+    The unit whose next use is furthest away is evicted first; units without a known use before all others (Belady).
     """
     resident = list(resident)
     excess = sum(numel[u] for u in resident) + numel[unit] - live_numel_max
@@ -46,10 +46,10 @@ def make_room(
 def plan_prefetch(
     resident: Iterable[int], pinned: set[int], upcoming: Sequence[int], numel: Mapping[int, int], limits: Limits
 ) -> Moves:
-    """Loads worth starting now, and what must go for them.
+    """Loads worth starting now, and the evictions they need.
 
-    One unit is always in flight ahead of its use; beyond it, units are loaded until the look-ahead
-    is full. A unit is evicted for another only if it is needed later than that one.
+    If there is room, one unit is always in flight ahead of its use. Further units are loaded until the look-ahead is
+    full. A unit is evicted for another only if it is needed later than the other.
     """
     present = list(resident)
     next_use = _first_positions(upcoming)
@@ -100,7 +100,7 @@ def reuse_distance(unit: int, upcoming: Iterable[int], numel: Mapping[int, int])
 
 
 def until(upcoming: Iterable[int], numel_max: int, numel: Mapping[int, int]) -> Iterator[int]:
-    """The uses up to the one that makes their elements more than `numel_max`, that one included."""
+    """The uses up to and including the one with which the sum of their elements exceeds `numel_max`."""
     total = 0
     for unit in upcoming:
         yield unit

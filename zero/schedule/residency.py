@@ -1,7 +1,7 @@
-"""Where each unit is: one object a unit, one enum, and a table of the moves that are legal.
+"""Where each unit is: one object per unit, one enum, and a table of the legal moves.
 
-The coordinator is the only writer. Order matters: units are listed in the order in which they came, so that ranks which
-choose among them choose alike.
+The coordinator is the only writer. Order matters: units are listed in the order in which they entered a state, so that
+all ranks make the same choice among them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zero.schedule.loader import Arrival
 
 
 class UnitState(Enum):
-    """Of a unit's values on the device."""
+    """State of a unit's values on the device."""
 
     AWAY = "where its planes keep them"
     COMING = "on their way, or waiting in a block"
@@ -24,7 +24,7 @@ class UnitState(Enum):
     HOME = "always there; its parameters look away while a step changes it"
 
 
-# State -> those that may follow.
+# State -> states that may follow.
 MOVES = {
     UnitState.AWAY: {UnitState.COMING, UnitState.EDITED},
     UnitState.COMING: {UnitState.LIVE, UnitState.AWAY},
@@ -42,8 +42,8 @@ class UnitOnDevice:
         forward_uses: open calls of a forward.
         backward_uses: calls that gradients have reached and not passed.
         recomputing: open calls of a recomputation.
-        recomputed: a backward has brought it in: it stays until a backward use of it ends, or the backward.
-        seen: somebody has looked at it with gradients outside any call: it stays until a backward has passed.
+        recomputed: a backward has fetched it: it stays until a backward use of it ends, or the whole backward.
+        seen: it was read with gradients outside any call: it stays until a backward has ended.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -64,7 +64,7 @@ class UnitOnDevice:
 
     @property
     def waits(self) -> bool:
-        """It was recomputed, and no open call uses it: gradients will bring it back."""
+        """It was recomputed, and no open call uses it: if it is evicted, gradients will fetch it again."""
         return self.recomputed and not (self.forward_uses or self.backward_uses or self.recomputing)
 
 
@@ -84,7 +84,7 @@ class Residency:
         return iter(self._units)
 
     def move(self, one: UnitOnDevice, state: UnitState, arrival: Arrival | None = None) -> None:
-        """The unit is there from now on; with `arrival`, if it comes or is live.
+        """The unit is in `state` from now on; `arrival` is given if the state is COMING or LIVE.
 
         Raises StateError: the table has no such move.
         """
@@ -95,15 +95,15 @@ class Residency:
         one.state, one.arrival = state, arrival
 
     def at(self, state: UnitState) -> list[UnitOnDevice]:
-        """Units in this state, in the order in which they came to it."""
+        """Units in this state, in the order in which they entered it."""
         return list(self._listed[state].values())
 
     def resident(self) -> list[int]:
-        """What takes memory of the pool: units that are live, then those that are coming."""
+        """Units that take memory of the pool: live ones, then coming ones."""
         return [*self._listed[UnitState.LIVE], *self._listed[UnitState.COMING]]
 
     def in_use(self) -> set[int]:
-        """Live units that cannot go."""
+        """Live units that cannot be evicted."""
         return {one.index for one in self._listed[UnitState.LIVE].values() if one.used or one.seen}
 
     def waiting(self) -> set[int]:

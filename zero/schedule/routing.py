@@ -1,8 +1,8 @@
-"""Which of several like-typed modules a forward will call: experts, branches, layers that may be skipped.
+"""Predicts which of several like-typed modules a forward will call: experts, branches, layers that may be skipped.
 
-Units of the children of one ModuleList are *siblings*. While every forward uses all of them they are a sequence like
-any other. Once more forwards have left some out than not they are *routed*: their order foretells nothing, and to the
-trace they are one symbol. What is worth fetching ahead is then a matter of how often each was used.
+Units of the children of one ModuleList are *siblings*. While every forward uses all of them, they are an ordinary
+sequence. They become *routed* once more forwards have left some out than have used all: their order predicts nothing,
+and the trace represents them by one symbol. Then the share of forwards that used a sibling decides its prefetch.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dataclasses import dataclass, field
 
 FIRST_SYMBOL = -10  # Symbols of routed siblings count down from here; units are not negative.
 
-CERTAIN_SHARE = 0.75  # Used in so many recent forwards, a sibling is fetched ahead: one fetch in four may be in vain.
-FORK_USES_MAX = 1.25  # So few of the less certain ones used in a forward: branches, of which all likely ones come.
-FORK_SHARE = 0.25  # Of branches, those used so often are likely. One expert of many never is.
-DARK_USES = 0.5  # So many uses of unknown siblings in a forward are too many to plan across.
+CERTAIN_SHARE = 0.75  # A sibling with this share of recent forwards is prefetched: one fetch in four may be unused.
+FORK_USES_MAX = 1.25  # If a forward uses at most so many of the less certain siblings, they are branches of a fork.
+FORK_SHARE = 0.25  # Branches with at least this share are prefetched. One expert of many never has it.
+DARK_USES = 0.5  # If a forward uses more siblings than this that we cannot predict, we do not plan beyond them.
 RECENT_FORWARDS = 16
-PRIOR_FORWARDS = 4  # Before anything is known all siblings are alike; that counts as much as so many forwards.
+PRIOR_FORWARDS = 4  # At first all siblings have equal shares; this prior counts as much as so many forwards.
 
 
 @dataclass(slots=True)
 class _Shares:
-    """How often each sibling was used in the forwards of one phase that used any."""
+    """How often each sibling was used, counting forwards of one phase that used any of them."""
 
     forwards: int = 0
     of: dict[int, float] = field(default_factory=dict)
 
 
 class Routing:
-    """What is known of siblings; units and groups are ints.
+    """Statistics of siblings; units and groups are ints.
 
     `group_of`: unit -> its group of siblings; units without siblings are absent.
     """
@@ -40,7 +40,7 @@ class Routing:
         self._members: dict[int, list[int]] = {}
         for unit, group in sorted(self._group_of.items()):
             self._members.setdefault(group, []).append(unit)
-        self._incomplete: Counter[int] = Counter()  # By group: forwards that used some of it, less those that used all.
+        self._incomplete: Counter[int] = Counter()  # By group: forwards that used a part, minus those that used all.
         self._routed: set[int] = set()
         self._used: dict[int, set[int]] = {}
         self._shares: dict[tuple[str, int], _Shares] = {}
@@ -68,16 +68,16 @@ class Routing:
         return frozenset(changed)
 
     def symbol(self, unit: int) -> int:
-        """What stands for the unit in the trace: itself, or all its siblings once they are routed."""
+        """The unit's symbol in the trace: the unit itself, or one symbol for all its siblings once they are routed."""
         group = self._group_of.get(unit)
         return unit if group is None or group not in self._routed else FIRST_SYMBOL - group
 
     def is_routed(self, symbol: int) -> bool:
-        """True for a symbol that stands for siblings."""
+        """True for a symbol that represents siblings."""
         return symbol <= FIRST_SYMBOL
 
     def units(self, symbol: int, phase: str) -> Iterable[int]:
-        """The units that a use of the symbol is worth fetching, in model order; those used already left out."""
+        """The units worth fetching for a use of the symbol, in model order, without those already used."""
         return self._likely(symbol, phase)[0] if self.is_routed(symbol) else (symbol,)
 
     def in_the_dark(self, symbol: int, phase: str) -> bool:
@@ -85,7 +85,7 @@ class Routing:
         return self.is_routed(symbol) and self._likely(symbol, phase)[1] > DARK_USES
 
     def _likely(self, symbol: int, phase: str) -> tuple[list[int], float]:
-        """(what is worth fetching, how many others are used in a forward)."""
+        """(units worth fetching, expected number of other units that a forward uses)."""
         group = FIRST_SYMBOL - symbol
         shares = self._shares.get((phase, group), _Shares()).of
         unsure = sum(share for share in shares.values() if share < CERTAIN_SHARE)

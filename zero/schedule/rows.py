@@ -1,9 +1,9 @@
-"""Rows of packed experts, gathered without the rest: only what the router has chosen is fetched.
+"""Rows of packed experts, gathered alone: only the experts that the router has chosen are fetched.
 
-A loan is some rows of one unit in memory of their own. Its tensors look into one storage whose memory comes and goes,
-as a unit's does (offload/memory/flat_storage.py): it is there during the call that uses the rows, again from the
-moment gradients reach that call until they have passed it, and during a recomputation until the backward that asked
-for it is over.
+A loan is some rows of one unit in memory of their own. Its tensors are views of one storage. The storage gets and
+loses its memory as a unit does (offload/memory/flat_storage.py). It has memory during the call that uses the rows, and
+again from the moment gradients reach that call until they have passed it. In a recomputation it keeps the memory until
+the backward that recomputes is over.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Loan:
     """Some rows of every parameter of one unit.
 
     Attributes:
-        rows: which, ascending.
-        parts: (first coordinate, end, first element of the loan) of each run of rows that lie side by side.
+        rows: row numbers, ascending.
+        parts: (first coordinate, end, first element of the loan) of each run of adjacent rows.
         views: per slot of the unit, its rows [len(rows), ...].
     """
 
@@ -56,7 +56,7 @@ class Loan:
         self.storage = FlatStorage(self.numel, unit.dtype, cuts, bound.poison, bound.flat.device)
         self.block: Block | None = None
         self.forward_uses = self.backward_uses = 0
-        self.recomputed = False  # A recomputation has used it; it stays until a backward use ends, or the backward.
+        self.recomputed = False  # A recomputation used it; it stays until a backward use ends, or the whole backward.
 
     @property
     def views(self) -> list[torch.Tensor]:
@@ -65,7 +65,7 @@ class Loan:
 
     @property
     def used(self) -> bool:
-        """True while the values have to be there."""
+        """True while the values must be in memory."""
         return bool(self.forward_uses or self.backward_uses or self.recomputed)
 
 
@@ -92,12 +92,12 @@ class RowLender:
             if unit.unit.expert_rows
             for position, parameter in enumerate(unit.parameters)
         }
-        # A graph keeps its loans; a recomputation of the same call finds them here.
+        # Weak, because a graph keeps its loans alive; a recomputation of the same call finds them here.
         self._loans: weakref.WeakValueDictionary[tuple[int, tuple[int, ...]], Loan] = weakref.WeakValueDictionary()
         self._in_backward: dict[int, Loan] = {}  # Loans that a backward uses, by id.
 
     def lends(self, parameter: nn.Parameter) -> bool:
-        """True if rows of the parameter can be had, and it is not here as a whole."""
+        """True if rows of the parameter can be fetched, and its whole unit is not bound."""
         place = self._place_of.get(id(parameter))
         return place is not None and not self._bound[place[0]].bound
 
@@ -107,14 +107,14 @@ class RowLender:
         rows: tuple[int, ...],
         compute: Callable[[dict[str, torch.Tensor]], Any],
     ) -> Any:
-        """What `compute` returns, given the rows of each parameter; their gradients go where the parameters' go.
+        """Return `compute`'s result for the rows of each parameter; their gradients are added to the parameters'.
 
-        Raises StorageError: rows could not be read; BudgetError: what is in use leaves no room for them.
+        Raises StorageError: rows could not be read; BudgetError: units in use leave no room for them.
 
         Args:
-            parameters: by name; `lends` is true of each.
-            rows: of the first dimension, ascending.
-            compute: a function of {name: [len(rows), ...]} and of whatever else it holds.
+            parameters: by name; `lends` is true for each.
+            rows: row numbers in the first dimension, ascending.
+            compute: a function of {name: [len(rows), ...]}.
         """
         units = dict.fromkeys(self._place_of[id(p)][0] for p in parameters.values())
         loans = {index: self._loan(index, rows) for index in units}
@@ -139,7 +139,7 @@ class RowLender:
                     self._settle(loan)
 
     def end_backward(self) -> None:
-        """A backward is over: whatever it did or did not pass, none of its uses is open."""
+        """A backward is over: none of its uses is open, even if it has not passed all of them."""
         while self._in_backward:
             _, loan = self._in_backward.popitem()
             loan.backward_uses, loan.recomputed = 0, False
@@ -165,7 +165,7 @@ class RowLender:
             self._turns.lane.keeps.add(id(loan))
 
     def _rows_of(self, parameter: nn.Parameter, loans: dict[int, Loan]) -> torch.Tensor:
-        """A leaf of the graph with the values of the rows, whose gradient goes to the unit's."""
+        """A leaf of the graph with the values of the rows; its gradient is added to the unit's gradient."""
         index, position = self._place_of[id(parameter)]
         loan = loans[index]
         rows = loan.views[position].detach()
@@ -224,14 +224,14 @@ class RowLender:
                 raise
             try:
                 storage.streams.wait(transfer.result())
-            except BaseException:  # an interrupt ends the wait alone: rows still come
+            except BaseException:  # an interrupt ends only the wait: the transfer still writes rows
                 self._coordinator.return_rows_later(unit, block, loan.numel, transfer)
                 raise
         loan.storage.bind(block.data)
         loan.block = block
 
     def _settle(self, loan: Loan) -> None:
-        """Let the values go if nobody uses them."""
+        """Release the values if nothing uses them."""
         block = loan.block
         if loan.used or block is None:
             return
@@ -252,7 +252,7 @@ def _runs(rows: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
 def _hooked(
     parameter: nn.Parameter, numbers: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, their gradient) after the hooks that the user has put on the parameter: they see the whole gradient."""
+    """(rows, their gradient) after the user's hooks on the parameter, which get the whole gradient."""
     hooks = tuple((parameter._backward_hooks or {}).values())
     if not hooks:
         return numbers, gradient

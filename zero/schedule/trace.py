@@ -1,11 +1,11 @@
-"""What was used after what, so that the next use can be foretold.
+"""Records the order in which units are used, and predicts the next uses.
 
-Forward order is learnt: a table from the last two uses to the uses that followed them, one per
-phase. Where several have followed, the one that came after the same turn last time is the likely
-one, so branches that alternate are foretold as well as one that is taken always. Siblings of which a
-forward uses some (experts) are one symbol in the table, so that what comes after them is foretold
-whichever they were (routing.py). Backward order is not guessed: it is the reverse of the order in which
-the forward's uses ended. A wrong guess costs one miss; nothing is flushed.
+Forward order is learnt in one table per phase: from the last two uses to the uses that followed them. If several uses
+have followed, the likely one is the one that came after the same choice last time. So alternating branches are
+predicted as well as a branch that is always taken. If a forward uses only some siblings (experts), they are one symbol
+in the table: so the use after them is predicted, whichever of them were used (routing.py). Backward order is not
+guessed: it is the reverse of the order in which the forward's uses ended. A wrong guess costs one miss; nothing is
+flushed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping
 
 from zero.schedule.routing import Routing
 
-START = -1  # Stands for "before the first use" of a forward.
-END = -2  # Stands for "the forward is over".
+START = -1  # Means "before the first use" of a forward.
+END = -2  # Means "the forward is over".
 
-FORWARDS_MAX = 16  # Remembered for their backward; an older one costs a miss per unit if it comes after all.
+FORWARDS_MAX = 16  # Forwards remembered for their backward; the backward of an older one costs one miss per unit.
 
-USES_MAX = 1 << 16  # Of one forward, and of those remembered: more than any model has.
+USES_MAX = 1 << 16  # Limit for the uses of one forward, and of all remembered forwards: more than any model has.
 
-GENERATE = "generate"  # The phase in which forward follows forward.
+GENERATE = "generate"  # The phase in which a forward is followed by another forward.
 
 Key = tuple[int, int]
 
@@ -34,10 +34,10 @@ class Trace:
 
     def __init__(self, group_of: Mapping[int, int] | None = None) -> None:
         self._routing = Routing(group_of or {})
-        self._uses: list[int] = []  # Of the forward under way, or of the last one.
+        self._uses: list[int] = []  # Uses of the running forward, or of the last one.
         self._tables: dict[str, dict[Key, list[int]]] = {}
         self._turns: dict[tuple[str, Key, int], int] = {}  # (phase, key, what followed) -> what followed next time.
-        # Units that a backward has used though no forward with gradients had: reentrant checkpointing.
+        # Units that a backward has used although no forward with gradients used them: reentrant checkpointing.
         self._recomputed: set[int] = set()
         self._backward_follows = True
         self._phase = "train"
@@ -48,7 +48,7 @@ class Trace:
         self._starts: list[int] = []  # Where in `_forward` each forward begins.
 
     def begin_forward(self, phase: str, *, backward_follows: bool = True) -> None:
-        """A forward of the model begins; `backward_follows` unless gradients are off for all of it."""
+        """A forward of the model begins; `backward_follows` is true unless gradients are off for all of it."""
         self._backward_follows = backward_follows
         self.expect_forward(phase)
         self._uses = []
@@ -56,13 +56,13 @@ class Trace:
             self.forget_forwards()
         self._starts.append(len(self._forward))
         if len(self._starts) > FORWARDS_MAX:
-            # Forwards whose backward never comes (an evaluation without no_grad, say).
+            # Forwards that never have a backward (an evaluation without no_grad, for example).
             oldest = self._starts[1]
             self._forward = self._forward[oldest:]
             self._starts = [start - oldest for start in self._starts[1:]]
 
     def expect_forward(self, phase: str) -> None:
-        """A forward of the model is expected; nothing of it has begun."""
+        """A forward of the model is expected; it has not begun."""
         self._phase, self._key, self._position = phase, (START, START), None
         self._routing.begin_forward()
 
@@ -77,7 +77,7 @@ class Trace:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        """Calls of parts of the model alone have no forward that would end."""
+        """Keep the latest uses only: when parts of the model are called alone, no forward ends and clears the lists."""
         count = USES_MAX // 2
         del self._uses[:-count]
         gone = max(len(self._forward) - count, 0)
@@ -86,7 +86,7 @@ class Trace:
         self._position = None if self._position is None else max(self._position - gone, 0)
 
     def end_use(self, unit: int) -> None:
-        """The use of `unit` is over. What encloses other uses is needed before them in backward."""
+        """The use of `unit` is over. If it enclosed other uses, backward needs the unit before theirs."""
         if self._forward and self._forward[-1] != unit and unit in self._forward:
             last = len(self._forward) - 1 - self._forward[::-1].index(unit)
             if last >= (self._starts[-1] if self._starts else 0):
@@ -104,11 +104,11 @@ class Trace:
             for successors in table.values():
                 successors[:] = [unit for unit in successors if unit not in changed]
         self._key = (START, START)
-        for unit in (*self._uses, END):  # what has just been seen, in the new symbols
+        for unit in (*self._uses, END):  # learn this forward again, with the new symbols
             self._learn(unit)
 
     def use_backward(self, unit: int) -> None:
-        """`unit` is used in backward now: the last forward use of it before the present position."""
+        """`unit` is used in backward now; this moves the position to its last forward use before the present one."""
         limit = len(self._forward) if self._position is None else self._position
         for index in range(limit - 1, -1, -1):
             if self._forward[index] == unit:
@@ -117,12 +117,12 @@ class Trace:
         self._recomputed.add(unit)
 
     def end_backward(self) -> None:
-        """A backward is over. Its graph may have been retained, so its forward is kept until the next one."""
+        """A backward is over. Its graph may have been retained, so its forward is remembered until the next forward."""
         self._position = None
         self._consumed = True
 
     def forget_forwards(self) -> None:
-        """The forwards so far have had their backward, or never will."""
+        """Forget the forwards so far: they have had their backward, or never will."""
         self._forward = []
         self._starts = []
         self._position = None
@@ -134,8 +134,8 @@ class Trace:
         Args:
             with_backward: the reverse of the forward (as far as it ran or is predicted) follows. While a model
                 generates, the next forward follows.
-            to_fetch: for loading ahead. Then no backward follows while experts that nobody can foretell come before
-                it: they will need the room.
+            to_fetch: the result is used for prefetch. Then the backward is left out if experts that we cannot predict
+                come before it: they will need the room.
         """
         table, routing, phase = self._tables.get(self._phase, {}), self._routing, self._phase
         key, seen, again = self._key, {self._key}, phase == GENERATE
@@ -183,15 +183,15 @@ class Trace:
                 key, steps = (key[1], likely), steps + 1
 
     def _likely(self, phase: str, key: Key, successors: list[int]) -> int:
-        """What follows `key`, of what has followed it; the most recent one is the last of `successors`."""
+        """The likely successor of `key` among the known `successors`, whose last one is the most recent."""
         return self._turns.get((phase, key, successors[-1]), successors[-1])
 
     def _learn(self, unit: int) -> None:
         symbol = self._routing.symbol(unit)
         if symbol == self._key[1] and self._routing.is_routed(symbol):
-            return  # another of the same siblings
+            return  # another unit of the same siblings
         successors = self._tables.setdefault(self._phase, {}).setdefault(self._key, [])
-        if successors and unit != END:  # a forward may also have been broken off here
+        if successors and unit != END:  # not for END: the forward may have been aborted here
             self._turns[self._phase, self._key, successors[-1]] = symbol
         if symbol in successors:
             successors.remove(symbol)

@@ -1,16 +1,17 @@
 """Micro-batches side by side: one of them computes at a time, and at each unit the next one takes its turn.
 
-[Note: vertical order] Each micro-batch runs in a thread of its own, because autograd and a model's forward keep what
-they have open on the stack. Whoever is about to begin a unit that nobody uses hands over to the next one, so all
-pass one unit before the first begins the next: its weights come once, and its gradients are added up in the order of
-the micro-batches, as they are when these run one after the other. A round is over when the first one is about to go
-on; what the round has brought in is held until then. A backward begins as soon as its forward is over, so what a loss
-needs (logits above all) is there for one micro-batch at a time. Paths through the model may differ between
-micro-batches: then units come again, and sums may be made in another order; so they are of a module whose uses are
-recomputed one by one (`use_reentrant=True`).
+[Note: vertical order] Each micro-batch runs in a thread of its own, because autograd and a model's forward keep their
+open calls on the stack. A micro-batch that is about to begin a unit that nobody uses hands over to the next one. So all
+micro-batches pass one unit before the first begins the next: its weights are fetched once, and its gradients are added
+up in the order of the micro-batches, as if these ran one after the other. A round is over when the first micro-batch is
+about to continue; units that the round has fetched are held until then. A backward begins as soon as its forward is
+over, so tensors that a loss needs (mainly logits) exist for one micro-batch at a time. Paths through the model may
+differ between micro-batches: then units are fetched again, and gradients may be added up in another order. The same is
+true for a module whose uses are recomputed one by one (`use_reentrant=True`).
 
-[Note: random numbers] A recomputation draws what its forward has drawn, so each micro-batch has its own generators:
-the first goes on with those of the process, which have its state in the end, the others' are seeded from them.
+[Note: random numbers] A recomputation must draw the same numbers as its forward, so each micro-batch has its own
+generator states: the first continues with the process's, which have its state in the end; the others are seeded from
+them.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from zero.schedule.open_calls import OpenCalls
 T = TypeVar("T")
 LEFT = "train_batch: an interrupt has left micro-batches behind that wait for something; close the engine"
 Held = tuple[str, int]
-"""What a unit is held for, and its index."""
+"""(why a unit is held, its index)."""
 
 
 class _Stopped(BaseException):
-    """Another micro-batch has failed, or the one who waits for all was interrupted."""
+    """Another micro-batch has failed, or the thread that waits for all was interrupted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,10 +45,11 @@ class Lane(Generic[T]):
     """One micro-batch.
 
     Attributes:
-        open: what its forward has open.
-        keeps: what its backward has in memory that the others need too; it goes on until gradients have passed that.
+        open: the open calls of its forward.
+        keeps: loans of rows that its backward has in memory that the others need too; until gradients have passed
+            them it does not hand over its turn.
         random: states of its generators while others compute.
-        turn: taken by who computes; one is given for each turn.
+        turn: a semaphore, released once for each turn; the lane acquires it and computes.
     """
 
     random: list[torch.Tensor]
@@ -59,12 +61,12 @@ class Lane(Generic[T]):
 
 
 class Turns:
-    """Of one engine.
+    """The turns of one engine's micro-batches.
 
     Attributes:
-        lane: whose turn it is; where nothing runs side by side there is one, always the same.
-        on: several are running.
-        roots: calls of the whole model that are open, in all of them.
+        lane: the lane whose turn it is; if nothing runs side by side, always the same one.
+        on: several lanes are running.
+        roots: open calls of the whole model, in all lanes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,12 +74,12 @@ class Turns:
         self._alone: Lane[Any] = Lane([])
         self.lane, self.on, self.roots = self._alone, False, 0
         self._lanes: list[Lane[Any]] = []
-        self._held: dict[Held, Callable[[], object]] = {}  # What lets go of it at the end of the round.
-        self._error: BaseException | None = None  # Why all of them stop.
-        self._finished = threading.Event()  # To join a thread that runs is nothing that an interrupt may end.
+        self._held: dict[Held, Callable[[], object]] = {}  # The values are called at the end of the round, to release.
+        self._error: BaseException | None = None  # The reason why all lanes stop.
+        self._finished = threading.Event()  # We wait for it: an interrupt must not end the join of a running thread.
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """The results of the jobs, which take turns. Raises what one of them raises; the others are broken off."""
+        """Run the jobs in turns and return their results. If one raises, raises its error; the others are aborted."""
         if self.on:
             raise StateError(LEFT)
         lanes: list[Lane[T]] = [Lane(states) for states in _seeded_states(len(jobs), self._device)]
@@ -96,7 +98,7 @@ class Turns:
                     thread.start()
                 lanes[0].turn.release()
             self._finished.wait()
-        except BaseException as error:  # an interrupt: they end at their next turn
+        except BaseException as error:  # an interrupt: the lanes end at their next turn
             self._error = self._error or error
             raise
         finally:
@@ -108,8 +110,8 @@ class Turns:
         return [lane.result for lane in lanes]  # type: ignore[misc]  # None where T is
 
     def _end(self, lanes: Sequence[Lane[Any]], threads: Sequence[threading.Thread]) -> None:
-        """Wait for the threads. A second interrupt leaves one that waits for something else: all is over then."""
-        if threads[-1].ident is None:  # it could not be started, and nobody has begun
+        """Wait for the threads. A second interrupt ends this wait; then only closing the engine helps (`LEFT`)."""
+        if threads[-1].ident is None:  # it could not be started, and no lane has begun
             for lane in lanes:
                 lane.turn.release()
         else:
@@ -123,7 +125,7 @@ class Turns:
         _set_states(lanes[0].random, self._device)
 
     def take(self) -> None:
-        """A new unit is about to be begun: the others have their turns before. Returns when it is this one's again."""
+        """Give the other lanes their turns before a new unit is begun. Returns when it is this lane's turn again."""
         lane = self.lane
         if self._error is not None:
             raise _Stopped(LEFT)
@@ -137,19 +139,19 @@ class Turns:
         self._await_turn(lane)
 
     def fail(self, error: BaseException) -> None:
-        """A forward has been broken off, and with it what all others use: they end at their next turn."""
+        """A forward was aborted, and with it the uses that all lanes share: the others end at their next turn."""
         if self.on:
             self._fail(error)
 
     def first(self, what: Held, let_go: Callable[[], object]) -> bool:
-        """True where this round does not hold it: it does from now on, until `let_go` is called at the round's end."""
+        """True if this round did not hold `what`. It does from now on, until `let_go` is called at the round's end."""
         if not self.on or what in self._held:
             return False
         self._held[what] = let_go
         return True
 
     def relieve(self) -> bool:
-        """There is no room for what is needed now: let go of what the round holds. False: it holds nothing."""
+        """There is no room for a unit that is needed now: end the uses that the round holds. False: it holds none."""
         held = bool(self._held)
         self.let_go()
         return held
@@ -158,7 +160,7 @@ class Turns:
         return what in self._held
 
     def _following(self, lane: Lane[Any]) -> Lane[Any]:
-        """Who is next; a round ends where the first of those that run is."""
+        """The next lane; if that is the first running one again, the round ends."""
         position = self._lanes.index(lane)
         later = (each for each in self._lanes[position + 1 :] if not each.over)
         following = next(later, None)
@@ -168,7 +170,7 @@ class Turns:
         return following
 
     def let_go(self, kind: str | None = None) -> None:
-        """Nobody of this round needs what it holds (of this kind; None: of any), or there is no room for it."""
+        """End the uses that the round holds (of this kind; None: all): no lane needs them, or there is no room."""
         for what in [what for what in reversed(self._held) if kind in (None, what[0])]:
             self._held.pop(what)()
 
@@ -192,7 +194,7 @@ class Turns:
             following = self._following(lane)
         except BaseException as error:
             self._fail(error)
-            following = self._following(lane)  # what was held is not, after that
+            following = self._following(lane)  # this cannot raise: after `_fail` the round holds nothing
         if following is lane:
             self._finished.set()
         else:
@@ -201,11 +203,11 @@ class Turns:
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, _Stopped):
             self._error = self._error or error
-        self._held.clear()  # nobody uses it any more
+        self._held.clear()  # no lane uses it any more
 
 
 class _ThreadState:
-    """What torch keeps for each thread and a micro-batch inherits from the one that waits for it."""
+    """torch's per-thread state, which a micro-batch inherits from the thread that waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._gradients = device, torch.is_grad_enabled()
@@ -218,7 +220,7 @@ class _ThreadState:
     def entered(self) -> Iterator[None]:
         with ExitStack() as contexts:
             contexts.enter_context(torch.set_grad_enabled(self._gradients))
-            # Else a backward would run in a thread that is the device's, and wait for its turn there.
+            # Otherwise a backward would run in autograd's thread of the device, and wait for its turn there.
             contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self._default != HOST:
                 contexts.enter_context(self._default)
@@ -230,7 +232,7 @@ class _ThreadState:
 
 
 def _states(device: torch.device) -> list[torch.Tensor]:
-    """Of the generators that a model draws from."""
+    """States of the generators that a model draws from."""
     return [rng_state(each) for each in dict.fromkeys((HOST, device))]
 
 
@@ -240,7 +242,7 @@ def _set_states(states: list[torch.Tensor], device: torch.device) -> None:
 
 
 def _seeded_states(count: int, device: torch.device) -> Iterator[list[torch.Tensor]]:
-    """Those of the process, then others that follow from them; the process's stay as they are."""
+    """The process's states, then states seeded from them; the process's generators do not change."""
     states = _states(device)
     yield states
     seeds = torch.Generator(HOST)
