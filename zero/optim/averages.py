@@ -1,11 +1,11 @@
-"""Averages of the weights: what keeps them beside an update, and how weights become them.
+"""Averages of the weights: the rule that keeps them during updates, and the plane they are made from.
 
-[Note: two kinds] With `ema_decay` any rule is wrapped in one that keeps an exponential moving average of the fp32
-masters as one more plane, `ema`: it begins at the weights before a parameter's first update, and every update of the
-parameter moves it. `AdamWScheduleFree` keeps no average: it follows from the weights and from `z`.
+[Note: two kinds] With `ema_decay` any rule is wrapped in a rule that keeps an exponential moving average of the fp32
+masters as one more plane, `ema`. The average begins with the weights before a parameter's first update, and every
+update of the parameter moves it. `AdamWScheduleFree` keeps no average: it can be computed from the weights and `z`.
 
-[Note: one pass] A run is updated in pieces that stay in the cache, and each piece's average is moved before the next
-piece: the masters are not read from memory again.
+[Note: one pass] A run is updated in pieces that stay in the cache. Each piece's average is moved before the next piece
+is updated, so the masters are not read from memory again.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ EMA, OF_SCHEDULE_FREE = "ema", "z"
 
 
 class EmaValues(NamedTuple):
-    """Of one parameter in one step."""
+    """Values of one parameter in one step."""
 
     inner: Any
     first: bool  # The average begins with this update.
 
 
 class EmaRule(Rule):
-    """A rule with an average of the weights that it makes.
+    """A rule that also keeps an average of the weights.
 
-    `inner`: updates the weights; `decay`: of the average: what is left of it after an update.
+    `inner`: the rule that updates the weights; `decay`: the share of the old average that remains after an update.
     """
 
     def __init__(self, inner: Rule, decay: float) -> None:
@@ -56,20 +56,20 @@ class EmaRule(Rule):
         self.inner.begin()
 
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> EmaValues:
-        """What the inner rule has fixed, and whether there is an average."""
+        """The values that the inner rule has fixed, and whether the average begins now."""
         first = count == 1 or progress is None or EMA not in progress.present
         if progress is not None:
             progress = replace(progress, present=tuple(name for name in progress.present if name != EMA))
         return EmaValues(self.inner.values(group, count, progress), first)
 
     def after(self, values: EmaValues) -> tuple[Progress, Mapping[str, Any]]:
-        """As the inner rule; there is an average."""
+        """As the inner rule, and the average is present from now on."""
         progress, changed = self.inner.after(values.inner)
         known = progress or Progress((), self.inner.states)
         return replace(known, present=(*known.present, EMA)), changed
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[Small] | None:
-        """Piece by piece the weights, and then their average."""
+        """Update piece by piece: first the weights, then their average."""
         made = None
         for piece in [run] if self.whole else _pieces(run):
             *planes, average = piece.states.planes
@@ -78,12 +78,12 @@ class EmaRule(Rule):
                     masters.whole(average[begin:end], *_stored(piece, slice(begin, end)))
             segments = [(begin, end, values.inner) for begin, end, values in piece.segments]
             inner = piece._replace(states=States(tuple(planes)), segments=segments)
-            made = self.inner.update(inner, grad_scale, threads)  # of whole parameters, of which there is one piece
+            made = self.inner.update(inner, grad_scale, threads)  # small states of whole parameters: there is one piece
             self._average(piece, average, threads)
         return made
 
     def _average(self, run: UpdateRun, average: torch.Tensor, threads: int) -> None:
-        """As `torch.optim.swa_utils.get_ema_multi_avg_fn`, to the bit."""
+        """Bit-equal to `torch.optim.swa_utils.get_ema_multi_avg_fn`."""
 
         def move(at: slice, values: EmaValues) -> None:
             weight, stored = _stored(run, at)
@@ -100,7 +100,7 @@ def _stored(run: UpdateRun, at: slice) -> tuple[torch.Tensor, torch.Tensor | Non
 
 
 def _pieces(run: UpdateRun) -> Iterator[UpdateRun]:
-    """The run in pieces, on the host; what a GPU does to it is one call anyway."""
+    """The run in pieces if it is on the host; on a GPU it stays whole, since its update is one call anyway."""
     whole, numel = run.weight.numel(), tile_threads.WORTH_THREADS_NUMEL
     if run.weight.device.type != "cpu" or whole <= numel:
         yield run
@@ -117,14 +117,14 @@ def _pieces(run: UpdateRun) -> Iterator[UpdateRun]:
 
 
 def innermost(rule: Rule) -> Rule:
-    """What updates the weights."""
+    """The rule that updates the weights."""
     return rule.inner if isinstance(rule, EmaRule) else rule
 
 
 def with_averages(rules: Rules, config: Config) -> Rules:
     """The rules, with an average of the weights if the configuration asks for one.
 
-    Raises ConfigError: states or masters are not fp32, or the rule averages anyway.
+    Raises ConfigError: states or masters are not fp32, or the rule keeps an average already.
     """
     if config.ema_decay is None:
         return rules
@@ -148,7 +148,7 @@ def with_averages(rules: Rules, config: Config) -> Rules:
 
 
 def plane_of(rule: Rule) -> str | None:
-    """The name of the plane from which averages come; None: there are none."""
+    """The name of the plane from which averages are computed; None: there are none."""
     if isinstance(rule, EmaRule):
         return EMA
     free = isinstance(rule, TiledRule) and issubclass(rule.kind, AdamWScheduleFree)
@@ -156,5 +156,5 @@ def plane_of(rule: Rule) -> str | None:
 
 
 def part_of_plane(rule: Rule, group: Mapping[str, Any]) -> float:
-    """How far weights go towards that plane to be averages: all the way where the plane is the average."""
+    """The plane's share in the average, lerp(weights, plane, share): 1 if the plane is the average."""
     return 1.0 if isinstance(rule, EmaRule) else averaging(float(group["betas"][0]))

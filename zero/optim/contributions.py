@@ -1,10 +1,10 @@
-"""One contribution to a unit's gradient, on its way from the buffer autograd filled to its home.
+"""Stores one contribution to a unit's gradient: from the buffer that autograd filled to its home.
 
-What has a home in memory that the buffer's device can address is put there at once. From a GPU to the host it is copied
-beside the computation, with the block sums made on the device. What goes to the disk as it is, is written from where it
-was collected; what else goes there, and what has to be added to earlier contributions on the host, passes through
-chunks of the arena on the mover's loop. Gradients are added up in fp32, or, where `grad_accum_dtype` says so, in their
-own 16 bits: then each sum is made in fp32 and rounded.
+If the buffer's device can address the home, the contribution is stored there at once. From a GPU to the host it is
+copied while the device computes; the block sums are made on the device. If the disk can take it unchanged, it is
+written from its buffer. All others that are bound for the disk, and those that must be added to earlier contributions
+on the host, pass through chunks of the arena on the mover's loop. Gradients are added up in fp32 or, if
+`grad_accum_dtype` says so, in their own 16 bits: then each sum is made in fp32 and rounded.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from zero.params.layout import Slot, Unit
 from zero.plan.pools import WIDE_CHUNK_NUMEL, WIDE_CHUNKS
 from zero.store.storage import Storage
 
-CHUNK_NUMEL = 256 * 1024  # Dealt with at a time; a multiple of the block.
-# Written at a time from where it was collected: some of the drive's requests, so that its queue stays full.
+CHUNK_NUMEL = 256 * 1024  # Elements handled at a time; a multiple of the block.
+# Elements written at a time directly from the buffer: several requests of the drive, so that its queue stays full.
 PIECE_NUMEL = 4 * 1024 * 1024
-CHUNKS_IN_FLIGHT = 4  # One is copied while another is added up, and the disk has two more to read and write.
+CHUNKS_IN_FLIGHT = 4  # One is copied while another is added up, and the disk reads and writes two more.
 
 
 @dataclass(slots=True)
 class Contribution:
-    """What has arrived for one unit. Storing it goes on where a failure stopped it."""
+    """Gradients that have arrived for one unit. After a failure, storing continues where it stopped."""
 
     unit: Unit
     plane: Plane
-    dtype: torch.dtype  # What the plane holds for this unit.
-    # The flat gradient, unit.numel elements of unit.dtype or of what the plane holds; garbage where none has come.
+    dtype: torch.dtype  # The dtype in which the plane holds this unit's gradient.
+    # The flat gradient, unit.numel elements of unit.dtype or the plane's dtype; garbage where none has arrived.
     buffer: torch.Tensor
     arrived: list[Slot]
     again: list[bool]  # Per slot in `arrived`: is it added to an earlier contribution?
     first: bool  # The plane holds nothing for this step yet.
-    sums: torch.Tensor  # In host memory; rewritten wherever the gradient is.
-    summed: bool = False  # The device has made the sums, and they are on their way.
-    fence: Fence = None  # Behind what filled the buffer.
-    block: Block | None = None  # The lease behind the buffer.
-    left: set[int] | None = None  # First elements of the chunks that have not been dealt with; None: it has not begun.
-    transfer: Transfer[None] | None = None  # The attempt under way; None after a failure.
+    sums: torch.Tensor  # Block sums, in host memory; rewritten wherever the gradient changes.
+    summed: bool = False  # The device has made the sums, and they are being copied to the host.
+    fence: Fence = None  # After the work that filled the buffer.
+    block: Block | None = None  # The leased memory of the buffer.
+    left: set[int] | None = None  # First elements of the chunks that are left to store; None: storing has not begun.
+    transfer: Transfer[None] | None = None  # The running attempt; None after a failure.
 
     @property
     def done(self) -> bool:
@@ -62,35 +62,35 @@ class Contribution:
 
 
 class ContributionStore:
-    """Puts contributions where they belong. `threads`: of the CPU kernels."""
+    """Stores contributions in their homes. `threads`: of the CPU kernels."""
 
     def __init__(self, storage: Storage, threads: int) -> None:
         self._storage, self._streams, self._threads = storage, storage.streams, threads
 
     def can_address(self, memory: torch.Tensor | None, buffer: torch.Tensor) -> bool:
-        """True when kernels that run on the buffer can write to `memory`."""
+        """True if kernels on the buffer's device can write to `memory`."""
         if memory is None or memory.device != buffer.device:
             return False
         return self._streams.shared or memory.device.type != "cpu"
 
     def put(self, item: Contribution, home: torch.Tensor, sums: torch.Tensor) -> None:
-        """Store all of it in addressable memory, with the sums in `sums` there."""
+        """Store the whole contribution in addressable memory, and its sums in `sums` on the same device."""
         stored = home.view(item.dtype)
-        if item.block is None:  # collected where it is stored
+        if item.block is None:  # it was collected in its home
             zero_gaps(stored, item.unit, item.arrived, 0)
             kernels.block_sumsq(stored, sums, threads=self._threads)
         else:
             self._store_run(item, stored, item.buffer, 0, sums)
 
     def copy_out(self, item: Contribution, home: torch.Tensor, sums: torch.Tensor) -> Fence:
-        """Have a first contribution copied from the device to `home`, pinned host memory; returns at once.
+        """Queue the copy of a first contribution from the device to `home`, which is pinned host memory.
 
-        Returns behind the copies.
+        Returns at once: a fence after the copies.
 
         Args:
             item: the first of its step.
-            home: of the plane.
-            sums: of the device, as long as item.sums.
+            home: the plane's memory.
+            sums: on the device, as long as item.sums.
         """
         unit, stored = item.unit, home.view(item.dtype)
         zero_gaps(item.buffer, unit, item.arrived, 0)
@@ -99,10 +99,10 @@ class ContributionStore:
             self._streams.copy_out(stored, item.buffer, self._streams.fence())
         else:
             self._widen_out(item, stored, sums)
-        return self._streams.copy_out(item.sums, sums)  # behind the copy before, which waits for what made the sums
+        return self._streams.copy_out(item.sums, sums)  # after the copy above, which waits for the kernel of the sums
 
     def sum_on_device(self, item: Contribution, sums: torch.Tensor) -> None:
-        """Have the sums of a first contribution made where it is, so that `store` need not touch it."""
+        """Make the sums of a first contribution on the device, so that `store` need not compute them on the host."""
         if item.first and item.dtype == item.buffer.dtype:
             zero_gaps(item.buffer, item.unit, item.arrived, 0)
             kernels.block_sumsq(item.buffer, sums)
@@ -110,7 +110,7 @@ class ContributionStore:
             item.summed = True
 
     def _widen_out(self, item: Contribution, stored: torch.Tensor, sums: torch.Tensor) -> None:
-        """Cast and sum on the device, chunk by chunk: some are copied while the next is made."""
+        """Cast and sum on the device, chunk by chunk: earlier chunks are copied while the next one is made."""
         streams, pool = self._streams, self._storage.gradient_pool
         leaving: deque[tuple[Block, Fence]] = deque()
         for lo in range(0, item.unit.numel, WIDE_CHUNK_NUMEL):
@@ -127,13 +127,13 @@ class ContributionStore:
             block.release(copied)
 
     async def store(self, item: Contribution) -> None:
-        """Store or add it through the arena: the chunks that are left.
+        """Store the chunks that are left, or add them, through the arena.
 
-        A chunk whose old values cannot be read is untouched, and the next attempt goes on there. A chunk that cannot be
-        written is complete in memory: the plane keeps a copy until it can be. What the device is still copying to the
-        same place arrives before the chunk does: copies to the host are made in order.
+        If the old values of a chunk cannot be read, the chunk is untouched, and the next attempt continues there. If a
+        chunk cannot be written, it is complete in memory: the plane keeps a copy until the write succeeds. If the
+        device is still copying to the same place, that copy arrives before the chunk: copies to the host are ordered.
 
-        Raises StorageError: of the first chunk that failed.
+        Raises StorageError: the error of the first chunk that failed.
         """
         at_once = self._is_written_at_once(item)
         store = self._write_piece if at_once else self._store_part
@@ -144,7 +144,7 @@ class ContributionStore:
         await _each(sorted(item.left), lambda lo: store(item, lo, min(lo + numel, item.unit.numel)))
 
     def _is_written_at_once(self, item: Contribution) -> bool:
-        """True when the disk can take it from where it was collected, as it is."""
+        """True if the disk can take the contribution unchanged from its buffer."""
         if not (self._streams.shared and item.first and item.dtype == item.buffer.dtype):
             return False
         return item.plane.memory(item.unit.begin, item.unit.end) is None
@@ -154,7 +154,7 @@ class ContributionStore:
         zero_gaps(piece, unit, item.arrived, lo)
         kernels.block_sumsq(piece, rows_of(item.sums, lo, hi), threads=self._threads)
         if item.left is not None:
-            item.left.discard(lo)  # whatever comes of the write: a plane that cannot be written keeps a copy
+            item.left.discard(lo)  # even if the write fails: then the plane keeps a copy
         await _write(item.plane, (unit.begin + lo, unit.begin + hi), piece.view(torch.uint8))
 
     async def _store_part(self, item: Contribution, lo: int, hi: int) -> None:
@@ -179,9 +179,9 @@ class ContributionStore:
     async def _chunk(
         self, plane: Plane, run: tuple[int, int], passing_bytes: int, *, first: bool
     ) -> AsyncIterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(what the plane holds at [begin, end), memory for `passing_bytes`); it is stored when the context ends well.
+        """(the plane's bytes of the run, memory for `passing_bytes`); at the end, unless it failed, the run is stored.
 
-        Raises StorageError: it could not be read: nothing has changed; or written: the plane keeps a copy.
+        Raises StorageError: the read failed, and nothing has changed; or the write failed, and the plane keeps a copy.
         """
         memory = plane.memory(*run)
         stored_bytes = 0 if memory is not None else plane.nbytes(*run)
@@ -197,12 +197,12 @@ class ContributionStore:
             chunk.release()
 
     def _chunk_numel(self, home: torch.Tensor | None, dtype: torch.dtype, passing_bytes: int) -> int:
-        """Elements dealt with at a time, whole blocks.
+        """Elements handled at a time, whole blocks.
 
         Args:
-            home: memory of the plane, where what is stored needs none of the arena.
-            dtype: of what is stored.
-            passing_bytes: of the arena that each of them passes through besides.
+            home: memory of the plane, if it is in memory: then the stored elements need no room in the arena.
+            dtype: of the stored elements.
+            passing_bytes: additional bytes of the arena for each element.
         """
         if self._streams.shared:
             return CHUNK_NUMEL
@@ -213,10 +213,10 @@ class ContributionStore:
     def _store_run(
         self, item: Contribution, stored: torch.Tensor, source: torch.Tensor, lo: int, sums: torch.Tensor
     ) -> None:
-        """Put or add elements from `lo` on; `stored` and `source` begin there. The sums are rewritten."""
+        """Store or add elements from `lo` on; `stored` and `source` begin there. The sums are rewritten."""
         hi = lo + stored.numel()
         into = rows_of(sums, lo, hi)
-        if item.first:  # one pass over memory: what has not arrived is zero at the source
+        if item.first:  # one pass over memory: elements that have not arrived are set to zero in the source
             zero_gaps(source, item.unit, item.arrived, lo)
             kernels.cast_sumsq(stored, source, into=into, threads=self._threads)
             return
@@ -245,19 +245,19 @@ class ContributionStore:
     ) -> None:
         """Store `scale` times the sum of `sources` as this rank's slice of a gradient, or add it there.
 
-        Raises StorageError: of the first chunk that failed.
+        Raises StorageError: the error of the first chunk that failed.
 
         Args:
-            unit: whose.
-            home: its plane, and what that holds.
+            unit: the unit of the gradient.
+            home: its plane, and the dtype in which the plane holds the gradient.
             sources: (unit.shard_numel,) each, added up in this order.
-            scale: of the sum.
+            scale: factor of the sum.
             sums: rewritten.
             first: the plane holds nothing for this step yet.
-            rounds: what is added is rounded to the unit's dtype before.
+            rounds: the scaled sum is rounded to the unit's dtype before it is stored or added.
         """
         plane, dtype = home
-        if rounds and not self._streams.shared:  # on a device the sources are this rank's alone
+        if rounds and not self._streams.shared:  # on a device only this rank uses the sources: they may be overwritten
             sources, scale, rounds = [_rounded_sum(sources[0], sources, scale, unit.dtype)], 1.0, False
         memory = plane.memory(unit.begin, unit.end)
         if not rounds and self.can_address(memory, sources[0]) and memory is not None:
@@ -267,7 +267,7 @@ class ContributionStore:
             if into is not sums:
                 await self._streams.reached(self._streams.copy_out(sums, into, self._streams.fence()))
             return
-        if not self._streams.shared:  # one sum travels to the host, not one for each rank
+        if not self._streams.shared:  # copy one sum to the host, and not one gradient for each rank
             kernels.reduce_ranks(sources[0], sources, scale=scale)
             sources, scale = sources[:1], 1.0
         numel = self._chunk_numel(memory, dtype, sources[0].element_size())
@@ -323,7 +323,7 @@ class ContributionStore:
 
 
 async def _write(plane: Plane, run: tuple[int, int], raw: torch.Tensor) -> None:
-    """Raises StorageError: the plane keeps a copy until it can be written."""
+    """Write to the plane. Raises StorageError: the plane keeps a copy until the write succeeds."""
     try:
         await plane.write(*run, raw)
     except StorageError:
@@ -366,13 +366,13 @@ def reduce_into(
 
 
 def _rounded_sum(into: torch.Tensor, sources: list[torch.Tensor], scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """The scaled sum as a gradient of `dtype` would hold it, in `into`, which is like the sources and may be one."""
+    """The scaled sum, rounded to `dtype`, in `into`; that has the sources' shape and dtype, and may be one of them."""
     kernels.reduce_ranks(into, sources, scale=scale)
     return into if into.dtype == dtype else into.copy_(into.to(dtype))
 
 
 def zero_gaps(flat: torch.Tensor, unit: Unit, arrived: Iterable[Slot], lo: int) -> None:
-    """Zero what no slot in `arrived` covers; `flat` begins at element `lo` of the unit."""
+    """Zero the elements that no slot in `arrived` covers; `flat` begins at element `lo` of the unit."""
     hi = lo + flat.numel()
     position = lo
     for slot in sorted(arrived, key=lambda s: s.offset_numel):
@@ -385,7 +385,7 @@ def zero_gaps(flat: torch.Tensor, unit: Unit, arrived: Iterable[Slot], lo: int) 
 
 
 async def _each(chunks: Iterable[int], deal: Callable[[int], Awaitable[None]]) -> None:
-    """`deal` with each chunk, a few at a time and begun in this order. Raises the first error, when all are over."""
+    """Call `deal` for each chunk, a few at a time, begun in this order. Raises the first error after all are over."""
     errors: list[StorageError] = []
     rest = iter(chunks)
 

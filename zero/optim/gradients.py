@@ -1,11 +1,11 @@
 """Gradients from autograd into the gradient plane.
 
-One contribution is kept as produced; from the second on it is accumulated in fp32. A parameter that contributed nothing
-since the last step is remembered as such: the optimizer skips it, as torch does. Block sums of squares are rewritten
-whenever a unit's gradient is, so the step never reads it again for the norm.
+The first contribution is kept as produced; from the second on, contributions are accumulated in fp32. A parameter that
+contributed nothing since the last step is marked as such: the optimizer skips it, as torch does. Block sums of squares
+are rewritten whenever a unit's gradient is rewritten, so the step never reads it again for the norm.
 
-A step seals what has been collected: updates behind the step read it, and the first gradient of the next step that
-needs its place waits until they have.
+A step seals the collected gradients: updates that run after the step read them. A gradient of the next step that needs
+the place of a sealed one waits until its update has read it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zero.store.storage import Storage
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Where the gradient of the last step lies, and in what dtype."""
+    """Place and dtype of a gradient of the last step."""
 
     plane: Plane
     dtype: torch.dtype
@@ -41,42 +41,42 @@ class Sealed:
 
 @dataclass(slots=True)
 class UnitGradient:
-    """What is known of one unit's gradient since the last step."""
+    """The state of one unit's gradient since the last step."""
 
     unit: Unit
     plane: Plane
-    dtype: torch.dtype  # What the plane holds for this unit.
+    dtype: torch.dtype  # The dtype in which the plane holds this unit's gradient.
     narrow_plane: Plane
-    contributions: list[int]  # Per slot, how many contributions the plane holds.
-    sums: torch.Tensor  # Of what the plane holds, in host memory.
-    summed: bool = False  # Something has been stored since the last step.
-    # Slots, in order, whose latest contributions wait in `buffer`, and how many they are: one, unless it `adds`.
+    contributions: list[int]  # Per slot, the number of contributions that the plane holds.
+    sums: torch.Tensor  # Block sums of the plane's gradient, in host memory.
+    summed: bool = False  # A contribution has been stored since the last step.
+    # Slots whose latest contributions wait in `buffer`, in order -> how many contributions: one, unless `adds`.
     arrived: dict[int, int] = field(default_factory=dict)
-    # Flat gradient, unit.numel elements: of unit.dtype, or what the plane holds if it `adds`.
+    # Flat gradient, unit.numel elements: of unit.dtype, or of the plane's dtype if `adds`.
     buffer: torch.Tensor | None = None
-    adds: bool = False  # Contributions are added up in `buffer`: the plane held nothing when it was opened.
-    # The lease behind `buffer`, with room for its sums on a GPU; None when it is the plane's own memory.
+    adds: bool = False  # Contributions are added up in `buffer`: the plane held nothing when the buffer was opened.
+    # The leased memory of `buffer`, with room for its sums on a GPU; None if `buffer` is the plane's own memory.
     block: Block | None = None
-    stream: Any = None  # On a GPU, the stream that the buffer is being filled on.
-    storing: Storing | None = None  # What is being stored; its block is leased until that has succeeded.
-    copied: Fence = None  # Behind what the device is copying to the host, sums included.
+    stream: Any = None  # On a GPU, the stream on which the buffer is being filled.
+    storing: Storing | None = None  # The contribution that is being stored; its block is leased until that succeeds.
+    copied: Fence = None  # After the device's copies to the host, sums included.
     sealed: Sealed | None = None
 
     @property
     def empty(self) -> bool:
-        """True when the plane holds nothing for this step."""
+        """True if the plane holds nothing for this step."""
         return not self.summed
 
 
 class Storing(Protocol):
-    """A gradient on its way to its plane."""
+    """A gradient that is being stored in its plane."""
 
     block: Block | None
-    transfer: Transfer[None] | None  # The attempt under way; None after a failure.
+    transfer: Transfer[None] | None  # The running attempt; None after a failure.
 
     @property
     def done(self) -> bool:
-        """True once all of it is where it belongs."""
+        """True once all of it is stored."""
 
 
 class Gradients:
@@ -87,9 +87,9 @@ class Gradients:
     Attributes:
         deferred: gradients of an earlier backward of this step wait to be reduced.
         together: in this backward several micro-batches pass each unit before it is `passed`.
-        update: called with a unit whose sealed gradient is in the way; must not return before it was used.
-        reclaim: called with a unit whose gradient needs its memory now; must not return before it is free.
-        order: (unit, position of the slot), as their first gradients since the last step have arrived.
+        update: called with a unit whose sealed gradient occupies its place; must not return before an update used it.
+        reclaim: called with a unit whose gradient needs its memory now; must not return before the memory is free.
+        order: (unit, position of the slot), in the order in which the first gradients since the last step arrived.
     """
 
     deferred = together = False
@@ -97,7 +97,7 @@ class Gradients:
     def __init__(self, layout: Layout, storage: Storage, device: torch.device, in_place: bool, threads: int) -> None:
         self._storage, self._device, self._in_place = storage, device, in_place
         self._streams, self._store, self._threads = storage.streams, ContributionStore(storage, threads), threads
-        self.update: Callable[[int], None] = lambda index: None  # until a step can be taken no gradient is sealed
+        self.update: Callable[[int], None] = lambda index: None  # before steps are possible no gradient is sealed
         self.reclaim: Callable[[Unit], None] = lambda unit: None
         self.order: dict[tuple[int, int], None] = {}
         self._units: dict[int, UnitGradient] = {}
@@ -114,14 +114,14 @@ class Gradients:
     def arrive(
         self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, parts: float = 1.0
     ) -> bool:
-        """Take one parameter's gradient. True when every slot of the unit has arrived, and nothing is to be added.
+        """Take one parameter's gradient. True if every slot of the unit has arrived, and no more is to be added.
 
         Args:
             index: the unit.
             position: the slot inside the unit.
-            gradient: in the parameter's shape; may be let go afterwards.
-            rows: of the first dimension, that `gradient` is for; the others' gradient is zero. None: it is for all.
-            parts: it is divided by them.
+            gradient: in the parameter's shape; may be freed afterwards.
+            rows: rows of the first dimension that `gradient` is for; other rows have gradient zero. None: all rows.
+            parts: divisor of the gradient.
         """
         state = self._units[index]
         if position in state.arrived and (not state.adds or rows is not None):
@@ -147,7 +147,7 @@ class Gradients:
         return len(state.arrived) == len(state.unit.slots) and not state.adds
 
     def flush(self, index: int) -> None:
-        """Move what has arrived into the plane; a later contribution opens the unit again."""
+        """Store the gradients that have arrived in the plane; a later contribution opens the unit again."""
         state = self._units.get(index)
         if state is None or state.buffer is None:
             return
@@ -169,15 +169,15 @@ class Gradients:
             self._start(state, item)
 
     def passed(self, index: int) -> None:
-        """Everything that a use of the unit contributes has arrived, or the unit is complete."""
+        """All gradients of one use of the unit have arrived, or the unit is complete."""
         self.flush(index)
 
     def _widens(self, state: UnitGradient) -> bool:
-        """True when what is held has to become fp32 before something is added."""
+        """True if the stored gradient must become fp32 before another is added."""
         return state.dtype != torch.float32 and self._storage.plan.accumulation == torch.float32
 
     def _take(self, state: UnitGradient, buffer: torch.Tensor) -> Contribution:
-        """What has arrived, as one contribution; the unit can be opened again."""
+        """Return the gradients that have arrived as one contribution; the unit can be opened again."""
         arrived = [state.unit.slots[position] for position in state.arrived]
         again = [state.contributions[position] > 0 for position in state.arrived]
         item = Contribution(state.unit, state.plane, state.dtype, buffer, arrived, again, state.empty, state.sums)
@@ -189,7 +189,7 @@ class Gradients:
         return item
 
     def _put(self, state: UnitGradient, item: Contribution, home: torch.Tensor) -> None:
-        """Store it where the device it is on can write; from a GPU only the sums have to travel."""
+        """Store it in memory that its device can write; from a GPU only the sums are copied to the host."""
         if self._streams.shared:
             self._store.put(item, home, item.sums)
             if item.block is not None:
@@ -202,12 +202,12 @@ class Gradients:
         block.release(state.copied)
 
     def flush_all(self) -> None:
-        """End of a backward: nothing waits in a buffer any more."""
+        """Flush all buffers at the end of a backward."""
         for index in self._units:
             self.flush(index)
 
     def begin_backward(self, *, boundary: bool, together: bool = False) -> None:
-        """A backward begins; `boundary`: the next step is to update the parameters with what it gives."""
+        """A backward begins; `boundary`: a step follows that updates the parameters with its gradients."""
         self.together = together
 
     def end_backward(self) -> None:
@@ -215,16 +215,16 @@ class Gradients:
         self.together = False
 
     def break_off(self) -> None:
-        """A backward of micro-batches together has failed; `clear` follows, or the end."""
+        """A backward of several micro-batches together has failed; `clear` or the engine's end follows."""
         self.together = False
 
     def complete(self) -> None:
-        """A step is about to be fixed: nothing waits in a buffer or is on its way. Raises StorageError."""
+        """Flush and settle all gradients: a step is about to be fixed. Raises StorageError."""
         self.flush_all()
         self.settle()
 
     def settle(self) -> None:
-        """Wait until every gradient is where it belongs. Raises StorageError."""
+        """Wait until every flushed gradient is stored. Raises StorageError."""
         for state in self._units.values():
             self._settle(state)
         on_their_way = [state.copied for state in self._units.values() if state.copied is not None]
@@ -234,7 +234,7 @@ class Gradients:
             state.copied = None
 
     def clear(self) -> None:
-        """Forget the contributions since the last step: after zero_grad. What a step has sealed stays."""
+        """Drop the contributions since the last step: after zero_grad. Gradients that a step has sealed stay."""
         for state in self._units.values():
             if state.storing is not None and state.storing.transfer is not None:
                 state.storing.transfer.settle()
@@ -248,7 +248,7 @@ class Gradients:
         self.order.clear()
 
     def seal(self) -> None:
-        """A step takes the gradients as they are; nothing waits in a buffer or is on its way."""
+        """A step takes the present gradients; the caller has flushed and settled all."""
         for state in self._units.values():
             state.sealed = None if state.empty else Sealed(state.plane, state.dtype)
             self._begin_anew(state)
@@ -258,32 +258,35 @@ class Gradients:
         state.summed, state.contributions = False, [0] * len(state.unit.slots)
         state.plane, state.dtype = state.narrow_plane, self._storage.gradient_dtype(state.unit)
 
-    # ---- everything, for who moves it elsewhere -------------------------------------------------
+    # ---- all gradients, for callers that move them elsewhere ------------------------------------
 
     def states(self) -> list[UnitGradient]:
-        """What is known of every trained unit; nothing waits in a buffer after `flush_all` and `settle`."""
+        """The gradient state of every trained unit; after `flush_all` and `settle` all buffers are empty."""
         return list(self._units.values())
 
     def waiting(self) -> dict[int, torch.Tensor]:
-        """Unit's index -> a whole gradient of this rank that is not reduced yet."""
+        """Unit index -> a whole gradient of this rank that is not reduced yet."""
         return {}
 
     def rest(self, *, aside: bool) -> dict[int, torch.Tensor]:
-        """Keep nothing of `gradient_pool`; if `aside`, nor what `waiting` says: it is returned, for `take_up`."""
+        """Give all memory of `gradient_pool` back. `aside`: drop the `waiting` gradients too, and return them.
+
+        `take_up` takes them again.
+        """
         return {}
 
     def drop_waiting(self, unit: Unit, slot: Slot) -> None:
-        """Forget what waits to be reduced of one parameter: its gradient is about to be replaced."""
+        """Drop one parameter's gradient that waits to be reduced: it is about to be replaced."""
 
     def take_up(self, index: int, flat: torch.Tensor) -> None:
-        """Let `flat`, a whole gradient of (unit.numel,), wait as `waiting` has said.
+        """Let `flat`, a whole gradient of (unit.numel,), wait to be reduced again, as `waiting` returned it.
 
         Raises StateError: with one rank nothing waits.
         """
         raise StateError(f"gradient of unit {index}: nothing waits to be reduced with one rank")
 
     def read_stored(self, state: UnitGradient, begin: int, end: int) -> torch.Tensor:
-        """A copy on the host of what the plane holds at coordinates [begin, end) of a unit. Raises StorageError."""
+        """Copy to the host the plane's gradient at coordinates [begin, end) of a unit. Raises StorageError."""
         lo, hi = begin // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(end, BLOCK_NUMEL), state.unit.end)
         memory = state.plane.memory(lo, hi)
         if memory is None:
@@ -293,7 +296,7 @@ class Gradients:
         return memory.view(state.dtype)[begin - lo : end - lo].to("cpu", copy=True)
 
     def write_stored(self, state: UnitGradient, begin: int, values: torch.Tensor) -> None:
-        """Let the plane hold `values` (of its dtype, whole blocks) from coordinate `begin` on. Raises StorageError."""
+        """Store `values` (in the plane's dtype, whole blocks) from coordinate `begin` on. Raises StorageError."""
         unit, end = state.unit, begin + values.numel()
         kernels.block_sumsq(values, into=rows_of(state.sums, begin - unit.begin, end - unit.begin))
         job = write_plane(state.plane, begin, end, values.view(torch.uint8), self._storage.arena)
@@ -311,7 +314,7 @@ class Gradients:
             self._wide[unit.index] = self._storage.wide_gradient(unit)
         return self._wide[unit.index]
 
-    # ---- what the step wants to know ----------------------------------------------------------
+    # ---- queries of the step ------------------------------------------------------------------
 
     def contributed(self, index: int) -> list[bool]:
         """Per slot of the unit: has it had a gradient since the last step?"""
@@ -328,11 +331,11 @@ class Gradients:
         return state.sealed
 
     def square_sum(self) -> SquareSum:
-        """Of this rank's slices."""
+        """Sum of squares over this rank's slices."""
         return SquareSum.merged(SquareSum.of(state.sums) for state in self._units.values() if state.summed)
 
     def nonfinite(self) -> int:
-        """How many gradient elements are inf or NaN."""
+        """Number of gradient elements that are inf or NaN."""
         return sum(int(nonfinite_of(state.sums).sum()) for state in self._units.values() if state.summed)
 
     # ---- inside -------------------------------------------------------------------------------
@@ -342,7 +345,7 @@ class Gradients:
         unit, streams = state.unit, self._streams
         if state.sealed is not None:
             self.update(unit.index)
-            streams.wait(streams.behind_updates())  # on a GPU the update may only have been begun
+            streams.wait(streams.behind_updates())  # on a GPU the update may still be running
             state.sealed = None
         self.reclaim(unit)
         dtype = self._begin_adding(state) if self.together and state.empty else unit.dtype
@@ -356,21 +359,21 @@ class Gradients:
         state.buffer = state.block.view(dtype, unit.numel)
 
     def _begin_adding(self, state: UnitGradient) -> torch.dtype:
-        """Contributions will be added up before they are stored; returns in what."""
+        """Contributions will be added up before they are stored; returns the dtype of the sum."""
         state.adds = True
         if self._widens(state):
             self.make_wide(state)
         return state.dtype
 
     def _lease(self, state: UnitGradient, nbytes: int) -> Block:
-        """Memory of the device that its current stream may use."""
+        """Lease device memory; the current stream may use it at once."""
         pool = self._storage.gradient_pool
         block = pool.try_lease(nbytes)
         asked = [self._units[index] for index in self._storing]  # the first of them is the first to be done
         for other in (*asked, *self._units.values()):
             if block is not None:
                 break
-            # The pool is small on purpose: units still open give way, and open again if need be.
+            # The pool is small on purpose: units with open buffers are flushed, and open again if needed.
             if other is not state and other.block is not None:
                 self.flush(other.unit.index)
             self._settle(other)
@@ -384,9 +387,9 @@ class Gradients:
         item.transfer = self._storage.mover.post(f"storing the gradient of {state.unit.name}", job)
 
     def _settle(self, state: UnitGradient) -> None:
-        """Wait until the mover has stored what it was given of the unit. After a failure the next call tries again.
+        """Wait until the mover has stored the unit's contribution. After a failure the next call tries again.
 
-        Blocks are given back here and not by the mover: one thread owns the pool.
+        Blocks are released here and not by the mover: one thread owns the pool.
         """
         item = state.storing
         if item is None:
@@ -414,7 +417,7 @@ class Gradients:
         wide, narrow, dtype = self._wide_home(unit), state.plane, state.dtype
 
         async def widen() -> None:
-            await self._streams.reached(state.copied)  # of its sums too: it has been made
+            await self._streams.reached(state.copied)  # until the copies to the host, sums included, are complete
             await self._store.widen(unit, narrow, dtype, wide)
 
         self._storage.mover.run(f"widening the gradient of {unit.name}", widen())
@@ -423,19 +426,19 @@ class Gradients:
 
 
 def _sums_in(block: Block, unit: Unit) -> torch.Tensor:
-    """Where a block of the device has room for the sums of the unit's gradient: at its end."""
+    """The room for the sums of the unit's gradient in a device block: at its end."""
     return rows_in(block.data[block.data.numel() - gradient_sums_bytes(unit) :])
 
 
-# Where the gradient of a parameter, or of a tile of it, lies, and how many contributions it holds.
+# Place of the gradient of a parameter or of one of its tiles, and the number of its contributions.
 Place = tuple[UnitGradient, Slot, int]
 
 
 def move_gradients(given: Gradients, taking: Gradients, new_index_of: dict[int, int]) -> None:
-    """Move what has been accumulated since the last step; both sides are at rest, and `taking` is empty.
+    """Move the gradients accumulated since the last step; both sides are at rest, and `taking` is empty.
 
-    Raises StorageError: nothing of the given side has changed. `new_index_of`: parameter index in the given layout ->
-    index in the taking one; the others have no place there.
+    Raises StorageError: `given` is unchanged. `new_index_of`: parameter index in the layout of `given` -> index in the
+    layout of `taking`; other parameters have no place there.
     """
     sources: dict[int, list[Place]] = {}
     for state in given.states():
@@ -456,7 +459,7 @@ def _fill(given: Gradients, taking: Gradients, state: UnitGradient, held: list[l
         hi = min(lo + CHUNK_NUMEL, unit.numel)
         chunk = torch.zeros(hi - lo, dtype=state.dtype)
         for slot, places in zip(unit.slots, held, strict=True):
-            origin = slot.offset_numel - slot.first_numel  # where the parameter's first element would be
+            origin = slot.offset_numel - slot.first_numel  # the offset that the parameter's first element would have
             for source, part, _ in places:
                 common = _common(part, slot)
                 first, last = max(lo - origin, common.start), min(hi - origin, common.stop)
@@ -469,6 +472,6 @@ def _fill(given: Gradients, taking: Gradients, state: UnitGradient, held: list[l
 
 
 def _common(one: Slot, other: Slot) -> range:
-    """Elements of a parameter that both slots have."""
+    """Elements of a parameter that are in both slots."""
     begin = max(one.first_numel, other.first_numel)
     return range(begin, min(one.first_numel + one.numel, other.first_numel + other.numel))

@@ -1,14 +1,14 @@
-"""Tiled rules whose arithmetic is our kernels': Lion, SGD, Adagrad and RMSprop.
+"""Tiled rules whose elements our kernels update: Lion, SGD, Adagrad and RMSprop.
 
-[Note: rows] What there is of a parameter, when it begins and what is counted stays the class's word, as for any tiled
-rule. A row says how the numbers that the class would compute with are those of a kernel; then the kernel updates the
-elements in one pass over memory. Where the row does not cover what a param group asks for, and where there is no native
-library, the class's own step runs over tiles.
+[Note: rows] As for any tiled rule, the class decides which states a parameter has, when they begin and what is counted.
+A row translates the class's numbers into a kernel's numbers; then the kernel updates the elements in one pass over
+memory. If the row does not cover the options of a param group, or if there is no native library, the class's own step
+runs over tiles.
 
-[Note: rounding] A kernel does the operations of torch's single-tensor step, each rounded once as IEEE says, and fuses
-the products and sums that torch fuses. So its bits are the same on every CPU and on a GPU, and those of torch wherever
-torch rounds so too: not on a CPU without fused multiply-add, and not where its square roots are MKL's (builds for x86),
-which are off by one unit in the last place now and then.
+[Note: rounding] A kernel does the operations of torch's single-tensor step, each rounded once as in IEEE 754, and fuses
+the same products and sums as torch. So its bits are the same on every CPU and on a GPU. They equal torch's bits where
+torch rounds in the same way: not on a CPU without fused multiply-add, and not where torch uses MKL's square roots
+(builds for x86), which are sometimes wrong by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from zero.ops.lion import DeepSpeedCPULion, FusedLion, Lion
 from zero.optim.rules import TiledRule, TileValues, UpdateRun
 
 Options = Mapping[str, Any]
-NOT_COVERED = ("maximize", "differentiable")  # Options with which a class computes something else.
+NOT_COVERED = ("maximize", "differentiable")  # With these options a class computes something else.
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One optimizer.
+    """How a kernel updates for one optimizer class.
 
     Attributes:
         formula: the kernel's.
         numbers: fields of a segment, from a param group's options and the number of updates before this one.
-        states: of those of the formula the ones that these options use.
+        states: the formula's states that these options use.
     """
 
     formula: Formula
@@ -83,7 +83,7 @@ def _rmsprop_states(options: Options) -> tuple[str, ...]:
 
 LION = Row(Formula.LION, _lion, lambda options: Formula.LION.states)
 ADAGRAD = Row(Formula.ADAGRAD, _adagrad, lambda options: Formula.ADAGRAD.states)
-# By the class itself: what a subclass does instead is not known.
+# For exactly these classes: a subclass may compute something else.
 ROWS: dict[type[torch.optim.Optimizer], Row] = {
     torch.optim.SGD: Row(Formula.SGD, _sgd, lambda options: Formula.SGD.states if options["momentum"] != 0 else ()),
     torch.optim.Adagrad: ADAGRAD,
@@ -94,14 +94,14 @@ ROWS: dict[type[torch.optim.Optimizer], Row] = {
 
 
 class KernelRule(TiledRule):
-    """The rule of an optimizer object whose class has a row; the arguments are those of a tiled one."""
+    """The rule of an optimizer object whose class has a row; it takes the arguments of `TiledRule`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         super().__init__(optimizer, *arguments)
         self._row = ROWS[self.kind]
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
-        """One call of the kernel for the segments that use the same states; tiles for those that are not covered."""
+        """One kernel call for all segments that use the same states; tiles for segments that are not covered."""
         native = kernels.native_on(run.weight.device)
         by_states: dict[tuple[str, ...], list[Segment]] = {}
         tiled = []
@@ -124,7 +124,7 @@ class KernelRule(TiledRule):
             super().update(run._replace(segments=tiled), grad_scale, threads)
 
     def _missing(self, used: tuple[str, ...], values: TileValues) -> list[str]:
-        """The planes that this update begins with."""
+        """The planes that begin with this update."""
         known = () if values.progress is None else values.progress.present
         return [name for name in used if name not in known]
 

@@ -1,9 +1,9 @@
-"""Memory of gradients between their use and their next arrival: results of updates wait there to be written.
+"""Lends the memory of gradients between their use and their next arrival: updated records wait there to be written.
 
 [Note: why writes wait] Forward runs at the disk's limit: it waits for records to be read and written. Backward leaves
-the disk mostly idle. A gradient that its update has used is no longer needed, so by the end of forward most of their
-memory is free; records that are updated but not yet written stay in it, and are written while backward computes. The
-first gradient of a unit takes its memory back, which is why only the units that backward reaches late lend theirs.
+the disk mostly idle. A gradient is not needed after its update has used it, so by the end of forward most gradient
+memory is free. Records that are updated but not yet written stay in it, and are written while backward computes. The
+first gradient of a unit takes its memory back, so only the units that backward reaches late lend their memory.
 
 So an update that finds no room in the arena may run in lent memory: `Places` admits one after the other.
 """
@@ -23,15 +23,16 @@ from offload.streams import Fence
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.store.storage import Storage
 
-# Of the memory of gradients, from the front: what is written at the end of forward has left it in time for them.
+# Share of the gradient memory that is lent, from the front: its gradients arrive so late that writes left at the end
+# of forward are over by then.
 LENT_SHARE = 2 / 3
 
 Range = tuple[int, int]
-WRITES_IN_FLIGHT = 2  # Records written at once where others can wait: enough to keep a disk busy, and reads come first.
+WRITES_IN_FLIGHT = 2  # Records written at once if others can wait: enough to keep a disk busy, and reads go first.
 
 
 class SpareRanges:
-    """Ranges of addresses that are given and withdrawn by one, lent and returned by others."""
+    """Ranges of addresses: one party gives and withdraws them, others borrow and return them."""
 
     def __init__(self) -> None:
         self._given: list[Range] = []
@@ -44,7 +45,7 @@ class SpareRanges:
             insort(self._given, (begin, end))
 
     def withdraw(self, begin: int, end: int) -> None:
-        """[begin, end) is not lent again; what of it is lent stays so until it is returned."""
+        """[begin, end) is not lent again; parts of it that are lent now stay lent until they are returned."""
         self._given = list(_without(self._given, [(begin, end)]))
 
     def lent(self, begin: int, end: int) -> bool:
@@ -52,7 +53,7 @@ class SpareRanges:
         return any(first < end and begin < last for first, last in self._lent)
 
     def lend(self, nbytes: int) -> int | None:
-        """Lend the first run of `nbytes` that is given and not lent; None if there is none."""
+        """Lend the first run of `nbytes` that is given and not lent yet; None if there is none."""
         begin = end = -1
         for first, last in _without(self._given, self._lent):
             begin, end = (begin, last) if first == end else (first, last)
@@ -62,7 +63,7 @@ class SpareRanges:
         return None
 
     def take_back(self, begin: int) -> None:
-        """What was lent at `begin` is returned."""
+        """The range lent at `begin` is returned."""
         self._lent = [span for span in self._lent if span[0] != begin]
 
 
@@ -84,7 +85,7 @@ class _Pool:
 
 
 class SpareGradients:
-    """Lends the memory of gradients that are used up. Lives on the mover's loop, but for `holds`."""
+    """Lends the memory of gradients that updates have used. All but `holds` runs on the mover's loop."""
 
     def __init__(self, layout: Layout, storage: Storage) -> None:
         self._layout, self._storage = layout, storage
@@ -94,11 +95,11 @@ class SpareGradients:
 
     @property
     def lends(self) -> bool:
-        """False when no gradient has memory that could be lent."""
+        """False if no gradient has memory that can be lent."""
         return bool(self._pools)
 
     def give(self, group: SubGroup, units: Iterable[Unit]) -> None:
-        """The gradients of these units in the sub-group are not needed any more, until new ones arrive."""
+        """Lend the memory of these units' gradients in the sub-group: it is not needed until new gradients arrive."""
         pool = self._pools.get(group.space)
         if pool is None:
             return
@@ -109,7 +110,7 @@ class SpareGradients:
                 pool.ranges.give(begin, end)
 
     def try_lease(self, nbytes: int) -> Block | None:
-        """Memory for an update, where gradients are used up; None if there is not enough in one run."""
+        """Memory of used gradients for an update; None if there is not enough in one run."""
         for pool in self._pools.values():
             begin = pool.ranges.lend(nbytes)
             if begin is not None:
@@ -121,7 +122,7 @@ class SpareGradients:
         return index in self._holds
 
     async def withdraw(self, unit: Unit) -> None:
-        """Return once the unit's gradient has its memory for itself."""
+        """Return when no part of the memory of the unit's gradient is lent any more."""
         pool = self._pools[self._layout.space_of(unit)]
         begin, end = self._range(pool, unit, unit.begin, unit.end)
         pool.ranges.withdraw(begin, end)
@@ -132,14 +133,14 @@ class SpareGradients:
         self._holds.discard(unit.index)
 
     def _range(self, pool: _Pool, unit: Unit, begin: int, end: int) -> Range:
-        """Which bytes of the pool hold [begin, end) of the unit, as far as they are lent; empty for other memory."""
+        """The bytes of the pool that hold [begin, end) of the unit and may be lent; empty for other memory."""
         plane = self._storage.gradients[self._layout.space_of(unit)]
         first, last = (plane and plane.host_range(begin, end)) or (0, 0)
         return min(first, pool.end), min(last, pool.end)
 
 
 def _without(spans: Iterable[Range], holes: Iterable[Range]) -> Iterable[Range]:
-    """What of `spans` is in none of `holes`; both sorted."""
+    """The parts of `spans` that are in none of `holes`; both sorted."""
     for begin, end in spans:
         for first, last in holes:
             if last <= begin or end <= first:
@@ -156,10 +157,10 @@ def _without(spans: Iterable[Range], holes: Iterable[Range]) -> Iterable[Range]:
 class Places:
     """Admits updates in the order in which they ask.
 
-    `slots`: how many may use memory of the arena; `spare`: what further ones use.
+    `slots`: number of updates that may use memory of the arena; `spare`: memory that further updates use.
 
     Attributes:
-        writes: whoever writes a record holds one.
+        writes: a semaphore; each write of a record holds one.
     """
 
     def __init__(self, slots: int, spare: SpareGradients) -> None:

@@ -1,12 +1,12 @@
 """The loss scale: fp16 gradients of a scaled loss do not vanish, and the scale follows the steps that overflow.
 
-[Note: rule] DeepSpeed's. An overflow first uses up the hysteresis, one by one; then it halves the scale, down to the
-minimum, where a further one is an error. After a window of steps without one the scale doubles and the hysteresis is
-whole again. DeepSpeed counts the window from the step after the first one that succeeds; torch.amp.GradScaler, whose
-rule is the same without hysteresis and minimum, from the first one itself.
+[Note: rule] The rule is DeepSpeed's. Overflows first use up the hysteresis, one by one. Then each overflow halves the
+scale, down to the minimum, where a further overflow is an error. After a window of steps without overflow the scale
+doubles and the hysteresis is restored. DeepSpeed counts the window from the step after the first one that succeeds.
+torch.amp.GradScaler has the same rule without hysteresis and minimum, and counts from the first successful step itself.
 
-[Note: one scale a step] The scale changes at steps only, so all gradients of a step have the same one, and the step
-divides it out with the factor that clips.
+[Note: one scale a step] The scale changes only at steps, so all gradients of a step have the same scale. The factor
+that clips also divides by the scale.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from offload.errors import StateError
 from zero.config import Config
 
 FACTOR = 2.0
-COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # What changes; DeepSpeed's names.
-TORCH_WINDOW, TORCH_POWER = 2000, 16  # Of torch.amp.GradScaler.
+COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # Values that change; DeepSpeed's names.
+TORCH_WINDOW, TORCH_POWER = 2000, 16  # Defaults of torch.amp.GradScaler.
 SMALLEST_SCALE = 2.0**-126
 
 
@@ -36,12 +36,12 @@ class LossScaler:
     """The scale of one engine's loss.
 
     Attributes:
-        dynamic: it follows the overflows.
-        scale_window: steps without overflow after which it grows.
-        late: of these steps the first does not count.
-        delayed_shift: overflows until it shrinks.
+        dynamic: the scale follows the overflows.
+        scale_window: number of steps without overflow after which the scale grows.
+        late: the first of these steps does not count.
+        delayed_shift: number of overflows until the scale shrinks.
         raise_error_at_min_scale: an overflow at `min_scale` is an error.
-        skips: steps whose gradients are not finite are not taken.
+        skips: steps with gradients that are not finite are skipped.
     """
 
     cur_scale: float = 1.0
@@ -57,14 +57,14 @@ class LossScaler:
     last_overflow_iter: int = -1
     cur_hysteresis: int = 1
 
-    # DeepSpeed's other names, and what the scale is multiplied or divided by where it moves.
+    # DeepSpeed's other names, and the factor by which the scale grows and shrinks.
     loss_scale = property(lambda self: self.cur_scale)
     dynamic_loss_scale = property(lambda self: self.dynamic)
     scale_factor = property(lambda self: FACTOR)
 
     @property
     def is_needed(self) -> bool:
-        """True: a backward of a loss that is not scaled is a mistake."""
+        """True: losses must be scaled before their backward."""
         return self.dynamic or self.cur_scale != 1.0
 
     @property
@@ -100,20 +100,20 @@ class LossScaler:
         self.cur_iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes."""
+        """The state that `load_state_dict` takes."""
         return {"dynamic": self.dynamic, **{name: getattr(self, name) for name in COUNTERS}}
 
     def resumed_scale(self, state: Mapping[str, Any] | None) -> float:
-        """What the scale would be after `load_state_dict`."""
+        """The scale after a `load_state_dict` of this state."""
         return self.cur_scale if state is None or not self._takes(state) else float(state["cur_scale"])
 
     def _takes(self, state: Mapping[str, Any]) -> bool:
         return self.dynamic and bool(state.get("dynamic", "cur_iter" in state))
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from there, if both scales are dynamic; a static one is what the configuration says.
+        """Continue from `state` if both scales are dynamic; a static scale stays as configured.
 
-        `state`: of `state_dict`, or the attributes of DeepSpeed's scaler; None: there was none.
+        `state`: a `state_dict`, or the attributes of DeepSpeed's scaler; None: there was none.
         """
         if state is None or not self._takes(state):
             return
@@ -123,11 +123,11 @@ class LossScaler:
 
 
 def make_scaler(config: Config, device: torch.device) -> LossScaler:
-    """The scaler of a configuration; where nothing is fp16 its scale is 1 and stays so.
+    """The scaler of a configuration; without fp16 its scale is 1 and stays 1.
 
     Args:
         config: validated configuration.
-        device: where the model is computed on: it decides what torch.autocast takes by itself.
+        device: the device that computes the model: it decides the default dtype of torch.autocast.
     """
     fp16 = config.fp16
     if fp16.enabled and fp16.dynamic:
@@ -155,7 +155,7 @@ def make_scaler(config: Config, device: torch.device) -> LossScaler:
 
 
 def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
-    """What `torch_autocast` casts to; None if it is off."""
+    """The dtype that `torch_autocast` casts to; None if it is off."""
     block = config.torch_autocast
     if not block.enabled:
         return None

@@ -1,11 +1,11 @@
-"""From what the user asks for, a name in the config or an optimizer object, to param groups and an update rule.
+"""Makes param groups and an update rule from a name in the config or an optimizer object.
 
-[Note: what is tried] What an optimizer keeps of a parameter, and whether it is element-wise, is found on a few
-elements. A matrix of 8 x 16 is trained by the class itself; its two halves, flat and apart, by the tiled rule as the
-engine would. Weights and states have to be the same, bit for bit, and the numbers of both halves too. Who looks at a
-norm, a mean, a shape or another element gives itself away. Such a class gets whole parameters, and is tried once more:
-on a whole one of each number of dimensions that its parameters have, bound as the engine would. Only there a state may
-be small: of another shape than its parameter, or a tensor of one element that depends on the gradient.
+[Note: what is tried] A trial on a few elements finds which states an optimizer keeps, and whether it is element-wise.
+The class itself trains a matrix of 8 x 16. The tiled rule trains its two halves, flat and apart, as the engine would.
+Weights and states must be equal, bit for bit, and the numbers of both halves must be equal too. A class that uses a
+norm, a mean, a shape or other elements fails here. Such a class gets whole parameters, and is tried again: on one whole
+parameter for each number of dimensions that its parameters have, bound as the engine would bind it. Only such a class
+may have small states: of another shape than the parameter, or a tensor of one element that depends on the gradient.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from zero.optim.rules import (
     Trained,
 )
 
-# Options of torch's Adam with which it is what our kernel computes.
+# With these options torch's Adam computes the same as our kernel.
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
-# Steps: enough for what begins later, such as RAdam's adaptive rate, or slow weights every sixth step.
+# Steps: enough for parts that begin later, such as RAdam's adaptive rate, or slow weights every sixth step.
 SHAPE, HALF, STEPS = (8, 16), 64, 12
 TRIAL_LR = 1e-2
-# Of the weights: a ratio of norms that has bounds may be at one of them with some, whole or halved.
+# Scales of the weights: with one scale alone, a bounded ratio of norms may be at its bound, for the whole and halves.
 SCALES = (1.0, 1 / 32, 32.0)
 EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8)
 OURS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {  # with DeepSpeed's defaults
@@ -59,10 +59,10 @@ ALTERNATIVE = (
     'set optimizer.type in the config ("AdamW", "Lion", "Muon", "Lamb", "Adafactor", "Adagrad", "SGD", or one of '
     "torch.optim such as RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop, ASGD), or pass such an optimizer"
 )
-# Elements of small states for one of a parameter. Means of an m x n matrix's rows and columns are m + n <= m n + 1;
-# preconditioners of both sides m^2 + n^2 >= 2 m n.
+# Elements of small states per element of a parameter. Means of the rows and columns of an m x n matrix have
+# m + n <= m n + 1 elements; preconditioners of both sides have m^2 + n^2 >= 2 m n.
 SMALL_SHARE_MAX = 1.5
-# Of whole parameters, by their number of dimensions.
+# Shapes of whole parameters for trials, by their number of dimensions.
 TRIAL_SHAPES = {0: (), 1: (128,), 2: SHAPE, 3: (4, 4, 8), 4: (4, 4, 2, 4)}
 
 
@@ -72,7 +72,7 @@ def trained_from(
     model: nn.Module,
     config: Config,
 ) -> Trained | None:
-    """Param groups and rules of an optimizer passed in, else of the config; None when there is neither.
+    """Param groups and rules of the optimizer that was passed, else of the config; None if there is neither.
 
     Raises ConfigError: both are missing what is needed, or ask for something that is not available.
     """
@@ -99,7 +99,7 @@ def _passed(optimizer: torch.optim.Optimizer | Callable[..., Any], model: nn.Mod
 
 
 def _groups_of(parameters: Iterable[Any] | None, model: nn.Module) -> list[dict[str, Any]]:
-    """What is trained of the parameters, or of the groups, that were passed; None: of the model's."""
+    """Param groups of the trained parameters among those, or the groups, that were passed; None: the model's."""
     given: list[Any] = list(model.parameters() if parameters is None else parameters)
     if any(isinstance(entry, tuple) for entry in given):
         raise ConfigError("model_parameters: got (name, parameter) pairs; pass model.parameters() or param groups")
@@ -123,7 +123,7 @@ def rule_of_object(optimizer: torch.optim.Optimizer, config: Config) -> Rule:
 
 
 def _named(config: Config, block: OptimizerConfig, groups: list[dict[str, Any]], model: nn.Module) -> Trained:
-    """What the config's optimizer block asks for."""
+    """Param groups and rules of the config's optimizer block."""
     if block.type == "Muon":
         return muon_from(block, groups, model)
     if block.is_plain_adam and not any(group.get("amsgrad") or group.get("maximize") for group in groups):
@@ -157,7 +157,7 @@ def _class_of(block: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """The rule of an optimizer object, which gives its param groups away."""
+    """The rule of an optimizer object; the engine takes over its param groups."""
     if isinstance(optimizer, KernelAdam):
         decoupled, known = optimizer.adam_w_mode, _same_step(optimizer, KernelAdam)
     else:
@@ -174,7 +174,7 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def _same_step(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> bool:
-    """True when the optimizer is of the class, or of a subclass that steps as it does."""
+    """True if the optimizer is of the class, or of a subclass with the same step."""
     own = type(optimizer)
     if not isinstance(optimizer, kind) or inspect.unwrap(own.step) is not inspect.unwrap(kind.step):
         return False
@@ -205,11 +205,11 @@ def _owned(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any
 
 @dataclass
 class _Found:
-    """What states had after some steps, over all param groups."""
+    """The states found after some steps, over all param groups."""
 
     planes: dict[str, torch.dtype] = field(default_factory=dict)
     scalars: dict[str, Scalar] = field(default_factory=dict)
-    small: dict[str, tuple[int, ...]] = field(default_factory=dict)  # With the shape of a parameter that has it.
+    small: dict[str, tuple[int, ...]] = field(default_factory=dict)  # Name -> the shape of a parameter that has it.
 
 
 def rule_for(
@@ -217,12 +217,12 @@ def rule_for(
 ) -> TiledRule:
     """The rule of an optimizer's class: over tiles if it is element-wise, else over whole parameters.
 
-    Raises ConfigError: it keeps what cannot be kept; names it and what to use instead.
+    Raises ConfigError: it has a state that we cannot keep; names the state and alternatives.
 
     Args:
-        optimizer: an instance; it is left as it is.
-        groups: its param groups, whose options decide what it keeps.
-        torch_as_kernels: torch's own classes are updated by kernels too, where there are some.
+        optimizer: an instance; it is not changed.
+        groups: its param groups; their options decide which states it keeps.
+        torch_as_kernels: torch's own classes are updated by kernels too, if there are such kernels.
     """
     initial = _initial(optimizer)
     bare = TiledRule(optimizer, initial)
@@ -257,7 +257,7 @@ def _is_element_wise(rule: TiledRule, seen: list[dict[str, Any]]) -> bool:
 def _whole_rule(
     bare: TiledRule, kept: tuple[Any, ...], groups: list[Mapping[str, Any]], seen: list[dict[str, Any]], found: _Found
 ) -> TiledRule:
-    """The rule of a class that looks at whole parameters. Raises ConfigError: see `rule_for`."""
+    """The rule of a class that needs whole parameters. Raises ConfigError: see `rule_for`."""
     for options in seen:
         _find_small_numbers(bare, options, found)
     shapes = [p.shape for group in groups for p in group["params"]]
@@ -273,7 +273,7 @@ def _whole_rule(
 
 
 def _look_whole(rule: TiledRule, seen: list[dict[str, Any]], shape: tuple[int, ...], found: _Found) -> None:
-    """Train whole parameters of a shape: what they alone have is small. Raises ConfigError: they lack some."""
+    """Train whole parameters of a shape: states that only they have are small. Raises ConfigError: they lack some."""
     here = _Found(small=dict(found.small))
     for options in seen:
         _look(rule, options, here, shape, found.planes)
@@ -319,7 +319,7 @@ def _check_small(rule: TiledRule, shapes: list[tuple[int, ...]], found: _Found) 
 
 
 def refusal(name: str, why: str) -> ConfigError:
-    """Of an optimizer that cannot be run parameter by parameter."""
+    """The error for an optimizer that cannot be run parameter by parameter."""
     return ConfigError(
         f"optimizer: {name} is not available: {why}, and states are updated in pieces, wherever they are kept; "
         f"{ALTERNATIVE}"
@@ -327,7 +327,7 @@ def refusal(name: str, why: str) -> ConfigError:
 
 
 def _initial(optimizer: torch.optim.Optimizer) -> Initial:
-    """What its constructor has made of every parameter's state, if anything."""
+    """The states that its constructor has made for every parameter, if any."""
     fills: dict[str, Scalar] = {}
     numbers: dict[str, Scalar] = {}
     for parameter, state in optimizer.state.items():
@@ -369,7 +369,7 @@ def _look(
     shape: tuple[int, ...] = SHAPE,
     planes: Container[str] = (),
 ) -> None:
-    """Train the matrix, and note what is kept of it."""
+    """Train a parameter of the shape, and note which states it has."""
     start, *gradients = _samples(STEPS + 1, shape)
     for state in _train_whole(rule, options, start, gradients)[1]:
         for name, value in state.items():
@@ -377,7 +377,7 @@ def _look(
                 continue
             if name in found.small:
                 continue
-            # Of a parameter without dimensions a state looks like a number; its name is known from a matrix by then.
+            # A state of a parameter without dimensions looks like a number; the matrix has shown its name before.
             if isinstance(value, Tensor) and value.shape == shape and (shape or name in planes):
                 if value.dtype not in EXACT_IN_FP32:
                     raise refusal(rule.name, f"its state {name} is {value.dtype}")
@@ -394,7 +394,7 @@ def _look(
 
 
 def _check_trains(rule: TiledRule, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a class whose step leaves its parameters alone, such as one that calls other optimizers.
+    """Raise ConfigError for a class whose step does not change its parameters, such as one that calls other optimizers.
 
     A learning rate of 0, with which a warmup begins, is replaced for the trial.
     """
@@ -412,7 +412,7 @@ def _check_trains(rule: TiledRule, options: Mapping[str, Any]) -> None:
 def _train_whole(
     rule: TiledRule, options: Mapping[str, Any], start: Tensor, gradients: list[Tensor]
 ) -> tuple[list[Tensor], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Weights, states and options after each step, by the class itself; raises ConfigError if it cannot do that."""
+    """Weights, states and options after each step of the class itself; raises ConfigError if the step fails."""
     parameter = torch.nn.Parameter(start.clone())
     twin = rule.twin(parameter, dict(options), rule.fresh(parameter.detach()))
     weights, states, left = [], [], []
@@ -435,7 +435,7 @@ def _train_whole(
 
 
 def _try(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = SHAPE, *, scale: float = 1.0) -> None:
-    """Train the matrix by the class, and in pieces by the rule, halves or one. Raises ConfigError if they differ."""
+    """Train a parameter by the class, and in pieces (halves, or one) by the rule. Raises ConfigError if they differ."""
     start, *gradients = _samples(STEPS + 1, shape)
     start *= scale
     weights, states, left = _train_whole(rule, options, start, gradients)
@@ -448,7 +448,7 @@ def _try(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = S
         kept = rule.probe_small(values.options)
         try:
             results = [rule.step(half, part.clone(), held, values, small) for half, part, held in pieces]
-            # One more, of one element without a gradient, tells what the numbers become; see `TiledRule.after`.
+            # One more piece, one element with gradient zero, shows the numbers after the step; see `TiledRule.after`.
             results.append(rule.step_of_one(values, kept))
         except Exception as error:
             raise refusal(rule.name, f"it does not take flat pieces ({type(error).__name__}: {error})") from error
@@ -458,7 +458,7 @@ def _try(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = S
             raise refusal(rule.name, "the numbers that it keeps depend on the gradient")
         if not torch.equal(_joined(halves), weights[step].reshape(-1)):
             raise refusal(rule.name, "it is not element-wise: two halves of a parameter are not trained as the whole")
-        small = rule.small_of(results[0][0])  # of a whole parameter; halves have none
+        small = rule.small_of(results[0][0])  # only whole parameters have some; halves have none
         if any(not _equal(value, states[step].get(name)) for name, value in small.items()):
             raise refusal(rule.name, "what it keeps beside the parameter's shape depends on more than its own state")
         values = TileValues(results[0][1], numbers[0])

@@ -1,8 +1,8 @@
 """Muon for hidden matrices and AdamW for the rest, as one optimizer: `optimizer.type: "Muon"`.
 
-The matrices are updated by `torch.optim.Muon` itself, whole; the rest by our kernel. Which is which is DeepSpeed's
-choice: parameters of two dimensions or more are Muon's unless their name has "embed" or "lm_head" in it. An attribute
-`use_muon` of a parameter, or the key of a param group, says otherwise.
+`torch.optim.Muon` itself updates the matrices, whole; our kernel updates the rest. The choice is DeepSpeed's:
+parameters of two dimensions or more are Muon's unless their name contains "embed" or "lm_head". An attribute `use_muon`
+of a parameter, or this key in a param group, overrides the choice.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from zero.config.optimizer_block import OptimizerConfig, OptimizerParams
 from zero.optim.rules import AdamRule, Rules, TiledRule, Trained
 
 FLAG = "use_muon"
-NOT_HIDDEN = ("embed", "lm_head")  # Parts of the names of matrices that are none of Muon's.
+NOT_HIDDEN = ("embed", "lm_head")  # Muon does not update matrices with these in their names.
 MOMENTUM = "momentum_buffer"
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """True for what Muon updates if nobody says otherwise."""
+    """True if Muon updates the parameter by default."""
     said = getattr(parameter, FLAG, None)
     return bool(said) if said is not None else parameter.dim() >= 2 and not any(w in name.lower() for w in NOT_HIDDEN)
 
@@ -32,12 +32,12 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
 def muon_from(block: OptimizerConfig, groups: Iterable[Mapping[str, Any]], model: nn.Module) -> Trained:
     """Param groups of each rule, and the rules, from a config's block.
 
-    Raises ConfigError: a parameter that is not a matrix is to be updated by Muon.
+    Raises ConfigError: Muon is to update a parameter that is not a matrix.
 
     Args:
         block: of type "Muon".
-        groups: what is trained; each is split in two.
-        model: which has the parameters' names.
+        groups: groups of trained parameters; each is split in two.
+        model: has the parameters' names.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     of_muon, of_adam = _options(block.params)
@@ -56,7 +56,7 @@ def muon_from(block: OptimizerConfig, groups: Iterable[Mapping[str, Any]], model
 
 
 class MuonRule(TiledRule):
-    """`torch.optim.Muon`, matrix by matrix: packed experts are as many matrices, and a convolution's filters are rows.
+    """`torch.optim.Muon`, matrix by matrix: each packed expert is one matrix, and a convolution's filters are rows.
 
     `options`: of the class.
     """
@@ -89,7 +89,7 @@ def _check_matrices(group: Mapping[str, Any], names: Mapping[int, str]) -> None:
 
 
 def _options(params: OptimizerParams) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What groups of Muon and of AdamW begin with; DeepSpeed's defaults."""
+    """Default options for groups of Muon and of AdamW; DeepSpeed's defaults."""
     given = {key: getattr(params, key) for key in params.model_fields_set}
     lr = {"lr": given["lr"]} if "lr" in given else {}
     decay = {"weight_decay": params.weight_decay}

@@ -1,18 +1,19 @@
-"""An optimizer for models that no engine holds: its states are in host memory or on NVMe, all else is torch's.
+"""An optimizer for models without an engine: its states are in host memory or on NVMe, everything else is torch's.
 
-Weights stay where they are, gradients in `.grad`; plain torch, DDP and FSDP2 (the local shards of DTensors) have both.
-Nothing is hooked and ranks exchange nothing: each updates what it has.
+Weights stay where they are, gradients in `.grad`, as in plain torch, DDP and FSDP2 (the local shards of DTensors).
+There are no hooks, and ranks exchange nothing: each rank updates the elements that it has.
 
-[Note: a step] Options of the param groups are fixed for every parameter that has a gradient, then records are read,
-updated over weights and gradients where these lie, and written, a few at a time. When `step()` returns every weight is
-the new one and every state is stored.
+[Note: a step] First the options of the param groups are fixed for every parameter that has a gradient. Then records are
+read, updated with weights and gradients in place, and written, a few at a time. When `step()` returns, all weights are
+new and all states are stored.
 
-[Note: a step that fails] Where a read or a write fails, some weights are new and others are not. The step is counted,
-and the next call of `step()` finishes it, with the gradients it has begun with. If those have changed meanwhile, no
-call can: weights and states are loaded, or training ends.
+[Note: a step that fails] If a read or a write fails, some weights are new and others are not. The step is counted, and
+the next call of `step()` finishes it with the same gradients. If these have changed meanwhile, the step cannot be
+finished: load weights and states, or end the training.
 
-[Note: 16-bit parameters] A record holds what a bf16 or fp16 weight lacks of its fp32 value, so nothing of an update is
-lost by rounding; `state_dict` has the fp32 value as `master`. Who edits a weight between steps edits its master.
+[Note: 16-bit parameters] A record holds the difference between a bf16 or fp16 weight and its fp32 value, so an update
+loses nothing by rounding; `state_dict` has the fp32 value as `master`. An edit of a weight between steps also edits its
+master.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 
-# Of `zero_optimization.offload_optimizer`.
+# Keys of `zero_optimization.offload_optimizer`.
 OFFLOAD_KEYS = ("device", "nvme_path", "pin_memory", "buffer_count", "state_dtype")
-MORE_KEYS = ("sub_group_size", "aio")  # Of `zero_optimization`, and a block of its own.
+MORE_KEYS = ("sub_group_size", "aio")  # A key of `zero_optimization`, and a block of its own.
 
 
 class OffloadOptimizer(KeptOptimizer):
@@ -86,7 +87,7 @@ class OffloadOptimizer(KeptOptimizer):
         self._initial = next((dict(state) for state in given.state.values()), {})
         for group, parameters in zip(given.param_groups, members, strict=True):
             group["params"] = parameters
-            if "decoupled_weight_decay" in group:  # torch says it itself
+            if "decoupled_weight_decay" in group:  # torch's own key has the same meaning
                 group.pop("decoupled", None)
         super().__init__(Trained(given.param_groups, Rules((rule,))))
         self.defaults = dict(given.defaults)
@@ -126,7 +127,7 @@ class OffloadOptimizer(KeptOptimizer):
     def _shelve_newcomers(self, loaded: Container[int] = ()) -> None:
         """Make room for the states of parameters that have none and need some, device by device.
 
-        `loaded`: id of those that need some although they are frozen.
+        `loaded`: ids of frozen parameters that need states too.
         """
         by_device: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
         for group in self.param_groups:
@@ -152,7 +153,7 @@ class OffloadOptimizer(KeptOptimizer):
         for shelf in made:
             logger.info("%s", shelf.plan.table())
             self._shelves.append(shelf)
-            # An optimizer that is dropped gives its files and threads back too.
+            # An optimizer that is garbage-collected must release its files and threads too.
             self._finalizers.append(weakref.finalize(self, Storage.abandon, shelf.storage))
 
     # ---- steps ---------------------------------------------------------------------------------
@@ -180,11 +181,11 @@ class OffloadOptimizer(KeptOptimizer):
         self._shelve_newcomers({id(p) for p, _ in self._gradients()})
         gradients = {self._index_of[id(p)]: _like(gradient, p) for p, gradient in self._gradients()}
         values = self.values(self._index_of, gradients)
-        # bf16 moments are rounded by the number: a run that was resumed goes on with the same one.
+        # The rounding of bf16 moments depends on the step's number: a resumed run continues with the same number.
         number = 1 + max(self.step_counts.values(), default=0)
         arguments = StepArguments(values, 1.0, number)
         work = [(shelf, shelf.prepare(arguments, gradients)) for shelf in self._shelves]
-        # From here on the step is taken, whatever fails.
+        # From here on the step counts as taken, even if something fails.
         self._held = {self._index_of[id(p)]: (gradient, _version(gradient)) for p, gradient in self._gradients()}
         self.count_step(self._index_of, values)
         for shelf, remaining in work:
@@ -201,7 +202,7 @@ class OffloadOptimizer(KeptOptimizer):
         self._held = {}
 
     def _check_same_gradients(self) -> None:
-        """Raise StateError unless gradients are those that the unfinished step has begun with."""
+        """Raise StateError unless the gradients are the same as when the unfinished step began."""
         now = {self._index_of[id(p)]: gradient for p, gradient in self._gradients()}
         same = now.keys() == self._held.keys() and all(
             now[index] is gradient and _version(gradient) == version
@@ -272,7 +273,7 @@ class OffloadOptimizer(KeptOptimizer):
         return found
 
     def _first_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Of a parameter that has taken part in no step: empty, unless the class makes states when it is made."""
+        """State of a parameter that was in no step yet: empty, unless the class's constructor makes states."""
         return {
             name: torch.full_like(parameter.detach(), value.item(), dtype=torch.float32, device="cpu")
             if isinstance(value, Tensor) and value.dim()
@@ -281,7 +282,7 @@ class OffloadOptimizer(KeptOptimizer):
         }
 
     def _check_room_for(self, trained: set[int]) -> None:
-        """Local shards only: that is what is read."""
+        """Check room for the local shards only, because only these are read."""
         numels = [
             local_of(p).numel() * (len(self.rules.each[0].states) + (p.dtype != torch.float32)) for p in self.state
         ]
@@ -308,7 +309,7 @@ class OffloadOptimizer(KeptOptimizer):
         for parameter, states in given:
             key = id(parameter)
             known = bool(self.step_counts.get(key))
-            if states or known:  # without either there is nothing to forget
+            if states or known:  # without either there is no state to replace
                 found = self.take_numbers(parameter, states)
                 if states.get(MASTER) is not None and parameter.dtype != torch.float32:
                     found[MASTER] = states[MASTER]
@@ -399,9 +400,10 @@ def _config_of(offload: Mapping[str, Any]) -> Config:
 
 
 def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
-    """Our kernel's where our class is asked for; any other class's own step, over tiles, with the bits it gives alone.
+    """Our kernel's rule for our classes; any other class's own step runs over tiles, with the same bits as alone.
 
-    Raises ConfigError: what the class keeps is not of a parameter's shape, or is to be stored as the kernel alone can.
+    Raises ConfigError: the class has states of another shape than the parameter's, or a state dtype that only the
+    kernel supports.
     """
     stored = config.zero_optimization.offload_optimizer.state_dtype
     if stored == "8bit":
@@ -428,9 +430,9 @@ def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
 def _stand_ins(
     params: Iterable[Any], kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]
 ) -> tuple[torch.optim.Optimizer, list[list[Tensor]]]:
-    """The optimizer over one-element parameters of as many dimensions in the same groups; the members of each group.
+    """(the optimizer over one-element parameters with the same dimensions and groups, the members of each group).
 
-    A class that makes its states at once would make them in memory.
+    With the real parameters a class that makes its states in its constructor would make them in memory.
     """
     given = [params] if isinstance(params, Tensor) else list(params)
     groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]  # type: ignore[assignment]
@@ -447,24 +449,24 @@ def _stand_ins(
 
 
 def _of_one(parameter: Tensor) -> nn.Parameter:
-    """A parameter of one element and as many dimensions: some classes refuse what is no matrix."""
+    """A parameter of one element with the same number of dimensions: some classes accept only matrices."""
     return nn.Parameter(torch.zeros((1,) * max(parameter.dim(), 1), device="cpu"))
 
 
 def _counts_steps(
     kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], parameter: nn.Parameter
 ) -> bool:
-    """Does the class keep `step` of a parameter? So do the states of ours then."""
+    """True if the class keeps `step` for a parameter; then our states have it too."""
     optimizer = kind([parameter], **options)
     parameter.grad = torch.zeros_like(parameter)
-    with suppress(Exception):  # such as options that are missing outside of groups
+    with suppress(Exception):  # for example options that only groups have
         optimizer.step()
         return "step" in optimizer.state[parameter]
     return True
 
 
 def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient, of a DTensor sharded as the parameter is."""
+    """The gradient; a DTensor is resharded like the parameter."""
     placements = getattr(parameter, "placements", None)
     if placements is None or getattr(gradient, "placements", None) in (None, placements):
         return gradient
@@ -473,7 +475,7 @@ def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _version(gradient: Tensor) -> tuple[int, int]:
-    """Changes whenever somebody writes to the gradient: of a DTensor to itself, or as FSDP2 does to its shard."""
+    """Changes with every write to the gradient; for a DTensor also with writes to its local shard, as by FSDP2."""
     with torch.no_grad():
         local = getattr(gradient, "to_local", lambda: gradient)()
     return gradient._version, local._version

@@ -1,14 +1,14 @@
-"""The optimizer the user holds: live param groups in front, the sub-group pipeline behind.
+"""The optimizer that the user holds: it has live param groups, and the sub-group pipeline does its updates.
 
 It is a `torch.optim.Optimizer`, so learning-rate schedulers and clients that write into `param_groups` work as they do
-with torch. What is read from the groups is read at `step()`. Its states are read when they are asked for:
-`optimizer.state[parameter]["exp_avg"]` is a copy.
+with torch. The groups are read at `step()`. States are read on request: `optimizer.state[parameter]["exp_avg"]` is a
+copy.
 
-[Note: hooks] torch calls hooks where `optimizer.step()` is called: the engine's optimizer's, those of the one handed
-over, and global ones. A step of the engine is the same step whoever asks for it, so they are called once each, however
-it was asked for: the first before it is decided, with the gradients there to be read or replaced
-(`safe_get_full_grad`), also where the step turns out to be skipped; the others after a step that was taken, and after
-the schedule that the engine steps.
+[Note: hooks] torch calls hooks in `optimizer.step()`: hooks of the engine's optimizer, of the optimizer that the user
+passed, and global ones. `engine.step()` and `optimizer.step()` are the same step, so each hook is called once for
+either. Pre-hooks are called before the step is decided, even if it is then skipped; gradients can be read or replaced
+there (`safe_get_full_grad`). Post-hooks are called after a step that was taken, and after the scheduler that the engine
+steps.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from zero.optim.loss_scale import LossScaler
 from zero.optim.rules import AdamRule, Progress, Rule, Scalar, Trained
 from zero.optim.small_states import Shapes, Small, SmallStates
 
-# Before the name of a state: a number in checkpoints that says that the parameter has not got it yet. Its state has no
-# such key, or None.
+# ABSENT is a prefix of a state's name. Such a number in a checkpoint means that the parameter does not have the state
+# yet: its state dict lacks the key (MISSING), or has None there (NOTHING).
 ABSENT, MISSING, NOTHING = "no_", 1, 2
-STATE_BYTES = 4  # Of an element of a state, fp32, as it is given out.
+STATE_BYTES = 4  # Bytes of an element of a state as the user gets it: fp32.
 PRE, POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-# The name of a step in profiles, as torch makes it.
+# The name of a step in profiles, formed as torch does.
 PROFILED = "Optimizer.step#ZeroOptimizer.step"
 
 
 class KeptStates(Protocol):
-    """Where the states of an engine's parameters are."""
+    """Access to the states of an engine's parameters."""
 
     def read(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Copies of the states, fp32 on the host, in the parameter's shape; on all ranks together."""
@@ -45,16 +45,16 @@ class KeptStates(Protocol):
         """Replace a state, on all ranks together."""
 
     def check_room(self, nbytes: int) -> None:
-        """Raise BudgetError if the host has no room for so much."""
+        """Raise BudgetError if the host has no room for `nbytes`."""
 
     def check_open(self, what: str) -> None:
         """Raise StateError if `what`, a method of the optimizer, must not be called now."""
 
 
 class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
-    """`optimizer.state`: what each parameter has since its first step. Copies: give them back to change them.
+    """`optimizer.state`: the states of each parameter since its first step, as copies. Assign them to change them.
 
-    `kept`: reads them; `optimizer`: whose they are.
+    `kept`: reads them; `optimizer`: their optimizer.
     """
 
     def __init__(self, kept: KeptStates, optimizer: KeptOptimizer) -> None:
@@ -72,7 +72,7 @@ class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
         return {**numbers, **self._optimizer.made(key, self._kept.read(parameter))}
 
     def __setitem__(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
-        """Replace its states; all ranks come here. Raises as `load_state_dict`."""
+        """Replace its states; collective. Raises the errors of `load_state_dict`."""
         self._optimizer.check_states([states])
         self._optimizer.take_states(parameter, states)
 
@@ -90,7 +90,7 @@ class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
 
 
 class Groups(Sequence[torch.Tensor]):
-    """One tensor for each param group, made when it is asked for.
+    """One tensor for each param group, made on access.
 
     `groups`: the optimizer's; `read`: group -> tensor.
     """
@@ -108,12 +108,12 @@ class Groups(Sequence[torch.Tensor]):
 
 
 class KeptOptimizer(torch.optim.Optimizer):
-    """An update rule over states that are kept elsewhere: what it counts, and its states as torch's.
+    """An update rule over states that are kept elsewhere: it counts updates, and shows its states as torch does.
 
-    `trained`: param groups, which stay the ones that are read, and the rule.
+    `trained`: the rule, and the param groups, which stay live.
 
     Attributes:
-        counts_steps: a state of the class has `step`.
+        counts_steps: a parameter's state has `step`.
     """
 
     state: Any
@@ -125,17 +125,17 @@ class KeptOptimizer(torch.optim.Optimizer):
         self.param_groups = trained.groups
         self.rules = trained.rules
         self.step_counts: dict[int, int] = {}  # id(parameter) -> updates so far; torch counts per parameter too.
-        # id(parameter) -> what else its state has besides planes, of rules that keep more.
+        # id(parameter) -> the rest of its state besides planes, for rules that have more.
         self.progress: dict[int, Progress] = {}
-        # id(parameter) -> its small states, as far as they are on this rank; of rules that keep some.
+        # id(parameter) -> its small states that are on this rank, for rules that have some.
         self.small: dict[int, SmallStates] = {}
-        self._numbers: dict[int, int] = {}  # id(parameter) -> number of its rule; made again when one is missing.
+        self._numbers: dict[int, int] = {}  # id(parameter) -> number of its rule; rebuilt if a parameter is missing.
 
     def values(self, index_of: dict[int, int], contributed: Container[int]) -> dict[int, Any]:
-        """What is fixed of every parameter that has a gradient in the step that is taken now.
+        """The fixed values, in the step that is taken now, of every parameter that has a gradient.
 
         `index_of`: id(parameter) -> parameter index; `contributed`: indices of parameters with a gradient. Raises
-        ConfigError: param groups ask for what the rule cannot do.
+        ConfigError: param groups have options that the rule does not support.
         """
         for rule in self.rules.each:
             rule.begin()
@@ -151,7 +151,7 @@ class KeptOptimizer(torch.optim.Optimizer):
         return values
 
     def count_step(self, index_of: dict[int, int], values: Mapping[int, Any]) -> None:
-        """A step is taken with these values: every parameter that has some counts it, as torch does."""
+        """A step is taken with these values: it is counted for every parameter that has some, as in torch."""
         for group in self.param_groups:
             changed: Mapping[str, Any] = {}
             rule = self.rules.of(group)
@@ -166,7 +166,7 @@ class KeptOptimizer(torch.optim.Optimizer):
             group.update(changed)
 
     def small_states(self, index_of: Mapping[int, int], wanted: Container[int]) -> dict[int, SmallStates]:
-        """Parameter index -> where an update finds small states and leaves them; empty if no rule keeps any."""
+        """Parameter index -> the object with its small states, for an update; empty if no rule has any."""
         if not self.keeps_small:
             return {}
         return {i: self.small.setdefault(key, SmallStates()) for key, i in index_of.items() if i in wanted}
@@ -176,35 +176,35 @@ class KeptOptimizer(torch.optim.Optimizer):
         return any(rule.small for rule in self.rules.each)
 
     def small_shapes(self, parameter: torch.Tensor) -> Shapes:
-        """Of the small states that a parameter has once it is updated."""
+        """Shapes of the small states that a parameter has after its first update."""
         rule = self._rule(id(parameter))
         return rule.small_shapes(parameter.shape) if rule.small else {}
 
     def named_small(self, names: Mapping[int, str]) -> dict[str, dict[str, torch.Tensor]]:
         """Copies on the host of all small states of this rank, by the parameters' names.
 
-        `names`: id(parameter) -> its name; the others are left out.
+        `names`: id(parameter) -> its name; other parameters are left out.
         """
         held = {names[key]: small.on_host() for key, small in self.small.items() if key in names}
         return {name: tensors for name, tensors in held.items() if tensors}
 
     def take_small(self, named: Mapping[str, Small], names: Mapping[int, str]) -> None:
-        """Of the parameters that have names: go on from what `named_small` has given, and from nothing else."""
+        """Replace the small states of all parameters in `names` by those that `named_small` returned, or by none."""
         for key, name in names.items():
             self.small.pop(key, None)
             if name in named:
                 self.small[key] = SmallStates(named[name])
 
-    # ---- what a parameter's state has besides planes ---------------------------------------------------
+    # ---- the state of a parameter besides planes -------------------------------------------------------
 
     def numbers(self, key: int) -> dict[str, Scalar]:
-        """What a parameter's state has besides planes, by torch's names; `step` always. `key`: id(parameter)."""
+        """Numbers in a parameter's state besides planes, by torch's names; always with `step`. `key`: id(parameter)."""
         progress = self.progress.get(key)
         more = {name: scalar for name, scalar in progress.scalars if scalar.value is not None} if progress else {}
         return {"step": Scalar(self.step_counts.get(key, 0)), **more}
 
     def saved_numbers(self, key: int) -> dict[str, Scalar]:
-        """`numbers` for a checkpoint: they also say what no update of the parameter has made so far.
+        """`numbers` for a checkpoint: also marks states that no update of the parameter has made so far.
 
         `key`: id(parameter).
         """
@@ -227,7 +227,7 @@ class KeptOptimizer(torch.optim.Optimizer):
         return [*rule.states, *rule.scalars]
 
     def _rule(self, key: int) -> Rule:
-        """What updates a parameter."""
+        """The rule that updates a parameter."""
         if len(self.rules.each) == 1:
             return self.rules.each[0]
         if key not in self._numbers:
@@ -235,13 +235,13 @@ class KeptOptimizer(torch.optim.Optimizer):
         return self.rules.each[self._numbers.get(key, 0)]
 
     def default_group(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
-        """The first param group whose rule such a parameter has if nobody says another."""
+        """The first param group with the default rule of such a parameter."""
         flag = self.rules.default(name, parameter)
         alike = (group for group in self.param_groups if bool(group.get(self.rules.flag)) == flag)
         return next(alike, self.param_groups[0])
 
     def made(self, key: int, planes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of a parameter's planes those that torch's optimizer would have; before the first update, as it makes them.
+        """The planes that torch's optimizer would have for a parameter; before the first update, its initial values.
 
         `key`: id(parameter); `planes`: by name, as they are stored.
         """
@@ -254,9 +254,9 @@ class KeptOptimizer(torch.optim.Optimizer):
         return {name: torch.full_like(plane, fills.get(name, 0.0)) for name, plane in planes.items()}
 
     def set_numbers(self, key: int, saved: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what `saved_numbers` has said of a parameter, and from its planes.
+        """Continue a parameter from the values of `saved_numbers`, and from its planes.
 
-        `key`: id(parameter); `saved`: of shape (); what is missing begins anew.
+        `key`: id(parameter); `saved`: of shape (); missing numbers begin anew.
         """
         self.step_counts[key] = count = int(saved["step"].item()) if "step" in saved else 0
         self.progress.pop(key, None)
@@ -270,7 +270,7 @@ class KeptOptimizer(torch.optim.Optimizer):
             self.progress[key] = Progress(tuple(scalars), present)
 
     def forget(self, key: int) -> None:
-        """Nobody trains the parameter any more."""
+        """Drop the numbers and small states of a parameter that is not trained any more."""
         self.step_counts.pop(key, None)
         self.progress.pop(key, None)
         self.small.pop(key, None)
@@ -283,11 +283,11 @@ class KeptOptimizer(torch.optim.Optimizer):
         self.state = LiveStates(kept, self)
 
     def lose_states(self) -> None:
-        """The engine is closed: nothing is left of them, and clients that tidy up find them empty."""
+        """The engine is closed: the states are gone, and clients that clean up see an empty dict."""
         self.__dict__["state"] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises StateError: states are to be replaced by others, which nobody would train with."""
+        """Raises StateError: `state` would be replaced by an object that training does not use."""
         if name == "state" and isinstance(self.__dict__.get(name), LiveStates) and not isinstance(value, LiveStates):
             raise StateError(
                 f"optimizer.state: a {type(value).__name__} cannot take its place, states are kept elsewhere; give "
@@ -299,12 +299,12 @@ class KeptOptimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's: groups, and copies of all states on the host, the same on every rank; all of them come here.
+        """As torch's: groups, and copies of all states on the host, the same on every rank; collective.
 
-        Raises BudgetError: the host has no room for that much; `engine.save_checkpoint` needs none.
+        Raises BudgetError: the host has no room for the states; `engine.save_checkpoint` needs none.
         """
         if self._kept is not None:
-            if self.state:  # of an engine that is closed nothing is left
+            if self.state:  # a closed engine has none left
                 self._kept.check_open("state_dict")
             elements = sum(p.numel() * len(self._rule(id(p)).states) for p in self.state)
             elements += sum(shape.numel() for p in self.state for shape, _ in self.small_shapes(p).values())
@@ -312,7 +312,7 @@ class KeptOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up groups and states of a `state_dict`; groups stay the same objects. All ranks come here.
+        """Load groups and states of a `state_dict`; groups stay the same objects. Collective.
 
         Raises ConfigError: it has other groups; nothing has changed.
         """
@@ -341,21 +341,21 @@ class KeptOptimizer(torch.optim.Optimizer):
             self.take_states(parameter, states)
 
     def take_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
-        """Replace the states of one parameter; empty: it has none, as before its first step."""
+        """Replace the states of one parameter; empty `states`: it has none, as before its first step."""
         if self._kept is None:
             self.forget(id(parameter))
             return
         self._check_small(parameter, states)
         updated = bool(self.step_counts.get(id(parameter)))
         planes = self.take_numbers(parameter, states)
-        if updated and not states:  # the first update goes on from what is stored
+        if updated and not states:  # the next first update starts from the stored planes, so clear them
             held, names = self._kept.read(parameter), self._rule(id(parameter)).states
             planes = {name: torch.zeros_like(held[name]) for name in names}
         for name, value in planes.items():
             self._kept.write(parameter, name, value)
 
     def take_numbers(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """As `take_states`, but for what goes into planes: returns that, by name."""
+        """As `take_states`, except for the planes: returns their values, by name."""
         self.forget(id(parameter))
         if not states:
             return {}
@@ -368,14 +368,14 @@ class KeptOptimizer(torch.optim.Optimizer):
     def _numbers_in(
         self, rule: Rule, states: Mapping[str, Any], planes: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """What `set_numbers` takes, of a parameter's states in a `state_dict`."""
+        """The argument of `set_numbers`, from a parameter's states in a `state_dict`."""
         numbers = {
             name: Scalar.of(value).tensor()
             for name, value in states.items()
             if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
             if name not in planes
         }
-        if planes:  # a class that does not count its steps has made some
+        if planes:  # a class that does not count steps has taken at least one
             numbers.setdefault("step", torch.tensor(1, device="cpu"))
         for name in rule.states:
             if name not in planes:
@@ -393,9 +393,9 @@ class KeptOptimizer(torch.optim.Optimizer):
                 )
 
     def check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Raise ConfigError if they, one for each parameter, are those of another optimizer.
+        """Raise ConfigError if `states`, one for each parameter, are from another kind of optimizer.
 
-        Averages (`ema`) are no optimizer's: they may come beside any, and be missing beside any.
+        Averages (`ema`) are ignored: the states of any optimizer may have them or lack them.
         """
         known = {name for rule in self.rules.each for name in (*self._state_names(rule), *rule.small)}
         for state in states:
@@ -414,18 +414,18 @@ class KeptOptimizer(torch.optim.Optimizer):
 
 
 class ZeroOptimizer(KeptOptimizer):
-    """An engine's: over states that live wherever the plan put them.
+    """The optimizer of an engine; its states are where the plan has put them.
 
     Args:
-        trained: param groups, which stay the ones that are read, and the rule.
+        trained: the rule, and the param groups, which stay live.
         take_step: called by `step()`; the engine's boundary step.
         clear: called by `zero_grad()`.
         loss_scaler: the engine's.
 
     Attributes:
-        given: the optimizer object that was handed over, if one was.
+        given: the optimizer object that the user passed, if any.
         overflow: the last step was skipped.
-        _global_grad_norm: as `engine.get_global_grad_norm()`, where scripts look for it.
+        _global_grad_norm: as `engine.get_global_grad_norm()`; scripts look for it here.
     """
 
     overflow = False
@@ -451,10 +451,10 @@ class ZeroOptimizer(KeptOptimizer):
         with torch.autograd.profiler.record_function(PROFILED):
             self._take_step()
 
-    step.hooked = True  # type: ignore[attr-defined] # torch would wrap it, to call the hooks that the engine calls
+    step.hooked = True  # type: ignore[attr-defined] # else torch wraps it and calls the hooks a second time
 
     def mark_stepped(self) -> None:
-        """Tell torch's schedulers that a step was taken before theirs, or they warn of a wrong order."""
+        """Mark that a step was taken before the scheduler's; otherwise torch's schedulers warn of a wrong order."""
         self._opt_called = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -463,7 +463,7 @@ class ZeroOptimizer(KeptOptimizer):
     # ---- hooks of torch's optimizers -------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """A step was asked for; what hooks change in param groups and gradients counts."""
+        """Call the pre-hooks of a requested step; the step uses their changes of param groups and gradients."""
         self._call([(self, hook) for hook in torchs._global_optimizer_pre_hooks.values()] + self._hooks(PRE))
 
     def after_step(self) -> None:
@@ -481,7 +481,7 @@ class ZeroOptimizer(KeptOptimizer):
 
     @property
     def optimizer(self) -> Any:
-        """DeepSpeed wraps another optimizer; this is its own."""
+        """DeepSpeed's optimizers wrap another one; here it is the same object."""
         return self
 
     def offload_states(
@@ -505,8 +505,8 @@ class ZeroOptimizer(KeptOptimizer):
             raise StateError("optimizer.offload_states: the optimizer belongs to no engine")
         return self.offloader
 
-    # What the next loss is multiplied by; does it follow the overflows; and steps so far, skipped ones too, as far as
-    # a dynamic scale counts them.
+    # The loss scale; whether it follows the overflows; and the number of steps, skipped ones too, which only a dynamic
+    # scale counts.
     cur_scale = loss_scale = property(
         lambda self: self.loss_scaler.cur_scale,
         lambda self, value: setattr(self.loss_scaler, "cur_scale", float(value)),
@@ -516,11 +516,11 @@ class ZeroOptimizer(KeptOptimizer):
 
     @property
     def loss_scale_config(self) -> LossScaler:
-        """Where DeepSpeed's optimizer of stage 0 has the scale, and how it moves."""
+        """The scale and its rule, under the name in DeepSpeed's optimizer of stage 0."""
         return self.loss_scaler
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """From here on the scale is this one, and static. Between steps only, as with every change of it."""
+        """Set a static scale. Allowed only between steps, like every change of the scale."""
         self.loss_scaler.dynamic = False
         self.cur_scale = loss_scale
 
@@ -530,11 +530,11 @@ class ZeroOptimizer(KeptOptimizer):
 
 
 def learning_rates(optimizer: ZeroOptimizer | None) -> list[float]:
-    """Of each param group; 0 where the class finds it by itself and the group has none."""
+    """The learning rate of each param group; 0 if the group has none because the class finds it itself."""
     return [float(group["lr"] or 0.0) for group in optimizer.param_groups] if optimizer is not None else []
 
 
 def momentum_of(optimizer: ZeroOptimizer | None) -> list[Any]:
-    """Of each param group its betas, or its momentum."""
+    """The betas of each param group, or its momentum."""
     groups = optimizer.param_groups if optimizer is not None else []
     return [group.get("betas", group.get("momentum", 0.0)) for group in groups]

@@ -1,10 +1,10 @@
-"""States of parameters that are in memory of somebody else's: the planes, and the pipeline that updates over them.
+"""States of parameters whose memory belongs to user code: the planes, and the pipeline that updates them.
 
-Records lie in host memory or on NVMe as an engine's do, and the same pipeline updates them. Only weights and gradients
-have no homes of their own: for the time of a job their planes look at the parameters' memory and at what is in `.grad`.
+Records are in host memory or on NVMe, as an engine's are, and the same pipeline updates them. Only weights and
+gradients have no homes of their own: during a job their planes are views of the parameters' memory and of `.grad`.
 
-[Note: a step that fails] It is taken, whatever fails: what remains of it is kept, with the gradients it has begun with.
-To finish it is the one thing that can be done with these states, or to load others.
+[Note: a step that fails] The step counts as taken, even if something fails: the remaining work is kept, with the
+gradients that the step began with. The only possible calls for these states are to finish the step or to load others.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 from zero.store.stored_values import StoredValues
 
-MASTER = "master"  # Among the states of a 16-bit parameter: its fp32 value.
+MASTER = "master"  # Name of the fp32 value among the states of a 16-bit parameter.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EDITS_NUMEL = 1 << 18  # Elements that are looked through at once for edits.
+EDITS_NUMEL = 1 << 18  # Elements that are searched for edits at a time.
 
 
 @dataclass(slots=True)
 class Remaining:
-    """What is left to do of a step."""
+    """The part of a step that is left to do."""
 
     arguments: StepArguments
-    gradients: Mapping[int, Sealed]  # Index of the unit -> where its gradient is.
+    gradients: Mapping[int, Sealed]  # Index of the unit -> its gradient.
     due: deque[SubGroup]
-    broken: bool = False  # An update has ended amid its elements: it can neither be finished nor made again.
+    broken: bool = False  # An update stopped in the middle of its elements: it can neither be finished nor repeated.
 
 
 class _TakenGradients:
-    """What the pipeline asks of an engine's gradients."""
+    """The part of an engine's `Gradients` that the pipeline uses."""
 
     def __init__(self) -> None:
         self.planes: Mapping[int, Sealed] = {}
@@ -63,10 +63,10 @@ class _TakenGradients:
 
 
 class _FollowsEdits:
-    """A rule whose fp16 weights may have been edited since the last step: an edited one is its own master again.
+    """A rule whose fp16 weights may have been edited since the last step: an edited weight becomes its own master.
 
-    A bf16 weight and its remainder make a master that rounds to the weight, whatever the two are; an fp16 weight's
-    master is stored whole, and would undo an edit.
+    A bf16 weight and its remainder always make a master that rounds to the weight. An fp16 weight's master is stored
+    whole, and would undo an edit.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -85,9 +85,9 @@ class ParameterStates:
     Raises StorageError: the swap space cannot be reserved.
 
     Args:
-        parameters: (index, name, parameter): indices are those of a step's values.
-        rules: the one that updates them.
-        config: whose `offload_optimizer` and `aio` count.
+        parameters: (index, name, parameter); the values of a step have the same indices.
+        rules: exactly one rule, which updates them.
+        config: its `offload_optimizer` and `aio` are used.
     """
 
     def __init__(self, parameters: Sequence[tuple[int, str, Tensor]], rules: Rules, config: Config) -> None:
@@ -112,15 +112,15 @@ class ParameterStates:
         on_cpu = shares_host_memory(self.device)
         self._threads = update_threads(self.layout.numel, kernel_threads(on_cpu=on_cpu))
         self._transfer: Transfer[Any] | None = None
-        self.remaining: Remaining | None = None  # Of a step that has failed.
+        self.remaining: Remaining | None = None  # The rest of a step that has failed.
 
     # ---- steps ---------------------------------------------------------------------------------
 
     def prepare(self, arguments: StepArguments, gradients: Mapping[int, Tensor]) -> Remaining:
-        """What a step has to do here; nothing has changed when this returns or raises.
+        """The work of a step for these states; nothing has changed when this returns or raises.
 
-        `arguments`: of the step; `gradients`: of parameters, by their index. Raises StateError: a gradient or a
-        parameter is not what it was when the states were made; names it.
+        `arguments`: of the step; `gradients`: by the parameters' indices. Raises StateError: a gradient or a parameter
+        does not fit the states that were made for it; names it.
         """
         self._weight_homes()
         homes: list[list[Home]] = [[] for _ in self.layout.spaces]
@@ -136,7 +136,7 @@ class ParameterStates:
         return Remaining(fenced, taken, deque(due))
 
     def finish(self) -> None:
-        """Do what remains of the step. Raises StorageError: a read or a write failed; what is not done remains."""
+        """Do the remaining work of the step. Raises StorageError: a read or a write failed; work not done remains."""
         remaining = self.remaining
         if remaining is None:
             return
@@ -146,7 +146,7 @@ class ParameterStates:
             raise error.within(f"update of step {remaining.arguments.number}") from error
         finally:
             changed = self._units.keys() & remaining.arguments.values.keys()
-            for index in changed:  # autograd shall notice that a graph from before has lost its weights
+            for index in changed:  # so that autograd refuses a graph from before, whose weights are overwritten
                 torch.autograd.graph.increment_version(local_of(self.parameters[index]))
         self.remaining = None
 
@@ -165,7 +165,7 @@ class ParameterStates:
             try:
                 told = Told(lambda: None, applied, lambda: None, lambda: None)
                 await self._pipeline.update(group, remaining.arguments, {}, told, self._threads)
-            except ZeroInfinityError:  # of bytes on their way, before or after all elements were updated
+            except ZeroInfinityError:  # a read or write failed, before or after the update of all elements
                 if not changed:
                     due.appendleft(group)
                 raise
@@ -187,9 +187,9 @@ class ParameterStates:
     # ---- states --------------------------------------------------------------------------------
 
     def read(self, indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """(index, copies of its states by name) of parameters: fp32 on the host, otherwise as the parameter is.
+        """(index, copies of its states by name) for each parameter: fp32 on the host, else of the parameter's form.
 
-        The order is that in which they are stored. Raises StorageError.
+        They come in storage order. Raises StorageError.
         """
         wanted = sorted(indices, key=self._place)
         self._rest()
@@ -224,11 +224,11 @@ class ParameterStates:
         return found
 
     def write(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Replace all states of parameters: index -> by name, as `read` gives them; what is missing becomes zero.
+        """Replace all states of parameters: index -> states by name, as from `read`; missing states become zero.
 
-        Without a master the weight is its own. Whoever calls has called `check`.
+        Without a master the weight becomes its own master. The caller has called `check`.
 
-        Raises StorageError: a read or a write failed; states are partly the new ones.
+        Raises StorageError: a read or a write failed; some states are new and others are not.
         """
         runs = {
             unit.index: {name: partial(self._run_like, index, local_of(value)) for name, value in states[index].items()}
@@ -255,7 +255,7 @@ class ParameterStates:
                 staged.release()
 
     def _put(self, staged: StagedGroup, unit: Unit, runs: Mapping[str, Callable[[], Tensor]]) -> None:
-        """Give a record the states of its part of a unit."""
+        """Put the states of a part of a unit into its record."""
         record, (begin, end) = staged.record(), staged.group.part_of(unit)
         at, part = begin - staged.group.begin, slice(begin - unit.begin, end - unit.begin)
         for which, name in enumerate(self.plan.states[0]):
@@ -280,7 +280,7 @@ class ParameterStates:
             )
 
     def _run_like(self, index: int, value: Tensor) -> Tensor:
-        """The elements of a local tensor in the order of the parameter's."""
+        """The elements of a local tensor in the memory order of the parameter's elements."""
         own = local_of(self.parameters[index])
         run = run_of(value) if lies_as(value, own) else None
         return _run(torch.empty_like(own, dtype=value.dtype, device="cpu").copy_(value)) if run is None else run
@@ -302,19 +302,19 @@ class ParameterStates:
         try:
             transfer.result()
         finally:
-            if transfer.settled():  # else whoever waited was interrupted, and the job goes on
+            if transfer.settled():  # else an interrupt ended the wait, and the job still runs
                 self._rest()
 
     def _rest(self) -> None:
-        """Wait for what an interrupt has left under way, and let go of the parameters' and gradients' memory."""
+        """Wait for a job that an interrupt has left running, and drop the views of parameters and gradients."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
-            transfer.settle()  # its error was told, or comes again
+            transfer.settle()  # its error was reported, or a later call raises it again
         self._gradients.planes = {}
         self.storage.weights[:] = self._planes_over("weights", [[] for _ in self.layout.spaces])
 
     def _show_weights(self) -> None:
-        """Until `_rest`, the planes of weights look at the parameters where they are now."""
+        """Until `_rest`, the planes of weights are views of the parameters' present memory."""
         self.storage.weights[:] = self._planes_over("weights", self._weight_homes())
 
     def _planes_over(self, what: str, homes: Sequence[list[Home]]) -> list[Plane]:
@@ -347,7 +347,7 @@ class ParameterStates:
         return homes
 
     def _gradient_of(self, unit: Unit, gradient: Tensor) -> Tensor:
-        """Its elements in the order of the weight's."""
+        """The gradient's elements in the memory order of the weight's elements."""
         weight = local_of(self.parameters[unit.slots[0].index])
         found = (gradient.device, gradient.dtype, gradient.numel())
         expected = (self.device, unit.dtype, unit.numel)
@@ -365,7 +365,7 @@ class ParameterStates:
 
 
 def _follow_edits(weight: Tensor, master: Tensor) -> None:
-    """Where the fp16 weight is not its fp32 master rounded, the weight counts; bf16 has no such place."""
+    """Where an fp16 weight is not its rounded fp32 master, the weight counts. With bf16 this cannot happen."""
     if master.dtype != torch.float32:
         return
     for begin in range(0, weight.numel(), EDITS_NUMEL):
@@ -376,7 +376,7 @@ def _follow_edits(weight: Tensor, master: Tensor) -> None:
 
 
 def _checked(name: str, parameter: Tensor, rule: Rule) -> Tensor:
-    """What this process has of a parameter. Raises ConfigError: it cannot be updated where it is."""
+    """The local part of a parameter. Raises ConfigError: it cannot be updated where it is."""
     local, problem = local_of(parameter), ""
     if local.dtype not in DTYPES:
         problem = f"expected float32, bfloat16 or float16, got {local.dtype}; use an optimizer of torch for it"
@@ -396,7 +396,7 @@ def _checked(name: str, parameter: Tensor, rule: Rule) -> Tensor:
 
 
 def _run(tensor: Tensor) -> Tensor:
-    """As `run_of`, of what is known to have one."""
+    """As `run_of`, for a tensor that must have a run."""
     run = run_of(tensor)
     if run is None:
         raise StateError(f"a tensor of {tuple(tensor.shape)} with strides {tensor.stride()} has gaps")
@@ -408,5 +408,5 @@ def _told(device: torch.device, dtype: torch.dtype, numel: int) -> str:
 
 
 def _order_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape, and the strides of dimensions that have any."""
+    """Shape, and the strides of dimensions with more than one element."""
     return tuple(tensor.shape), tuple(s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

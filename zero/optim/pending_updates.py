@@ -1,16 +1,15 @@
-"""Updates behind the step: which sub-groups are due, and who needs them first.
+"""Updates after the step: the sub-groups that are due, and the order in which units need them.
 
 [Note: order] `step()` fixes a step's values and returns. A sub-group is updated when the first unit that needs it is
-fetched, so updates come in the order of the next forward and overlap with it; the record's read also delivers the
-forward's weights. What no forward asks for is updated when somebody looks at it, and at the latest before the next
-step.
+fetched, so updates run in the order of the next forward and overlap with it; the update also delivers the forward's
+weights. A sub-group that no forward needs is updated when its values are read, and at the latest before the next step.
 
-[Note: failure] After a read that failed the sub-group stays due. After a write that failed the planes hold the truth in
-memory, and no update starts before that is on the disk: on a disk that fails, each further one would strand a block.
-The error reaches the next call of the engine and names the step.
+[Note: failure] After a failed read the sub-group stays due. After a failed write the planes hold the new values in
+memory, and no update starts until they are on the disk: on a failing disk each further update would strand a block.
+The next call of the engine raises the error, which names the step.
 
-[Note: threads] The mover's thread writes everything here but `begin_step`, which is called while nothing is due. Other
-threads only ask whether a set of sub-groups is empty; the answer can only become "yes".
+[Note: threads] Only the mover's thread writes this state, except in `begin_step`, which is called while nothing is due.
+Other threads only ask whether a set of sub-groups is empty; the answer can only become "yes".
 """
 
 from __future__ import annotations
@@ -32,31 +31,31 @@ from zero.store.storage import Storage
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One update under way."""
+    """One running update."""
 
     # The units whose new weights were delivered; or the error that left the sub-group due.
     applied: asyncio.Future[frozenset[int]]
-    returned: asyncio.Future[None]  # Ends once no unit's own memory is written from any more; never an error.
-    borrowed: frozenset[int]  # Units whose own memory is written from; never memory of a GPU.
-    stored: asyncio.Task[None] | None = None  # Ends once nothing of it moves any more; never raises.
+    returned: asyncio.Future[None]  # Ends when no write reads from a unit's own memory any more; never an error.
+    borrowed: frozenset[int]  # Units from whose own memory weights are written; never memory of a GPU.
+    stored: asyncio.Task[None] | None = None  # Ends when all its transfers have ended; never raises.
 
 
 class DueUpdates:
     """The sub-groups of the last step that are not updated yet.
 
-    `threads`: of the kernel on the host inside `finish`; beside a forward or a backward it has one where those compute
-    on the host too.
+    `threads`: of the kernel on the host inside `finish`. During a forward or backward that computes on the host too,
+    the kernel has one thread.
     """
 
     def __init__(self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int) -> None:
         self._storage, self._pipeline, self._threads = storage, pipeline, threads
         self._threads_beside = 1 if storage.streams.shared else threads
-        self.arguments = StepArguments({}, 1.0, 0)  # Of the last step.
+        self.arguments = StepArguments({}, 1.0, 0)  # The last step's.
         self._due: set[SubGroup] = set()
         self._unapplied: set[SubGroup] = set()
         self._running: dict[SubGroup, Running] = {}
         self._unstored: set[SubGroup] = set()
-        # Called, on the mover's loop, with a unit whose weights of the last step are where they live.
+        # Called on the mover's loop with a unit when its weights of the last step are stored in their home.
         self.stored: Callable[[int], None] = lambda index: None
         self.failure: StorageError | None = None  # A result could not be stored since the last `retry`.
         self.stopped = False  # The engine closes: no further update begins.
@@ -69,7 +68,7 @@ class DueUpdates:
     # ---- any thread ---------------------------------------------------------------------------
 
     def begin_step(self, arguments: StepArguments, due: Iterable[SubGroup]) -> None:
-        """A step is fixed; nothing of the one before is due or under way.
+        """A step is fixed; no update of the previous step is due or running.
 
         `arguments`: the step's; `due`: the sub-groups it changes.
         """
@@ -79,15 +78,15 @@ class DueUpdates:
         self._unstored = set(self._due)
 
     def at_home(self, index: int) -> bool:
-        """True when the unit's weights of the last step are where they live."""
+        """True if the unit's weights of the last step are stored in their home."""
         return not any(group in self._unstored for group in self._groups[index])
 
     def current(self, index: int) -> bool:
-        """True when the unit's weights are those of the last step."""
+        """True if the unit's weights are updated by the last step."""
         return not self._unapplied or not any(group in self._unapplied for group in self._groups[index])
 
     def borrows(self, index: int) -> bool:
-        """True while the unit's own memory is being written to the disk."""
+        """True while an update writes to the disk from the unit's own memory."""
         return any(index in running.borrowed for running in list(self._running.values()))
 
     def is_busy(self, group: SubGroup) -> bool:
@@ -102,18 +101,18 @@ class DueUpdates:
     async def fetch(self, unit: Unit, into: torch.Tensor, fences: tuple[Fence, ...]) -> Fence:
         """Fill `into` (uint8, flat unit, on the compute device) with the unit's weights of the last step.
 
-        Returns behind the copies, which may be under way still. Raises StorageError: `into` holds nothing of use; what
-        was not updated stays due.
+        Returns a fence after the copies, which may still be running. Raises StorageError: the content of `into` is
+        useless; sub-groups not updated stay due.
 
         Args:
             unit: any.
-            into: where its weights are wanted.
-            fences: behind the last uses of that memory on the device.
+            into: memory for its weights.
+            fences: after the last uses of that memory on the device.
         """
         groups = self._groups[unit.index]
         if any(group in self._due or group in self._running for group in groups):
             delivery = Delivery(into, fences)
-            # Tasks, also where there is one: units that are fetched at the same moment are updated in that order.
+            # Make tasks even for a single sub-group: units fetched at the same moment are then updated in that order.
             await settle_all([asyncio.create_task(self._fetch_part(unit, group, delivery)) for group in groups])
         else:
             await self._read(unit, unit.begin, unit.end, Delivery(into, fences))
@@ -124,14 +123,14 @@ class DueUpdates:
     ) -> Fence:
         """Fill parts of `into` (uint8, on the compute device) with parts of the unit's weights of the last step.
 
-        Returns behind the copies, which may be under way still. Raises StorageError: `into` holds nothing of use; what
-        was not updated stays due.
+        Returns a fence after the copies, which may still be running. Raises StorageError: the content of `into` is
+        useless; sub-groups not updated stay due.
 
         Args:
             unit: any.
             rows: (first coordinate, end, first element of `into`) of each part.
-            into: where the weights are wanted.
-            fences: behind the last uses of that memory on the device.
+            into: memory for the weights.
+            fences: after the last uses of that memory on the device.
         """
         rows, storage, width = list(rows), self._storage, unit.dtype.itemsize
         groups = [g for g in self._groups[unit.index] if any(g.begin < end and lo < g.end for lo, end, _ in rows)]
@@ -145,7 +144,7 @@ class DueUpdates:
     async def bring(self, groups: Iterable[SubGroup]) -> None:
         """Update sub-groups whose weights are used where they are stored.
 
-        Raises StorageError: one of them is still due.
+        Raises StorageError: at least one of them is still due.
         """
         await settle_all([self._bring(group) for group in groups])
 
@@ -161,7 +160,7 @@ class DueUpdates:
     async def finish(self, groups: Iterable[SubGroup]) -> None:
         """Update sub-groups and store the results.
 
-        Raises StorageError: what was not updated stays due, what was not stored stays in memory.
+        Raises StorageError: sub-groups not updated stay due, results not stored stay in memory.
         """
         groups = list(groups)
         results = await asyncio.gather(*(self._bring(g, self._threads) for g in groups), return_exceptions=True)
@@ -171,17 +170,17 @@ class DueUpdates:
             raise self.failure or errors[0]
 
     async def retry(self) -> None:
-        """Write what could not be written. Raises StorageError if it still cannot be."""
+        """Repeat the writes that failed. Raises StorageError if one fails again."""
         await self._settle(list(self._running))
         try:
             await self._storage.rewrite_stranded()
         except StorageError as error:
             raise error.within(f"update of step {self.arguments.number}") from error
         self.failure = None
-        self._at_home(self._unstored - self._unapplied)  # what was applied and stranded is on the disk now
+        self._at_home(self._unstored - self._unapplied)  # applied results that were stranded are on the disk now
 
     def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
-        """The sub-groups of these units (None: all) that are due or under way, in coordinate order. For any thread."""
+        """The sub-groups of these units (None: all) that are due or running, in coordinate order. For any thread."""
         # A snapshot first: hashing sub-groups runs Python code, and the mover may end an update meanwhile.
         busy = self._due | self._unapplied | set(tuple(self._running))
         wanted = busy if units is None else {group for index in units for group in self._groups[index]} & busy
@@ -197,7 +196,7 @@ class DueUpdates:
                     self.stored(unit.index)
 
     async def _settle(self, groups: list[SubGroup]) -> None:
-        """Wait until nothing of these moves any more."""
+        """Wait until all transfers of these sub-groups have ended."""
         tasks = [r.stored for g in groups if (r := self._running.get(g)) is not None and r.stored is not None]
         if tasks:
             await asyncio.wait(tasks)
@@ -212,7 +211,7 @@ class DueUpdates:
     async def _fetch_part(self, unit: Unit, group: SubGroup, delivery: Delivery) -> None:
         if group in self._due:
             running = self._start(group, {unit.index: delivery}, self._threads_beside)
-            # Shielded: whoever waits may be cancelled, an update that has begun goes on.
+            # Shielded: the waiting task may be cancelled, but an update that has begun must continue.
             if unit.index in await asyncio.shield(running.applied):
                 return
         elif group in self._running:
@@ -230,7 +229,7 @@ class DueUpdates:
     def _start(self, group: SubGroup, wanted: dict[int, Delivery], threads: int) -> Running:
         if self.failure is not None:
             raise self.failure
-        self._due.discard(group)  # nobody else begins it; `_run` puts it back if it fails before it is applied
+        self._due.discard(group)  # so that it is not begun twice; `_run` adds it again if it fails before it is applied
         on_host = frozenset(index for index, delivery in wanted.items() if delivery.into.device.type == "cpu")
         loop = asyncio.get_running_loop()
         running = Running(loop.create_future(), loop.create_future(), on_host)
@@ -266,8 +265,8 @@ class DueUpdates:
             else:
                 self._due.add(group)
                 running.applied.set_exception(named)
-                running.applied.exception()  # a prefetch that nobody waits for is no error
+                running.applied.exception()  # mark it as retrieved: a prefetch may have no waiter, which is no error
         finally:
             if not running.returned.done():
                 running.returned.set_result(None)
-            del self._running[group]  # last: who finds no update under way reads the planes
+            del self._running[group]  # last: a reader that finds no running update reads the planes

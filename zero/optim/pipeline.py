@@ -1,19 +1,19 @@
 """The update of one sub-group: read, apply, write.
 
 [Note: what an update touches] A sub-group is a run of a space. Its state record (remainder and state planes, adjacent)
-is one sequential range of the record plane; its weights and gradients are ranges of theirs. Whatever lives in memory
-the kernel can address is updated where it is; the rest passes through one leased block of the arena. Results do not
-depend on the cutting.
+is one sequential range of the record plane; its weights and gradients are ranges of their planes. Values in memory that
+the kernel can address are updated in place; the rest passes through one leased block of the arena. Results do not
+depend on the cut into sub-groups.
 
-[Note: delivery] Whoever waits for a unit's new weights gives the memory they are wanted in. Where the kernel can
-address it, the old weights are read into it and updated there: one read serves the update and the forward. Elsewhere
-they are copied there once updated.
+[Note: delivery] A caller that waits for a unit's new weights gives the memory for them. If the kernel can address it,
+the old weights are read into it and updated there: one read serves the update and the forward. Otherwise the weights
+are copied there after the update.
 
-[Note: order of writes] Weights are written at once: the memory they are in is wanted for other units. Records may wait;
-see zero/optim/lent_gradients.py.
+[Note: order of writes] Weights are written at once, because other units need the memory that they are in. Records may
+wait; see zero/optim/lent_gradients.py.
 
-[Note: failure] A sub-group whose read fails is untouched and stays due. One whose write fails has been updated: the
-planes keep its bytes until a later write succeeds, so memory still holds the truth.
+[Note: failure] If its read fails, a sub-group is untouched and stays due. If its write fails, it has been updated: the
+planes keep its bytes until a later write succeeds, so memory still holds the true values.
 """
 
 from __future__ import annotations
@@ -37,44 +37,44 @@ from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.staging import Staged, StagedGroup
 from zero.store.storage import Storage
 
-Made = Mapping[int, Small]  # Parameter index -> small states as an update leaves them.
+Made = Mapping[int, Small]  # Parameter index -> small states after an update.
 
 
 @dataclass(frozen=True, slots=True)
 class StepArguments:
     """Fixed when `step()` is called; an update started later uses the same."""
 
-    # Parameter index -> what the rule has fixed of it; one that is missing had no gradient and is skipped.
+    # Parameter index -> the values that the rule has fixed; a missing parameter had no gradient and is skipped.
     values: Mapping[int, Any]
     grad_scale: float
-    number: int  # Of the step, counted from 1: errors name it, and moments that are not fp32 are rounded by it.
-    fence: Fence = None  # Behind the last use of the old weights and the gradients on the device.
-    # Parameter index -> where its small states are, of rules that keep some.
+    number: int  # Of the step, from 1: errors name it, and the rounding of moments that are not fp32 depends on it.
+    fence: Fence = None  # After the last use of the old weights and the gradients on the device.
+    # Parameter index -> the object with its small states, for rules that have some.
     small: Mapping[int, SmallStates] = field(default_factory=dict)
 
     def keep(self, made: Made) -> None:
-        """An update counts, and what it has made of small states."""
+        """An update counts: keep the small states that it has made."""
         for index, tensors in made.items():
             self.small[index].tensors = tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Where a unit's weights are wanted."""
+    """Memory to which a unit's weights are delivered."""
 
     into: torch.Tensor  # uint8, the flat unit.
-    fences: tuple[Fence, ...]  # Behind the last uses of that memory.
+    fences: tuple[Fence, ...]  # After the last uses of that memory.
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What an update calls on its way."""
+    """Functions that an update calls while it runs."""
 
-    turn: Callable[[], None]  # It could begin; may raise: then nothing happens.
-    # It is done, and these units' weights were delivered; nothing of it is stored yet.
+    turn: Callable[[], None]  # The update is about to begin; if this raises, nothing happens.
+    # The update is done, and these units' weights were delivered; nothing is stored yet.
     applied: Callable[[frozenset[int]], None]
-    returned: Callable[[], None]  # Nothing reads memory of the caller's any more.
-    stored: Callable[[], None]  # Its weights are where they live.
+    returned: Callable[[], None]  # The update does not read the caller's memory any more.
+    stored: Callable[[], None]  # The new weights are stored in their home.
 
 
 class SubGroupPipeline:
@@ -84,11 +84,11 @@ class SubGroupPipeline:
         self._layout, self._storage, self._gradients, self._rules = layout, storage, gradients, rules
         self.spare = SpareGradients(layout, storage)
         self._places = Places(storage.plan.records_in_flight, self.spare)
-        # Awaited before a sub-group changes: whoever still wants its old values takes them.
+        # Awaited before a sub-group changes, so that its old values can be copied first (a checkpoint in progress).
         self.before: Callable[[SubGroup, StepArguments], Awaitable[None]] | None = None
 
     def trained_units(self, group: SubGroup, arguments: StepArguments) -> list[Unit]:
-        """Units that have elements in the sub-group that this step changes."""
+        """Units with elements in the sub-group that this step changes."""
         return [
             unit
             for unit in self._layout.units_in(group)
@@ -96,9 +96,9 @@ class SubGroupPipeline:
         ]
 
     def at_once(self, group: SubGroup, arguments: StepArguments) -> bool:
-        """True when the update needs neither the disk nor another device than the forward's.
+        """True if the update needs neither the disk nor another device than the forward's.
 
-        Behind the step it would take the processor from the forward and gain nothing.
+        After the step it would take the processor from the forward and gain nothing.
         """
         if self._storage.compute(group) != self._storage.device:
             return False
@@ -113,15 +113,15 @@ class SubGroupPipeline:
     ) -> None:
         """Update a sub-group and store the result.
 
-        Raises StorageError: before `told.applied` was called nothing has changed; afterwards the planes hold the new
+        Raises StorageError: before `told.applied` was called, nothing has changed; after it, the planes hold the new
         values in memory.
 
         Args:
             group: has at least one trained unit.
             arguments: the step's.
-            wanted: unit index -> where its part of the new weights goes; written from there too, so that
-                memory has to stay as it is until `told.returned` is called, or this returns.
-            told: called on the way.
+            wanted: unit index -> memory for its part of the new weights. They are written to the disk from there too,
+                so this memory must not change until `told.returned` is called, or this returns.
+            told: functions to call at the stages of the update.
             threads: of the CPU kernel.
         """
         if self.before is not None:
@@ -138,7 +138,7 @@ class SubGroupPipeline:
             told.turn()  # only now: another update may have failed while this one waited for memory
             streams.wait(arguments.fence)
             if self._storage.compute(group) != self._storage.device:
-                # The host writes over weights that a forward's copies may still read.
+                # The host overwrites weights that a forward's copies may still read.
                 await streams.reached(arguments.fence)
             await work.lease("sub-group", lent)
             error: BaseException | None = None
@@ -146,10 +146,10 @@ class SubGroupPipeline:
             try:
                 made = await self._compute_into(work, arguments, threads)
                 await self._deliver(work, wanted)
-                arguments.keep(made)  # before anybody hears that the update counts
+                arguments.keep(made)  # before `applied` reports that the update counts
                 told.applied(frozenset(unit.index for unit in units) & wanted.keys())
                 if lent is not None or (self._storage.compute(group) == self._storage.device and not work.in_place):
-                    # A GPU may be reading the host's gradients still, or copy new weights out of what was lent.
+                    # A GPU may still read gradients in host memory, or copy new weights out of lent memory.
                     await streams.reached(streams.fence())
                 self.spare.give(group, units)
                 kept, error = await self._write_back(work, told, lent is not None)
@@ -160,7 +160,7 @@ class SubGroupPipeline:
             raise error
 
     def _plane_of(self, unit: Unit) -> Plane:
-        """Where the gradient is that an update of the unit works with."""
+        """The plane of the gradient that an update of the unit uses."""
         return self._gradients.taken(unit.index).plane
 
     async def _compute_into(self, work: StagedGroup, arguments: StepArguments, threads: int) -> Made:
@@ -176,11 +176,11 @@ class SubGroupPipeline:
         if self._storage.compute(work.group).type == "cpu":
             await self._storage.streams.compute_on_host(compute)
         else:
-            compute()  # the device is only told what to do
+            compute()  # this only queues work on the device
         return made
 
     async def _deliver(self, work: StagedGroup, wanted: Mapping[int, Delivery]) -> None:
-        """Copy new weights to where they are wanted or live, if they were not updated there."""
+        """Copy new weights to the caller's memory and to their home, if they were not updated there."""
         streams = self._storage.streams
         for unit in work.units:
             weight = work.weights[unit.index]
@@ -188,14 +188,14 @@ class SubGroupPipeline:
                 delivery = wanted[unit.index]
                 target = _part(unit, delivery.into, weight.begin, weight.end)
                 streams.wait(streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence()))
-        # Who uses weights on the device where they live has no other way to see them.
+        # Weights that are used in their home on the device must be there before the update counts.
         await settle_all([weight.write() for weight in work.weights.values() if weight.copied_home])
 
     async def _write_back(self, work: StagedGroup, told: Told, lent: bool) -> tuple[bool, BaseException | None]:
-        """Store the results: (is what was leased still needed, first error).
+        """Store the results: (is the leased memory still needed, first error).
 
-        A part that cannot be stored stays in it, or in a copy if it lies in memory that others want; its plane
-        reads it from there until a write succeeds.
+        A part that cannot be stored stays in leased memory, or in a copy if others need the memory that it is in; its
+        plane reads it from there until a write succeeds.
         """
 
         async def write_record() -> None:
@@ -209,7 +209,7 @@ class SubGroupPipeline:
         for part, _ in failed:
             if part.borrowed:
                 part.plane.strand(part.begin, part.end, aligned_copy(part.host_bytes))
-        told.returned()  # after the copies above: from here on the owner writes over what it has lent
+        told.returned()  # after the copies above: from here on the owner may overwrite the memory it has lent
         if not failed:
             told.stored()
         for result in await asyncio.gather(*records, return_exceptions=True):
@@ -219,7 +219,7 @@ class SubGroupPipeline:
         return self._strand(staged, work, lent), failed[0][1] if failed else None
 
     def _strand(self, failed: list[Staged], work: StagedGroup, lent: bool) -> bool:
-        """What could not be written is the truth. True if it stays in what was leased, which is released later."""
+        """Keep parts whose write failed, as the true values. True if they stay in leased memory, released later."""
         holders = len(failed)
 
         def written() -> None:
@@ -236,7 +236,7 @@ class SubGroupPipeline:
         return bool(failed) and not lent
 
     def _apply(self, work: StagedGroup, unit: Unit, arguments: StepArguments, threads: int) -> Made:
-        """Update the part of a unit that lies in a sub-group; what becomes of small states is returned."""
+        """Update the part of a unit that is in a sub-group; returns the new small states."""
         weight, gradient = work.weights[unit.index], work.gradients[unit.index]
         state = work.record(arguments.number)
         lo, hi = weight.begin - work.group.begin, weight.end - work.group.begin

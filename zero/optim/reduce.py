@@ -1,21 +1,22 @@
 """Gradients of several ranks: each rank keeps the sum of its slice, divided by the number of ranks.
 
-[Note: order of reductions] A reduction needs all ranks, so all must start the same ones in the same order, whatever
-order their own backwards take. The order of a backward is what the ranks agreed on after the one before: units that all
-of them have always had, as the first rank had them; at first it is the layout's, from its end. A unit whose turn has
-not come waits, in host memory if the pool has no room; at the end of backward the rest of the order follows, with zeros
-for what a rank has not got, then what anybody has that is not in the order.
+[Note: order of reductions] A reduction needs all ranks, so all must start the same reductions in the same order, even
+if their own backwards run in different orders. At the end of a backward the ranks agree on the order of the next one
+with the same number in its step: the units that all ranks have always had, in the first rank's order. The initial order
+is the layout's, reversed. A unit whose turn has not come waits, in host memory if the pool has no room. At the end of
+backward the rest of the order follows, with zeros for gradients that a rank does not have, and then all other gradients
+that any rank has.
 
-[Note: what is rounded] The bits must not depend on that order, for a run that was resumed has another. So each rank
-gives a parameter's first gradient of a backward to one reduction, whose mean is rounded to the unit's dtype, also where
-it is added to an earlier backward's in fp32. Further gradients of the same backward (a block that is recomputed several
-times) are added up in fp32 and reduced at its end in fp32, whether the first still waits or not. What is reduced with
-zeros on every rank counts for nothing.
+[Note: what is rounded] The bits must not depend on that order, because a resumed run has another order. So each rank
+gives a parameter's first gradient of a backward to one reduction. Its mean is rounded to the unit's dtype, even if it
+is then added to an earlier backward's gradient in fp32. Further gradients of the same backward (from a block that is
+recomputed several times) are added up in fp32 and reduced in fp32 at its end, whether the first still waits or not. If
+every rank has reduced zeros, the unit counts as one without a gradient.
 
-[Note: whole gradients] Stages 0 and 1 reduce once a step: until then each rank adds up whole gradients in fp32.
+[Note: whole gradients] Stages 0 and 1 reduce once per step: until then each rank adds up whole gradients in fp32.
 
-[Note: dtype] All ranks reduce a unit in one dtype: in fp32 what is said above, and everything if backwards of this step
-have been deferred; else in the dtype of the unit.
+[Note: dtype] All ranks reduce a unit in one dtype: in fp32 in the cases above, and always if backwards of this step
+were deferred; otherwise in the unit's dtype.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from zero.store.storage import Storage
 
 
 class ReductionOrder:
-    """In which order one rank starts reductions. Pure: units are ints.
+    """The order in which one rank starts reductions. Pure: units are ints.
 
-    Each backward of a step has an order of its own, known by its number.
+    Each backward of a step has a number and an order of its own.
 
-    `expected`: the order of a backward that is the first of its number.
+    `expected`: the order of a number's first backward.
     """
 
     def __init__(self, expected: list[int]) -> None:
         self._expected, self._orders = expected, dict[int, list[int]]()
         self._number = -1
         self._next = 0
-        self.seen: list[int] = []  # Units that had a gradient in this backward, in the order of their first.
-        self._irregular: set[int] = set()  # Units that some backward had not; nobody waits for them any more.
+        self.seen: list[int] = []  # Units with a gradient in this backward, in the order of their first gradients.
+        self._irregular: set[int] = set()  # Units that were missing in some backward; no order has them any more.
 
     def begin_step(self) -> None:
         """The next backward is the first of a step."""
@@ -67,19 +68,19 @@ class ReductionOrder:
 
         Args:
             unit: has a gradient of this backward now.
-            waiting: all that have one, of this backward or an earlier one, and are not reduced yet.
+            waiting: all units with a gradient, of this backward or an earlier one, that is not reduced yet.
         """
         self.see(unit)
         return self.go_on(waiting)
 
     def see(self, unit: int) -> None:
-        """A unit has a gradient now; what is due is asked for later."""
+        """A unit has a gradient now; `go_on` returns the units to be reduced later."""
         if unit not in self.seen:
             self.seen.append(unit)
 
     def go_on(self, waiting: Iterable[int]) -> list[int]:
-        """Units to be reduced now, in order, of those that have a gradient and are not reduced yet."""
-        # What only an earlier backward has given is not ready: reduced now, it would have to be reduced again.
+        """Units to be reduced now, in order, among the `waiting` ones."""
+        # A gradient of an earlier backward alone is not ready: if it were reduced now, it would be reduced again.
         ready, now = set(waiting).intersection(self.seen), list[int]()
         while self._next < len(self._order) and self._order[self._next] in ready:
             now.append(self._order[self._next])
@@ -87,7 +88,7 @@ class ReductionOrder:
         return now
 
     def rest(self) -> list[int]:
-        """The backward is over: what else of the agreed order has to be reduced, in order."""
+        """The backward is over: the units of the agreed order that are still to be reduced, in order."""
         now, self._next = self._order[self._next :], len(self._order)
         return now
 
@@ -96,7 +97,7 @@ class ReductionOrder:
         return self._orders.get(self._number, self._expected)
 
     def agree(self, seen: list[list[int]]) -> None:
-        """The next backward of this number follows what the ranks (in rank order) had in this one."""
+        """Set the order of the next backward of this number. `seen`: the units of each rank, in rank order."""
         everywhere = set(seen[0]).intersection(*seen[1:])
         self._irregular |= set(self._order) - everywhere
         self._orders[self._number] = [unit for unit in seen[0] if unit in everywhere - self._irregular]
@@ -106,14 +107,14 @@ class ReductionOrder:
 class Waiting:
     """A whole gradient of this rank that is not reduced yet."""
 
-    flat: torch.Tensor  # (unit.numel,) of the unit's dtype, or fp32 where several contributions are added up.
-    block: Block | None  # The lease behind it, if it has one.
-    blank: bool = False  # It is the memory that stands for what a rank has not.
+    flat: torch.Tensor  # (unit.numel,) of the unit's dtype, or fp32 if several contributions are added up.
+    block: Block | None  # Its leased memory, if it has some.
+    blank: bool = False  # `flat` is the shared zeros, in place of a gradient that this rank does not have.
 
 
 @dataclass(slots=True)
 class Reduction:
-    """A gradient on its way to its planes on all ranks."""
+    """A gradient that is being reduced and stored in its planes on all ranks."""
 
     block: Block | None
     transfer: Transfer[None] | None = None
@@ -121,9 +122,9 @@ class Reduction:
 
 
 class ReducedGradients(Gradients):
-    """See above.
+    """Gradients that are reduced over ranks; see the notes above.
 
-    `exchange`: with the other ranks; `in_place`: whole gradients are always collected beside the planes.
+    `exchange`: with the other ranks. There is no `in_place`: whole gradients are always collected outside the planes.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class ReducedGradients(Gradients):
         super().__init__(layout, storage, device, in_place=False, threads=threads)
         self._exchange, self._placement = exchange, exchange.placement
         trained = [unit for unit in reversed(layout.units) if unit.trainable]
-        # What is always bound is in use until the end of a backward.
+        # Persistent units are last: they are in use until the end of a backward.
         self._order = ReductionOrder([unit.index for unit in sorted(trained, key=lambda unit: unit.persistent)])
         self._narrow = any(unit.dtype.itemsize < torch.float32.itemsize for unit in trained)
         self._waiting: dict[int, Waiting] = {}
@@ -140,7 +141,7 @@ class ReducedGradients(Gradients):
         self._given: dict[int, set[int]] = {}
         # Unit -> the sum of its further gradients of this backward, fp32 (unit.numel,).
         self._further: dict[int, torch.Tensor] = {}
-        self._blank: list[int] = []  # Units of which this rank has reduced zeros in this backward, into nothing.
+        self._blank: list[int] = []  # Units for which this rank has reduced zeros in this backward, into empty planes.
         self._reducing = self._in_backward = self._starting = False
         self.deferred = bool(storage.plan.deferred_bytes)
         self._nothing: Block | None = None
@@ -148,7 +149,7 @@ class ReducedGradients(Gradients):
     # ---- a backward -----------------------------------------------------------------------------
 
     def begin_backward(self, *, boundary: bool, together: bool = False) -> None:
-        """See `Gradients`. What micro-batches add up together in fp32 is reduced in fp32, as what waits is."""
+        """See `Gradients`. Sums of several micro-batches in fp32 are reduced in fp32, as deferred gradients are."""
         super().begin_backward(boundary=boundary, together=together)
         self.deferred = self.deferred or (together and self._storage.plan.accumulation == torch.float32)
         if self._nothing is None and self._units:
@@ -169,13 +170,13 @@ class ReducedGradients(Gradients):
     def arrive(
         self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, parts: float = 1.0
     ) -> bool:
-        """See `Gradients`. Where ranks fetch in step, reductions have their places among the gathers: a unit is passed
-        where all ranks pass a call, not where this one has all of its gradients.
+        """See `Gradients`. Where ranks fetch in step, reductions have fixed places among the gathers: a unit is passed
+        when all ranks pass a call, and not when this rank has all gradients of the unit.
         """
         return super().arrive(index, position, gradient, rows, parts) and not self._placement.in_step
 
     def flush(self, index: int) -> None:
-        """See `Gradients`. What has arrived waits."""
+        """See `Gradients`. The gradients that have arrived wait to be reduced."""
         state = self._units.get(index)
         if state is None or state.buffer is None:
             return
@@ -195,7 +196,7 @@ class ReducedGradients(Gradients):
         state.arrived, state.adds = {}, False
 
     def passed(self, index: int) -> None:
-        """See `Gradients`. What has arrived may be reduced when its turn comes."""
+        """See `Gradients`. The gradients that have arrived may be reduced when their turn comes."""
         self.flush(index)
         if self._in_backward and self._reducing and index in self._given and not self._lacks_some(index):
             if self._starting:
@@ -206,14 +207,15 @@ class ReducedGradients(Gradients):
     def _lacks_some(self, index: int) -> bool:
         """True if a parameter's sum of earlier backwards waits for its gradient of this one.
 
-        A reentrant checkpoint ends with its unit passed and others of the unit's gradients still to come. What is added
-        up before the mean of ranks is not to depend on when that is taken, so the unit waits for the end of backward.
+        When a reentrant checkpoint ends, its unit is passed although other gradients of the unit are still to come. The
+        sums that go into the mean over ranks must not depend on the time of the reduction, so the unit waits for the
+        end of backward.
         """
         given, earlier = self._given[index], self._units[index].contributions
         return self.deferred and any(count and position not in given for position, count in enumerate(earlier))
 
     def end_backward(self) -> None:
-        """See `Gradients`. All ranks come here."""
+        """See `Gradients`. Collective."""
         self.flush_all()
         if self._in_backward and self._reducing:
             for index in self._given:
@@ -228,7 +230,7 @@ class ReducedGradients(Gradients):
         self._in_backward = self.together = False
 
     def complete(self) -> None:
-        """See `Gradients`. All ranks come here."""
+        """See `Gradients`. Collective."""
         self.flush_all()
         if self._placement.gradients_deferred:
             self._reduce_rest("gradients not reduced yet", [])
@@ -275,12 +277,12 @@ class ReducedGradients(Gradients):
     # ---- inside ---------------------------------------------------------------------------------
 
     def _release(self, held: Waiting) -> None:
-        """Whoever gets its memory next comes after what was done with it so far."""
+        """Release its memory, with a fence: the next user must wait for the work queued so far."""
         if held.block is not None:
             held.block.release(self._streams.fence())
 
     def _open(self, state: UnitGradient) -> None:
-        """Collect beside the plane; what the plane holds is not touched before the reduction."""
+        """Collect outside the plane; the plane's content must not change before the reduction."""
         self._settle(state)
         wide = self.together and self._storage.plan.accumulation == torch.float32
         state.adds, dtype = self.together, torch.float32 if wide else state.unit.dtype
@@ -288,7 +290,7 @@ class ReducedGradients(Gradients):
         state.buffer = state.block.view(dtype, state.unit.numel)
 
     def _lease(self, state: UnitGradient, nbytes: int) -> Block:
-        """As in one rank; and what waits for its turn with no room left waits elsewhere."""
+        """As with one rank; if there is no room left, waiting gradients are moved out of the pool."""
         pool = self._storage.gradient_pool
         block = pool.try_lease(nbytes)
         steps = (self._settle_all, self._flush_others, self._settle_all, self._move_out)
@@ -301,18 +303,18 @@ class ReducedGradients(Gradients):
         return block
 
     def _settle_all(self, state: UnitGradient) -> None:
-        """Wait for the reductions under way."""
+        """Wait for the running reductions."""
         for other in self._units.values():
             self._settle(other)
 
     def _flush_others(self, state: UnitGradient) -> None:
-        """Units still open give way, and open again if need be; the unit's own too, if it is not for that one."""
+        """Flush units with open buffers; they open again if needed. In a reduction flush the unit itself too."""
         for other in self._units.values():
             if other is not state or self._starting:
                 self.flush(other.unit.index)
 
     def _wait(self, state: UnitGradient, newest: Waiting, arrived: list[Slot]) -> None:
-        """Let what has arrived wait: beside what has before, in this backward; until a step comes it is added up."""
+        """Let new gradients wait. A backward that reduces puts them next to waiting ones; others add them up."""
         held = self._waiting.get(state.unit.index)
         if self._reducing and held is None and arrived:
             self._waiting[state.unit.index] = newest
@@ -325,7 +327,7 @@ class ReducedGradients(Gradients):
         self._release(newest)
 
     def _add_up(self, state: UnitGradient, held: Waiting | None, newest: Waiting) -> None:
-        """Several backwards, in fp32."""
+        """Add up gradients of several backwards, in fp32."""
         if held is None or held.flat.dtype != torch.float32 or held.block is not None:
             self._settle(state)  # an earlier sum may still be read
             wide = self._storage.whole_gradients.deferred(state.unit)
@@ -347,7 +349,7 @@ class ReducedGradients(Gradients):
             part.zero_()
 
     def _move_out(self, state: UnitGradient) -> None:
-        """What waits for a turn that does not come makes room: it waits in host memory."""
+        """Move waiting gradients to host memory, to make room in the pool."""
         for held in self._waiting.values():
             if held.block is not None:
                 moved = held.flat.to("cpu", copy=True)
@@ -355,9 +357,10 @@ class ReducedGradients(Gradients):
                 held.flat, held.block = moved, None
 
     def _start_all(self, due: list[int]) -> None:
-        """Start reductions, and what becomes due meanwhile after them.
+        """Start reductions, and then those that become due meanwhile.
 
-        One that has to make room for itself starts no other: that one would take its turn first, on this rank alone.
+        A reduction that has to make room for itself must not start another: the other would take its turn first, on
+        this rank alone.
         """
         self._starting = True
         try:
@@ -369,10 +372,10 @@ class ReducedGradients(Gradients):
             self._starting = False
 
     def _reduce_rest(self, what: str, seen: list[int]) -> tuple[list[list[int]], set[int]]:
-        """Reduce what any rank still has, then further gradients.
+        """Reduce the gradients that any rank still has, then further gradients.
 
-        Returns what each had `seen`, and of which units every rank has reduced zeros so far: what one has had of an
-        earlier backward it has not `seen` in this one.
+        Returns each rank's `seen`, and the units for which every rank has reduced zeros so far. `seen` cannot show
+        this: it lacks gradients that a rank has only from an earlier backward.
         """
         left = {index: waiting.flat.dtype == torch.float32 for index, waiting in self._waiting.items()}
         mine = [seen, list(left.items()), list(self._further), self._blank]
@@ -396,12 +399,12 @@ class ReducedGradients(Gradients):
     def _reduce_further(self, index: int) -> None:
         further, state = self._further.pop(index, None), self._units[index]
         if further is not None:
-            self._settle(state)  # its memory for fp32 may still be read
+            self._settle(state)  # the previous reduction may still read its fp32 memory
             self._waiting[index] = Waiting(self._storage.whole_gradients.deferred(state.unit).copy_(further), None)
         self._reduce(index, wide=True)
 
     def _forget(self, blank: set[int]) -> None:
-        """What was zero on every rank was no gradient: the next one is the first."""
+        """Reset units that every rank reduced as zeros: they had no gradient, so the next one is the first."""
         for index in blank:
             state = self._units[index]
             self._settle(state)
@@ -414,12 +417,12 @@ class ReducedGradients(Gradients):
         dtype = torch.float32 if wide or self.deferred else state.unit.dtype
         try:
             waiting = self._ready(state, dtype)
-        except (StorageError, BudgetError) as error:  # the others wait for this one, and are told why it does not come
+        except (StorageError, BudgetError) as error:  # the other ranks wait for this reduction: report why it fails
             self._exchange.give_up(self._exchange.turn("reduce", state.unit), error)
             raise
         turn = self._exchange.turn("reduce", state.unit)
         item = Reduction(waiting.block)
-        rounds = state.dtype != dtype  # what is added in fp32 is rounded before, as it would be if it came first
+        rounds = state.dtype != dtype  # a mean added in fp32 is rounded before, as it would be if it were the first
         job = self._run(state, item, waiting, turn, self._streams.fence(), first=state.empty, rounds=rounds)
         state.storing, state.summed = item, True
         item.transfer = self._storage.mover.post(f"reducing the gradient of {state.unit.name}", job)
@@ -427,7 +430,7 @@ class ReducedGradients(Gradients):
             self._settle(state)
 
     def _ready(self, state: UnitGradient, dtype: torch.dtype) -> Waiting:
-        """What is reduced, in memory that the exchange sees, and a home for it that nothing else uses."""
+        """The gradient to be reduced, in memory that the exchange can use; makes its home free for it."""
         index = state.unit.index
         self._settle(state)
         if state.empty and index not in self._waiting:
@@ -449,7 +452,7 @@ class ReducedGradients(Gradients):
         return waiting
 
     def _in_dtype(self, state: UnitGradient, held: Waiting | None, dtype: torch.dtype) -> Waiting:
-        """What is reduced: zeros if nothing waits."""
+        """The gradient to be reduced, in `dtype`: zeros if none waits."""
         if held is not None and held.flat.dtype == dtype:
             return held
         zeros = self._zeros(state.unit, dtype) if held is None else None
@@ -468,7 +471,7 @@ class ReducedGradients(Gradients):
         return made
 
     def _lease_zeros(self) -> Block:
-        """What a rank gives that has no gradient; one for all units."""
+        """Lease the zeros that this rank gives in place of gradients it does not have; one block for all units."""
         wide = self.together and self.deferred
         nbytes = max(state.unit.numel * 4 if wide else state.unit.nbytes for state in self._units.values())
         nothing = self._storage.gradient_pool.lease(nbytes, "gradients that are zero")
@@ -477,7 +480,7 @@ class ReducedGradients(Gradients):
         return nothing
 
     def _zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor | None:
-        """None if there is not so much of it."""
+        """The shared zeros in the unit's length; None if their block is too small."""
         nothing = self._nothing or self._lease_zeros()
         self._nothing = nothing
         return nothing.view(dtype, unit.numel) if unit.numel * dtype.itemsize <= nothing.data.numel() else None
@@ -499,6 +502,6 @@ class ReducedGradients(Gradients):
                 home = state.plane, state.dtype
                 await self._store.store_sum(unit, home, sources, scale, state.sums, first=first, rounds=rounds)
                 if waiting.blank:
-                    waiting.flat.zero_()  # sums on the way may have been made there
+                    waiting.flat.zero_()  # the exchange may have made sums in this memory
         finally:
             item.done = True

@@ -1,21 +1,22 @@
-"""Update rules: what an optimizer keeps of each parameter, and what it does to a run of elements.
+"""Update rules: the states that an optimizer keeps for each parameter, and its update of a run of elements.
 
-[Note: a rule is data] Its state planes have names (as in torch's state dict) and lie beside one another in the records;
-plan, checkpoint and `safe_get_*` go by the names alone. What a parameter has besides planes, counts above all, is fixed
-by `step()` for every parameter; the update of a sub-group is a function of that and of the elements it has.
+[Note: a rule is data] Its state planes have names (as in torch's state dict) and are adjacent in the records; plan,
+checkpoint and `safe_get_*` use only the names. Values of a parameter besides planes, mainly counts, are fixed by
+`step()` for every parameter. The update of a sub-group is a function of these values and of its elements.
 
-Adam is our kernel's. Any other torch optimizer is a rule too: its own `step` runs over tiles, with its states bound to
-our planes. A tile of an element-wise one is some elements, of any other a whole parameter. An optimizer may have two
-rules (Muon and Adam): each of its param groups is updated by one, and parameters of different rules share no unit.
+Our kernel updates Adam. Any other torch optimizer is a rule too: its own `step` runs over tiles, with its states bound
+to our planes. For an element-wise optimizer a tile is some elements, for any other it is a whole parameter. An
+optimizer may have two rules (Muon and Adam): each of its param groups is updated by one rule, and parameters of
+different rules share no unit.
 
-[Note: tiles] An optimizer of the user's class is a shallow copy of the user's, with one param group that holds one
-parameter: a flat fp32 tile. Its state is what the class has made of that parameter so far, planes cut to the tile,
-numbers as they were after the last step. So the class cannot tell a tile from a small parameter, and what is
-element-wise gives the bits that it gives for the whole. `zero/optim/make_rule.py` finds out whether a class is.
+[Note: tiles] The optimizer that steps over a tile is a shallow copy of the user's, with one param group that holds one
+parameter: a flat fp32 tile. Its state is the parameter's state so far: planes cut to the tile, and numbers as after the
+last step. So the class cannot distinguish a tile from a small parameter, and an element-wise class gives the same bits
+as for the whole parameter. `zero/optim/make_rule.py` finds whether a class is element-wise.
 
-[Note: numbers] Every tile of a parameter starts from the same numbers and ends with the same ones, which depend on no
-element. What they are after a step is found by a step over one element, when the step is fixed. States that depend on
-the gradient and have not the parameter's shape come out of the update itself; see `zero/optim/small_states.py`.
+[Note: numbers] Every tile of a parameter starts from the same numbers and ends with the same numbers, which depend on
+no element. When a step is fixed, a step over one element finds the numbers after it. States that depend on the gradient
+and do not have the parameter's shape come out of the update itself; see `zero/optim/small_states.py`.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ from offload.kernels.moments import Moments
 from zero.optim.small_states import Shapes, Small
 from zero.plan.record import ADAM_STATES, States
 
-# torch computes so many elements on one thread, without asking others; and they stay in the cache between operations.
+# torch computes this many elements on one thread, without waking others; and they stay in the cache between operations.
 TILE_NUMEL = 32768
 TILE_NUMEL_GPU = 1 << 22
 HOOKS = (
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
 )
-# Attributes of an optimizer that are made anew: a scheduler has wrapped `step`, and hooks are of whole steps.
+# Attributes of an optimizer that the copy does not take: a scheduler may have wrapped `step`, and hooks are for whole
+# steps.
 NOT_OF_THE_CLASS = {"state", "param_groups", "step", *HOOKS}
-# They would compute the same in another way; on one flat tile, outside any graph, there is nothing to win.
+# Options that compute the same in another way; they bring nothing on one flat tile, outside any graph.
 PER_TENSOR = {"foreach": False, "fused": None, "capturable": False}
 
 
@@ -55,9 +57,9 @@ NO_SMALL: Small = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """One number that a parameter's state has; immutable, so that an update can be made again."""
+    """One number in a parameter's state; immutable, so that an update can be repeated."""
 
-    value: int | float | bool | None  # None says that a state has the name, and nothing yet.
+    value: int | float | bool | None  # None: the state has the name, but no value yet.
     dtype: torch.dtype | None = None  # Of a tensor; None: a Python number.
     shape: tuple[int, ...] = ()
 
@@ -69,7 +71,7 @@ class Scalar:
         return Scalar(value)
 
     def make(self) -> Any:
-        """As it was."""
+        """The number in its original form."""
         if self.dtype is None or self.value is None:
             return self.value
         return torch.full(self.shape, self.value, dtype=self.dtype, device="cpu")
@@ -80,7 +82,7 @@ class Scalar:
         return torch.tensor(self.value, dtype=torch.float64 if double else self.dtype, device="cpu")
 
     def like(self, saved: Tensor) -> Scalar:
-        """The number that was saved, in the form of this one."""
+        """The saved number, in the form of this one."""
         value = saved.item()
         if self.dtype is None and self.value is not None:
             value = type(self.value)(value)
@@ -89,10 +91,10 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a parameter's state is besides its planes, after so many updates."""
+    """The part of a parameter's state besides its planes, after some updates."""
 
     scalars: tuple[tuple[str, Scalar], ...] = ()
-    # Names of the planes that have been made; the others are to be made by the next update.
+    # Names of the planes that have been made; the next update makes the others.
     present: tuple[str, ...] = ()
 
 
@@ -100,26 +102,26 @@ class UpdateRun(NamedTuple):
     """A run of elements of one unit, to be updated in place. All tensors are flat and of the same length and device."""
 
     weight: Tensor  # fp32, bf16 or fp16.
-    # What the weights lack of their fp32 masters, see `offload.kernels.masters`; None: they are the masters.
+    # The part of the fp32 masters that is not in the weights, see `offload.kernels.masters`; None: weights are masters.
     master: Tensor | None
     states: States
     gradient: Tensor  # As it was collected.
-    segments: Sequence[tuple[int, int, Any]]  # (begin, end, values) of each parameter in it that is updated.
-    # Of each segment its parameter's; rules that look at whole parameters read it.
+    segments: Sequence[tuple[int, int, Any]]  # (begin, end, values) of each parameter in the run that is updated.
+    # The shape of each segment's parameter; rules that look at whole parameters read it.
     shapes: Sequence[tuple[int, ...]] = ()
-    small: Sequence[Small] = ()  # Of each segment its parameter's small states; they stay as they are.
+    small: Sequence[Small] = ()  # The small states of each segment's parameter; they are not changed.
 
 
 class Rule(ABC):
-    """One optimizer's; as it is here it has no states besides planes.
+    """The update rule of one optimizer; this base class has no states besides planes.
 
     Attributes:
         name: for users.
         states: names of its planes.
-        defaults: of what param groups say.
-        scalars: what parameters have besides planes and the number of updates, by name; the values are examples.
-        fills: what planes are full of before the first update, where it is not 0.
-        whole: it looks at whole parameters: a segment is never a part of one.
+        defaults: defaults of the options in param groups.
+        scalars: other numbers of a parameter besides the number of updates, by name; the values are examples.
+        fills: initial values of planes, where they are not 0.
+        whole: the rule needs whole parameters: a segment is never a part of one.
         small: names of its small states; parameters of some shapes may have only some of them.
     """
 
@@ -136,31 +138,31 @@ class Rule(ABC):
 
     @abstractmethod
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> Any:
-        """What is fixed of one parameter in the step that is taken now.
+        """The values of one parameter that the present step fixes.
 
-        Raises ConfigError: the group asks for what the rule cannot do.
+        Raises ConfigError: the group has options that the rule does not support.
 
         Args:
             group: its param group.
-            count: updates with this one.
-            progress: since its last update; None before the first.
+            count: number of updates, this one included.
+            progress: after its last update; None before the first.
         """
 
     def after(self, values: Any) -> tuple[Progress | None, Mapping[str, Any]]:
-        """The parameter's progress once it is updated with `values`, and what changes in its param group."""
+        """The parameter's progress after an update with `values`, and the changes of its param group."""
         return None, {}
 
     @abstractmethod
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[Small] | None:
-        """Update the elements in place; depends on nothing but the arguments.
+        """Update the elements in place; the result depends only on the arguments.
 
-        Returns what the small states of each segment have become; None if the rule has none.
+        Returns the new small states of each segment; None if the rule has none.
         """
 
     def small_shapes(self, shape: tuple[int, ...]) -> Shapes:
-        """The small states that a parameter of this shape has once it is updated.
+        """The small states that a parameter of this shape has after an update.
 
-        Raises ConfigError: it keeps something of such a one that it did not keep of those it was tried on.
+        Raises ConfigError: such a parameter has states that those in the trial did not have.
         """
         return {}
 
@@ -182,7 +184,7 @@ class AdamRule(Rule):
 
     Args:
         decoupled: decay the weights (AdamW) and not the gradients.
-        defaults: of param groups that are added later, where they are not Adam's.
+        defaults: for param groups that are added later, where they differ from Adam's.
     """
 
     name, states = "Adam", ADAM_STATES
@@ -192,7 +194,7 @@ class AdamRule(Rule):
         self.defaults: Mapping[str, Any] = {**adam, **(defaults or {}), "decoupled": decoupled}
 
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> AdamValues:
-        """As torch: `betas`, `lr`, `weight_decay`, `eps`, and ours `decoupled`."""
+        """From torch's options `betas`, `lr`, `weight_decay`, `eps`, and our option `decoupled`."""
         for key in ("amsgrad", "maximize"):
             if group.get(key):
                 raise ConfigError(f"param_groups: {key}: set it before zero.initialize, it is {group[key]} now")
@@ -224,16 +226,16 @@ class AdamRule(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Of one optimizer: each of its param groups is updated by one of them."""
+    """The rules of one optimizer: each of its param groups is updated by one of them."""
 
     each: tuple[Rule, ...]
-    # Of several: the key of a param group that is true where the first one updates, and false where the second.
+    # If there are two: a key in param groups, true if the first rule updates the group, false if the second does.
     flag: str = ""
-    # (name, parameter) -> the flag of a parameter of which nobody has said it.
+    # (name, parameter) -> the flag of a parameter for which it was not given.
     default: Callable[[str, Tensor], bool] = lambda name, parameter: True
 
     def number(self, group: Mapping[str, Any]) -> int:
-        """Of the rule that updates a param group."""
+        """Number of the rule that updates a param group."""
         return int(len(self.each) > 1 and not group.get(self.flag))
 
     def of(self, group: Mapping[str, Any]) -> Rule:
@@ -250,29 +252,29 @@ class Rules:
 
     @property
     def states(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the planes of each."""
+        """Names of the planes of each rule."""
         return tuple(rule.states for rule in self.each)
 
     @property
     def whole(self) -> frozenset[int]:
-        """Numbers of those that look at whole parameters."""
+        """Numbers of the rules that need whole parameters."""
         return frozenset(number for number, rule in enumerate(self.each) if rule.whole)
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What is trained, and how."""
+    """The trained parameters, and their rules."""
 
     groups: list[dict[str, Any]]  # Param groups, as torch's; live.
     rules: Rules
-    given: torch.optim.Optimizer | None = None  # What they were taken from, if it was an object.
+    given: torch.optim.Optimizer | None = None  # The optimizer object that they were taken from, if any.
 
 
 @dataclass(frozen=True, slots=True)
 class TileValues:
-    """Of one parameter in one step."""
+    """The values of one parameter in one step."""
 
-    options: Mapping[str, Any]  # Of its param group, as they are now.
+    options: Mapping[str, Any]  # The present options of its param group.
     progress: Progress | None
 
 
@@ -280,12 +282,12 @@ class TileValues:
 class Initial:
     """A parameter's state before its first step."""
 
-    fills: Mapping[str, Scalar] = field(default_factory=dict)  # Planes, by the number that they are full of.
+    fills: Mapping[str, Scalar] = field(default_factory=dict)  # Plane -> the number that fills it.
     numbers: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 def each_tile(run: UpdateRun, work: Callable[[slice, Any], None], threads: int) -> None:
-    """Call `work(tile, values)` for tiles of all segments; on the host on so many threads, if there is enough to do."""
+    """Call `work(tile, values)` for tiles of all segments; on the host with `threads`, if there is enough to do."""
     on_host = run.weight.device.type == "cpu"
     many = sum(end - begin for begin, end, _ in run.segments) >= tile_threads.WORTH_THREADS_NUMEL
     alone = on_host and many and tile_threads.can_run_alone()
@@ -307,13 +309,13 @@ class TiledRule(Rule):
 
     Args:
         optimizer: an instance; neither its parameters nor its states are used.
-        initial: what its constructor makes of a parameter's state; most make nothing.
+        initial: the state that its constructor makes for a parameter; most classes make none.
         states: names of the planes.
-        dtypes: of planes that the class keeps in another dtype than fp32.
-        scalars: what else a parameter's state has; the values are examples.
-        whole: a tile is a whole parameter, of its shape.
-        small: names of the small states, of a rule that looks at whole parameters.
-        tried: options of the param groups; what is made of a shape is made with all of them.
+        dtypes: dtypes of planes that the class does not keep in fp32.
+        scalars: other numbers in a parameter's state; the values are examples.
+        whole: a tile is a whole parameter, with its shape.
+        small: names of the small states, for a rule that needs whole parameters.
+        tried: options of the param groups; the small states of a shape are found with all of them.
     """
 
     def __init__(
@@ -343,11 +345,11 @@ class TiledRule(Rule):
         self._known: list[tuple[TileValues, tuple[Progress | None, Mapping[str, Any]]]] = []
 
     def begin(self) -> None:
-        """Param groups are read anew."""
+        """Read the param groups anew in this step."""
         self._options, self._known = [], []
 
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> TileValues:
-        """The group's options, all of them; raises ConfigError if they need a state that there is no plane for."""
+        """All options of the group; raises ConfigError if they need a state that has no plane."""
         options = next((known for held, known in self._options if held is group), None)
         if options is None:
             options = self.options_of(group)
@@ -364,12 +366,12 @@ class TiledRule(Rule):
         return values
 
     def options_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What the class reads from a param group."""
+        """The options that the class reads from a param group."""
         options = {key: _plain(value) for key, value in group.items() if key != "params"}
         return options | {key: value for key, value in PER_TENSOR.items() if key in options}
 
     def after(self, values: Any) -> tuple[Progress | None, Mapping[str, Any]]:
-        """A step over one element tells."""
+        """See `Rule`. A step over one element finds both."""
         for known, result in self._known:
             if known.options is values.options and known.progress == values.progress:
                 return result
@@ -381,20 +383,20 @@ class TiledRule(Rule):
         return result
 
     def probe_small(self, options: Mapping[str, Any]) -> Small:
-        """The small states of one element; numbers do not depend on what is in them."""
+        """The small states of one element; numbers do not depend on their values."""
         return self.small_of(self.step_of_one(TileValues(options, None), {})[0]) if self.small else {}
 
     def step_of_one(self, values: TileValues, small: Small) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As `step`, over one element that is zero."""
+        """As `step`, over one element with value and gradient zero."""
         tile = torch.zeros(self.probe_shape, dtype=torch.float32, device="cpu")
         planes = {name: torch.zeros_like(tile) for name in self.states}
         return self.step(tile, torch.zeros_like(tile), planes, values, small)
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[Small] | None:
-        """Tile by tile; on the host several at a time, if the class is torch's or ours."""
+        """Update tile by tile; on the host several tiles at a time, if the class is torch's or ours."""
         if self.whole:
             return self._update_whole(run, grad_scale)
-        # A class of somebody else's may have memory that two steps at a time would share.
+        # Any other class may have memory that two simultaneous steps would share.
         known = self.kind.__module__.startswith(("torch.optim.", "zero.ops."))
 
         def update(at: slice, values: TileValues) -> None:
@@ -404,7 +406,7 @@ class TiledRule(Rule):
         return None
 
     def _update_whole(self, run: UpdateRun, grad_scale: float) -> Sequence[Small]:
-        """Parameter by parameter; torch uses its own threads for what is so large."""
+        """Update parameter by parameter; torch uses its own threads for such large tensors."""
         made = []
         for (begin, end, values), whole, small in zip(run.segments, run.shapes, run.small, strict=True):
             shape = self.tile_shape(whole)
@@ -414,11 +416,11 @@ class TiledRule(Rule):
         return made
 
     def tile_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of what is updated at once of a whole parameter; a parameter is one or more such, end to end."""
+        """The shape of the part of a whole parameter that is updated at once; a parameter is one or more such parts."""
         return shape
 
     def small_shapes(self, shape: tuple[int, ...]) -> Shapes:
-        """See `Rule`. A first step is taken over a parameter of that shape, without memory if the class lets it."""
+        """See `Rule`. Found by a first step over a parameter of that shape, without memory if the class allows it."""
         if not self.small or not math.prod(shape):
             return {}
         if shape not in self._small_shapes:
@@ -437,9 +439,9 @@ class TiledRule(Rule):
         return self._small_shapes[shape]
 
     def _first_states(self, options: Mapping[str, Any], shape: tuple[int, ...]) -> Shapes:
-        """What a first step makes of a parameter of this shape."""
+        """The states that a first step makes for a parameter of this shape."""
         found = self._states_made(options, shape, "meta")
-        # On "meta" a step ends at the first look at a value. Most classes have made all of their states by then.
+        # On "meta" a step ends when it reads a value. Most classes have made all of their states by then.
         if found.keys() != self._states_made(options, (2,) * len(shape), "cpu").keys():
             found = self._states_made(options, shape, "cpu")
         return found
@@ -454,7 +456,7 @@ class TiledRule(Rule):
             if device != "meta":
                 raise
         state = {name: value for name, value in twin.state.get(parameter, {}).items() if value is not None}
-        # What is a number at first and a tensor after the step (a norm, say) is small, too.
+        # A state that is first a number and a tensor after the step (for example a norm) is small, too.
         held = {k: torch.zeros(()) if k in self.small and _is_number(v) else v for k, v in state.items()}
         return {name: (value.shape, value.dtype) for name, value in held.items() if isinstance(value, Tensor)}
 
@@ -474,7 +476,7 @@ class TiledRule(Rule):
         if stored is not None:
             tile = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
             masters.whole(tile, weight, stored)
-        # A copy: what an optimizer does to `grad` must not be done twice if the update is made again.
+        # A copy: the optimizer may change `grad`, and must not do it twice if the update is repeated.
         gradient = run.gradient[at].to(torch.float32, copy=True)
         if grad_scale != 1.0:
             gradient.mul_(grad_scale)
@@ -491,9 +493,9 @@ class TiledRule(Rule):
         values: TileValues,
         small: Small = NO_SMALL,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run the class over one tile, in place: tile (N,) fp32, and its planes (N,) fp32; or all of a whole shape.
+        """Run the class over one tile, in place: tile (N,) fp32, and its planes (N,) fp32; or all in a whole shape.
 
-        Returns the state it leaves, and the options of its param group.
+        Returns the state after the step, and the options of its param group.
         """
         parameter = torch.nn.Parameter(tile)
         parameter.grad = gradient
@@ -513,7 +515,7 @@ class TiledRule(Rule):
         return left, {key: value for key, value in twin.param_groups[0].items() if key != "params"}
 
     def twin(self, parameter: Tensor, options: Mapping[str, Any], state: dict[str, Any]) -> torch.optim.Optimizer:
-        """An optimizer like the user's with this one parameter."""
+        """A copy of the user's optimizer with this one parameter."""
         twin: torch.optim.Optimizer = object.__new__(self.kind)
         vars(twin).update(self.attributes)
         vars(twin).update({hooks: OrderedDict() for hooks in HOOKS})
@@ -530,19 +532,19 @@ class TiledRule(Rule):
         return {**planes, **{name: scalar.make() for name, scalar in self._initial.numbers.items()}}
 
     def _bound(self, planes: Mapping[str, Tensor], progress: Progress) -> dict[str, Any]:
-        """A parameter's state as the class has left it."""
+        """A parameter's state as the class's last step left it."""
         state: dict[str, Any] = {name: scalar.make() for name, scalar in progress.scalars}
         for name in progress.present:
             state[name] = planes[name].to(self._dtypes.get(name, torch.float32))
         return state
 
     def small_of(self, state: Mapping[str, Any]) -> Small:
-        """A state's small ones, in memory of their own."""
+        """Copies of the small states in a state."""
         found = {name: state[name] for name in self.small if isinstance(state.get(name), Tensor)}
         return {name: value.detach().clone() for name, value in found.items()}
 
     def progress_of(self, state: Mapping[str, Any]) -> Progress:
-        """What a state is besides its planes and small states."""
+        """The part of a state besides the contents of planes and small states."""
         rest = {k: v for k, v in state.items() if k not in self.small}
         numbers = {k: v for k, v in rest.items() if k in self.scalars or _is_number(v)}
         numbers = {k: v for k, v in numbers.items() if v is None or k not in self.states}
@@ -556,7 +558,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The option; a tensor of one element as its number, so that it stays what it is now."""
+    """The option; a tensor of one element as its number, so that it keeps its present value."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     return list(value) if isinstance(value, list) else value

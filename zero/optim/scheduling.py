@@ -1,4 +1,4 @@
-"""Which learning-rate scheduler an engine steps: the one handed over, else that of the configuration."""
+"""Finds the learning-rate scheduler that an engine steps: the one passed by the user, else the configuration's."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ logger = logging.getLogger("zero")
 def scheduler_for(given: Any, optimizer: torch.optim.Optimizer | None, config: Config) -> Any:
     """The scheduler that the engine steps once after each optimizer step; None: there is none, or no optimizer.
 
-    As in DeepSpeed, one that is handed over goes before that of the configuration.
+    As in DeepSpeed, a scheduler that the user passes has priority over the configuration's.
 
-    Raises ConfigError: what was given cannot be stepped, its class does not take the values, or a callable and no
-    optimizer.
+    Raises ConfigError: the given object cannot be stepped, its class does not take the values, or a callable was given
+    and there is no optimizer.
 
     Args:
-        given: what `initialize` got: an object with `step()`, a callable that gets the optimizer and returns one, None.
-        optimizer: the engine's. Its param groups are those of an optimizer that was handed over.
+        given: argument of `initialize`: an object with `step()`, a callable that makes one from the optimizer, or None.
+        optimizer: the engine's. It has the param groups of an optimizer that the user passed.
         config: its `scheduler` block is the other source.
     """
     block = config.scheduler
@@ -50,7 +50,7 @@ def _is_factory(given: Any) -> bool:
 
 
 def check_scheduler(scheduler: Any) -> Any:
-    """The scheduler, if the engine can step it; or a callable that will make one; or None.
+    """Return `scheduler` if the engine can step it, or if it is a callable that will make one, or None.
 
     Raises ConfigError: it is none of these.
     """
@@ -91,10 +91,10 @@ def step_scheduler(scheduler: Any, arguments: Mapping[str, Any], samples: int) -
 
     Args:
         scheduler: with `step`.
-        arguments: of its step, as the user has given them.
-        samples: of an optimizer step; for a scheduler that counts them (Megatron's), as in DeepSpeed.
+        arguments: arguments of its step, as given by the user.
+        samples: number of samples of an optimizer step; for a scheduler that counts them (Megatron's), as in DeepSpeed.
     """
-    # A scheduler over the optimizer that was handed over: torch would warn that it was never stepped.
+    # The scheduler may belong to the optimizer that the user passed: torch would warn that this was never stepped.
     behind = getattr(scheduler, "optimizer", None)
     if isinstance(behind, torch.optim.Optimizer):
         behind._opt_called = True  # type: ignore[attr-defined]

@@ -1,11 +1,12 @@
-"""States that have not their parameter's shape: of Adafactor a mean for each row and each column of a matrix.
+"""States that do not have their parameter's shape: Adafactor keeps a mean for each row and column of a matrix.
 
-[Note: where they are] Beside the numbers of a parameter, and in no record: in memory of the ranks that have it, on the
-device that updates it. One that is updated whole lies on one rank of a shard group; the others have nothing of it.
+[Note: where they are] They are kept with the numbers of a parameter, and not in records: in memory of the ranks that
+have the parameter, on the device that updates it. A parameter that is updated whole is on one rank of a shard group;
+the other ranks have no part of it.
 
-[Note: one writer] A tensor that is kept is never changed in place. An update gets copies and returns what they have
-become, and the pipeline puts that here as soon as the update counts. So one that fails or is made again starts from the
-same values, and a reader keeps what it has read.
+[Note: one writer] A kept tensor is never changed in place. An update gets copies and returns the new values, and the
+pipeline stores them here as soon as the update counts. So an update that fails or is repeated starts from the same
+values, and values that a reader has taken do not change.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from zero.optim.rules import Rules
     from zero.params.layout import Layout
 
-Small = Mapping[str, Tensor]  # Of one parameter, by name.
+Small = Mapping[str, Tensor]  # The small states of one parameter, by name.
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
 class SmallStates:
-    """Of one parameter."""
+    """The small states of one parameter."""
 
     __slots__ = ("tensors",)
 
@@ -36,18 +37,18 @@ class SmallStates:
         self.tensors: Small = tensors or {}
 
     def on_host(self) -> dict[str, Tensor]:
-        """Copies. On a GPU the calling thread's stream is behind the updates."""
+        """Copies on the host. On a GPU the calling thread's stream must run after the updates."""
         return {name: value.to("cpu", copy=True) for name, value in self.tensors.items()}
 
 
 def owned(layout: Layout) -> frozenset[int]:
-    """Parameters (indices) of which this rank has elements."""
+    """Indices of the parameters of which this rank has elements."""
     pairs = ((unit, slot) for unit in layout.units if unit.trainable for slot in unit.slots)
     return frozenset(slot.index for unit, slot in pairs for lo, hi in [unit.within(slot)] if lo < hi)
 
 
 def gathered(exchange: Exchange, mine: Mapping[str, Small]) -> Mapping[str, Small]:
-    """Small states by the parameters' names, from whichever ranks have them. All ranks come here.
+    """Small states by the parameters' names, from all ranks that have some. Collective.
 
     `mine`: this rank's, on the host.
     """
@@ -61,7 +62,7 @@ def gathered(exchange: Exchange, mine: Mapping[str, Small]) -> Mapping[str, Smal
 
 
 def largest_share(layout: Layout, rules: Rules) -> int:
-    """Bytes of the rank that has most of them; equal on all ranks, as plans are."""
+    """Bytes of small states on the rank that has most; equal on all ranks, because their plans must be equal."""
     held: dict[int, int] = {}
     for unit in layout.units:
         rule = rules.each[unit.rule]

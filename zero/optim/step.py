@@ -1,15 +1,15 @@
-"""Steps: fixed at once, carried out behind the step.
+"""Steps: `step()` fixes them, and their updates run later.
 
 [Note: what a step is] Norm, clipping and hyper-parameters are fixed before the first sub-group is touched, and the
-gradients are sealed: later backwards collect new ones. From then on the step is taken, whatever fails meanwhile: every
-sub-group is updated once, with these values, before anybody sees its weights.
+gradients are sealed: later backwards collect new ones. From then on the step counts as taken, even if something fails:
+every sub-group is updated once, with these values, before its weights are used.
 
-[Note: what ranks agree on] The number of the step, the norm, and which parameters have a gradient on any of them, in
-one message. Which gradients are not finite is found from the counts of each block, so that few blocks are looked at.
+[Note: what ranks agree on] In one message: the number of the step, the norm, and the parameters that have a gradient on
+any rank. Gradients that are not finite are found from the counts of each block, so only few blocks are read.
 
-[Note: a step that is skipped] Where a gradient is not finite on any rank the step is decided to be none: nothing is
-sealed, the gradients are forgotten, and the loss scale follows. The gradients of a scaled loss are divided by the scale
-with the factor that clips; the division is exact, since a scale that moves is a power of two.
+[Note: a step that is skipped] If a gradient is not finite on any rank, all ranks skip the step: nothing is sealed, the
+gradients are dropped, and the loss scale is adapted. The factor that clips also divides the gradients of a scaled loss
+by the scale; the division is exact, because a dynamic scale is a power of two.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zero.store.storage import Storage
 logger = logging.getLogger("zero")
 
 HEAD = struct.Struct(f"<q?{PACKED_BYTES}s")  # Number of the step, was a backward broken off, sum of squares.
-NAMES_MAX = 3  # More would not help: what comes later in backward is made of what came before.
+NAMES_MAX = 3  # More names would not help: gradients that come later in backward are computed from earlier ones.
 NAMES_SHOWN = 8
 
 
@@ -62,16 +62,16 @@ def clip_coefficient(norm: float, norm_max: float) -> float:
 def agree_on_step(
     exchange: Exchange, number: int, square_sum: SquareSum, contributed: set[int], *, torn: bool
 ) -> tuple[float, set[int]]:
-    """The norm of all gradients, and the parameters that have one on any rank. All ranks come here.
+    """The norm of all gradients, and the parameters that have a gradient on any rank. Collective.
 
-    Raises StateError: the ranks are at different steps; TornBackward: a backward was broken off on one of them.
+    Raises StateError: the ranks are at different steps; TornBackward: a backward was aborted on one of them.
 
     Args:
         exchange: with the other ranks.
         number: of the step, counted from 1.
         square_sum: of this rank's slices.
-        contributed: parameters (indices) that have a gradient on this rank.
-        torn: a backward was broken off on this rank.
+        contributed: indices of parameters that have a gradient on this rank.
+        torn: a backward was aborted on this rank.
     """
     mask = bytes(index in contributed for index in range(max(contributed, default=-1) + 1))
     answers = exchange.agree(f"step {number}", HEAD.pack(number, torn, square_sum.pack()) + mask)
@@ -82,7 +82,7 @@ def agree_on_step(
     if any(head[1] for head in heads):
         ranks = ", ".join(str(rank) for rank, head in enumerate(heads) if head[1])
         raise TornBackward.behind(f" on rank {ranks}")
-    # Slices of one shard group: replicas have the same ones.
+    # Only the slices of one shard group: replicas have the same ones.
     total = SquareSum.merged(SquareSum.unpack(heads[rank][2]) for rank in exchange.placement.shard_ranks)
     if exchange.is_stage:
         mine = SquareSum.merged([total, exchange.everyone.counted_elsewhere()])
@@ -93,16 +93,16 @@ def agree_on_step(
 
 
 def agree_on_nonfinite(exchange: Exchange, gradients: Gradients, *, loss_is_finite: bool) -> tuple[list[str], bool]:
-    """Names of the first parameters whose gradient is inf or NaN on any rank; and was every loss finite?
+    """(names of the first parameters whose gradient is inf or NaN on any rank, whether every loss was finite).
 
-    All ranks come here. First is what backward has reached first.
+    Collective. The names are in the order in which backward reached the parameters.
 
     Raises StorageError: a gradient could not be read.
 
     Args:
         exchange: with the other ranks.
         gradients: at rest, before they are cleared.
-        loss_is_finite: of this rank, as far as it knows.
+        loss_is_finite: for this rank's loss, as far as it knows.
     """
     mine: list[tuple[int, str]] = []
     for position, state, slot in _in_order(gradients):
@@ -119,7 +119,7 @@ def agree_on_nonfinite(exchange: Exchange, gradients: Gradients, *, loss_is_fini
 
 
 def _in_order(gradients: Gradients) -> Iterator[tuple[int, UnitGradient, Slot]]:
-    """(rank in the order of arrival, unit, parameter) of what may be; what has come otherwise is last."""
+    """(position in order of arrival, unit, parameter) of gradients that may be not finite; unknown ones are last."""
     summed = (state for state in gradients.states() if state.summed)
     states = {state.unit.index: state for state in summed if nonfinite_of(state.sums).any()}
     known = list(gradients.order)
@@ -130,7 +130,7 @@ def _in_order(gradients: Gradients) -> Iterator[tuple[int, UnitGradient, Slot]]:
 
 
 def _is_nonfinite(gradients: Gradients, state: UnitGradient, slot: Slot) -> bool:
-    """Does the part of a gradient that this rank keeps hold inf or NaN?"""
+    """True if this rank's part of a gradient contains inf or NaN."""
     unit = state.unit
     begin, end = (place - unit.begin for place in unit.within(slot))
     for block in range(begin // BLOCK_NUMEL, -(-end // BLOCK_NUMEL)):
@@ -139,7 +139,7 @@ def _is_nonfinite(gradients: Gradients, state: UnitGradient, slot: Slot) -> bool
         first, last = block * BLOCK_NUMEL, min((block + 1) * BLOCK_NUMEL, unit.shard_numel)
         if begin <= first and last <= end:
             return True
-        values = gradients.read_stored(state, unit.begin + first, unit.begin + last)  # shared with a neighbour
+        values = gradients.read_stored(state, unit.begin + first, unit.begin + last)  # a neighbour is in the block too
         part = values[max(begin - first, 0) : min(end, last) - first]
         if not bool(torch.isfinite(part).all()):
             return True
@@ -159,14 +159,14 @@ class TornBackward(StateError):
 
 
 class UnusedParameters(StateError, AssertionError):
-    """Trained parameters got no gradient on any rank, and the configuration says that this is a mistake.
+    """Trained parameters got no gradient on any rank, and the configuration does not allow this.
 
-    An AssertionError too, which is what DeepSpeed raises.
+    Also an AssertionError, because DeepSpeed raises one.
     """
 
 
 class StepState(Enum):
-    """How far the engine's step is."""
+    """The progress of the engine's step."""
 
     NONE = "no step is asked for; what the last one has left to do is done when somebody looks"
     ASKED = "it will be taken, whatever fails meanwhile"
@@ -174,7 +174,7 @@ class StepState(Enum):
     COUNTED = "counters, loss scale and schedule have it; its updates are about to begin"
 
 
-# State -> those that may follow. An interrupt or an error leaves a step where it is: the next call goes on there.
+# State -> states that may follow. After an interrupt or an error the step keeps its state, and the next call continues.
 STEP_MOVES = {
     StepState.NONE: {StepState.ASKED},
     StepState.ASKED: {StepState.DECIDED, StepState.NONE},
@@ -184,12 +184,12 @@ STEP_MOVES = {
 
 
 class Stepper:
-    """Takes steps, one at a time; the one writer of `state`.
+    """Takes steps, one at a time; the only writer of `state`.
 
     Args:
         exchange: with the other ranks.
         scaler: of the loss.
-        needs_all: a step without a gradient for every trained parameter is a mistake.
+        needs_all: every trained parameter must have a gradient in a step.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Stepper:
         self._arguments = StepArguments({}, 1.0, 0)
         self._needs_all = needs_all
         self.state = StepState.NONE
-        self.applied = False  # The step that was decided last changes weights; False: it is skipped.
+        self.applied = False  # The last decided step changes weights; False: it is skipped.
         self.norm: float | None = None  # 2-norm of the last step's gradients, before clipping.
         gradients.reclaim = self._reclaim
 
@@ -218,11 +218,11 @@ class Stepper:
         self._move(StepState.ASKED)
 
     def count(self) -> None:
-        """The decided step is in all counters."""
+        """All counters have counted the decided step."""
         self._move(StepState.COUNTED)
 
     def begun(self) -> None:
-        """Its updates have begun, and go on behind it."""
+        """The step's updates have begun, and continue after it."""
         self._move(StepState.NONE)
 
     def _move(self, state: StepState) -> None:
@@ -242,17 +242,17 @@ class Stepper:
     ) -> None:
         """Decide everything about the step that was asked for. No weight has changed when this returns or raises.
 
-        Raises UnusedParameters: see `needs_all`; the step is none. Raises LossScaleError: the gradients are not finite,
-        and the loss scale cannot be less; the step is none. Raises StorageError: a gradient could not be stored, or the
-        step before cannot be completed; the next attempt goes on where this one stopped.
+        Raises UnusedParameters: see `needs_all`; no step is taken. Raises LossScaleError: the gradients are not finite,
+        and the loss scale is at its minimum; no step is taken. Raises StorageError: a gradient could not be stored, or
+        the previous step cannot be completed; the next attempt continues where this one stopped.
 
         Args:
             number: of the step, from 1.
-            optimizer: whose hyper-parameters count, as they are now.
+            optimizer: its present hyper-parameters are used.
             index_of: id(parameter) -> parameter index.
-            norm_max: clip to it; 0: do not.
-            loss_is_finite: asked if a gradient is not.
-            torn: a backward was broken off on this rank; then the step is none, on all ranks (TornBackward).
+            norm_max: clip to this norm; 0: do not clip.
+            loss_is_finite: called if a gradient is not finite.
+            torn: a backward was aborted on this rank; then no rank takes the step (TornBackward).
         """
         self.finish()  # updates of the last step read the gradients that it has sealed
         self._gradients.complete()
@@ -280,7 +280,7 @@ class Stepper:
         small = optimizer.small_states(index_of, values)
         arguments = StepArguments(values, scale, number, self._storage.streams.fence(), small)
         due = [group for group in self._storage.plan.sub_groups if self.pipeline.trained_units(group, arguments)]
-        # No waiting and no searching from here on: half of this is no step.
+        # From here on no waits and no searches: the step must be decided completely or not at all.
         optimizer.count_step(index_of, arguments.values)
         self._gradients.seal()
         self.updates.begin_step(arguments, due)
@@ -289,7 +289,7 @@ class Stepper:
         self._scaler.update(overflow=False)
 
     def _skip(self, number: int, loss_is_finite: bool) -> None:
-        """Decide that the step is none, on all ranks."""
+        """Decide that all ranks skip the step."""
         scaler = self._scaler
         names, finite = agree_on_nonfinite(self._exchange, self._gradients, loss_is_finite=loss_is_finite)
         found = f"{'the loss and ' * (not finite)}the gradients of {', '.join(names)} (first in backward)"
@@ -311,7 +311,7 @@ class Stepper:
             logger.warning("step %d is skipped: %s are inf or NaN%s", number, found, _told(scaler, before))
 
     def _refuse_unused(self, contributed: set[int], optimizer: ZeroOptimizer, index_of: dict[int, int]) -> None:
-        """Of parameters that require a gradient now: one that is frozen since stays in its unit."""
+        """Check parameters that require a gradient now: a parameter that was frozen later is still in its unit."""
         with torch._C.DisableTorchFunctionSubclass():
             held = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
             wanted = {index_of[id(p)] for p in held if id(p) in index_of} - contributed
@@ -326,7 +326,7 @@ class Stepper:
             )
 
     def start(self) -> None:
-        """The step is counted: begin with what cannot wait for a fetch, which needs no disk or is always bound.
+        """The step is counted: begin updates that must not wait for a fetch: without the disk, or of persistent units.
 
         Raises StorageError: as `finish`; the next call begins again.
         """
@@ -339,7 +339,7 @@ class Stepper:
             self._storage.mover.post("updating what is always bound", self.updates.bring(bound))
 
     def check(self) -> None:
-        """Raise an error of an update that nobody has seen yet; else write what could not be written.
+        """Raise the error of an update if it was not reported yet; otherwise repeat the writes that failed.
 
         Raises StorageError: names the step. Nothing is lost; the next call tries again.
         """
@@ -352,30 +352,30 @@ class Stepper:
         self._storage.mover.run("storing the results of a step", self.updates.retry())
 
     def finish(self, units: Iterable[int] | None = None) -> None:
-        """Complete the step for these units (None: all): updated, and stored.
+        """Complete the step for these units (None: all): update and store them.
 
-        Raises StorageError: names the step; the next call goes on.
+        Raises StorageError: names the step; the next call continues.
         """
-        # In this order: an update that fails says so before it ends.
+        # In this order: a failing update sets `failure` before it counts as settled.
         if self.updates.all_settled and self.updates.failure is None:
             return
         self.check()
         self._finish_groups(self.updates.groups_of(units))
 
     def apply(self, index: int) -> None:
-        """Update the unit: its gradient is used no longer, its weights are those of the step."""
+        """Update the unit: then its gradient is not needed any more, and its weights are the step's."""
         if not self.updates.current(index):
             unit = self._layout.units[index]
             self._run(f"updating unit {unit.name}", self.updates.bring_unit(unit))
 
     def _reclaim(self, unit: Unit) -> None:
-        """The unit's gradient gets its memory back from updates that have been lent it."""
+        """Wait until updates return the lent memory of the unit's gradient."""
         spare = self.pipeline.spare
         if spare.holds(unit.index):
             self._storage.mover.run(f"storing results out of the way of {unit.name}", spare.withdraw(unit))
 
     def stop(self) -> None:
-        """The engine closes: updates that have not begun never will, nobody could see them."""
+        """The engine closes: updates that have not begun are dropped, because nobody can see their results."""
         self.updates.stopped = True
 
     def apply_persistent(self) -> None:
@@ -395,7 +395,7 @@ class Stepper:
 
 
 def _told(scaler: LossScaler, before: float) -> str:
-    """What has become of the scale, for the log."""
+    """The change of the scale, for the log."""
     if not scaler.dynamic:
         return "" if before == 1.0 else f"; the loss scale is {before:.10g} and static"
     if scaler.cur_scale == before:
