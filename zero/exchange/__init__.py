@@ -1,1 +1,1 @@
-"""What the ranks of one engine exchange: weights, gradients, and what they agree on at the start."""
+"""Communication between the ranks of one engine: weights, gradients, and agreements at the start."""

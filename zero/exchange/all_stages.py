@@ -1,4 +1,4 @@
-"""All ranks of a pipeline: what its stages agree on, what they add up, and where their messages go."""
+"""All ranks of a pipeline: agreements and sums over its stages, and the groups for their messages."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from zero.ranks.comm import Comm, Group
 
 
 class AllStages(Exchange):
-    """With every rank of a pipeline; a stage's engine has an exchange of its own with the ranks of that stage.
+    """The exchange with every rank of a pipeline; a stage's engine has its own exchange with the ranks of that stage.
 
-    What fails on one rank ends the waits of all, on other stages too.
+    A failure on one rank ends the waits of all ranks, on other stages too.
 
     Args:
-        device: where activations are.
-        stage_ranks: of each stage, its ranks; all ranks appear once.
-        columns: the ranks that one part of the micro-batches passes, in the order of the stages; of each part.
-        borrowed: beginnings of names that this stage has and an earlier one too; that one saves them.
+        device: the device of activations.
+        stage_ranks: the ranks of each stage; all ranks appear once.
+        columns: for each part of the micro-batches the ranks that it passes, in the order of the stages.
+        borrowed: prefixes of names that this stage and an earlier one have; the earlier one saves them.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class AllStages(Exchange):
         self._twice = SquareSum()
         self._parents: list[Any] = []
         self.device = device
-        # In whose order micro-batches pass; its handle is for the messages of schedules.
+        # Micro-batches pass these ranks in this order; schedules use the handle for their messages.
         self.column: Group = self.group(range(len(stage_ranks)))
 
     @property
@@ -51,7 +51,7 @@ class AllStages(Exchange):
         return self._stage_ranks[-1]
 
     def stage_comm(self, streams: Streams, *, fixed_order: bool) -> Comm:
-        """The collectives of this rank's stage. All ranks come here."""
+        """The collectives of this rank's stage. Collective over all ranks."""
         rank = world.rank()
         handles = [backend.default_group(ranks) for ranks in self._stage_ranks]
         own = next(index for index, ranks in enumerate(self._stage_ranks) if rank in ranks)
@@ -74,7 +74,7 @@ class AllStages(Exchange):
         return self._twice.negated()
 
     def group(self, stages: Sequence[int]) -> Group:
-        """This column's ranks of some stages; alone on another stage. All ranks come here with the same stages."""
+        """This column's ranks of some stages; a rank of another stage is alone. Collective, with the same stages."""
         return self._comm.group_among([[column[stage] for stage in stages] for column in self._columns])
 
     def each(self, group: Group, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -91,7 +91,7 @@ class AllStages(Exchange):
         return backend.slices(whole.cpu(), flat.numel())
 
     def begin_step(self) -> None:
-        """Nothing of the gradients is known to be on another stage too."""
+        """Forget the gradients that another stage has too."""
         self._twice = SquareSum()
 
     def count_elsewhere(self, gradient: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ class AllStages(Exchange):
         self._twice = SquareSum.merged([self._twice, SquareSum.of(kernels.block_sumsq(gradient))])
 
     def check(self) -> None:
-        """Raise what has ended the pipeline, if anything has."""
+        """Raise the error that has ended the pipeline, if any."""
         self._comm.check()
 
     @contextmanager

@@ -1,7 +1,7 @@
-"""How the slices of a unit come together, and how gradients are added up: what the ranks of one engine exchange.
+"""Exchange between the ranks of one engine: gathers the slices of units, and adds up gradients.
 
-[Note: order] Whoever decides that something is exchanged takes a turn for it at once, on the thread that decides. Turns
-are taken in the same order on every rank, and exchanged in that order, whatever the disk does in between.
+[Note: order] The thread that decides on an exchange takes a turn for it at once. Every rank takes turns in the same
+order, and the exchanges run in that order, however long the disk takes in between.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from zero.store.whole_gradients import SharedPlaces
 if TYPE_CHECKING:
     from zero.optim.pending_updates import DueUpdates
 
-Turn = tuple[Any, ...]  # What an exchange needs to know of its place in the order.
+Turn = tuple[Any, ...]  # Identifies a place in the order of exchanges; its content depends on the exchange.
 
-NEAR = "gather inside nodes"  # What a gather among neighbours is for.
+NEAR = "gather inside nodes"  # The kind of a gather among neighbours.
 
-HOST_CHUNK_BYTES = 16 << 20  # Of a slice, at a time, where values are read on the host.
+HOST_CHUNK_BYTES = 16 << 20  # Bytes of a slice that are exchanged at a time when values are read on the host.
 
 
 class Exchange:
-    """What an engine asks of the other ranks. Whatever an exchange leaves out is as with one rank, which has none."""
+    """An engine's communication with the other ranks. Methods that a subclass does not override are for one rank."""
 
-    scale: float = 1.0  # What the sum over ranks that `reduce` gives has to be multiplied by.
-    share: float = 1.0  # What a rank's gradient counts for in what is kept.
-    overlaps: bool = True  # False: whoever starts a reduction waits for it.
-    memory: SharedPlaces | None = None  # Where what all ranks see is to be allocated; None: nothing is shared.
+    scale: float = 1.0  # Factor for the sum over ranks from `reduce`.
+    share: float = 1.0  # Factor of one rank's gradient in the stored gradient.
+    overlaps: bool = True  # False: the thread that starts a reduction waits for it.
+    memory: SharedPlaces | None = None  # Allocates memory that all ranks see; None: nothing is shared.
     reads_homes: bool = False  # True: ranks read slices where they live, at any time.
 
     def __init__(self, placement: Placement = ONE_RANK, everyone: Exchange | None = None) -> None:
@@ -51,7 +51,7 @@ class Exchange:
 
     @property
     def everyone(self) -> Exchange:
-        """With all ranks of the run: in a pipeline those of other stages too, which hold other parameters."""
+        """The exchange with all ranks of the run: in a pipeline also with other stages, which hold other parameters."""
         return self if self._outer is None else self._outer
 
     @property
@@ -60,7 +60,7 @@ class Exchange:
         return self._outer is not None
 
     def over_stages(self, what: str, payload: bytes) -> list[bytes]:
-        """One `payload` a stage of a pipeline, from the ranks at this one's place; without a pipeline, this one's."""
+        """One `payload` per stage of a pipeline, from the ranks of this rank's column; without a pipeline its own."""
         return [payload]
 
     def saves(self, name: str) -> bool:
@@ -68,33 +68,33 @@ class Exchange:
         return True
 
     def counted_elsewhere(self) -> SquareSum:
-        """What this stage's gradients have of the norm that another stage has too."""
+        """Sum of squares to add to this stage's, to correct for gradients that another stage counts too."""
         return SquareSum()
 
     def note_in(self, timeline: Timeline) -> None:
-        """Note collectives there."""
+        """Record collectives in the timeline."""
 
     def slices(self, nbytes: int) -> SharedRegion | None:
-        """Host memory for this rank's slices of one space that the others can read; None: nobody does. In order."""
+        """Host memory for this rank's slices of one space that others can read; None: not needed. Called in order."""
         return None
 
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
-        """The storage is made, on every rank. All ranks come here."""
+        """The storage is made, on every rank. Collective."""
 
     def adopted(self) -> None:
         """The planes hold the initial values of this rank's slices."""
 
     def turn(self, what: str, unit: Unit) -> Turn:
-        """Take the next turn for `what` ("gather", `NEAR` or "reduce"); it must be used, or given up."""
+        """Take the next turn for `what` ("gather", `NEAR` or "reduce"); the caller must use it or give it up."""
         return ()
 
     def give_up(self, turn: Turn, error: BaseException) -> None:
-        """This rank cannot use a turn that it has taken: who waits for it is told why. Any thread."""
+        """This rank cannot use a turn that it has taken: report the reason to ranks that wait for it. Any thread."""
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
-        """Fill `flat` (uint8, the unit's bytes), of which this rank's slice is there behind `after`. Returns behind.
+        """Fill `flat` (uint8, the unit's bytes); this rank's slice is there after the fences `after`.
 
-        With a turn for `NEAR` it is this rank's part among its neighbours that is there.
+        Returns a fence after the gather. With a turn for `NEAR` this rank's part among its neighbours is there instead.
         """
         return after[0] if after else None
 
@@ -102,33 +102,33 @@ class Exchange:
     async def reduce(
         self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
     ) -> AsyncIterator[list[torch.Tensor]]:
-        """What has to be added up, in that order, to get the sum of this rank's slice over all ranks' `flat`.
+        """The tensors to add up, in this order, for the sum of this rank's slice over all ranks' `flat`.
 
         Args:
             turn: for "reduce".
-            flat: (unit.numel,) this rank's; must stay as it is until the context ends, and may be used for sums.
-            after: fences behind what filled it.
+            flat: (unit.numel,) this rank's; the caller must not change it until the context ends; it may hold sums.
+            after: fences after the work that filled it.
         """
         yield [flat]
 
     def sees(self, flat: torch.Tensor) -> bool:
-        """True if `flat` lies in memory that `reduce` can work with."""
+        """True if `flat` is in memory that `reduce` can use."""
         return True
 
     def step_taken(self, changing: Callable[[int], bool]) -> None:
-        """A step is fixed on every rank: what is gathered from now on is as of that step.
+        """A step is fixed on every rank: gathers from now on must return the weights of that step.
 
-        `changing`: will this rank's slice of a unit (an index) change?.
+        `changing`: unit index -> whether this rank's slice of the unit will change.
         """
 
     def rewritten(self, unstored: Collection[int] = ()) -> None:
-        """Weights have changed on every rank by other means than a step; what is gathered from now on is as of that.
+        """Weights have changed on every rank by other means than a step: gathers from now on return the new weights.
 
-        `unstored`: units (indices) whose new weights are not yet where they live, until `stored` says so.
+        `unstored`: indices of units whose new weights are not in their home until `stored` is called.
         """
 
     def stored(self, index: int) -> None:
-        """On the mover's loop: a unit's rewritten weights are where they live."""
+        """A unit's rewritten weights are in their home. Called on the mover's loop."""
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         """Every rank's `payload`, in rank order. Blocks until all have called it."""
@@ -138,34 +138,34 @@ class Exchange:
         """Give every rank the values of `source_rank`, in place, in few messages. Blocks."""
 
     def payload(self) -> Mapping[str, Payload]:
-        """What collectives have handled so far, by what they were for."""
+        """The amounts that collectives have handled so far, by purpose."""
         return {}
 
     def renewed(self) -> Exchange:
-        """An exchange with the same ranks for another storage; this one serves its own until it is released."""
+        """An exchange with the same ranks for another storage; this one still serves its own until it is released."""
         return self
 
     def release(self) -> None:
-        """Let go of what belongs to the storage; its renewed one goes on."""
+        """Free everything that belongs to the storage; the renewed exchange continues."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Let go of what the exchange holds. The other ranks are told that this one is gone, and of `error`."""
+        """Free everything that the exchange holds. Reports to the other ranks that this one is gone, and `error`."""
 
 
 class Alone(Exchange):
-    """One rank: there is nobody to exchange anything with."""
+    """One rank, which has no other ranks to exchange with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How gradients travel.
+    """How gradients are sent.
 
     Attributes:
-        dtype: `communication_data_type`; None: as they are.
+        dtype: `communication_data_type`; None: the gradient's dtype.
         prescale: divide by the number of ranks before the sum.
-        predivide_factor: of the division, this much comes before the sum.
+        predivide_factor: divide by this part of the divisor before the sum.
         averages: False: no division, gradients are sums.
-        overlaps: beside the computation.
+        overlaps: reductions overlap with the computation.
     """
 
     dtype: torch.dtype | None = None
@@ -176,7 +176,7 @@ class Wire:
 
 
 class AmongRanks(Exchange):
-    """What every exchange between several ranks leaves to their comm."""
+    """The part of every exchange between several ranks that uses their comm directly."""
 
     def __init__(self, comm: Comm, placement: Placement, wire: Wire, everyone: Exchange | None = None) -> None:
         super().__init__(placement, everyone)
@@ -194,7 +194,7 @@ class AmongRanks(Exchange):
 
 
 class Collectives(AmongRanks):
-    """Exchange by collectives of torch.distributed. `wire`: how gradients travel."""
+    """Exchange by collectives of torch.distributed. `wire`: how gradients are sent."""
 
     def __init__(self, comm: Comm, placement: Placement, wire: Wire, everyone: Exchange | None = None) -> None:
         super().__init__(comm, placement, wire, everyone)
@@ -202,7 +202,7 @@ class Collectives(AmongRanks):
         self._near = comm.group(placement.near_ranks)
         self._before = placement.world_size if wire.prescale else wire.predivide_factor
         self.scale = self._before * self.share
-        if self._replicas.size > 1:  # two sums in the dtype that travels: each is divided before it is rounded to that
+        if self._replicas.size > 1:  # two sums in the dtype that is sent: each is divided before it is rounded to it
             parts = self._shard.size if wire.averages else 1
             self._scales, self.scale = (1.0 / parts, self.scale * parts), 1.0
         self._room = asyncio.Lock()
@@ -236,7 +236,7 @@ class Collectives(AmongRanks):
     async def reduce(
         self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
     ) -> AsyncIterator[list[torch.Tensor]]:
-        """See `Exchange`. What arrives has room for one unit: reductions take turns."""
+        """See `Exchange`. The memory for arriving parts has room for one unit, so reductions take turns."""
         async with self._room:
             yield await self._reduced(list(turn), unit, self._on_the_wire(flat, after), *after)
 
@@ -259,12 +259,12 @@ class Collectives(AmongRanks):
         return sources
 
     def _on_the_wire(self, flat: torch.Tensor, after: tuple[Fence, ...]) -> torch.Tensor:
-        """`flat` as it travels. A wider dtype changes nothing where sums are made in fp32 anyway."""
+        """`flat` in the form that is sent. A wider dtype is ignored where sums are made in fp32 anyway."""
         wish = self._wire.dtype or flat.dtype
         if wish.itemsize == flat.element_size() or (wish.itemsize > flat.element_size() and self._comm.fixed_order):
             wish = flat.dtype
         if wish != flat.dtype or self._before != 1:
-            self._comm.streams.wait(*after)  # it is read, or changed, on the mover's stream
+            self._comm.streams.wait(*after)  # below the mover's stream reads or changes `flat`
         flat = flat.to(wish)
         return flat if self._before == 1 else flat.div_(self._before)
 
@@ -284,7 +284,7 @@ class Collectives(AmongRanks):
 
 
 def whole(exchange: Exchange, unit: Unit, flat: torch.Tensor) -> torch.Tensor:
-    """`flat` (host memory, bytes or elements of a unit) with all slices; this rank's is there. All ranks come here."""
+    """Fill `flat` (host memory, bytes or elements of a unit) with all slices; this rank's is there. Collective."""
     ranks = exchange.placement.shard_ranks
     if len(ranks) == 1:
         return flat

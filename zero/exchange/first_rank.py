@@ -1,4 +1,4 @@
-"""What ranks have in common from the start: one machine to plan for, one model, one set of buffers."""
+"""Makes ranks equal at the start: one machine to plan for, one model, one set of buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zero.plan.machine import Machine
 
 
 def agree_on_machine(exchange: Exchange, machine: Machine, *, on_cpu: bool) -> Machine:
-    """What every rank can have: the least of each. All ranks come here, and so make the same plan.
+    """The resources that every rank has: the minimum of each, so that all ranks make the same plan. Collective.
 
     `machine`: as this rank finds it; `on_cpu`: the device's memory is the host's.
     """
@@ -31,7 +31,7 @@ def agree_on_machine(exchange: Exchange, machine: Machine, *, on_cpu: bool) -> M
     answers = [json.loads(answer) for answer in exchange.agree("machine", json.dumps(mine).encode())]
     ranks_of = Counter(answer["node"] for answer in answers)
     sharers_of = Counter((answer["node"], answer["device_name"]) for answer in answers)
-    for answer in answers:  # what is free on a node is free for all its ranks together
+    for answer in answers:  # all ranks of a node together share its free memory
         answer["available_bytes"] //= ranks_of[answer["node"]]
         if on_cpu:
             answer["device_bytes"] = answer["available_bytes"]
@@ -75,11 +75,11 @@ def take_first_ranks_values(exchange: Exchange, parameters: Iterable[nn.Paramete
 
 
 class CommonBuffers:
-    """The model's buffers: running statistics and the like are the first rank's, as with DistributedDataParallel.
+    """Gives all ranks the first rank's buffers (running statistics etc.), as DistributedDataParallel does.
 
-    Most buffers are tables that never change; only what has changed on some rank travels. Statistics of torch's norms
-    always do: its kernels change them without a new version. `before`: of the model before a change of it; None: there
-    is no such.
+    Most buffers are tables that never change; only buffers that have changed on some rank are sent. Statistics of
+    torch's norms are always sent: its kernels change them without a new version. `before`: the object for the model
+    before it changed; None: there is none.
     """
 
     def __init__(self, exchange: Exchange, model: nn.Module, before: CommonBuffers | None = None) -> None:
@@ -87,9 +87,9 @@ class CommonBuffers:
         self._versions: dict[str, tuple[int, int]] = {} if before is None else before._versions
 
     def share(self, *, new_only: bool = False) -> None:
-        """Give every rank the first one's buffers. All ranks come here.
+        """Give every rank the first one's buffers. Collective.
 
-        `new_only`: of those alone that have come with the model, or with a change of it.
+        `new_only`: only buffers that are new with the model, or with a change of it.
         """
         if self._exchange.placement.alone:
             return
@@ -109,8 +109,8 @@ class CommonBuffers:
             if name in statistics or self._versions.get(name) != _version(buffer)
         ]
         anywhere = self._common(changed, buffers)
-        # Past the version counter, as torch's kernels write them: a graph of a forward before needs no statistics, but
-        # holds their tensors.
+        # Write statistics without a new version, as torch's kernels do: the graph of an earlier forward holds these
+        # tensors, but does not need their values.
         targets = [
             buffer.data if name in statistics else buffer for name, buffer in buffers.items() if name in anywhere
         ]
@@ -119,10 +119,10 @@ class CommonBuffers:
         self._versions = {name: version for name, version in (self._versions | now).items() if name in present}
 
     def _common(self, changed: list[str], buffers: dict[str, torch.Tensor]) -> set[str]:
-        """Of what has changed on some rank, what all have in one shape. All ranks come here.
+        """Names of buffers that have changed on some rank and have one shape on all ranks. Collective.
 
-        A table that grows with the batch (a causal mask, angles of positions) is each rank's own: it follows from the
-        shape, and ranks have batches of their own.
+        A table that grows with the batch (a causal mask, angles of positions) stays each rank's own: it follows from
+        the shape of the batch, and each rank has its own batches.
         """
         kinds = json.dumps({name: [list(b.shape), str(b.dtype)] for name, b in buffers.items()}).encode()
         told = json.dumps([changed, zlib.crc32(kinds)]).encode()
@@ -135,5 +135,5 @@ class CommonBuffers:
 
 
 def _version(buffer: torch.Tensor) -> tuple[int, int]:
-    """Changes with the buffer's values, or with the tensor that it is."""
+    """Changes when the buffer's values change, or when another tensor replaces the buffer."""
     return id(buffer), version_of(buffer)

@@ -1,12 +1,13 @@
 """Gathers through the host memory of a node whose GPUs cannot read each other's memory.
 
-There a collective copies every slice through the host anyway. Here the slices that live in host memory live in regions
-that every rank has mapped and page-locked, and each GPU copies its peers' slices over its own link from where they
-are. Epochs say when a slice may be read, as in `shared_memory.py`. Whatever does not live in host memory is gathered by
-collectives, and gradients are reduced by them.
+On such a node a collective copies every slice through the host anyway. Here slices whose home is in host memory are in
+regions that every rank has mapped and page-locked, and each GPU copies its peers' slices directly from there, over its
+own link. Epochs tell when a slice may be read, as in `shared_memory.py`. All other weights are gathered by collectives,
+and gradients are reduced by collectives.
 
 [Note: copies end on the host] A gather is over only when the device has made its copies. A rank takes the next step
-only when its gathers are over, and no slice changes before every rank has taken it: so nobody writes what is copied.
+only when its gathers are over, and no slice changes before every rank has taken that step. So no rank writes to a slice
+that is being copied.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class HostGathers(SharedMemory):
-    """See above. All ranks are on one node, and weights are sharded. `wire`: how gradients travel."""
+    """See above. All ranks are on one node, and weights are sharded. `wire`: how gradients are sent."""
 
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
         super().__init__(comm, placement, wire)
         self._collectives = Collectives(comm, placement, wire)
         self.memory, self.scale = None, self._collectives.scale
-        self._given: list[list[SharedRegion]] = []  # Of each plane of weights with homes in host memory, by rank.
-        self._homes: dict[int, tuple[list[SharedRegion], int, int]] = {}  # Unit -> regions by rank, and which bytes.
+        self._given: list[list[SharedRegion]] = []  # Regions by rank, for each plane of weights with homes on the host.
+        self._homes: dict[int, tuple[list[SharedRegion], int, int]] = {}  # Unit -> (regions by rank, begin, end byte).
         self._unpin: list[Callable[[], None]] = []
 
     def slices(self, nbytes: int) -> SharedRegion:
@@ -58,7 +59,7 @@ class HostGathers(SharedMemory):
         self._join(layout, storage, updates)
         for space, plane in zip(layout.spaces, storage.weights, strict=True):
             regions = next((given for given in self._given if _is_over(plane, given[self._comm.rank])), None)
-            # A plane with two slots changes places on its own: its units come by collectives.
+            # A plane with two slots changes its places by itself: its units are gathered by collectives.
             if regions is None or type(plane) is not Plane:
                 continue
             for unit in space.units:
@@ -72,7 +73,7 @@ class HostGathers(SharedMemory):
         return self._collectives.turn(what, unit)
 
     def give_up(self, turn: Turn, error: BaseException) -> None:
-        if not (turn and isinstance(turn[0], int)):  # who waits for a slice gets it once it is there
+        if not (turn and isinstance(turn[0], int)):  # a slice needs no report: its readers get it when it is there
             self._collectives.give_up(turn, error)
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
@@ -85,7 +86,7 @@ class HostGathers(SharedMemory):
             await self._awaited(rank, turn[0], unit)
             regions, begin, end = self._homes[unit.index]
             into = flat.chunk(self.placement.shard_size)[self.placement.shard_ranks.index(rank)]
-            # Behind all earlier uses of `flat`: this rank's own slice is behind them too.
+            # After `after`, and so after all earlier uses of `flat`: this rank's own slice comes after them too.
             copies.append(self._storage.streams.copy_in(into, regions[rank].data[begin:end], *after))
 
         try:

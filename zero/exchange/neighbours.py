@@ -1,8 +1,8 @@
-"""Weights that neighbours have shared out among them a second time, so that most gathers stay inside a node (hpZ).
+"""Weights that neighbours shard a second time among themselves, so that most gathers stay inside a node (hpZ).
 
 [Note: near gathers] The first gather of a unit after its weights may have changed needs the slices of all ranks. Each
-rank then keeps its part of the unit among its neighbours, and later gathers of it need the neighbours only. Which kind
-a gather is depends on those decided before and on what has changed the weights, so it is the same on all ranks.
+rank then keeps its part of the unit among its neighbours, and later gathers of the unit need only the neighbours. The
+kind of a gather depends only on earlier decisions and on changes of the weights, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from zero.store.storage import Storage
 
 
 class Neighbours:
-    """See above. Without hpZ it does nothing. `storage`: which has memory for this rank's parts."""
+    """See above. Without hpZ it does nothing. `storage`: has the memory for this rank's parts."""
 
     def __init__(self, layout: Layout, storage: Storage, exchange: Exchange) -> None:
         self._storage, self._exchange, self._placement = storage, exchange, exchange.placement
-        self._current: set[int] = set()  # Their part is current once all gathers decided so far are over.
-        self._filled: set[int] = set()  # Those of them whose part is there; the mover adds to it.
+        self._current: set[int] = set()  # Units whose part is current once all gathers decided so far are over.
+        self._filled: set[int] = set()  # Units among them whose part is there; the mover's thread adds them.
 
     def turn(self, unit: Unit) -> Turn | None:
-        """A turn for gathering the unit from the neighbours; None: it has to come from all ranks, and is kept then."""
+        """A turn to gather the unit from the neighbours; None: it must be gathered from all ranks, and is then kept."""
         if unit.index in self._current:
             return self._exchange.turn(NEAR, unit)
         if unit.index in self._storage.near:
@@ -42,17 +42,17 @@ class Neighbours:
     # ---- the mover ----------------------------------------------------------------------------
 
     def keep(self, unit: Unit, flat: torch.Tensor, after: Fence) -> Fence:
-        """Keep this rank's part of `flat` (uint8, the unit's bytes), which is there behind `after`. Returns behind."""
+        """Copy this rank's part of `flat` (uint8, the unit's bytes, there after `after`). Returns a later fence."""
         home, streams = self._storage.near.get(unit.index), self._storage.streams
         if home is None:
             return after
-        with streams.collective(after):  # where near gathers read it too, in order
+        with streams.collective(after):  # near gathers read the part on the same stream, in order
             home.copy_(self._part(flat))
             self._filled.add(unit.index)
             return streams.fence()
 
     async def gather(self, unit: Unit, flat: torch.Tensor, fences: tuple[Fence, ...], turn: Turn) -> Fence:
-        """Fill `flat` (uint8, the unit's bytes) from the neighbours' parts; `fences` are behind its last uses."""
+        """Fill `flat` (uint8, the unit's bytes) from the neighbours' parts; `fences` are after its last uses."""
         if unit.index not in self._filled:
             raise StateError(f"gathering {unit.name} inside the node: its gather from all ranks has failed")
         streams = self._storage.streams

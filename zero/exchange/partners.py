@@ -1,4 +1,4 @@
-"""From torch.distributed's ranks to an engine's exchange."""
+"""Makes an engine's exchange from torch.distributed's ranks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ logger = logging.getLogger("zero")
 
 
 def open_exchange(config: Config, device: torch.device, stages: AllStages | None = None) -> Exchange:
-    """What the engine of a configuration exchanges with other ranks. All ranks come here.
+    """Make the exchange of an engine with other ranks. Collective.
 
     Raises ConfigError: a group that the configuration asks for cannot be made of the ranks. `config`: validated for the
-    number of ranks. `stages`: of a pipeline, on one of which this engine is; None: all ranks have the whole model.
+    number of ranks. `stages`: the pipeline of which this engine is one stage; None: all ranks have the whole model.
     """
     fixed = config.sums_16_bit_in_fp32
     if stages is None:
@@ -58,7 +58,7 @@ def open_exchange(config: Config, device: torch.device, stages: AllStages | None
 
 
 def _can_share(comm: Comm, config: Config, device: torch.device, stages: AllStages | None) -> bool:
-    """Do the ranks keep one copy of each slice in shared memory, and use it there? All get the same answer."""
+    """True if the ranks keep one copy of each slice in shared memory, and use it there; the same on all ranks."""
     wish = config.zero_optimization.shared_host_memory
     if comm.world_size == 1 or wish is False:
         return False
@@ -76,7 +76,7 @@ def _can_share(comm: Comm, config: Config, device: torch.device, stages: AllStag
 
 
 def gathers_over_host(comm: Comm, config: Config, device: torch.device, placement: Placement) -> bool:
-    """Do GPUs copy slices from host memory of all ranks? All get the same answer."""
+    """True if GPUs copy slices from the host memory of all ranks; the same on all ranks."""
     zero = config.zero_optimization
     wish = zero.shared_host_memory
     if wish is False or not accelerator.is_accelerator(device):

@@ -1,14 +1,14 @@
 """Exchange through memory that all ranks of one node see.
 
-[Note: epochs] Whoever has a slice says on a board up to which step its weights are where they live. Readers wait for
-the step they need, and then read alone: nobody has to be in the same place of the model at the same time. A slice is
-not changed before every rank has come to the next step, so what was waited for stays as it is.
+[Note: epochs] The owner of a slice publishes on a board the last step whose weights are in the slice's home. Readers
+wait for the step they need, and then read alone: ranks need not be at the same place of the model at the same time. A
+slice is not changed before every rank has reached the next step, so a slice that a reader waited for stays unchanged.
 
-[Note: urging] Updates behind the step are made when somebody fetches the unit. A rank that waits for another one's
-slice says so; the other then makes all its updates that are due.
+[Note: urging] Updates after the step run when their rank fetches the unit. A rank that waits for another rank's slice
+publishes this; the other rank then runs all its due updates.
 
-[Note: reductions] Each rank leaves whole gradients in memory of its own, says where, and adds up its slice of all
-ranks' in rank order. Its memory is free again once all have read it.
+[Note: reductions] Each rank leaves whole gradients in its own memory, publishes their place, and adds up its slice of
+all ranks' gradients in rank order. Its memory is free again once all ranks have read it.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from zero.store.storage import Storage
 if TYPE_CHECKING:
     from zero.optim.pending_updates import DueUpdates
 
-# As torch.distributed waits. A rank may be slow for a long time; one that has failed or left is noticed in seconds.
+# As in torch.distributed. A rank may be slow for a long time; one that has failed or left is noticed in seconds.
 WAIT_SECONDS_MAX = 1800.0
-LOOK_SECONDS = 0.01  # Between looks whether somebody waits for an update of this rank's.
-AGAIN_SECONDS = 0.5  # After an update that failed.
+LOOK_SECONDS = 0.01  # Interval of checks whether another rank waits for an update of this rank.
+AGAIN_SECONDS = 0.5  # Pause after a failed update.
 
 
 class Regions:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._regions: list[SharedRegion] = []
-        self.pools: list[SharedRegion] = []  # What each rank has made its own, in rank order.
+        self.pools: list[SharedRegion] = []  # The region of each rank from `own`, in rank order.
 
     def common(self, nbytes: int, what: str) -> SharedRegion:
-        """See `SharedPlaces`. The first rank's file, mapped by all."""
+        """See `SharedPlaces`. All ranks map the first rank's file."""
         return self._exchange(SharedRegion(nbytes if self._comm.rank == 0 else 1, what, touched=False))[0]
 
     def own(self, nbytes: int, what: str) -> SharedRegion:
@@ -68,7 +68,7 @@ class Regions:
         return self._exchange(SharedRegion(nbytes, what, touched=False))
 
     def close(self) -> None:
-        """Give everything up. Idempotent."""
+        """Close all regions. Idempotent."""
         while self._regions:
             self._regions.pop().close()
 
@@ -83,7 +83,7 @@ class Regions:
 class SharedMemory(AmongRanks):
     """See above. All ranks are on one node.
 
-    `wire`: how gradients travel; they are added up in fp32, so only `averages` and `overlaps` matter.
+    `wire`: how gradients are exchanged; they are added up in fp32, so only `averages` and `overlaps` matter.
     """
 
     reads_homes = True
@@ -95,16 +95,16 @@ class SharedMemory(AmongRanks):
         self._reducer: SharedExchange | None = None
         self._planes: dict[int, list[Plane]] = {}  # Rank whose slices this one reads -> its weight planes, by space.
         self._swaps: list[PeerSwap] = []
-        # Unit that is always bound -> which bytes of every rank's `_slices` hold a copy of its slice.
+        # Persistent unit -> (begin, end) of the copy of its slice, in bytes of every rank's `_slices`.
         self._copies: dict[int, tuple[int, int]] = {}
         self._slices: list[SharedRegion] = []
         self._slots: list[SharedRegion] = []
         self._slot_ranges: list[tuple[int, int]] = []
-        self._first_slots: list[list[Home]] = []  # Per space, what is on the disk, where the planes have two slots.
+        self._first_slots: list[list[Home]] = []  # Per space, the homes on the disk, if the planes have two slots.
         self._epoch, self._reductions, self._ended = 0, 0, False
 
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
-        """Find the others' slices. All ranks come here, once their storage is made."""
+        """Find the other ranks' slices. Collective, after every rank has made its storage."""
         comm, placement = self._comm, self.placement
         share = self._join(layout, storage, updates)
         with ranks_named("sharing memory for collectives"):
@@ -119,11 +119,11 @@ class SharedMemory(AmongRanks):
             )
         self._share_slices()
         self._tell_slots()
-        if storage.disk is not None:  # all ranks have made the same plan, so all have one
+        if storage.disk is not None:  # all ranks have the same plan, so all have a disk or none has
             self._open_swaps(storage.disk, share)
 
     def _join(self, layout: Layout, storage: Storage, updates: DueUpdates) -> Share:
-        """Make the board, on which this rank tells of its slices from now on."""
+        """Make the board; from now on this rank publishes its slices there."""
         comm = self._comm
         share = partial(comm.agree, "sharing")
         self._urges = len(layout.units)
@@ -132,7 +132,7 @@ class SharedMemory(AmongRanks):
         with ranks_named("sharing a board"):
             self._board = NodeBoard.join(comm.rank, comm.world_size, self._left + 1, share)
         storage.at_end.append(self._end)
-        storage.at_rest.append(self._let_go)  # an engine that is dropped ends with its storage
+        storage.at_rest.append(self._let_go)  # if an engine is dropped, closing its storage must end the sharing too
         updates.stored = self._publish
         return share
 
@@ -146,7 +146,7 @@ class SharedMemory(AmongRanks):
         return (self._reductions, self._comm.ticket(what, unit.index, unit.name))
 
     def give_up(self, turn: Turn, error: BaseException) -> None:
-        if len(turn) > 1:  # of a reduction; who waits for a slice gets it once it is there, whenever that is
+        if len(turn) > 1:  # a reduction; a slice needs no report: its readers get it when it is there
             self._comm.cancel(turn[1], error)
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
@@ -164,7 +164,7 @@ class SharedMemory(AmongRanks):
             await self._planes[rank][self._layout.space_of(unit)].read(unit.begin, unit.end, into)
 
     async def _awaited(self, rank: int, epoch: int, unit: Unit) -> None:
-        """Return once another rank's slice is there as of an epoch."""
+        """Return when another rank's slice has reached the epoch."""
         what = f"the slice of {unit.name} as of step {epoch - 1}"
         if self._there.read(rank, unit.index) < epoch:
             urge = partial(self._urge, rank, unit, epoch)
@@ -175,7 +175,7 @@ class SharedMemory(AmongRanks):
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """Peers are ranks."""
+        """Translate errors of peers into errors that name ranks."""
         try:
             yield
         except PeerError as error:
@@ -203,7 +203,7 @@ class SharedMemory(AmongRanks):
         async def advance() -> None:
             self._advance(lambda index: index in unstored or not self._updates.at_home(index), frozen_too=True)
 
-        # On the mover's loop, where updates of the last step end: none ends between the new epoch and the look at it.
+        # On the mover's loop, where updates of the last step end: no update ends between the new epoch and `at_home`.
         self._storage.mover.run("telling other ranks what was rewritten", advance())
 
     def stored(self, index: int) -> None:
@@ -213,7 +213,7 @@ class SharedMemory(AmongRanks):
         self._advance(changing)
 
     def _advance(self, changing: Callable[[int], bool], *, frozen_too: bool = False) -> None:
-        """A new epoch, of which this rank's slices are there but those that are `changing`."""
+        """Begin a new epoch and publish this rank's slices, except those that are `changing`."""
         self._epoch += 1
         waiting = False
         for unit in self._layout.units:
@@ -236,7 +236,7 @@ class SharedMemory(AmongRanks):
         self._let_go()
 
     def _let_go(self) -> None:
-        """Give back what is shared; nothing of this rank moves any more."""
+        """Close everything that is shared; all transfers of this rank have ended."""
         if self._reducer is not None:
             self._reducer.close()
         board, self._board = self._board, None
@@ -263,7 +263,7 @@ class SharedMemory(AmongRanks):
             ]
 
     def _tell_slots(self) -> None:
-        """Make room for which slot counts, of planes that snapshots keep, and say so from now on."""
+        """Publish from now on which slot counts, for planes that snapshots keep; makes shared memory for this."""
         planes = [plane for plane in self._storage.weights if isinstance(plane, TwoSlotPlane)]
         position = 0
         for plane in planes:
@@ -276,7 +276,7 @@ class SharedMemory(AmongRanks):
             self._first_slots.append(plane.tell(self._slots[self._comm.rank].data[begin:end]))
 
     def _peer_weights(self, rank: int, number: int, disk: Disk) -> Plane:
-        """What another rank has of a space's weights in its swap space. All ranks have made the same plan."""
+        """Another rank's weights of a space in its swap space. All ranks have the same plan, so places are known."""
         plane, width = self._storage.weights[number], self._layout.spaces[number].dtype.itemsize
         name = f"{plane.name} of rank {rank}"
         if self._first_slots:
@@ -291,9 +291,9 @@ class SharedMemory(AmongRanks):
         return self._board
 
     def _share_slices(self) -> None:
-        """Make room for copies of slices of units that every rank has whole, in memory of its own.
+        """Make room for copies of slices of persistent units, which every rank has whole in its own memory.
 
-        There they may be edited at any time (`p.data.mul_(0.5)`, on every rank): one copy would be edited by all.
+        They may be edited there at any time (`p.data.mul_(0.5)`, on every rank): all ranks would edit one shared copy.
         """
         units = [u for u in self._layout.units if u.persistent and u.index in self._storage.plan.whole]
         position = 0
@@ -322,19 +322,19 @@ class SharedMemory(AmongRanks):
             raise PeerError(f"{board.name(rank)} has closed its engine without it", [rank])
 
     async def _listen(self, epoch: int) -> None:
-        """Make the updates of a step as soon as another rank waits for one, if they are not made before."""
+        """Run the updates of a step as soon as another rank waits for one, if they have not run before."""
         board, me = self._there, self._urges + self._comm.rank
         while not (self._updates.all_settled or self._updates.stopped or self._epoch != epoch or self._ended):
             pause = LOOK_SECONDS
             if any(wanted >= epoch for wanted in board.read_all(me)):
                 try:
                     await self._updates.bring(self._updates.groups_of(None))
-                except ZeroInfinityError:  # who fetches them here is told; if that helps, the others get them
+                except ZeroInfinityError:  # fetches on this rank raise it; after a successful retry the others go on
                     pause = AGAIN_SECONDS
             await asyncio.sleep(pause)
 
     def _end(self) -> None:
-        """Nobody waits for updates of this rank any more."""
+        """Stop listening: no rank waits for updates of this rank any more."""
         self._ended = True
 
 

@@ -1,4 +1,4 @@
-"""What ranks do together: what one of them cannot do none has done, so none goes on alone or waits for it."""
+"""Work that all ranks do together: if one rank fails, all ranks fail, so none continues alone or waits for it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ GOOD, FAILED = b"\0", b"\1"
 
 
 class Together:
-    """Work of all ranks. What fails on one fails on all: there with its own error, elsewhere with one that names it.
+    """Work of all ranks. If one rank fails, it raises its own error, and other ranks raise an error that names it.
 
     Attributes:
-        keeps: kinds of errors that are of the same kind elsewhere. That a checkpoint is damaged all have to know, also
-            those with an error of their own, so that all can take another one.
-        otherwise: the kind that all others are elsewhere.
+        keeps: kinds of errors that other ranks raise as the same kind. All ranks must know that a checkpoint is
+            damaged, even if they have an error of their own, so that all can take another one.
+        otherwise: the kind that other ranks raise for all other errors.
     """
 
     keeps: tuple[type[ZeroInfinityError], ...] = (DamagedError,)
@@ -34,25 +34,26 @@ class Together:
         """Run `action` on every rank. Raises as `exchange`."""
         try:
             result = action()
-        except Exception as failure:  # whatever it is, the others must not wait for this rank
+        except Exception as failure:  # after any error the other ranks must not wait for this one
             self.exchange(what, failure=failure)
             raise
         self.exchange(what)
         return result
 
     def first(self, what: str, action: Callable[[], T]) -> T | None:
-        """As `do`, on the first rank alone; None on the others."""
+        """As `do`, but only the first rank runs `action`; None on the others."""
         return self.do(what, action if self.is_first else lambda: None)
 
     def exchange(self, what: str, payload: bytes = b"", failure: Exception | None = None) -> list[bytes]:
         """Every rank's payload, in rank order.
 
-        Raises ZeroInfinityError: a rank has failed; says which and why. This one's own failure is raised as it is.
+        Raises ZeroInfinityError: a rank has failed; names the rank and the reason. This rank's own failure is raised
+        unchanged.
 
         Args:
             what: the same words on every rank.
             payload: any bytes.
-            failure: what this rank has not been able to do.
+            failure: the error of this rank, if it has failed.
         """
         answers = self._exchange.agree(what, GOOD + payload if failure is None else FAILED + self._told(failure))
         told = {rank: json.loads(answer[1:]) for rank, answer in enumerate(answers) if answer[:1] == FAILED}
@@ -81,14 +82,14 @@ class Together:
 
 
 class Relay(Together):
-    """As `Together`, for work in many pieces: what a piece cannot do is said by the next `exchange`."""
+    """As `Together`, for work in many pieces: the next `exchange` reports the failure of a piece."""
 
     keeps = (StorageError,)
     _failure: Exception | None = None
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """A failure inside is raised on all ranks, by the next `exchange`; a rank that is alone raises it at once."""
+        """The next `exchange` raises a failure inside this context on all ranks; a rank alone raises it at once."""
         try:
             yield
         except (ZeroInfinityError, OSError, MemoryError) as error:
@@ -98,7 +99,7 @@ class Relay(Together):
 
     @property
     def failed(self) -> bool:
-        """True once this rank's own work has."""
+        """True once this rank's own work has failed."""
         return self._failure is not None
 
     def exchange(self, what: str, payload: bytes = b"", failure: Exception | None = None) -> list[bytes]:

@@ -1,1 +1,1 @@
-"""Everything that the plan allocates, and how values get into it and out of it."""
+"""The memory and files that the plan allocates, and the ways of values in and out."""

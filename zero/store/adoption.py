@@ -1,12 +1,12 @@
 """Moves a model's values into the planes, streaming: sub-group by sub-group.
 
-A parameter's own memory is let go as soon as its last element has been stored, so a model that was
-built in memory shrinks while its shards grow, and one built under `Init` never was there. What other
-planes hold comes with its exact master and its states.
+A parameter's own memory is released as soon as its last element has been stored. So a model that was built in
+memory shrinks while its shards grow; a model built under `Init` never was in memory. Values from other planes
+come with their exact masters and states.
 
-[Note: zeros] New planes hold zeros, in memory and in a swap space, where the file system reads what was reserved and
-never written as zeros. So of a record only the front is written that holds more: nothing, where states are fresh and
-weights are their own masters; what weights lack of their masters; or, with states, all of it.
+[Note: zeros] New planes hold zeros, in memory and in a swap space: there the file system reads reserved ranges that
+were never written as zeros. So only the front of a record that is not zero is written: nothing, if states are fresh and
+weights are their own masters; the remainders of the masters; or, with states, the whole record.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from zero.store.staging import Staged, StagedGroup, Staging
 from zero.store.storage import Storage
 
 STORES = 1
-"""Sub-groups on their way to the disk while another is made."""
+"""Sub-groups that are being written to the disk while another is made."""
 SHOWN_AFTER_SECONDS = 5.0
-"""A bar shows how far it is from then on."""
+"""After this time a progress bar appears."""
 RETURN_NUMEL = 16 << 20
-"""Handing freed memory back walks the whole heap, so it is done once for so many elements stored."""
+"""Returning freed memory walks the whole heap, so it is done once per so many stored elements."""
 
 
 class Bar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
@@ -53,26 +53,26 @@ class Piece(NamedTuple):
     weight: torch.Tensor
     """Of any floating dtype; fp32 values of a 16-bit parameter keep their bits in its master."""
     remainder: torch.Tensor | None = None
-    """What the 16-bit weight lacks of its fp32 master (`offload.kernels.masters`); None: derived from `weight`."""
+    """The rest of a 16-bit weight's fp32 master (`offload.kernels.masters`); None: derived from `weight`."""
     states: tuple[torch.Tensor, ...] | None = None
     """The optimizer's planes, in the plan's order, fp32; None: zero."""
 
 
 ReadSource = Callable[[nn.Parameter, int, int, bool], Iterable[Piece]]
-"""(parameter, begin, end, with its state) -> its values [begin, end), in pieces."""
+"""(parameter, begin, end, whether with its states) -> its values [begin, end), in pieces."""
 
 
 class Adoption:
-    """One model's way into the planes.
+    """Moves one model's values into the planes.
 
     Args:
         parameters: the model's, by their index in the layout.
-        read: where values come from.
-        done: called with (unit, slot) once all of a slot is stored, to let go of what it came from; None: of nothing.
-        fresh: nobody has written to the planes yet.
-        only: indices of the parameters that are stored over what the planes hold; everything else stays, states too.
-        slices: where other slices are, counted from this rank's (0, always there): what goes there is read too, in that
-            order, and dropped. So ranks that read together read the same.
+        read: the source of the values.
+        done: called with (unit, slot) when all of a slot is stored, to release its source; None: keep the sources.
+        fresh: the planes have not been written yet.
+        only: indices of the parameters whose values replace those in the planes; all others stay, with their states.
+        slices: offsets of slices from this rank's slice (0, always there). Values for all these slices are read, in
+            that order, and other ranks' are dropped. So ranks that read together read the same.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class Adoption:
         self._layout, self._parameters, self._storage = layout, parameters, storage
         self._read, self._done, self._only = read, done, only
         self._slices, self._fresh = slices, fresh
-        # What is let go may be what makes room for the next one on a drive that is full.
+        # On a full drive the release of one sub-group's source may have to make room for the next sub-group.
         self._behind = STORES if storage.disk is None or storage.disk.swap.reserved else 0
         self._stored_numel = 0
-        """Since freed memory was last handed back."""
+        """Elements stored since freed memory was last returned."""
         self._stores: deque[asyncio.Task[None]] = deque()
         self._storing: deque[SubGroup] = deque()
-        """Sub-groups whose parameters have not been let go: what their values came from stays until they are stored."""
+        """Sub-groups whose parameters are not released yet: the sources of their values stay until they are stored."""
 
     def run(self) -> None:
         """Store every unit."""
@@ -109,7 +109,7 @@ class Adoption:
         mover.run("storing initial values", self._settle())
 
     async def _forget(self) -> None:
-        """Let what is under way end, whatever comes of it."""
+        """Wait for the running stores and ignore their errors."""
         await asyncio.gather(*self._stores, return_exceptions=True)
         self._stores.clear()
 
@@ -118,7 +118,7 @@ class Adoption:
         made = streams.fence()
 
         async def follow() -> None:
-            streams.wait(made)  # a model that was made on the device may still be in the making
+            streams.wait(made)  # the device may still be computing the values of a model that was made there
 
         self._storage.mover.run("waiting for initial values", follow())
         with Bar(
@@ -141,7 +141,7 @@ class Adoption:
             self._finish_groups(self._behind)
             self._stored_numel += group.end - group.begin
             if self._stored_numel >= RETURN_NUMEL and self._done is not None:
-                # The C library would keep what the parameters lay in, and the planes are growing.
+                # The C library would keep the parameters' freed memory, while the planes grow.
                 self._stored_numel = 0
                 return_freed_memory()
         self._storage.mover.run("storing initial values", self._settle())
@@ -158,19 +158,19 @@ class Adoption:
         return only is None or any(slot.index in only for unit in units for slot in unit.slots)
 
     async def _begin(self, parts: list[Staged]) -> None:
-        """Nothing, or what the planes hold."""
+        """Fill the parts with zeros, or with the planes' values if only some parameters are replaced."""
         if self._only is not None:
             await settle_all([part.read() for part in parts])
             return
         for part in parts:
-            if not part.in_place:  # a plane in memory is zero already, and states that nobody writes cost nothing
+            if not part.in_place:  # a plane in memory is zero already, and pages of states never written cost nothing
                 clear_alone(part.bytes)
 
     async def _adopt_group(self, group: SubGroup) -> None:
         staged = StagedGroup(self._storage, self._layout, group)
         await staged.lease("sub-group")
         fresh = self._fresh and staged.state.plane.starts_as_zeros
-        # Of the record, that are in memory and to be written; the rest is zeros where it lives.
+        # Bytes of the record's front that are in memory and will be written; the rest is zero in its home.
         front_bytes = 0 if fresh else staged.state.bytes.numel()
         try:
             await self._begin([part for part in staged.parts if not (fresh and part is staged.state)])
@@ -190,7 +190,7 @@ class Adoption:
             staged.release()
 
     async def _settle(self, left: int = 0) -> None:
-        """Wait until so many stores are under way at most."""
+        """Wait until at most `left` stores are running."""
         while len(self._stores) > left:
             try:
                 await self._stores[0]
@@ -198,9 +198,9 @@ class Adoption:
                 self._stores.popleft()
 
     def _encode(self, unit: Unit, staged: StagedGroup, front_bytes: int) -> int:
-        """Fill one unit's run of a sub-group: the weight and, where there is more than zeros, the record.
+        """Fill one unit's run of a sub-group: the weight and, if it is not all zeros, the record.
 
-        `front_bytes`: of the record are in memory; returns how many are now.
+        `front_bytes`: length of the record's front in memory; returns the new length.
         """
         weight, record = staged.weights[unit.index], staged.record()
         stored, shift = weight.bytes.view(unit.dtype), weight.begin - staged.group.begin
@@ -219,7 +219,7 @@ class Adoption:
                 for plane, given in zip(record.states.planes, piece.states, strict=True):
                     copy_alone(plane[shift + at : shift + at + numel], given)
             elif piece.states is not None:
-                if states is None:  # they are stored together: those of others too, as they are
+                if states is None:  # states of the whole run are stored together, so load those of others unchanged
                     states = record.states.load(shift, shift + hi - lo)
                     _clear_gaps(unit, lo, states)
                 for values, given in zip(states, piece.states, strict=True):
@@ -249,7 +249,7 @@ class Adoption:
                 staging.release()
 
     def order(self) -> Iterator[tuple[Unit, Slot, int, int]]:
-        """(unit, slot, first, last element of the parameter) of everything that `run` will read, in that order."""
+        """(unit, slot, first, last element of the parameter) of all reads of `run`, in order."""
         for group in self._storage.plan.sub_groups:
             for unit in self._layout.units_in(group):
                 lo, hi = group.part_of(unit)
@@ -261,14 +261,14 @@ class Adoption:
                     yield unit, slot, begin, end
 
     def _pieces(self, unit: Unit, lo: int, hi: int, *, state: bool) -> Iterable[tuple[Slot, Piece]]:
-        """What lies in elements [lo, hi) of the unit; used one by one, the next may overwrite the last."""
+        """The pieces in elements [lo, hi) of the unit. Use them one by one: the next may overwrite the previous one."""
         for away, slot, begin, end in self._ranges(unit, lo, hi):
             for piece in self._read(self._parameters[slot.index], begin, end, state):
                 if not away:
                     yield slot, piece
 
     def _ranges(self, unit: Unit, lo: int, hi: int) -> Iterator[tuple[int, Slot, int, int]]:
-        """(slices away, slot, first, last element of the parameter) of what is read for elements [lo, hi)."""
+        """(offset of the slice, slot, first, last element of the parameter) of all reads for elements [lo, hi)."""
         for away in self._slices:
             shift = away * unit.shard_numel
             for slot in unit.slots:
@@ -286,19 +286,19 @@ class Adoption:
         """Release the parameters whose last element lies in [begin, end)."""
         if self._done is None:
             return
-        # On a GPU the mover's stream may still read them, and their memory is reused in the order of another stream.
+        # On a GPU the mover's stream may still read them, but their memory is reused in the order of another stream.
         streams = self._storage.streams
         self._storage.mover.run("storing initial values", streams.reached(streams.behind_updates()))
         for unit in space.overlapping(begin, end):
             for slot in unit.slots:
-                # What is in other ranks' slices is done with this rank's first element, or its last.
+                # A slot that is only in other ranks' slices ends with this rank's first element, or its last.
                 last = min(max(unit.origin + max(slot.end_numel, slot.offset_numel + 1), unit.begin + 1), unit.end)
                 if begin < last <= end:
                     self._done(unit, slot)
 
 
 def _front_for(piece: Piece, staged: StagedGroup, record: Record, front_bytes: int) -> int:
-    """Make room in the record's front for what a piece makes more than zeros; returns how long it is now."""
+    """Extend the record's front in memory for the nonzero parts of a piece; returns its new length."""
     needed_bytes = 0
     if piece.states is not None:
         needed_bytes = staged.state.bytes.numel()
@@ -311,7 +311,7 @@ def _front_for(piece: Piece, staged: StagedGroup, record: Record, front_bytes: i
 
 
 def _store_weight(target: torch.Tensor, remainder: torch.Tensor | None, piece: Piece) -> None:
-    """Weights, and what they lack of their masters."""
+    """Store weights, and the remainders of their masters."""
     if remainder is not None and piece.remainder is None and piece.weight.dtype != target.dtype:
         masters.part(target, remainder, piece.weight.to(target.device, torch.float32))
         return
@@ -323,7 +323,7 @@ def _store_weight(target: torch.Tensor, remainder: torch.Tensor | None, piece: P
 
 
 def _clear_gaps(unit: Unit, lo: int, states: tuple[torch.Tensor, ...]) -> None:
-    """Zero what belongs to no parameter, from element `lo` of the unit on: in a block with scales it would count."""
+    """Zero elements of no parameter, from element `lo` of the unit on: they would count in a block with scales."""
     for values in states:
         position = 0
         for slot in unit.slots:

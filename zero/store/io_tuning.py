@@ -1,4 +1,4 @@
-"""How the engine opens its disk: what the user says, else what was measured, else the defaults."""
+"""Settings with which the engine opens its disk: the user's, else measured ones, else the defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero.config import Config
 
 @dataclass(frozen=True, slots=True)
 class TunedIo:
-    """Settings of the I/O engine, and where they come from."""
+    """Settings of the I/O engine, and their origin."""
 
     backend: str
     chunk_bytes: int
@@ -23,13 +23,13 @@ class TunedIo:
     speeds: tuple[float, ...] | None = None
     """Measured bytes per second of each path's device; None if one of them is not known."""
     note: str = ""
-    """For the report; empty when nothing was tuned."""
+    """Text for the report; empty if nothing was tuned."""
 
 
 def tune_io(config: Config, paths: Sequence[str]) -> TunedIo:
-    """Settings for the devices of `paths`. Keys that the user has set win, and so does ZERO_AIO_BACKEND.
+    """Settings for the devices of `paths`. Keys that the user has set have priority, and so has ZERO_AIO_BACKEND.
 
-    Results never depend on it. Whatever goes wrong with measuring, the defaults are used and the note says why.
+    Results never depend on the settings. If a measurement fails, the defaults are used and the note says why.
     """
     aio = config.aio
     named_backend = os.environ.get("ZERO_AIO_BACKEND", "")
@@ -55,7 +55,7 @@ def tune_io(config: Config, paths: Sequence[str]) -> TunedIo:
 
 
 def open_tuned(options: AioOptions, tuned: TunedIo) -> Aio:
-    """The engine; a measured backend that does not work any more gives way to the best that does.
+    """The I/O engine; if a measured backend does not work any more, the best one that works.
 
     Raises:
         ConfigError: the backend that ZERO_AIO_BACKEND names does not work here.

@@ -1,4 +1,4 @@
-"""Ranges of planes made addressable for a moment: in place, or in leased memory."""
+"""Makes ranges of planes addressable for a short time: in place, or in leased memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from zero.store.storage import Storage
 
 
 class Staged:
-    """One range of a plane for the time of an update.
+    """One range of a plane during an update.
 
-    Where the range lies in memory of the compute device, it is used in place. Otherwise it passes
-    through leased host memory, and if the computation runs on a GPU through leased memory there too.
+    If the range is in memory of the compute device, it is used in place. Otherwise it passes through leased host
+    memory, and if the computation runs on a GPU, through leased device memory too.
 
     Args:
-        given: memory of the caller's that the range may pass through instead, uint8; used if the computation can
-            address it and the range is not in place.
+        given: the caller's memory that the range may pass through instead, uint8; used if the computation can address
+            it and the range is not in place.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Staged:
         self.plane, self.begin, self.end, self._streams = plane, begin, end, streams
         self._memory = plane.memory(begin, end)
         nbytes = plane.nbytes(begin, end)
-        if not nbytes:  # an optimizer without states: nothing has to move, wherever it lives
+        if not nbytes:  # an optimizer without states: nothing has to move, on any tier
             self._memory = torch.empty(0, dtype=torch.uint8, device=compute)
         self.in_place = self._memory is not None and self._memory.device == compute
         self._data = self._memory if self.in_place else None
@@ -49,16 +49,16 @@ class Staged:
         if self.borrowed:
             self._host = self._data = given
         self.copied_home = not self.in_place and self._memory is not None
-        """The range lives in memory, but not in the computation's: `write` copies it there and cannot fail."""
+        """The range's home is in memory, but not the compute device's: `write` copies it there and cannot fail."""
         on_host = compute.type == "cpu"
         passes = not self.in_place and not self.borrowed
         self.host_nbytes = nbytes if passes and (self._memory is None or on_host) else 0
         """Bytes of host memory that `stage` needs."""
         self.device_nbytes = nbytes if passes and not on_host else 0
-        """Bytes of the compute device's memory that it needs, where that is not the host's."""
+        """Bytes of the compute device's memory that `stage` needs, if that is not the host's."""
 
     def stage(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        """Pass through these, as long as `host_nbytes` and `device_nbytes` say."""
+        """Pass through these buffers, of `host_nbytes` and `device_nbytes`."""
         if self.host_nbytes:
             self._host = self._data = host
         if self.device_nbytes:
@@ -76,7 +76,7 @@ class Staged:
         return self._data
 
     async def read(self) -> None:
-        """Bring the range in, unless it is in place: on a GPU, for what the mover gives it from now on."""
+        """Read the range, unless it is in place. On a GPU it is there for work that the mover queues from now on."""
         if self.in_place:
             return
         if self._host is not None:
@@ -86,12 +86,12 @@ class Staged:
             self._streams.wait(self._streams.copy_in(self.bytes, source, self._streams.fence()))
 
     async def write(self) -> None:
-        """Bring it back, unless it is in place."""
+        """Write the range back, unless it is in place."""
         if not self.in_place:
             await self.plane.write(self.begin, self.end, await self._to_write())
 
     async def write_front(self, nbytes: int) -> None:
-        """As `write`, the first `nbytes` alone, whole pages; where it lives the rest is as it should be."""
+        """As `write`, for the first `nbytes` only, whole pages; the rest is already correct in its home."""
         if not self.in_place and nbytes:
             await self.plane.write_front(self.begin, self.end, (await self._to_write())[:nbytes])
 
@@ -102,15 +102,15 @@ class Staged:
 
     @property
     def host_bytes(self) -> torch.Tensor:
-        """What `write` hands to the plane: of host memory when it goes to the swap space."""
+        """The bytes that `write` gives to the plane: in host memory if the home is in the swap space."""
         return self._host if self._host is not None else self.bytes
 
 
 class Staging:
-    """Memory that some ranges pass through, of the host and of the device. Used on the mover's loop.
+    """Host and device memory that some ranges pass through. Used on the mover's loop; made by `lease`.
 
-    What the device does with it the mover's stream does, or a copy that is behind that stream and that it waits for. So
-    whoever is next may have memory of the device at once. Make it with `lease`.
+    Device work with it runs on the mover's stream, or is a copy that is queued after that stream and that the stream
+    waits for. So the next user may have the device memory at once.
     """
 
     def __init__(self, host: Block, device: Block, streams: Streams) -> None:
@@ -118,18 +118,18 @@ class Staging:
 
     @staticmethod
     async def lease(storage: Storage, parts: Sequence[Staged], what: str, lent: Block | None = None) -> Staging:
-        """Lease what `parts` need, as soon as it is free, and stage them.
+        """Lease the memory that `parts` need, as soon as it is free, and stage them.
 
         Args:
-            storage: whose memory.
-            parts: what passes through it.
+            storage: the owner of the memory.
+            parts: ranges that pass through it.
             what: appears in errors.
-            lent: host memory to use instead of the arena's, as long as they need; its lender gets it back.
+            lent: host memory to use instead of the arena's, of the length that they need; it returns to its lender.
         """
         host_bytes = sum(part.host_nbytes for part in parts)
         device_bytes = sum(align_up(part.device_nbytes, PAGE_BYTES) for part in parts)
         host = lent or await storage.arena.lease_when_free(host_bytes, what)
-        try:  # whoever holds memory of the device waits for none of the host
+        try:  # after the host's memory: a holder of device memory must never wait for host memory
             device = await storage.update_pool.lease_when_free(device_bytes, what)
         except BaseException:
             host.release()
@@ -145,28 +145,28 @@ class Staging:
         return Staging(host, device, storage.streams)
 
     def release(self) -> None:
-        """Give it back, memory of the host once the device is done with it. Idempotent."""
+        """Release the memory; host memory becomes free when the device has finished with it. Idempotent."""
         self._device.release()
         if self._host.data.numel():
             self._streams.release(self._host, self._streams.fence())
 
 
 class StagedGroup:
-    """A sub-group made addressable for a moment: its state record, its weights, and its gradients if they are wanted.
+    """A sub-group made addressable for a short time: its state record, its weights, and its gradients if requested.
 
-    `lease` memory, `read` what is stored, work on `record()` and the bytes of the parts, write them, and `release`.
+    `lease` memory, `read` the stored values, work on `record()` and the bytes of the parts, write them, and `release`.
 
     Args:
-        storage: which holds it.
+        storage: the storage of the sub-group.
         layout: of the planes.
         group: of a space that is trained.
-        units: of whose weights it is about; None: all that have some in the sub-group.
-        given: unit's index -> memory of the caller's that its weights may pass through; see `Staged`.
-        gradients: unit -> the plane that its gradient is taken from; None: they are not wanted.
+        units: units whose weights are staged; None: all that have weights in the sub-group.
+        given: unit index -> the caller's memory that its weights may pass through; see `Staged`.
+        gradients: unit -> the plane of its gradient; None: stage no gradients.
 
     Attributes:
         space: of the sub-group.
-        state: what the record passes through.
+        state: the staged record.
         weights, gradients: by the index of the unit.
 
     Raises:
@@ -199,30 +199,30 @@ class StagedGroup:
 
     @property
     def parts(self) -> list[Staged]:
-        """Everything that passes through memory."""
+        """All staged ranges."""
         return [self.state, *self.weights.values(), *self.gradients.values()]
 
     @property
     def in_place(self) -> bool:
-        """True when nothing of it passes through memory."""
+        """True if all ranges are in place, so that nothing passes through leased memory."""
         return all(part.in_place for part in self.parts)
 
     @property
     def host_nbytes(self) -> int:
-        """Host memory that it passes through."""
+        """Bytes of host memory that the sub-group passes through."""
         return sum(part.host_nbytes for part in self.parts)
 
     async def lease(self, what: str, lent: Block | None = None) -> None:
-        """Lease what it passes through, if anything; see `Staging.lease`."""
+        """Lease the memory that it passes through, if any; see `Staging.lease`."""
         if any(part.host_nbytes or part.device_nbytes for part in self.parts):
             self._staging = await Staging.lease(self._storage, self.parts, what, lent)
 
     async def read(self) -> None:
-        """Bring in what is stored. Raises StorageError."""
+        """Read the stored values. Raises StorageError."""
         await settle_all([part.read() for part in self.parts if not part.in_place])
 
     def record(self, step: int = 0) -> Record:
-        """Its states; `step` matters to who updates them."""
+        """The record; `step` matters only if the caller updates it."""
         layout = self._storage.plan.record_format(self.space)
         return layout.over(self.state.bytes, self.group.begin, self.group.end, step)
 

@@ -38,29 +38,29 @@ OpenSnapshot = Callable[[int, Sequence[float] | None], SnapshotSwap]
 """(bytes to reserve, speeds of the paths' devices) -> the swap space, in files that have names."""
 
 UNPLANNED_SHARE = 0.8
-"""Of the host memory that is free, what one thing may take that is in no plan."""
+"""Share of the free host memory that one unplanned allocation may take."""
 
 
 class Storage:
     """The engine's memory and files, made from a plan and freed as a whole.
 
     Attributes:
-        at_end: called once, last first, when the end begins and everything still runs.
-        at_rest: called once, last first, when nothing moves any more.
+        at_end: called once, last first, when closing begins and everything still runs.
+        at_rest: called once, last first, when all transfers have ended.
         weights: one plane per space.
         records: one plane per space (None for frozen ones): remainder and optimizer states, adjacent per sub-group.
         gradients: one plane per space (None for frozen ones).
-        whole_gradients: where gradients are before they are reduced.
-        near: unit index -> uint8, this rank's part of it among its neighbours, where they share weights out again.
+        whole_gradients: memory of gradients before they are reduced.
+        near: unit index -> uint8, this rank's part of it among its neighbours, if they shard weights again.
         twice: planes that snapshots keep, weights first; each has two places on the disk for everything.
-        activations: keeps what autograd saves, where the plan gives it a tier (else None).
-        records_away: those of the device are in host memory for the time being.
+        activations: keeps tensors that autograd saves, if the plan gives them a tier (else None).
+        records_away: records of the device are in host memory at present.
     """
 
     activations: ActivationStore | None = None
     records_away = False
     _faulting: Faulting | None = None
-    _unit_room: Arena | None = None  # More for gathered units, while a generation has it.
+    _unit_room: Arena | None = None  # More memory for gathered units, during a generation.
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Storage:
             raise
 
     def flat(self, unit: Unit) -> torch.Tensor | None:
-        """The memory of the unit's weights, uint8, where all slices of it lie in one piece; else None."""
+        """The memory of the unit's weights, uint8, if all its slices are in one piece; else None."""
         if unit.index in self._flats:
             return self._flats[unit.index]
         if unit.shard_numel != unit.numel:
@@ -126,14 +126,14 @@ class Storage:
         return self.weights[self.layout.space_of(unit)].memory(unit.begin, unit.end)
 
     def gradient_dtype(self, unit: Unit) -> torch.dtype:
-        """What the unit's gradient is kept in while it fits its place in the gradient plane."""
+        """The dtype of the unit's gradient while it is in its place in the gradient plane."""
         return torch.float32 if self.plan.gradient_wide else unit.dtype
 
     def wide_gradient(self, unit: Unit) -> Plane:
         """A new fp32 home for one unit's gradient: an unannounced second contribution has arrived.
 
         Raises:
-            BudgetError: the host budget has no room for it, and there is no swap space to put it in.
+            BudgetError: the host budget has no room for it, and there is no swap space.
         """
         nbytes, tier = unit.shard_numel * 4, self.plan.gradient_tiers[unit.index]
         if tier == DEVICE or (tier == HOST and self._take_of_host(nbytes)):
@@ -149,9 +149,9 @@ class Storage:
         return self._kept(Plane(f"fp32 gradient of {unit.name}", 4, [home], self.disk, self.streams))
 
     def _take_of_host(self, nbytes: int) -> bool:
-        """Is there room for them besides what the plan has? Then they are taken."""
+        """Take bytes of host memory beyond the plan. False: there is no room."""
         limit = self.plan.host_limit_bytes
-        if limit is None:  # the plan fitted, and nobody has asked for this before
+        if limit is None:  # no limit to count against, so look at the memory that is free now
             has_room = nbytes <= available_memory()[0] * UNPLANNED_SHARE
         else:
             has_room = self.plan.tier_bytes(HOST) + self._unplanned_bytes + nbytes <= limit
@@ -165,15 +165,15 @@ class Storage:
         nbytes = gradient_sums_bytes(unit)
         if self.streams.shared:
             return rows_in(torch.empty(nbytes, dtype=torch.uint8))
-        if self._sums is None:  # one allocation, page-locked: the device writes there
+        if self._sums is None:  # one allocation, page-locked because the device writes there
             trained = [unit for unit in self.layout.units if unit.trainable]
             self._sums = self._region(HOST, sum(gradient_sums_bytes(unit) for unit in trained))
         return rows_in(self._sums.take(nbytes))
 
     def compute(self, group: SubGroup) -> torch.device:
-        """Where the sub-group is updated: on the device when its states live there, else on the CPU.
+        """The device that updates the sub-group: the compute device if its states live there, else the CPU.
 
-        What looks at whole parameters multiplies matrices: that is done on the device wherever the states live.
+        Rules that need whole parameters multiply matrices: they run on the compute device, wherever the states live.
         """
         lives = group in self._on_device
         here = lives or self.layout.spaces[group.space].whole
@@ -181,17 +181,17 @@ class Storage:
 
     @property
     def regions(self) -> tuple[MemoryRegion, ...]:
-        """What planes are made of, on all tiers."""
+        """The memory regions of the planes, on all tiers."""
         return tuple(self._regions)
 
     @property
     def gradient_planes(self) -> Sequence[Plane]:
-        """Those of gradients, unforeseen fp32 ones too."""
+        """The planes of gradients, including unplanned fp32 ones."""
         others = {id(plane) for plane in (*self.weights, *self.records)}
         return tuple(plane for plane in self._planes if id(plane) not in others)
 
     def relocate(self, relocate: Relocate) -> None:
-        """Memory of a region was moved, while nothing of it was under way."""
+        """The memory of a region was moved, while no transfer used it."""
         for plane in self._planes:
             plane.relocate(relocate)
         self._flats = {index: relocate(memory) for index, memory in self._flats.items()}
@@ -203,7 +203,7 @@ class Storage:
         return self.unit_pool.try_lease(nbytes) if block is None else block
 
     def open_unit_room(self, nbytes: int) -> int:
-        """Take more memory of the device for gathered units; returns how much, 0 where the device has it not."""
+        """Take more device memory for gathered units; returns the bytes taken, 0 if the device has no room."""
         room = Arena("generation", nbytes, "memory_budget.device", self.device)
         try:
             room.make()
@@ -213,33 +213,33 @@ class Storage:
         return nbytes
 
     def close_unit_room(self) -> None:
-        """Give it back. The device must be done with what was leased there."""
+        """Free the memory of `open_unit_room`, after the device has finished its work there."""
         room, self._unit_room = self._unit_room, None
         if room is not None:
             synchronize(self.device)
             room.close()
 
     def fault_in(self) -> None:
-        """Training begins: its memory is faulted in behind what runs now. The first call acts."""
+        """Training begins: fault its memory in, in the background. Only the first call has an effect."""
         if self._faulting is None:
             self._faulting = Faulting(self._regions)
 
     async def rewrite_stranded(self) -> None:
-        """Try again to write what could not be written. Raises StorageError if it still cannot be."""
+        """Repeat writes that failed. Raises StorageError if one fails again."""
         for plane in self._planes:
             await plane.rewrite_stranded()
 
     def close(self) -> None:
-        """Let what moves finish, then free everything. Idempotent."""
+        """Wait for running transfers, then free everything. Idempotent."""
         self._prepare_end()
         self.mover.close()
         try:
             self._end_moves()
-        finally:  # a device that has failed frees nothing, but the host's memory is there for others
+        finally:  # a failed device frees nothing, but host memory must be freed for others
             self._free()
 
     def abandon(self) -> None:
-        """`close` for an engine that nobody holds any more; safe on any thread, and when Python exits."""
+        """`close` for an engine without any reference; safe on any thread, and when Python exits."""
         if self.mover.is_current_thread():
             self._prepare_end()
             self.mover.end_soon(self._end_moves)
@@ -308,7 +308,7 @@ class Storage:
     def _region(
         self, tier: str, nbytes: int, shared: SharedRegion | None = None, *, travels: bool = True
     ) -> MemoryRegion:
-        """Memory of a tier; only what `travels` between host and device is worth page-locking."""
+        """Allocate memory of a tier; only memory that `travels` between host and device is worth page-locking."""
         device = self.device if tier == DEVICE else torch.device("cpu")
         pinned = self._pinned and travels
         region = MemoryRegion(nbytes, device, pinned=pinned, region=shared, of_device=tier == DEVICE)
@@ -328,10 +328,10 @@ class Storage:
         return self._plane(f"weights ({space.dtype})", width, runs, homes, pieces, shared=self._slices)
 
     def _whole_home(self, unit: Unit, units: Sequence[Unit]) -> torch.Tensor:
-        """Memory for all slices of a unit; that of all `units` is allocated at once."""
+        """Memory for all slices of a unit; the first call allocates it for all `units` that are alike."""
         tier = self.plan.weight_tiers[unit.index]
         if unit.index not in self._flats:
-            # Those that are always bound may be edited by a rank at any time: each rank has them for itself.
+            # A rank may edit persistent units at any time, so each rank has its own copy of them.
             alike = (tier, unit.persistent)
             together = [u for u in units if (self.plan.weight_tiers[u.index], u.persistent) == alike]
             nbytes = sum(u.nbytes for u in together)
@@ -341,7 +341,7 @@ class Storage:
         return self._flats[unit.index]
 
     def _cut_at_sub_groups(self, space: Space, runs: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, str]]:
-        """The same runs, those in the swap space cut further: an update writes whole pairs of slots."""
+        """The same runs, but runs in the swap space are cut at sub-groups: an update writes whole pairs of slots."""
         index = self.layout.spaces.index(space)
         groups = [group for group in self.plan.sub_groups if group.space == index]
         for begin, end, tier in runs:
@@ -361,7 +361,7 @@ class Storage:
         return self._plane(
             *(f"optimizer states ({space.dtype})", self.plan.record_format(space).nbytes, runs),
             pieces=runs,
-            travels=space.whole,  # what else the host keeps of them it updates too
+            travels=space.whole,  # the host itself updates all other records that it keeps
         )
 
     def _gradient_plane(self, space: Space) -> Plane | None:
@@ -381,8 +381,8 @@ class Storage:
         travels: bool = True,
         shared: Callable[[int], SharedRegion | None] = lambda nbytes: None,
     ) -> Plane:
-        """Homes for each run: `given` memory, by where it begins; else a part of one region per memory tier, or of the
-        swap space. With snapshots each of `pieces`, whatever its tier, has two places there.
+        """Make a plane with a home for each run: `given` memory (begin of the run -> memory), or a part of one region
+        per memory tier, or of the swap space. With snapshots each of `pieces`, on any tier, has two places there.
         """
 
         def nbytes_of(begin: int, end: int) -> int:

@@ -1,4 +1,4 @@
-"""What an engine's planes hold, read by parameter: weights, exact masters and states, a sub-group at a time."""
+"""Reads the values in an engine's planes by parameter: weights, exact masters and states, a sub-group at a time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class StoredValues:
 
     Args:
         layout: of the planes.
-        storage: which holds them.
-        places: id(parameter) -> where it is, all its tiles if it is in tiles.
+        storage: the storage of the planes.
+        places: id(parameter) -> its places, one for each tile if it is in tiles.
     """
 
     def __init__(self, layout: Layout, storage: Storage, places: dict[int, list[tuple[Unit, Slot]]]) -> None:
@@ -34,17 +34,17 @@ class StoredValues:
         return len(self._storage.plan.states_of(unit))
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """True when the planes have the parameter's values."""
+        """True if the planes have the parameter's values."""
         return id(parameter) in self._places
 
     def places_of(self, parameter: nn.Parameter) -> list[tuple[Unit, Slot]]:
-        """Where the parameter is, all its tiles if it is in tiles."""
+        """The parameter's places, one for each tile if it is in tiles."""
         return self._places[id(parameter)]
 
     def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
         """Elements [begin, end), with remainder and states if `state` and there are any.
 
-        Each piece is good until the next one is asked for.
+        Each piece is valid until the next one is requested.
 
         Raises:
             StorageError: a read failed.
@@ -55,8 +55,8 @@ class StoredValues:
                 yield from self.pieces_of_slot(unit, slot, first, last, state)
 
     def pieces_of_slot(self, unit: Unit, slot: Slot, begin: int, end: int, state: bool) -> Iterator[Piece]:
-        """As `pieces`, of elements that are in one slot and in this rank's slice."""
-        origin = unit.origin + slot.offset_numel - slot.first_numel  # where the parameter's first element would be
+        """As `pieces`, for elements that are in one slot and in this rank's slice."""
+        origin = unit.origin + slot.offset_numel - slot.first_numel  # the coordinate of the parameter's first element
         if not (state and unit.trainable):
             yield Piece(begin, self._weights(unit, origin + begin, origin + end))
             return
@@ -70,7 +70,7 @@ class StoredValues:
         """Give back the memory that the last sub-group was read into. Idempotent."""
         staged, self._staged = self._staged, None
         if staged is not None:
-            read = self._storage.streams.fence()  # its reader may only have told the device to read
+            read = self._storage.streams.fence()  # the device may not have done the reader's queued reads yet
             self._storage.mover.run("releasing a state record", _release(staged, self._storage.streams, read))
 
     def _weights(self, unit: Unit, lo: int, hi: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ class StoredValues:
         memory = plane.memory(lo, hi)
         if memory is not None:
             return memory.view(unit.dtype)
-        self.close()  # whoever holds a block of the arena must not wait for another
+        self.close()  # release the held block of the arena: a holder must not wait for another block
         begin, end = lo // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(hi, BLOCK_NUMEL), unit.end)
         out = torch.empty(plane.nbytes(begin, end), dtype=torch.uint8)
         job = read_plane(plane, begin, end, out, self._storage.arena)
@@ -101,7 +101,7 @@ class StoredValues:
 
 
 async def stage_group(storage: Storage, layout: Layout, group: SubGroup) -> StagedGroup:
-    """Read a sub-group's record and weights as they are stored; on the mover's loop.
+    """Read a sub-group's stored record and weights; runs on the mover's loop.
 
     Raises:
         StorageError: a read failed.
@@ -110,7 +110,7 @@ async def stage_group(storage: Storage, layout: Layout, group: SubGroup) -> Stag
     await staged.lease("state record")
     try:
         await staged.read()
-        await streams.reached(streams.fence())  # who reads it does so on streams of its own
+        await streams.reached(streams.fence())  # the caller reads the values on other streams
     except BaseException:
         staged.release()
         raise

@@ -1,4 +1,4 @@
-"""Memory for gradients as autograd makes them: whole, before they are reduced to this rank's slice."""
+"""Memory for whole gradients, as autograd makes them, before they are reduced to this rank's slice."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from zero.plan.plan import DEVICE, Plan
 
 
 class SharedPlaces(Protocol):
-    """Gives out memory that all ranks see. All ranks ask for the same, in the same order."""
+    """Allocates memory that all ranks see. All ranks make the same calls, in the same order."""
 
     def common(self, nbytes: int, what: str) -> SharedRegion:
-        """The same bytes for all, zero."""
+        """The same bytes for all ranks, zero."""
 
     def own(self, nbytes: int, what: str) -> SharedRegion:
         """Bytes of this rank that the others can read."""
 
 
 class WholeGradients:
-    """Of one engine.
+    """Memory for the whole gradients of one engine.
 
     Args:
-        region: allocates on a tier, and frees with the engine.
-        shared: where ranks that share memory have it, so that whoever owns a slice can read it here.
+        region: allocates on a tier; the memory is freed with the engine.
+        shared: allocates the memory if ranks share memory, so that the owner of a slice can read the slice here.
 
     Attributes:
         pool: flat gradients in flight.
@@ -56,7 +56,7 @@ class WholeGradients:
         self.pool = Arena("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device, region=both)
 
     def deferred(self, unit: Unit) -> torch.Tensor:
-        """Where several contributions to a unit are added up, fp32 (unit.numel,); planned if it is foreseen."""
+        """The sum of several contributions to a unit, fp32 (unit.numel,); in planned memory if the plan has some."""
         if unit.index not in self._deferred:
             planned = bool(self._plan.deferred_bytes) and not self._deferred
             units = [u for u in self._layout.units if u.trainable] if planned else [unit]
@@ -69,19 +69,19 @@ class WholeGradients:
         return self._deferred[unit.index]
 
     def arriving(self, nbytes: int) -> torch.Tensor:
-        """Device memory, uint8, that what other ranks send of a gradient arrives in; the same for all calls."""
-        if self._arriving is None or self._arriving.numel() < nbytes:  # planned; more, if a sum is wider than planned
+        """Device memory, uint8, for parts of gradients that other ranks send; the same memory in all calls."""
+        if self._arriving is None or self._arriving.numel() < nbytes:  # more than planned, if a sum is wider
             total = max(nbytes, self._plan.exchange_bytes)
             self._arriving = self._taken(total)
         return self._arriving[:nbytes]
 
     @property
     def allocated_bytes(self) -> int:
-        """Device memory of this rank alone that is behind what was handed out."""
+        """Bytes of device memory that only this rank uses, in all results of `deferred` and `arriving`."""
         return sum(region.nbytes for region in self._regions if region.movable)
 
     def give_up(self) -> None:
-        """Let go of what `deferred` and `arriving` have handed out, until they are called again; nobody uses it."""
+        """Free the unused memory of `deferred` and `arriving`; a later call allocates it again."""
         for region in self._regions:
             region.close()
         self._regions, self._deferred, self._arriving = [], {}, None
