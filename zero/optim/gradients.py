@@ -323,7 +323,7 @@ class Gradients:
     def taken(self, index: int) -> Sealed:
         """The unit's gradient of the last step, until its update has used it.
 
-        Raises StateError: the step has none of it.
+        Raises StateError: the last step has no gradient of the unit.
         """
         state = self._units[index]
         if state.sealed is None:
@@ -369,7 +369,7 @@ class Gradients:
         """Lease device memory; the current stream may use it at once."""
         pool = self._storage.gradient_pool
         block = pool.try_lease(nbytes)
-        asked = [self._units[index] for index in self._storing]  # the first of them is the first to be done
+        asked = [self._units[index] for index in self._storing]  # the mover finishes the first of them first
         for other in (*asked, *self._units.values()):
             if block is not None:
                 break

@@ -160,7 +160,7 @@ class Places:
     `slots`: number of updates that may use memory of the arena; `spare`: memory that further updates use.
 
     Attributes:
-        writes: a semaphore; each write of a record holds one.
+        writes: a semaphore that each write of a record acquires.
     """
 
     def __init__(self, slots: int, spare: SpareGradients) -> None:

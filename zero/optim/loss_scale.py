@@ -1,4 +1,4 @@
-"""The loss scale: fp16 gradients of a scaled loss do not vanish, and the scale follows the steps that overflow.
+"""The loss scale: it keeps fp16 gradients from vanishing, and follows the steps that overflow.
 
 [Note: rule] The rule is DeepSpeed's. Overflows first use up the hysteresis, one by one. Then each overflow halves the
 scale, down to the minimum, where a further overflow is an error. After a window of steps without overflow the scale

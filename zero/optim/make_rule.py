@@ -108,7 +108,7 @@ def _groups_of(parameters: Iterable[Any] | None, model: nn.Module) -> list[dict[
 
 
 def _check_masters(rules: Rules, config: Config) -> None:
-    """Raise ConfigError if there are to be no fp32 masters, and a rule needs them."""
+    """Raise ConfigError if the config has no fp32 masters and a rule needs them."""
     others = [rule.name for rule in rules.each if not isinstance(rule, AdamRule)]
     if config.bf16_masters and others:
         raise ConfigError(
@@ -118,7 +118,7 @@ def _check_masters(rules: Rules, config: Config) -> None:
 
 
 def rule_of_object(optimizer: torch.optim.Optimizer, config: Config) -> Rule:
-    """The rule of an optimizer that has no states yet. Raises ConfigError: there is none, or not with this config."""
+    """The rule of an optimizer without states. Raises ConfigError: there is none, or the config does not allow it."""
     return _checked(_rule_of(optimizer), config)
 
 

@@ -278,7 +278,7 @@ class KeptOptimizer(torch.optim.Optimizer):
     # ---- states, whole ---------------------------------------------------------------------------------
 
     def keep_states_in(self, kept: KeptStates) -> None:
-        """States are read there from now on."""
+        """Read and write states through `kept` from now on."""
         self._kept = kept
         self.state = LiveStates(kept, self)
 

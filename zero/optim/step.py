@@ -38,7 +38,7 @@ from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 
-HEAD = struct.Struct(f"<q?{PACKED_BYTES}s")  # Number of the step, was a backward broken off, sum of squares.
+HEAD = struct.Struct(f"<q?{PACKED_BYTES}s")  # Number of the step, whether a backward was aborted, sum of squares.
 NAMES_MAX = 3  # More names would not help: gradients that come later in backward are computed from earlier ones.
 NAMES_SHOWN = 8
 

@@ -20,7 +20,7 @@ from zero.schedule.events import Events
 
 _UNDER_WAY: dict[int, tuple[float, int | None]] = {}
 """id(watch) -> (loss scale, None) for each backward that an engine of this process has begun. If the engine has only
-scaled the loss, torch's graph task id replaces None: such a backward may raise and end without notice."""
+scaled the loss, torch's graph task id replaces None: such a backward may raise without notice, and its entry stays."""
 
 
 class BackwardWatch:

@@ -290,7 +290,7 @@ class Coordinator:
                 one.arrival.transfer.settle()
 
     def check_idle(self) -> None:
-        """Raise StateError if a unit is in use: a step or a close was asked for inside forward or backward."""
+        """Raise StateError if a unit is in use: a step or a close was called inside forward or backward."""
         busy = [one.unit.name for one in self._units.at(UnitState.LIVE) if one.used]
         if busy:
             raise StateError(f"units {', '.join(busy)} are in use: step() was called inside forward or backward")
@@ -470,7 +470,7 @@ class Coordinator:
             if one.state == UnitState.EDITED:
                 continue
             arrival = self._loader.begin(one.unit)
-            if arrival is None:  # no memory is free, and nobody needs it yet
+            if arrival is None:  # no memory is free, and no use needs the unit yet
                 break
             self._note_coming(one, arrival)
 
@@ -500,7 +500,7 @@ class Coordinator:
         )
 
     def _horizon(self, *, with_backward: bool) -> list[int]:
-        """Predicted uses as far ahead as the policy can act on."""
+        """Predicted uses, as far ahead as the policy can act on them."""
         if self._in_backward:
             uses = self.trace.upcoming_in_backward(forward_follows=self.accumulating)
         else:

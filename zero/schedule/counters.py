@@ -12,7 +12,7 @@ class FetchCounters:
     gathered_bytes: int = 0
     hits: int = 0  # The unit was on the device when it was used.
     late: int = 0  # The unit was in flight when it was used.
-    misses: int = 0  # The unit was not prefetched when it was used.
+    misses: int = 0  # The unit was neither there nor in flight when it was used.
     releases: Counter[int] = field(default_factory=Counter)
     expert_row_bytes: int = 0  # The part of `gathered_bytes` for rows of packed experts that were fetched alone.
     whole_experts: Counter[int] = field(default_factory=Counter)  # How often packed experts were fetched whole.

@@ -292,7 +292,7 @@ class Loader:
             self._drain_one()
 
     def _bring(self, unit: Unit, memory: torch.Tensor) -> Transfer[Any] | None:
-        """What is under way, whose result is a fence behind what follows an update; None: there is nothing to do."""
+        """Begin to bring the unit up to date; None: nothing to do. The result is a fence after a gather, or None."""
         if unit.index in self._partial:
             self._partial.discard(unit.index)
             job = self._ways.bring_all(unit, memory, self._exchange.turn("gather", unit), self._partial)

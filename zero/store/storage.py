@@ -151,7 +151,7 @@ class Storage:
     def _take_of_host(self, nbytes: int) -> bool:
         """Take bytes of host memory beyond the plan. False: there is no room."""
         limit = self.plan.host_limit_bytes
-        if limit is None:  # no limit to count against, so look at the memory that is free now
+        if limit is None:  # no budget, and the plan has fitted: the memory that is free now decides
             has_room = nbytes <= available_memory()[0] * UNPLANNED_SHARE
         else:
             has_room = self.plan.tier_bytes(HOST) + self._unplanned_bytes + nbytes <= limit
