@@ -2,7 +2,7 @@
 
 [Note: two kinds] With `ema_decay` any rule is wrapped in a rule that keeps an exponential moving average of the fp32
 masters as one more plane, `ema`. The average begins with the weights before a parameter's first update, and every
-update of the parameter moves it. `AdamWScheduleFree` keeps no average: it can be computed from the weights and `z`.
+update of the parameter moves it. `AdamWScheduleFree` keeps no average: the weights and `z` determine it.
 
 [Note: one pass] A run is updated in pieces that stay in the cache. Each piece's average is moved before the next piece
 is updated, so the masters are not read from memory again.

@@ -45,7 +45,7 @@ class Coordinator:
     ) -> None:
         self.trace = Trace(siblings(layout.units))
         self.counters = FetchCounters()
-        # True if no step follows this backward: the weights stay the same, so its prefetch may cross the boundary.
+        # True while the weights will not change after this backward: so its prefetch may cross the boundary.
         self.accumulating = False
         self.persistent_bound = False  # False between `release_all` and `bind_persistent`.
         self._layout, self._bound, self._storage, self._limits = layout, bound, storage, limits

@@ -24,7 +24,7 @@ class _Sentinel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, passed: Callable[[], None], token: torch.Tensor) -> torch.Tensor:
-        """Return the token, an empty tensor on the compute device: so the node is in that device's ordered queue."""
+        """Return the token, an empty tensor on the compute device, so that all nodes are in one queue, in one order."""
         ctx.passed = passed
         return token.detach()
 
