@@ -74,7 +74,7 @@ def trained_from(
 ) -> Trained | None:
     """Param groups and rules of the optimizer that was passed, else of the config; None if there is neither.
 
-    Raises ConfigError: both are missing what is needed, or ask for something that is not available.
+    Raises ConfigError: the optimizer, its param groups or its block in the config cannot be used here.
     """
     if optimizer is not None:
         trained = _passed(optimizer, model, config)

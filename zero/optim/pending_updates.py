@@ -9,7 +9,7 @@ memory, and no update starts until they are on the disk: on a failing disk each 
 The next call of the engine raises the error, which names the step.
 
 [Note: threads] Only the mover's thread writes this state, except in `begin_step`, which is called while nothing is due.
-Other threads only ask whether a set of sub-groups is empty; the answer can only become "yes".
+Other threads ask whether sub-groups are pending; the mover only takes some out, so an answer can only become "no".
 """
 
 from __future__ import annotations
