@@ -1,1 +1,1 @@
-"""The engine users hold: training, inference, and how both are made."""
+"""The engine that users call, for training and for inference, and the functions that make it."""

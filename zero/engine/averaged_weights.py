@@ -1,13 +1,13 @@
-"""`engine.averaged_weights()`: inside, the weights are their averages, and afterwards what they were, to the bit.
+"""`engine.averaged_weights()`: inside, the weights are their averages; afterwards they have their old bits again.
 
-[Note: exchange] Sub-group by sub-group, through the same staging as an update. A plane that is the average (`ema`)
-trades places with the fp32 masters, which takes no memory. An average that follows from the masters and a plane
-(schedule-free) takes the masters' place; they are put aside meanwhile, 4 bytes each: in the swap space if there is one,
-else in host memory.
+[Note: exchange] Sub-groups are exchanged one by one, through the same staging as an update. A plane that is the average
+(`ema`) is swapped with the fp32 masters, which takes no memory. An average that is computed from the masters and a
+plane (schedule-free) overwrites the masters. The masters are put aside meanwhile, 4 bytes per element: in the swap
+space if there is one, else in host memory.
 
-[Note: failure] A sub-group whose read fails is as it was. One whose write fails has been exchanged: its planes keep the
-bytes in memory until a later write succeeds. So `groups` always says whose weights are averages; what could not be
-brought back is brought back by leaving another block.
+[Note: failure] A sub-group whose read fails is unchanged. A sub-group whose write fails has been exchanged: its planes
+keep the bytes in memory until a later write succeeds. So `groups` always has exactly the sub-groups whose weights are
+averages. Those that could not be restored are restored when another block is left.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ OF_THE_WEIGHTS = {
     *("save_checkpoint", "load_checkpoint", "save_snapshot", "load_snapshot"),
     *("optimizer.state_dict", "optimizer.load_state_dict", EDIT),
 }
-"""Calls that go on from the weights that are trained, or replace what lies in another place meanwhile."""
+"""Calls that need the trained weights, or would replace masters or planes that are exchanged or put aside."""
 
 
 class AveragesShown(StepListener):
-    """What is shown as averages now; nothing trains, saves or replaces the weights meanwhile.
+    """The sub-groups that are averages now. It refuses calls that train, save or replace the weights meanwhile.
 
     Attributes:
-        blocks: that are open, one inside the other.
+        blocks: number of open `averaged_weights()` blocks, one inside the other.
         groups: sub-groups whose weights are averages.
-        moving: they are being exchanged.
+        moving: an exchange is running.
     """
 
     def __init__(self) -> None:
@@ -80,11 +80,11 @@ class _Run(NamedTuple):
     weight: torch.Tensor
     remainder: torch.Tensor | None
     plane: torch.Tensor
-    """What it becomes, or what that is made of."""
+    """The average itself, or the plane that the average is computed with."""
     master: torch.Tensor
-    """fp32; of the memory that they pass through."""
+    """fp32; a temporary copy of the masters."""
     part: float
-    """How far the weights go towards the plane."""
+    """Factor of the interpolation from the masters (0) to the plane (1)."""
 
 
 class _MastersAside:
@@ -93,7 +93,7 @@ class _MastersAside:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._held: dict[SubGroup, torch.Tensor] = {}
-        self._places: dict[SubGroup, int] = {}  # In the swap space; they stay reserved for the next time.
+        self._places: dict[SubGroup, int] = {}  # Offsets in the swap space; they stay reserved for the next time.
 
     def reserve(self, groups: list[SubGroup]) -> None:
         """Raises BudgetError, StorageError: there is no room for them."""
@@ -133,26 +133,24 @@ class _MastersAside:
 
 
 class AveragedWeights:
-    """`shown`: what is shown of them now."""
-
     def __init__(self, run: Run, steps: Steps, changes: ModelChanges, shown: AveragesShown) -> None:
         self._run, self._steps, self._changes, self._shown = run, steps, changes, shown
         self._aside: _MastersAside | None = None
-        self._parts: Mapping[int, float] = {}  # Parameter index -> how far its weights go towards the plane.
+        self._parts: Mapping[int, float] = {}  # Parameter index -> `_Run.part`.
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Inside, the engine's weights are averages, on every tier: to evaluate with, or to save or export.
 
-        They are the moving averages of `ema_decay`, or those of AdamWScheduleFree. Both the weights that forward uses
-        and their fp32 masters are; a parameter without an update so far is as it is. Afterwards the weights are what
-        they were, to the bit. Training, checkpoints, edits and the optimizer's state dict
-        inside are errors. All ranks come here.
+        They are the moving averages of `ema_decay`, or the averages of AdamWScheduleFree. Both the weights that forward
+        uses and their fp32 masters are replaced; a parameter without an update so far is unchanged. Afterwards the
+        weights have their old bits again. Inside, training, checkpoints, edits and the optimizer's state dict are
+        errors. All ranks call this together.
 
         Raises:
             StateError: nothing is averaged; inside forward, backward or `GatheredParameters`; the engine is closed.
             StorageError: the last step could not be completed, or a transfer failed; the weights are what they were.
-            BudgetError: there is no room for what is put aside.
+            BudgetError: there is no room for the masters that are put aside.
         """
         shown = self._shown
         self._steps.ready("averaged_weights")
@@ -191,7 +189,7 @@ class AveragedWeights:
         self._exchange_all(shown=False)
 
     def _averaged(self) -> dict[int, float]:
-        """Those that have an average by now."""
+        """Index of each parameter that has an average by now -> its `_Run.part`."""
         updater, parts, found = self._run.updater, self._run.parts, dict[int, float]()
         for group in updater.param_groups if updater is not None else []:
             rule = self._run.rules.of(group)
@@ -202,18 +200,18 @@ class AveragedWeights:
         return found
 
     def _exchange_all(self, *, shown: bool) -> None:
-        """Show averages, or what is trained, in every sub-group that does not yet. All ranks come here."""
+        """Exchange every sub-group that does not show averages (`shown`) or trained weights yet; on all ranks."""
         self._shown.moving = True
         try:
             together = Together(self._run.exchange)
-            parts = together.do("averaged weights", self._steps.at_rest)  # nobody uses this rank's slices any more
+            parts = together.do("averaged weights", self._steps.at_rest)  # no rank uses this rank's slices any more
             try:
                 together.do("averaged weights", lambda: self._exchange(parts, shown=shown))
             finally:
                 parts.coordinator.rewritten()
         finally:
             self._shown.moving = False
-            return_freed_memory()  # the C library would keep what the masters of a sub-group lay in
+            return_freed_memory()  # else the C library keeps the memory that held the masters of a sub-group
         self._steps.ready("averaged_weights")
 
     def _exchange(self, parts: Assembly, *, shown: bool) -> None:
@@ -245,7 +243,7 @@ class AveragedWeights:
         await staged.lease("averaged weights")
         try:
             await staged.read()
-            # Padding and what has no average stay as they are; nobody looks at their masters.
+            # Padding and parameters without an average stay unchanged; their elements of `kept` are not used.
             kept = torch.zeros(group.end - group.begin, device=staged.state.bytes.device)
             if not shown and not is_ema:
                 kept.copy_(await aside.take(group))
@@ -264,7 +262,7 @@ class AveragedWeights:
             staged.release()
 
     def _runs(self, parts: Assembly, staged: StagedGroup, kept: torch.Tensor) -> Iterator[_Run]:
-        """What is averaged of the sub-group, parameter by parameter."""
+        """The averaged runs of the sub-group, one per parameter."""
         record, begin = staged.record(), staged.group.begin
         for unit in staged.units:
             states = parts.plan.states_of(unit)
@@ -310,7 +308,10 @@ async def _compute(storage: Storage, group: SubGroup, work: Callable[[], None]) 
 
 
 async def _write(staged: StagedGroup) -> None:
-    """Store what was exchanged. What cannot be stays in memory, where its plane reads it. Raises StorageError."""
+    """Write the exchanged parts. A part whose write fails stays in memory, and its plane reads it from there.
+
+    Raises StorageError.
+    """
     results = await asyncio.gather(*(part.write() for part in staged.parts), return_exceptions=True)
     failed = [(part, r) for part, r in zip(staged.parts, results, strict=True) if isinstance(r, BaseException)]
     for part, _ in failed:

@@ -1,4 +1,4 @@
-"""What clients of DeepSpeed's engine ask for besides training: batch sizes that change, counters, compilation."""
+"""Calls of DeepSpeed's engine besides training: changes of batch sizes, learning rates, counters, compilation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from zero.optim.optimizer import Groups, learning_rates, momentum_of
 
 
 class ClientCalls:
-    """Of one engine whose parts are there.
+    """The calls of one engine; its parts are built before.
 
     Args:
-        run: what the collaborators share.
-        steps: of the engine.
-        offloading: of states; the optimizer has its calls too.
+        run: the state that the collaborators share.
+        steps: the engine's steps.
+        offloading: offloads states; the optimizer offers its calls too.
 
     Attributes:
         parameter_offload: the handle on the hooks, at stage 3.
-        hooks_for_optimizer: DeepSpeed's engines that train nothing have at stage 3 that handle for an optimizer.
+        hooks_for_optimizer: return that handle as the optimizer if nothing trains, as DeepSpeed does at stage 3.
     """
 
     def __init__(self, run: Run, steps: Steps, offloading: OffloadStates) -> None:
@@ -56,13 +56,13 @@ class ClientCalls:
 
     @property
     def config(self) -> dict[str, Any]:
-        """As given, with values for "auto" and the stage: a plain dict; the model's is `engine.module.config`."""
+        """The given dict, with values for "auto" and the stage. The model's config is `engine.module.config`."""
         return self._given_config
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples per step by the number of micro-batches.
+        """Change the samples per step; the number of micro-batches changes, their size stays.
 
-        Raises ConfigError: it is no multiple of the micro-batches of all ranks.
+        Raises ConfigError: it is no multiple of the samples in one micro-batch of every rank.
         """
         config = self._run.config
         once = config.train_micro_batch_size_per_gpu * config.world_size
@@ -106,11 +106,11 @@ class ClientCalls:
         return learning_rates(self._run.updater)
 
     def get_mom(self) -> list[Any]:
-        """Of each param group its betas, or its momentum."""
+        """The betas or the momentum of each param group."""
         return momentum_of(self._run.updater)
 
     def empty_partition_cache(self) -> None:
-        """Let go of every gathered weight that nothing uses; what a later forward needs is fetched again.
+        """Release every gathered weight that is not in use; a later forward fetches it again.
 
         Raises StateError: the engine is closed, or a forward or backward is running.
         """

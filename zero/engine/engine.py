@@ -1,4 +1,4 @@
-"""The engine: a model, its optimizer and the loop users know, over whatever tiers the plan chose."""
+"""The engine: a model and its optimizer on the tiers that the plan chose, with the training loop that users know."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ class ZeroEngine(EngineNames, nn.Module):
         model: the module to train; it becomes `engine.module`.
         trained: param groups and how they are updated; None trains nothing (evaluation only).
         config: validated configuration.
-        device: where units are computed on.
-        exchange: with the other ranks.
-        lr_scheduler: stepped after each optimizer step, or what makes one of the optimizer; None: as configured.
+        device: units are computed there.
+        exchange: transfers between the ranks.
+        lr_scheduler: stepped after each optimizer step, or a callable that makes one from the optimizer; None: as
+            configured.
         generates: the whole life of the engine is one `generation()`.
     """
 
@@ -121,7 +122,7 @@ class ZeroEngine(EngineNames, nn.Module):
         )
 
     def _build(self, events: Events, exchange: Exchange, trained: Trained) -> None:
-        """Make the parts, and cut the model in place. If that fails, the model is as it was."""
+        """Build the parts and shard the model in place. If that fails, the model is unchanged."""
         run = self.run
         parts = Assembly(run, events, exchange, trained.rules.numbers(trained.groups))
         try:
@@ -154,7 +155,7 @@ class ZeroEngine(EngineNames, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; arguments are passed on untouched, unless `fp16.auto_cast` is set.
 
-        In training `curriculum_learning` and `progressive_layer_drop` add theirs.
+        In training `curriculum_learning` and `progressive_layer_drop` add their own arguments.
         """
         run, reports, scaling = self.run, self.reports, self.scaling
         if self.training:
@@ -169,17 +170,17 @@ class ZeroEngine(EngineNames, nn.Module):
             with reports.forward.running(), run.activations.forward(), scaling.precisely(), reports.profiled():
                 return self.module(*scaling.cast_inputs(args), **kwargs)
         except BaseException as error:
-            # torch calls no hooks for an interrupt: uses would stay open for ever.
+            # torch calls no hooks after an interrupt: without the reset, units would count as in use for ever.
             run.parts.turns.fail(error)
             run.parts.hooks.reset()
             raise
 
     @traced("backward")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Backward of one micro-batch; divides the loss by the accumulation steps unless told not to.
+        """Backward of one micro-batch; divides the loss by the accumulation steps if `scale_wrt_gas`.
 
         Returns:
-            The loss so divided; the loss scale is not in it.
+            The divided loss; it does not contain the loss scale.
 
         Raises:
             StateError: the graph was made before the last step, or the engine is closed.
@@ -198,13 +199,13 @@ class ZeroEngine(EngineNames, nn.Module):
 
     @contextmanager
     def running_backward(self, *, together: bool = False) -> Iterator[None]:
-        """One backward through the model, whoever runs it: of a loss, or from gradients of its outputs.
+        """Context of one backward through the model; the caller runs it, from a loss or from gradients of its outputs.
 
-        Raises as `backward`. `together`: of several micro-batches at once.
+        Raises as `backward`. `together`: it is the backward of several micro-batches at once.
         """
         with uninterrupted:
             self.steps.ready("backward", TO_TRAIN)
-            self.steps.take_written()  # what this backward gives is added to it
+            self.steps.take_written()  # this backward adds its gradients to the written ones
         parts = self.run.parts
         with self.reports.backward.running():
             parts.coordinator.accumulating = not self.accumulation.is_gradient_accumulation_boundary()
@@ -214,17 +215,17 @@ class ZeroEngine(EngineNames, nn.Module):
     @whole
     @traced("step")
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """On an accumulation boundary: norm, clipping, and the update of every sub-group. Else only counts.
+        """On an accumulation boundary: norm, clipping, and the update of every sub-group. Else it only counts.
 
-        Returns once the step is fixed. Sub-groups are updated in the order the next forward needs them; whoever
-        looks at a value before waits for it.
+        Returns once the step is fixed. Sub-groups are updated in the order in which the next forward needs them; a read
+        of a value waits until its update is done.
 
         Args:
             lr_kwargs: given to the scheduler's `step`, if this call takes a step and it is not skipped.
 
         Raises:
-            StorageError: a transfer failed. The step is kept and taken by the next call of the engine; calling
-                `step()` again is such a call, and no second step.
+            StorageError: a transfer failed. The step stays pending, and the next call of the engine completes it; a
+                second `step()` is such a call too, and takes no second step.
             LossScaleError: the gradients are not finite at the smallest loss scale; nothing has changed.
         """
         self.steps.step(lr_kwargs)
@@ -233,9 +234,10 @@ class ZeroEngine(EngineNames, nn.Module):
     def train_batch(self, data_iter: Iterator[Any], loss_of: LossOf | None = None) -> torch.Tensor:
         """Forward, backward and step of one batch: of the next gradient_accumulation_steps micro-batches.
 
-        With `vertical_accumulation` all of them pass a unit before the next unit comes. On one rank the gradients have
-        the same bits as without, on several those of stage 1; a model that draws random numbers draws others. If a
-        forward or backward fails, the batch does, and one rank keeps no gradient of it.
+        With `vertical_accumulation` all micro-batches pass a unit before any of them reaches the next unit. On one rank
+        the gradients have the same bits as without it; on several ranks they have the bits of stage 1. A model that
+        draws random numbers draws different ones. If a forward or backward fails, the whole batch fails; an engine of
+        one rank then keeps no gradient of the batch.
 
         Args:
             data_iter: gives micro-batches.
@@ -247,7 +249,8 @@ class ZeroEngine(EngineNames, nn.Module):
             The mean of the losses, detached.
 
         Raises:
-            StateError: `data_iter` ends amid a batch, whose micro-batches are lost; or there are gradients of others.
+            StateError: `data_iter` ends within a batch, and the micro-batches already read are lost; or gradients of
+                other micro-batches are pending.
             ConfigError: the model returns no loss.
             StorageError, LossScaleError: as `backward` and `step`.
         """
@@ -271,11 +274,11 @@ class ZeroEngine(EngineNames, nn.Module):
             self.reports.note_loss(part)
             self.scaling.scaled(part).backward()  # type: ignore[no-untyped-call]
 
-        self.run.micro_steps += len(forwards) - 1  # their one backward is the last before the step
+        self.run.micro_steps += len(forwards) - 1  # they share one backward, the last before the step
         try:
             return side_by_side(self.run.parts.turns, forwards, backward, self.running_backward(together=True))
         except BaseException:
-            self.run.parts.hooks.reset()  # what a round has held is nobody's
+            self.run.parts.hooks.reset()  # nothing uses the units that this round held any more
             raise
 
     def _forward_and_backward(self, loss_of: LossOf, batch: Any, *, begun: int) -> torch.Tensor:
@@ -293,11 +296,11 @@ class ZeroEngine(EngineNames, nn.Module):
     def _clear(self) -> None:
         self.steps.zero_grad()
 
-    # ---- looking at it ------------------------------------------------------------------------
+    # ---- inspection ---------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """What lives on which tier, and how much of it."""
+        """The plan: which tier holds what, and how many bytes."""
         return self.run.parts.plan
 
     @property
@@ -312,8 +315,8 @@ class ZeroEngine(EngineNames, nn.Module):
         Perfetto (ui.perfetto.dev) and chrome://tracing open the file; `zero trace --draw` makes a PNG of it.
 
         Args:
-            path: overwritten. Written also when the block raises, and when the engine closes inside it; a disk that
-                is full by then is a warning.
+            path: overwritten. It is also written if the block raises or the engine closes inside it. If the disk is
+                full then, a warning is logged.
 
         Raises:
             ConfigError: `path` cannot be written.
@@ -334,10 +337,10 @@ class ZeroEngine(EngineNames, nn.Module):
     # ---- end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give everything back: hooks, memory, threads, files. The parameters' values are gone. Idempotent.
+        """Release everything: hooks, memory, threads, files. The parameters lose their values. Idempotent.
 
         Raises:
-            StorageError: a checkpoint that was being written is none. Everything is given back all the same.
+            StorageError: a checkpoint in the background could not be completed. Everything is released all the same.
         """
         run, parts = self.run, self.run.parts
         begun, run.closed = run.closed, True
@@ -373,9 +376,9 @@ class ZeroEngine(EngineNames, nn.Module):
         logger.debug("engine closed after %d steps", run.global_steps)
 
     def destroy(self) -> None:
-        """As `close`, but a model that is not cut among the ranks keeps its weights, as with DeepSpeed. Idempotent.
+        """As `close`, but a model whose weights are not sharded keeps them, as with DeepSpeed. Idempotent.
 
-        That is stages 0 to 2, where every rank has all of them: clients free memory so, and prepare the model again.
+        At stages 0 to 2 every rank has all weights: clients free memory with this call, and wrap the model again later.
         All ranks call it together.
         """
         parts = self.run.parts

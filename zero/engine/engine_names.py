@@ -28,9 +28,9 @@ from zero.optim.optimizer import ZeroOptimizer
 
 
 class answered_by:
-    """A name of the engine that one of its collaborators has, under the same name.
+    """Forwards a name of the engine to one of its collaborators, which has the same name.
 
-    Seen on the class it is the collaborator's own function or property, so `help` and `inspect` tell about it.
+    On the class it returns the collaborator's function or property, so that `help` and `inspect` describe that one.
 
     `part`: the engine's attribute that holds the collaborator; `kind`: its class.
     """
@@ -48,7 +48,7 @@ class answered_by:
 
 
 class EngineNames(ConfigGetters):
-    """The engine has these; what it does itself stands in `ZeroEngine`."""
+    """The forwarded names of the engine; `ZeroEngine` has the methods that are its own."""
 
     run: Run
 
@@ -61,7 +61,7 @@ class EngineNames(ConfigGetters):
         return self.run.updater
 
 
-# (attribute of the engine with a collaborator, its class) -> the names that it answers for the engine.
+# (the engine's attribute that holds the collaborator, its class) -> the engine's names that are forwarded to it.
 ANSWERS: dict[tuple[str, type], str] = {
     ("run", Run): """
         device exchange activations scaler lr_scheduler global_steps global_samples skipped_steps collate_fn

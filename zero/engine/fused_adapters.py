@@ -1,8 +1,8 @@
-"""LoRA adapters of peft, folded into the weights for as long as a model generates.
+"""LoRA adapters of peft, added to the weights while a model generates.
 
-A token then costs one product a layer instead of three. Only copies on the device are altered, those that a generation
-keeps; where weights are used in the memory that owns them, and where they are streamed, adapters are computed as ever.
-A copy is dropped afterwards: the weights that are trained or saved never change, so nothing has to be subtracted.
+A token then costs one product per layer instead of three. Only the device copies that a generation keeps are altered.
+Weights that are used in the memory that owns them, and streamed weights, are left alone: their adapters are computed as
+usual. The copies are dropped afterwards. The trained weights never change, so nothing has to be subtracted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYERS = "peft.tuners.lora.layer"
 
 @contextmanager
 def fused(run: Run) -> Iterator[None]:
-    """Inside, the adapters of layers whose weights a generation keeps in copies are part of these. It has begun."""
+    """Inside, adapters are added to the weight copies that a generation keeps. The generation has begun before."""
     parts = run.parts
     places = {
         id(p): (bound.unit.index, position) for bound in parts.bound for position, p in enumerate(bound.parameters)
@@ -35,16 +35,16 @@ def fused(run: Run) -> Iterator[None]:
             weight = id(layer.get_base_layer().weight)
             index, position = places.get(weight, (-1, -1))
             if index < 0 or weight in shared:
-                continue  # in tiles, or others compute with it too
+                continue  # the weight is cut into tiles, or other modules compute with it too
             if not _fuse(run, layer, index, position):
-                break  # what is kept is full
+                break  # the memory for kept copies is full
         yield
     finally:
         parts.coordinator.drop_altered()
 
 
 def layers_of(model: nn.Module) -> list[Any]:
-    """Linear layers with plain adapters that act, and are not merged."""
+    """Linear layers with plain adapters that are active and not merged."""
     peft = sys.modules.get(LAYERS)
     if peft is None:
         return []
@@ -63,7 +63,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _fuse(run: Run, layer: Any, index: int, position: int) -> bool:
-    """Add the layer's adapters to its weight's copy. False: it is not kept, and nothing has changed."""
+    """Add the layer's adapters to the copy of its weight. False: there is no kept copy, and nothing has changed."""
     coordinator, bound = run.parts.coordinator, run.parts.bound[index]
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     weights = [side[name].weight for name in names for side in (layer.lora_A, layer.lora_B)]

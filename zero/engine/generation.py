@@ -1,7 +1,7 @@
-"""A model that generates keeps what fits on the device from token to token: `generate`, `generation()`.
+"""While a model generates, the units that fit stay on the device from token to token: `generate`, `generation()`.
 
-With `hybrid_engine` that is what fits into the memory which is free at that moment, beyond the plan: between steps of
-training nothing else needs it. The forward that trains next finds it given back.
+With `hybrid_engine` units may also use the device memory that is free at that moment, beyond the plan: between training
+steps nothing else needs it. It is released before the next training forward.
 """
 
 from __future__ import annotations
@@ -28,16 +28,11 @@ from zero.ranks import world
 logger = logging.getLogger("zero")
 
 LEFT_SHARE = 5
-"""A fifth of what is free is left to activations and others, as the plan does."""
+"""A fifth of the free memory is left for activations and others, as in the plan."""
 
 
 class Generation:
-    """Of one engine.
-
-    Args:
-        run: what the collaborators share.
-        steps: of the engine.
-    """
+    """Args: `run`: the state that the collaborators share; `steps`: the engine's steps."""
 
     def __init__(self, run: Run, steps: Steps) -> None:
         self._run, self._steps = run, steps
@@ -46,8 +41,8 @@ class Generation:
     def generate(self) -> Callable[..., Any]:
         """The model's own `generate`, inside `generation()`. Raises AttributeError: the model has none.
 
-        With `hybrid_engine` as many units stay as the memory that is free now has room for, until a forward with
-        gradients or a step. Where ranks fetch together (stage 3) all of them call it.
+        With `hybrid_engine`, as many units as fit into the memory that is free now stay on the device, until a forward
+        with gradients or a step. If ranks fetch together (stage 3), all of them call it.
         """
         generate: Callable[..., Any] = self._run.module.generate  # type: ignore[assignment]
         block = self._run.config.hybrid_engine
@@ -74,11 +69,12 @@ class Generation:
     def generation(self) -> Iterator[None]:
         """Inside, forwards follow each other with the same weights: `model.generate(...)`, or a loop of your own.
 
-        As many units as `stage3_max_live_parameters` (by default what `memory_budget.device` allows) has room for
-        are fetched once and stay; the rest is streamed for each token, the next token's first units while the last
-        ones of this are in use. When all fit, a token after the first fetches nothing. At the end they are let go.
-        Results are the same inside and outside; nothing else of the engine changes, and training goes on as if
-        nothing had been generated. May be nested; a `step()` inside lets go of what was kept, as its values change.
+        As many units as fit into `stage3_max_live_parameters` (default: into `memory_budget.device`) are fetched once
+        and stay. The rest is streamed for each token; the first units for the next token are prefetched while the last
+        units of this token are in use. If all units fit, a token after the first fetches nothing. At the end they are
+        released. Results are the same inside and outside; nothing else of the engine changes, and training continues
+        as if nothing had been generated. May be nested; a `step()` inside releases the kept units, because it changes
+        their values.
 
         Raises:
             StateError: the engine is closed.
@@ -97,7 +93,7 @@ class Generation:
         try:
             yield
         except BaseException:
-            run.parts.hooks.reset()  # torch calls no hooks for an interrupt: uses would stay open for ever
+            run.parts.hooks.reset()  # torch calls no hooks after an interrupt: units would count as in use for ever
             rests = False
             raise
         finally:
@@ -107,7 +103,7 @@ class Generation:
                 coordinator.rest_generation() if rests else coordinator.end_generation()
 
     def _room_bytes(self, tokens: int, sequences: int) -> int:
-        """Memory of the device that units may take now, beside the plan's; the same on ranks that fetch together."""
+        """Device memory that units may take now in addition to the plan; equal on ranks that fetch together."""
         run, device = self._run, self._run.device
         placement, on_cpu = run.exchange.placement, not is_accelerator(device)
         machine = read_machine(device)
@@ -125,18 +121,18 @@ class Generation:
 
 
 def sequences_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many sequences a call of `generate` makes at once."""
+    """Number of sequences that a call of `generate` makes at once."""
     prompts = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim() > 1), None)
     each = [kwargs.get(name) or 1 for name in ("num_beams", "num_return_sequences")]
     return (1 if prompts is None else len(prompts)) * max(each)
 
 
 def cache_bytes(model: Any, tokens: int, sequences: int) -> int:
-    """Keys and values of so many tokens, by what a configuration of transformers says; 0: it does not say."""
+    """Bytes of the keys and values, computed from a transformers config; 0: the config lacks the sizes."""
     config = _text_config(getattr(model, "config", None))
 
     def said(*names: str) -> int:
-        """The first of these that it says; 0: none."""
+        """The first of these names that the config has as an int; 0: none."""
         return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
 
     layers, heads = said("num_hidden_layers"), said("num_attention_heads")

@@ -63,9 +63,9 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         optimizer: a fresh one, of any class that updates parameters one by one; None takes `optimizer` from the config.
         model_parameters: parameters or param groups to train; None: all that require gradients.
         training_data: a dataset; a loader of this rank's micro-batches is made from it.
-        lr_scheduler: an object with `step()`, or a callable that gets the optimizer and returns one; goes before the
+        lr_scheduler: an object with `step()`, or a callable that gets the optimizer and returns one; it overrides the
             `scheduler` of the config.
-        distributed_port: of rank 0, where MASTER_PORT does not say.
+        distributed_port: the port of rank 0 if MASTER_PORT is not set.
         mpu: not available: must be None.
         dist_init_required: False: torch.distributed is left alone; else ranks that a launcher has started are joined,
             and a process without a launcher gets a group of one.
@@ -75,7 +75,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         config_params: DeepSpeed's older name of `config`.
 
     Returns:
-        (engine, optimizer, loader, lr_scheduler); what was not asked for is None.
+        (engine, optimizer, loader, lr_scheduler); those that were not asked for are None.
 
     Raises:
         ConfigError: every problem of the configuration at once.
@@ -106,7 +106,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     checkpointing.follow(engine.activations, configured=given)
     engine.run.collate_fn = collate_fn
     if pipeline is not None and stages is not None:
-        # It is no ZeroEngine, has its names, and refuses forward, backward and step, as DeepSpeed's does.
+        # Not a ZeroEngine, but with its names; it refuses forward, backward and step, as DeepSpeed's engine does.
         engine = cast(ZeroEngine, PipelineEngine(engine, pipeline, stages))
     engine.run.training_dataloader = None if training_data is None else engine.deepspeed_io(training_data)
     return engine, engine.updater, engine.training_dataloader, engine.lr_scheduler
@@ -133,7 +133,7 @@ def _open_engine(
 
 
 def _quantize(model: nn.Module, config: Config, trained: Trained | None) -> None:
-    """As `weight_quantization` says, before anything is planned."""
+    """Quantize weights as `weight_quantization` asks; before the plan is made, which counts the codes."""
     rules = {} if config.weight_quantization is None else config.weight_quantization.rules
     if rules:
         ours = {id(p) for group in (trained.groups if trained else ()) for p in group["params"]}
@@ -143,7 +143,7 @@ def _quantize(model: nn.Module, config: Config, trained: Trained | None) -> None
 def _read_config(
     args: Any, source: str | os.PathLike[str] | dict[str, Any] | Config | None, world_size: int | None = None
 ) -> Config:
-    """The configuration for as many parts of the data as there are; None: one a rank."""
+    """Load the configuration. `world_size`: number of parts that the data is split into; None: one per rank."""
     if source is None:
         source = config_argument(args)
     if source is None:
@@ -161,7 +161,7 @@ def _read_config(
 
 
 def _without_autos(loaded: Config, facts: Facts) -> Config:
-    """The configuration with values for what is "auto", each said once."""
+    """The configuration with a value for each "auto"; each value is logged once."""
     resolved = resolve_auto(loaded, facts)
     for line in auto_lines(resolved):
         logger.info("%s", line)

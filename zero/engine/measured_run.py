@@ -19,8 +19,6 @@ from zero.ranks import world
 
 
 class MeasuredRun:
-    """Of one engine, on every rank; the first writes."""
-
     def __init__(self, block: Autotuning, path: Path, run: Run, steps: Steps) -> None:
         self._block, self._path, self._run, self._steps = block, path, run, steps
         self._rows = 0
@@ -28,14 +26,14 @@ class MeasuredRun:
         self._look = run.module.register_forward_pre_hook(self._note_rows, with_kwargs=True)
 
     def _note_rows(self, module: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """What the script takes for a micro-batch: it need not be what the configuration says."""
+        """Note the rows of the script's micro-batch: they may differ from the configuration."""
         self._look.remove()
         leaves = _pytree.tree_leaves((given, named))
         self._rows = next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
     def step_taken(self) -> None:
-        """Raises SystemExit: that was the last one."""
-        self._taken += 1  # a script may go on from a checkpoint
+        """Raises SystemExit: that was the last measured step."""
+        self._taken += 1  # counted here: with a checkpoint that the script loads, `global_steps` does not begin at 0
         if self._taken == self._block.start_profile_step:
             self._steps.synchronize()
             self._began = time.perf_counter()

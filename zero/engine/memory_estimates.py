@@ -1,8 +1,8 @@
 """Memory estimates under DeepSpeed's names and in its table, with the numbers of our own planner.
 
-Differences from DeepSpeed's, all because the plan counts what there is: a column for NVMe and rows for
-offload to it; the buffers are in the numbers, so `additional_buffer_factor` is 1 unless given; "per CPU" is a node's
-host memory, "per GPU" and "per NVMe" one rank's device memory and its part of the node's drives.
+They differ from DeepSpeed's estimates because the plan counts real allocations. There is a column for NVMe, and rows
+for offload to it. The numbers include the buffers, so `additional_buffer_factor` defaults to 1. "per CPU" is the host
+memory of a node; "per GPU" and "per NVMe" are one rank's device memory and its part of the node's drives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zero.plan.planner import Planner
 
 TIERS = ("nvme", "cpu", "none")
 FP32_BYTES = 4
-LAYERS = 8  # Of a model of which only the size is known: the cover cuts no unit smaller than an eighth without need.
+LAYERS = 8  # If only the size of a model is known: the cover cuts no unit smaller than an eighth without need.
 ENDLESS = Machine(
     available_bytes=1 << 62, available_source="no limit", memlock_bytes=None, device_bytes=None, rss_bytes=0
 )
@@ -61,7 +61,7 @@ class Setup:
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> list[Estimate]:
-    """Print what stage 3 takes for a model, for every offload combination. Returns the lines.
+    """Print the memory that stage 3 takes for a model, for every offload combination. Returns the lines.
 
     Args:
         model: on any device, the meta device too.
@@ -83,7 +83,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> list[Estimate]:
-    """As `..._all_live` for a model of which only two numbers are known: it is taken to consist of such layers.
+    """As `..._all_live`, if only two sizes are known: the model counts as a row of layers of the largest size.
 
     Returns the lines. Raises ConfigError: the largest layer is larger than the model, or a number is not positive.
 
@@ -109,7 +109,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> list[Estimate]:
-    """Print what stage 2 takes for a model, for every place of the states; arguments as for stage 3.
+    """Print the memory that stage 2 takes for a model, for every place of the states; arguments as for stage 3.
 
     Stage 2 keeps all weights on each device and shards gradients and states. Returns the lines.
     """
@@ -129,11 +129,10 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimate_zero1_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> list[Estimate]:
-    """Print what stage 1 takes for a model, for every place of the states; arguments as for stage 3.
+    """Print the memory that stage 1 takes for a model, for every place of the states; arguments as for stage 3.
 
-    Stage 1 keeps all weights on each device and shards states. With several micro-batches a step, which is what is
-    counted, each device also has the fp32 sums of all gradients; with one it takes what stage 2 does. Returns the
-    lines.
+    Stage 1 keeps all weights on each device and shards states. The numbers are for several micro-batches per step: each
+    device then also has the fp32 sums of all gradients. With one it takes as much as stage 2. Returns the lines.
     """
     return _live_table(1, model, Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
 
@@ -162,7 +161,7 @@ def _cold_table(stage: int, total: int, setup: Setup) -> list[Estimate]:
 
 
 def _table(total: int, setup: Setup, plans: dict[str, Plan]) -> list[Estimate]:
-    """Of a stage that keeps whole weights on the device."""
+    """Print the lines of a stage that keeps whole weights on the device, and return them."""
     lines = []
     for states, plan in plans.items():
         host = int(plan.tier_bytes(HOST) * setup.num_gpus_per_node * setup.additional_buffer_factor)
@@ -179,7 +178,7 @@ def _table3(total: int, largest: int, setup: Setup, plans: dict[tuple[str, str],
         plan = plans[param, states]
         host = plan.tier_bytes(HOST)
         if not zero_init:
-            # Built whole on every rank, in fp32; it goes as the planes fill, the arena is there from the start.
+            # Every rank builds the whole model in fp32. It is freed while the planes fill; the arena exists throughout.
             host = max(FP32_BYTES * total, host - plan.arena_bytes) + plan.arena_bytes
         node = int(host * setup.num_gpus_per_node * setup.additional_buffer_factor)
         lines.append(Estimate(param, states, zero_init, node, plan.tier_bytes(DEVICE), plan.tier_bytes(NVME)))
@@ -226,7 +225,7 @@ def _config(stage: int, param: str, states: str) -> Config:
 
 
 def _live_plan(model: nn.Module, config: Config, setup: Setup) -> Plan:
-    """Of a rank of a GPU machine without limits."""
+    """The plan of one rank on a GPU machine without limits."""
     return plan_model(model, config, ENDLESS, planned_device(), setup.world_size)[1]
 
 

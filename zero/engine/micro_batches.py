@@ -1,4 +1,4 @@
-"""One batch as the micro-batches of a step: where they come from, what their losses are, how they run side by side."""
+"""The micro-batches of one batch: reading them, taking the loss of a model's output, running them side by side."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def next_batch(data_iter: Iterator[Any], count: int) -> list[Any]:
 
 
 def loss_by_call(model: Callable[..., Any], batch: Any) -> torch.Tensor:
-    """What the model says of a batch: a dict's items are given by name, a tuple's or list's in order.
+    """Call the model and return its loss. Items of a dict are passed by name, items of a tuple or list in order.
 
-    Raises ConfigError: that is no loss, and has none.
+    Raises ConfigError: the output is no loss and has no `loss`.
     """
     if isinstance(batch, Mapping):
         output = model(**batch)
@@ -49,13 +49,13 @@ def side_by_side(
     backward: Callable[[torch.Tensor], None],
     whole_backward: AbstractContextManager[None],
 ) -> list[torch.Tensor]:
-    """Forward and backward of several micro-batches, by turns at each unit.
+    """Forward and backward of several micro-batches, which take turns at each unit.
 
     Args:
-        turns: of the engine.
-        forwards: of one micro-batch each; they return losses.
-        backward: of a loss.
-        whole_backward: around all of them, from the first on.
+        turns: the engine's turns.
+        forwards: each runs one micro-batch and returns its loss.
+        backward: runs backward from a loss.
+        whole_backward: context around all backwards; entered before the first.
 
     Returns:
         The losses, detached.
@@ -65,7 +65,7 @@ def side_by_side(
 
         def work(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
             loss = forward()
-            for context in contexts:  # the first only
+            for context in contexts:  # has an item for the first backward only
                 begun.enter_context(context)
             backward(loss)
             return loss.detach()

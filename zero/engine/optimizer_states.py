@@ -30,7 +30,7 @@ class EngineStates:
         self._values_of, self._device, self._check_open = values_of, device, check_open
 
     def read(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Copies of the states; on all ranks together. Raises StorageError."""
+        """Copies of the states; all ranks call it together. Raises StorageError."""
         return self._values_of(parameter).states()
 
     def write(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
@@ -38,7 +38,7 @@ class EngineStates:
         self._values_of(parameter, to_change=True).set_state(key, value)
 
     def check_room(self, nbytes: int) -> None:
-        """Raise BudgetError if the host has no room for so much."""
+        """Raise BudgetError if the host has fewer free bytes."""
         free = read_machine(self._device).available_bytes
         if nbytes > free:
             raise BudgetError(
@@ -47,7 +47,7 @@ class EngineStates:
             )
 
     def check_open(self, what: str) -> None:
-        """Raise StateError: the engine is closed, or other values lie where the states do."""
+        """Raise StateError if the engine is closed or the planes of the states hold other values now."""
         self._check_open(f"optimizer.{what}")
 
     def masters_of(self, group: dict[str, Any]) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The handle on an engine's hooks that clients of DeepSpeed's ZeRO-3 use: take them off, generate, put them back.
+"""The handle on an engine's hooks. Clients of DeepSpeed's ZeRO-3 remove the hooks, generate, and put them back.
 
-Inside `GatheredParameters` all values are there and stay, so a model whose hooks are off runs as plain torch does.
+Inside `GatheredParameters` all values are present and stay, so a model without hooks runs as in plain torch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from zero.schedule.hooks import ModuleHooks
 
 
 class HooksHandle:
-    """Takes all hooks of a model off, like a handle of torch's."""
+    """Removes all hooks of a model, like a torch hook handle."""
 
     def __init__(self, remove: Callable[[], None]) -> None:
         self.remove = remove  # Idempotent.
 
 
 class Trace:
-    """DeepSpeed's name for who knows the order of modules. Ours needs no help: a wrong guess costs one miss."""
+    """DeepSpeed's object for the order of modules. Clients need not invalidate ours: a wrong guess costs one miss."""
 
     def is_invalid_trace(self) -> bool:
         """True: there is nothing to invalidate."""
@@ -34,11 +34,11 @@ class ParameterOffload:
     """`engine.optimizer.parameter_offload` at stage 3.
 
     Args:
-        hooks: of the engine as it is now; parts change when the model does.
+        hooks: returns the engine's present hooks; the engine makes new ones when the model changes.
 
     Attributes:
-        forward_hooks: what removes the hooks; clients call `remove()` on each and replace the list.
-        backward_hooks: empty: the same hooks see both directions.
+        forward_hooks: handles that remove the hooks; clients call `remove()` on each and replace the list.
+        backward_hooks: empty, because the same hooks see both directions.
     """
 
     def __init__(self, module: nn.Module, hooks: Callable[[], ModuleHooks]) -> None:
@@ -48,19 +48,19 @@ class ParameterOffload:
         self.backward_hooks: list[HooksHandle] = []
 
     def get_param_coordinator(self) -> Trace:
-        """`param_coordinator`, as DeepSpeed asks for it."""
+        """`param_coordinator`, under DeepSpeed's name."""
         return self.param_coordinator
 
     def _remove(self) -> None:
         self._hooks().suspend()
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Put the hooks back on, DeepSpeed's name for it. Idempotent."""
+        """Put the hooks back. Idempotent. The name is DeepSpeed's."""
         self._hooks().resume()
         self.forward_hooks = [HooksHandle(self._remove)]
         self.backward_hooks = []
 
 
 def no_external_parameters() -> tuple[tuple[str, nn.Parameter], ...]:
-    """`module.ds_external_parameters()`: a parameter that is used outside its module is fetched when it is touched."""
+    """`module.ds_external_parameters()`. Empty: a parameter that is used outside its module is fetched at that use."""
     return ()

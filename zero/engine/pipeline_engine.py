@@ -1,4 +1,4 @@
-"""The engine of a pipeline: an engine for this rank's stage, and runs of micro-batches through all stages."""
+"""The engine of a pipeline: it holds the engine of this rank's stage, and runs micro-batches through all stages."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ REFUSED = {
     "save_snapshot": "snapshots are of one stage only; save_checkpoint() is of all",
     "load_snapshot": "snapshots are of one stage only; load_checkpoint() is of all",
 }
-"""Names of ZeroEngine that a pipeline does not answer -> what does."""
+"""Names of ZeroEngine that a pipeline does not have -> why, or what to use instead."""
 
 
 class PipelineError(StateError):
-    """A call that an engine of a pipeline does not answer."""
+    """A call that the engine of a pipeline refuses."""
 
 
 def open_stages(module: PipelineModule, config: Config, device: torch.device) -> AllStages:
-    """The ranks of a pipeline; tied weights are equal when this returns. All ranks come here.
+    """Connect the ranks of a pipeline; tied weights are equal when this returns. All ranks call this together.
 
     Raises:
-        ConfigError: the configuration asks for what a pipeline has not got.
+        ConfigError: the configuration asks for a feature that pipelines do not have.
     """
     zero = config.zero_optimization
     if "return_outputs" not in inspect.signature(ScheduleGPipe.step).parameters:
@@ -80,13 +80,13 @@ def open_stages(module: PipelineModule, config: Config, device: torch.device) ->
 
 
 class PipelineEngine:
-    """What `zero.initialize` returns for a `PipelineModule`. It has the names of `ZeroEngine`, but those in `REFUSED`.
+    """What `zero.initialize` returns for a `PipelineModule`: it has `ZeroEngine`'s names except those in `REFUSED`.
 
-    What fails on one rank while a batch runs ends the pipeline on all: each call from then on tells the first error.
+    A failure on one rank while a batch runs ends the pipeline on all ranks: each later call reports the first error.
 
     Args:
-        engine: of this rank's stage.
-        stages: all ranks; closed with this.
+        engine: the engine of this rank's stage.
+        stages: the exchange with all ranks; this engine closes it.
     """
 
     def __init__(self, engine: ZeroEngine, module: PipelineModule, stages: AllStages) -> None:
@@ -112,24 +112,27 @@ class PipelineEngine:
         return self.stage_id == self.num_stages - 1
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """What `train_batch` and `eval_batch` read when they are given nothing."""
+        """Set the iterator that `train_batch` and `eval_batch` read if they get none."""
         self._iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """As `set_dataiterator`; it begins anew when it is at its end."""
+        """As `set_dataiterator`; the loader is restarted at its end."""
         self._iterator = iter(RepeatingLoader(loader))
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Call `fn` with what the data has; it returns (inputs, labels)."""
+        """Call `fn` with each item of the data; it returns (inputs, labels)."""
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
-        """Nothing: shapes may change from batch to batch."""
+        """Does nothing: shapes may change from batch to batch."""
 
     def deepspeed_io(
         self, dataset: Dataset[Any], batch_size: int | None = None, route: str = "train", **options: Any
     ) -> DataLoader[Any]:
-        """A loader of this rank's part of the data, which all its stages share. Raises ConfigError as `make_loader`."""
+        """A loader of this pipeline's part of the data, the same on all its stages.
+
+        Raises ConfigError as `make_loader`.
+        """
         run = self._engine.run
         options.setdefault("collate_fn", run.collate_fn)
         pin = is_accelerator(run.device)
@@ -140,10 +143,10 @@ class PipelineEngine:
         return loader
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Forward and backward of all micro-batches, and a step. All ranks come here.
+        """Forward and backward of all micro-batches, and a step. All ranks call this together.
 
         Args:
-            data_iter: has (inputs, labels) of micro-batches; later calls without one go on with it.
+            data_iter: gives (inputs, labels) of micro-batches; later calls without an iterator continue with it.
 
         Returns:
             The mean loss of all micro-batches, of all parts of the data, on every rank: 0-D, fp32.
@@ -175,15 +178,15 @@ class PipelineEngine:
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Forward of some micro-batches, without gradients, in evaluation mode. All ranks come here.
+        """Forward of some micro-batches, without gradients, in evaluation mode. All ranks call this together.
 
         Args:
-            data_iter: as in `train_batch`; other shapes than there are fine.
+            data_iter: as in `train_batch`; shapes may differ from those of training.
             return_logits: return (loss, outputs of the last stage); outputs are None on other stages.
-            compute_loss: False: the outputs of the last stage are what is returned, None on other stages.
+            compute_loss: False: return only the outputs of the last stage; None on other stages.
             reduce_output: "avg": the mean loss; None: the list of this rank's losses, on the last stage.
-            bcast_loss: the mean is taken over all parts of the data, and told to all ranks; else the last stage's.
-            num_micro_batches: None: as many as in a batch to train.
+            bcast_loss: return the mean over all parts of the data on all ranks; else the rank's own, on the last stage.
+            num_micro_batches: None: as many as in a training batch.
 
         Raises:
             ConfigError, StateError, RankDivergenceError: as `train_batch`.
@@ -213,7 +216,7 @@ class PipelineEngine:
         return (loss, logits) if return_logits else loss
 
     def _read(self, data_iter: Iterator[Any] | None, count: int) -> MicroBatches:
-        """This rank's micro-batches. What one rank cannot read none runs."""
+        """This rank's micro-batches. If one rank cannot read its own, no rank runs any."""
         self._stages.check()
         together, failure, mine = Together(self._stages), None, MicroBatches((), (), "")
         try:
@@ -224,15 +227,15 @@ class PipelineEngine:
         asked = [json.loads(answer) for answer in told]
         if len({number for number, _ in asked}) > 1:
             raise ConfigError(f"the ranks run different numbers of micro-batches: {[number for number, _ in asked]}")
-        # What crosses between the stages follows from what the first of them is given; where one part of the data has
-        # another shape than before, all tell each other anew.
+        # The shapes that pass between the stages follow from the inputs of the first stage. If one part of the data has
+        # a new shape, all ranks must exchange their shapes again; so `shape` includes every part.
         shape = " | ".join(asked[rank][1] for rank in self._pipeline.stage_ranks[0])
         return MicroBatches(mine.inputs, mine.labels, shape)
 
     def _read_own(self, data: Iterator[Any] | None, count: int) -> MicroBatches:
         if not (self.is_first_stage() or self.is_last_stage()):
             if data is not None and data is self._iterator:
-                # Checkpoints have its position on each rank, and with other stages this one may have to go on from it.
+                # Move the position on: a checkpoint saves it on each rank, and a run with other stages may resume here.
                 list(itertools.islice(data, count))
             return MicroBatches((), (), "")
         if data is None:
@@ -259,7 +262,7 @@ class PipelineEngine:
         known = torch.tensor([json.loads(answers[rank]) for rank in self._stages.last_ranks], dtype=torch.float64)
         return known.mean().float()
 
-    # ---- what the engine of the stage answers -------------------------------------------------
+    # ---- calls that the stage's engine answers ------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
@@ -267,14 +270,14 @@ class PipelineEngine:
         return self._pipeline
 
     def close(self) -> None:
-        """Give everything back, on this rank; see `ZeroEngine.close`. Idempotent."""
+        """Release everything on this rank; see `ZeroEngine.close`. Idempotent."""
         try:
             self._engine.close()
         finally:
             self._stages.close()
 
     def destroy(self) -> None:
-        """As `close`, and the weights stay. All ranks of a stage call it together."""
+        """As `close`, but the weights stay. All ranks of a stage call it together."""
         try:
             self._engine.destroy()
         finally:
@@ -292,7 +295,7 @@ class PipelineEngine:
         raise _refusal("forward")
 
     def __getattr__(self, name: str) -> Any:
-        """All other names are those of the stage's engine."""
+        """All other names are answered by the stage's engine."""
         if name.startswith("__") or "_engine" not in self.__dict__:
             raise AttributeError(name)
         if name in REFUSED:
@@ -305,7 +308,7 @@ class PipelineEngine:
 
 
 class _StageWork:
-    """What schedules have the engine of a stage do."""
+    """The work that schedules ask of a stage's engine: forward, loss, backward."""
 
     def __init__(self, engine: ZeroEngine, module: PipelineModule) -> None:
         self._engine, self._module = engine, module
@@ -316,7 +319,7 @@ class _StageWork:
         return self._engine(value)
 
     def loss(self, output: Any, labels: Any) -> torch.Tensor:
-        """Divided and scaled, to run backward from."""
+        """The loss to run backward from: divided and scaled."""
         loss = self.loss_of(output, labels)
         self._losses.append(loss.detach())
         return self._engine.scaling.scaled(self._engine.part_of_loss(loss))
@@ -341,7 +344,7 @@ class _StageWork:
     @contextmanager
     def _one_backward(self) -> Iterator[None]:
         if self._backwards:
-            self._engine.step()  # counts the micro-batch before
+            self._engine.step()  # no update yet: it counts the previous micro-batch
         self._backwards += 1
         with self._engine.running_backward():
             yield
@@ -352,7 +355,7 @@ def _refusal(name: str) -> PipelineError:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """One output a micro-batch, as one batch where they are tensors."""
+    """The outputs of the micro-batches, concatenated if they are tensors."""
     if outputs and all(isinstance(output, torch.Tensor) and output.dim() for output in outputs):
         return torch.cat(outputs)
     return outputs

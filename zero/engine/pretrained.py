@@ -1,8 +1,8 @@
-"""`load_pretrained`: a safetensors checkpoint goes to where a model's values live, without a copy in memory.
+"""`load_pretrained` loads a safetensors checkpoint into a model's storage without a whole copy in memory.
 
-[Note: nothing is read early] A parameter that `zero.Init` has put on disk is pointed to its place in the checkpoint;
-`initialize` reads it there, range by range, on its way into the planes. On an engine the planes are rewritten, a
-sub-group at a time. Only a parameter in memory is filled at once, chunk by chunk.
+[Note: nothing is read early] A parameter that `zero.Init` has put on disk gets a reference to its place in the
+checkpoint; `initialize` reads it from there, range by range, into the planes. On an engine the planes are rewritten,
+one sub-group at a time. Only a parameter in memory is filled at once, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNK_NUMEL = 4 << 20
 
 
 class LoadedKeys(NamedTuple):
-    """What did not fit together; torch's names."""
+    """Names that only one side has; the fields have torch's names."""
 
     missing_keys: list[str]  # Parameters and buffers of the model that the checkpoint does not have.
     unexpected_keys: list[str]  # Names in the checkpoint that the model does not have.

@@ -1,13 +1,14 @@
-"""QK-clip: a step of Muon is followed by scaling down the heads whose attention logits grew too large.
+"""QK-clip: after a step of Muon, scale down the heads whose attention logits grew too large.
 
-[Note: the rule] Of arXiv:2507.20534, section 2.1. S is the largest logit of a head in the step, over all micro-batches
-and ranks; where it exceeds the threshold, queries times keys of this head become smaller by the factor threshold / S:
-the head's rows of `q_proj` and `k_proj` are multiplied by its root. A key head that several query heads share is left
-alone, since it would be scaled for each of them; the query's rows take the whole factor then.
+[Note: the rule] From arXiv:2507.20534, section 2.1. S is the largest logit of a head in the step, over all
+micro-batches and ranks. If S exceeds the threshold, the product of this head's queries and keys is multiplied by
+threshold / S: the head's rows of `q_proj` and of `k_proj` are multiplied by the square root of this factor. If several
+query heads share a key head, its rows of `k_proj` stay unchanged, since they would be scaled once for each of these
+heads; the rows of `q_proj` then take the whole factor.
 
-[Note: where logits are seen] Transformers' attention modules call a function by its name in a registry. The function
-of that name becomes one that looks first: at queries and keys after rotary embedding, scaled, without what the mask
-hides. It does so for modules of engines with this option alone. Any other model says its maxima itself.
+[Note: where logits are seen] Transformers' attention modules call a function by its name in a registry. We replace it
+by a function that first computes the largest logits: from queries and keys after rotary embedding, scaled, without
+masked positions. It does so only for modules of engines with this option. Other models report their maxima themselves.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from zero.values.parameters import ParameterValues
 logger = logging.getLogger("zero")
 
 SEEN_THROUGH = "sdpa"
-"""The attention whose masks are tensors that say all."""
+"""The attention implementation whose mask tensor is complete."""
 LOGITS_NUMEL = 1 << 22
-"""So many are looked at at once."""
+"""Number of logits computed at once."""
 FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv")
 NORMS = ("q_norm", "k_norm", "qk_norm", "q_layernorm", "k_layernorm")
 OFF = "or leave optimizer.params.qk_clip out"
 
 _LARGEST: WeakKeyDictionary[nn.Module, Tensor | None] = WeakKeyDictionary()
-"""Attention module -> (heads,), the largest logits since the last step, fp32; None: none was seen."""
+"""Attention module -> (heads,), the largest logits since the last step, fp32; None: no forward since then."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def observe_attention_logits(module: nn.Module, maxima: Tensor) -> None:
-    """Say how large the logits of each head became in a forward, for `qk_clip`; of models that are not transformers'.
+    """Report the largest logits of each head in a forward, for `qk_clip`; for models that are not from transformers.
 
-    Does nothing for a module that no engine with that option trains, and in evaluation.
+    Does nothing in evaluation, and for a module that no engine with that option trains.
 
     Args:
-        module: whose `q_proj` and `k_proj` made the queries and keys.
-        maxima: (heads,): over samples, queries and the keys that each sees; scaled, before the softmax.
+        module: the module whose `q_proj` and `k_proj` made the queries and keys.
+        maxima: (heads,): maxima over samples, queries and their visible keys; of scaled logits, before the softmax.
     """
     if module in _LARGEST and module.training:
         held, new = _LARGEST[module], maxima.detach().float()
@@ -62,14 +63,14 @@ def observe_attention_logits(module: nn.Module, maxima: Tensor) -> None:
 
 @torch.no_grad()
 def largest_logits(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, *, causal: bool) -> Tensor:
-    """(heads,): the largest logit of each head, some queries at a time.
+    """(heads,): the largest logit of each head, computed for some queries at a time to bound the memory.
 
     Args:
         query: (batch, heads, queries, width).
-        key: (batch, key heads, keys, width); each is shared by as many neighbouring heads.
-        mask: broadcasts to (batch, heads, queries, keys); True where a key is seen, or added to the logits.
-        scaling: of the logits.
-        causal: a query sees no key behind it.
+        key: (batch, key heads, keys, width); heads / key heads neighbouring heads share each key head.
+        mask: broadcasts to (batch, heads, queries, keys); True where a key is visible, or values added to the logits.
+        scaling: factor of the logits.
+        causal: a query sees no later key.
     """
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
@@ -83,7 +84,7 @@ def largest_logits(query: Tensor, key: Tensor, mask: Tensor | None, scaling: flo
         if mask is not None:
             part = mask if mask.shape[-2] == 1 else mask[..., rows, :]
             logits = logits.masked_fill(~part, -math.inf) if part.dtype == torch.bool else logits + part
-        elif causal and queries > 1:  # as torch's sdpa is told by transformers
+        elif causal and queries > 1:  # the same condition under which transformers passes is_causal to torch's sdpa
             places = torch.arange(rows.start, rows.stop, device=query.device)
             hidden = torch.arange(keys, device=query.device) > places[:, None]
             logits = logits.masked_fill(hidden, -math.inf)
@@ -109,7 +110,7 @@ def _looking(attention: Callable[..., Any]) -> Callable[..., Any]:
 def _look(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None, causal: bool | None
 ) -> None:
-    """At what transformers' `sdpa` is given, with its defaults."""
+    """Observe the logits of a call of transformers' `sdpa`; None stands for its defaults."""
     if module in _LARGEST and module.training:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         causal = bool(getattr(module, "is_causal", True)) if causal is None else causal
@@ -120,9 +121,9 @@ class QkClip(StepListener):
     """Watches the attention modules of one engine, and clips after each step.
 
     Args:
-        run: of the engine, before its model is cut.
-        threshold: the largest logit that is left alone.
-        values_of: of a parameter its values, to be changed.
+        run: the engine's run, before its model is sharded.
+        threshold: heads with larger logits are scaled down.
+        values_of: parameter -> its values, for changing them.
 
     Raises:
         ConfigError: the model's queries and keys cannot be scaled or looked at.
@@ -131,7 +132,7 @@ class QkClip(StepListener):
     def __init__(self, run: Run, threshold: float, values_of: Callable[[nn.Parameter], ParameterValues]) -> None:
         self._run, self._threshold, self._values_of = run, threshold, values_of
         self._pending: list[tuple[nn.Parameter, Tensor]] = []
-        """(parameter, factor of each row) of what is still to be scaled after the last step."""
+        """(parameter, factor of each row): parameters that are still to be scaled after the last step."""
         self._busy = self._seen = False
         if run.config.zero_optimization.offload_optimizer.snapshot is not None:
             raise ConfigError(
@@ -147,7 +148,7 @@ class QkClip(StepListener):
         return {name: largest.cpu() for name, largest in named if largest is not None}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` has given, and from nothing else."""
+        """Replace the largest logits by those of `state_dict`; modules that it does not name get None."""
         for name, module in self._run.module.named_modules():
             if module in _LARGEST:
                 _LARGEST[module] = saved[name].to(self._run.device) if name in saved else None
@@ -159,14 +160,14 @@ class QkClip(StepListener):
 
     @override
     def step_asked(self) -> None:
-        """New modules are watched from now on. Raises ConfigError: as the constructor."""
+        """Watch modules that are new in the model. Raises ConfigError: as the constructor."""
         self._modules = list(attention_modules(self._run.module))
         for module in self._modules:
             _LARGEST.setdefault(module, None)
 
     @override
     def forgotten(self, *, forwards: bool) -> None:
-        if forwards:  # else what was seen may be of a forward whose backward comes
+        if forwards:  # else the maxima may be of a forward whose backward is still to run
             self.load_state_dict({})
 
     @override
@@ -180,7 +181,7 @@ class QkClip(StepListener):
         self._scale()
 
     def _agreed(self, modules: list[nn.Module]) -> dict[int, list[float]]:
-        """Number of a module -> largest logit of each head, on any rank. All ranks come here."""
+        """Number of a module -> largest logit of each head over all ranks. All ranks call it together."""
         mine = {number: held.tolist() for number, m in enumerate(modules) if (held := _LARGEST[m]) is not None}
         for module in modules:
             _LARGEST[module] = None
@@ -198,7 +199,7 @@ class QkClip(StepListener):
         return largest
 
     def _factors(self, module: Any, largest: list[float]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """What is to be scaled by how much, row by row; nothing if no head exceeds the threshold."""
+        """(parameter to scale, factor of each row); empty if no head exceeds the threshold."""
         exceeding = [self._threshold < logit < math.inf for logit in largest]
         if not any(exceeding):
             return
@@ -218,7 +219,7 @@ class QkClip(StepListener):
                     yield parameter, factor
 
     def _scale(self) -> None:
-        """Scale what is pending. Raises StorageError: what has failed is tried again by the next call."""
+        """Scale the pending parameters. Raises StorageError: the next call scales those that are left."""
         self._busy = True
         try:
             while self._pending:
@@ -231,7 +232,7 @@ class QkClip(StepListener):
 
 
 def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Those with `q_proj` and `k_proj`. Raises ConfigError: scaling would not do, or nothing can be looked at."""
+    """Modules with `q_proj` and `k_proj`. Raises ConfigError: scaling has no effect, or logits cannot be observed."""
     found, weights = False, set[int]()
     for name, module in model.named_modules():
         fused = next((word for word in FUSED if hasattr(module, word)), None)

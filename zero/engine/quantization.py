@@ -1,6 +1,7 @@
-"""Weights become codes, a layer at a time: neither the 16-bit model nor all codes besides it are ever in memory.
+"""Quantize weights to codes one layer at a time, so the 16-bit model and all its codes are never in memory together.
 
-Values are read where they are, in memory, where `zero.Init` has put them, or in the checkpoint they were pointed to.
+Values are read from memory, from the place where `zero.Init` has put them, or from the checkpoint that
+`load_pretrained` has referred them to.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ def quantize(
 ) -> list[str]:
     """Replace layers of the model by `QuantizedLinear`, in place.
 
-    Layers whose weight somebody else has too (a table of tokens) stay as they are.
+    Layers whose weight another module uses too (an embedding) stay as they are.
 
     Args:
         model: before it has an engine.
-        rules: part of a module's name -> how its weight is coded; the first that fits counts, "" fits all.
-        trained: of a parameter: it is to be trained.
+        rules: part of a module's name -> how its weight is coded; the first match counts, "" matches all names.
+        trained: True for a parameter that is to be trained.
 
     Returns:
         The names of the layers.
 
     Raises:
-        ConfigError: a weight that a name asks for is trained; a shape cannot be cut into groups; nothing fits a name.
-            Names the layer. If it is a value that cannot be coded, the layers before it are codes by then.
+        ConfigError: a weight that a name selects is trained; a shape cannot be cut into groups; a name matches nothing.
+            Names the layer. If a value cannot be coded, the layers before this one are already codes.
     """
     chosen = list(_chosen(model, rules, trained))
     _check_names(rules, [name for name, _, _ in chosen])
@@ -56,7 +57,7 @@ def quantize(
         owner = model.get_submodule(parent)
         setattr(owner, own, layer)
         if own == "base_layer" and hasattr(owner, "merge"):
-            owner.__dict__["merge"] = partial(_refuse_merge, name)  # of this layer, not of its class
+            owner.__dict__["merge"] = partial(_refuse_merge, name)  # on this layer only, not on its class
         after_bytes += sum(
             p.numel() * p.element_size() for p in (layer.packed, layer.steps, layer.least) if p is not None
         )

@@ -1,7 +1,7 @@
-"""What an engine says of its run while it goes on: a line every few steps, values for monitors, times, memory.
+"""Reports of a running engine: a line every few steps, values for monitors, times, memory.
 
-[Note: costs nothing] What nobody has asked for is not made: without a reporter the loop pays one comparison a call.
-Times are those of the engine's own stopwatches, which run anyway.
+[Note: costs nothing] Only reports that were asked for are made: without a reporter the loop pays one comparison per
+call. Times come from the engine's own stopwatches, which run anyway.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from zero.reports.statistics import LoopCounters, Statistics, collect
 
 logger = logging.getLogger("zero")
 
-# Of `wait`, the seconds for which the training thread waited for bytes; they are in the other three too.
+# `wait`: seconds for which the training thread waited for bytes; they are part of the other three too.
 TIMES = ("forward", "backward", "step", "wait")
 
 
 class Reporter:
-    """Says what was asked for, on the first rank. `run`: whose steps are reported."""
+    """Makes the reports that were asked for, on the first rank."""
 
     def __init__(self, run: Run, config: Config, monitor: Monitors) -> None:
         self.config, self.monitor = config, monitor
@@ -58,7 +58,7 @@ class Reporter:
         return monitor.enabled or any(asked) or (comms is not None and comms.enabled and comms.verbose)
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """One micro-batch's part of the loss of the step; read at the step, so that no device is waited for here."""
+        """Add one micro-batch's part of the step's loss; it is read at the step, so that this waits for no device."""
         if self.monitor.writers:
             part = loss.detach().mean()
             self.loss = part if self.loss is None else self.loss + part
@@ -67,7 +67,7 @@ class Reporter:
         self._samples_then = run.global_samples
 
     def step_counted(self, run: Run) -> None:
-        self._counted += run.global_samples - self._samples_then  # what a checkpoint has counted took no time here
+        self._counted += run.global_samples - self._samples_then  # samples that a checkpoint counts took no time here
 
     def step_taken(self, run: Run, reports: Reports) -> None:
         self._measure(reports)
@@ -85,7 +85,7 @@ class Reporter:
             reports.log_summary()
 
     def _measure(self, reports: Reports) -> None:
-        """Times of this step: what the stopwatches have gained since the last."""
+        """Times of this step: the stopwatches' differences to the last step."""
         now = reports.seconds_so_far()
         self.times = {name: now[name] - self._seconds[name] for name in TIMES}
         self._seconds = now
@@ -120,7 +120,7 @@ class Reporter:
 
 
 def dump_state(run: Run) -> None:
-    """Log every value that holds, with where it comes from."""
+    """Log every configuration value in effect, with its origin."""
     config = run.config
     lines = [f"{path} = {json.dumps(value)} ({config.origin(path)})" for path, value in _leaves(config.as_dict())]
     optimizer = "none" if run.updater is None else f"{len(run.updater.param_groups)} param groups"
@@ -139,7 +139,7 @@ def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def memory_line(run: Run, reports: Reports) -> str:
-    """What this rank holds now, and the most it has held."""
+    """The memory that this rank holds now, and its maximum so far."""
     parts = [f"host arena: {format_bytes(reports.statistics().arena_peak_bytes)} at most"]
     if is_accelerator(run.device):
         module = module_of(run.device)
@@ -151,9 +151,9 @@ def memory_line(run: Run, reports: Reports) -> str:
 
 
 class Reports(StepListener):
-    """Of one engine. Raises ConfigError: what is enabled cannot be opened.
+    """The reports of one engine. Raises ConfigError: an enabled monitor cannot be opened.
 
-    `forward`: what forwards have taken; `backward`: what backwards have taken.
+    `forward`, `backward`: stopwatches of all forwards and of all backwards.
     """
 
     def __init__(self, run: Run, steps: Steps) -> None:
@@ -176,7 +176,7 @@ class Reports(StepListener):
         return self._one_forward is not None and self._one_forward.due(self._run.global_steps)
 
     def profiled(self) -> AbstractContextManager[None]:
-        """Around a forward: measured, if it is the one that `flops_profiler` asks for."""
+        """Context around a forward; it measures the forward that `flops_profiler` asks for."""
         one = self._one_forward
         if one is None or not one.due(self._run.global_steps):
             return nullcontext()
@@ -200,7 +200,7 @@ class Reports(StepListener):
     def step_counted(self) -> None:
         if self._reporter is not None:
             self._reporter.step_counted(self._run)
-        self._is_due = True  # numbers of steps say nothing: a checkpoint that is loaded changes them
+        self._is_due = True  # a flag, since a loaded checkpoint changes the step number
 
     def report_step(self) -> None:
         """Raises SystemExit: this was the last step of a run that `zero run --autotuning` measures."""
@@ -213,13 +213,13 @@ class Reports(StepListener):
             self._measured.step_taken()
 
     def seconds_so_far(self) -> dict[str, float]:
-        """What the loop has spent [s], by `TIMES`."""
+        """Seconds that the loop has spent, by `TIMES`."""
         waited = self._run.parts.storage.mover.exposed.seconds
         times = self.forward.seconds, self.backward.seconds, self._steps.watch.seconds, waited
         return dict(zip(TIMES, times, strict=True))
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of the last step, by what they went to; empty without `wall_clock_breakdown`."""
+        """Milliseconds of the last step, by `TIMES`; empty without `wall_clock_breakdown`."""
         if self._reporter is None or not self._run.config.wall_clock_breakdown:
             return {}
         return {name: 1e3 * seconds for name, seconds in self._reporter.times.items()}
@@ -235,19 +235,19 @@ class Reports(StepListener):
 
     @property
     def flops_profiler(self) -> FlopsProfiler:
-        """What `flops_profiler` has measured: its `flops`, `macs` and `params`; 0 before, and on other ranks."""
+        """The result of `flops_profiler`: `flops`, `macs` and `params`; 0 before it has run, and on other ranks."""
         profiler = FlopsProfiler(self._run.module)
         profiler.profile = None if self._one_forward is None else self._one_forward.profile
         return profiler
 
     def log_summary(self) -> dict[str, dict[str, int]]:
-        """Log what collectives have moved so far on this rank, and return it: what for -> calls, elements, bytes.
+        """Log the traffic of collectives on this rank so far, and return it: purpose -> calls, elements, bytes.
 
-        With `comms_logger` and its `prof_all` false, only `prof_ops`.
+        With `comms_logger` and its `prof_all` false, only the names in `prof_ops`.
         """
         run, exchange = self._run, self._run.exchange
         if not run.closed:
-            run.parts.coordinator.settle()  # what is on its way is counted on one rank, and on another not yet
+            run.parts.coordinator.settle()  # transfers in flight may be counted on one rank and not yet on another
         block, moved = run.config.comms_logger, exchange.payload()
         names = sorted(moved) if block is None or block.prof_all else [n for n in block.prof_ops if n in moved]
         summary = {
@@ -265,7 +265,7 @@ class Reports(StepListener):
         return summary
 
     def statistics(self) -> Statistics:
-        """What was done so far."""
+        """Statistics of the run so far."""
         run, parts = self._run, self._run.parts
         return collect(
             parts.coordinator.counters,

@@ -1,4 +1,4 @@
-"""The engine's snapshots: when they are begun and committed, and how to go on from one."""
+"""The engine's snapshots: when they begin, when they are committed, and how training resumes from one."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ class SnapshotTurns(StepListener):
         return {id(leaf.parameter): leaf.names[0] for leaf in self._run.parts.leaves}
 
     def begin(self, snapshots: Snapshots) -> None:
-        """One of the step that was taken last."""
+        """Begin a snapshot of the last step."""
         run = self._run
         snapshots.begin(run.global_steps, capture(run, self.names(), run.parts.stepper.norm))
 
     def commit_last(self) -> None:
-        """The engine closes. Where an error is on its way or handled, a step may be torn, and other ranks anywhere."""
+        """Commit when the engine closes, but not while an error is raised or handled.
+
+        A step may be incomplete then, and the other ranks may be at any other call.
+        """
         snapshots = self._run.parts.snapshots
         if snapshots is None or snapshots.pending is None or sys.exc_info()[0] is not None:
             return
@@ -92,11 +95,11 @@ class SnapshotCalls:
         self._run, self._steps, self._accumulation, self._turns = run, steps, accumulation, turns
 
     def save_snapshot(self) -> int:
-        """Commit a snapshot now, whatever `every` says; returns the step that it is of. All ranks come here.
+        """Commit a snapshot now, independently of `every`, and return its step. All ranks call this together.
 
         Raises:
             StateError: there is no snapshot block, or gradients have been collected since the last step.
-            StorageError: it could not be written; the one before still counts.
+            StorageError: it could not be written; the previous snapshot stays valid.
         """
         snapshots, parts = self._ready("save_snapshot"), self._run.parts
         if parts.accumulating:
@@ -110,20 +113,20 @@ class SnapshotCalls:
         return self._run.global_steps
 
     def load_snapshot(self) -> int | None:
-        """Go on from the last snapshot that was committed; all ranks come here.
+        """Resume from the last committed snapshot; all ranks call this together.
 
-        Everything is as it was after that step: weights, states, counters, hyper-parameters, the scheduler, random
-        numbers, buffers. Gradients that have been collected since are forgotten. Everything is read and compared with
-        its checksums; nothing is copied but what lives in memory.
+        It restores the state after that step: weights, states, counters, hyper-parameters, the scheduler, random
+        numbers, buffers. Gradients that were collected since then are discarded. Everything is read and compared with
+        its checksums; only data that lives in memory is copied.
 
         Returns:
-            The step it is of; None: there is none yet, and nothing has changed.
+            The snapshot's step; None: there is no snapshot yet, and nothing has changed.
 
         Raises:
             StateError: there is no snapshot block, it is called inside forward, backward or `GatheredParameters`, or
                 the param groups are others; nothing has been read.
-            StorageError: something of it cannot be read, or is damaged; the engine holds nothing of use.
-            ConfigError: so it is on another rank.
+            StorageError: a part of it cannot be read, or is damaged; the engine's values are useless then.
+            ConfigError: this happened on another rank.
         """
         snapshots, run = self._ready("load_snapshot"), self._run
         if snapshots.committed_step is None:

@@ -1,4 +1,4 @@
-"""What the engine answers about the values it keeps."""
+"""The engine's methods that return copies of parameters, masters and states."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Values:
     def full_state(self, name: str) -> dict[str, Any]:
         """Copies of one parameter's states (Adam: `exp_avg`, `exp_avg_sq`; fp32, host), and its `step` count.
 
-        An optimizer that keeps further numbers of a parameter has them here too, under their names.
+        If the optimizer keeps further numbers of a parameter, they are included under their names.
         """
         keeper, updater = self._current(name), self._run.updater
         if updater is None:
@@ -40,12 +40,12 @@ class Values:
         return {**updater.made(key, states), **numbers, "step": updater.step_counts.get(key, 0)}
 
     def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, copy of the weights) of every parameter; tied ones under each of their names."""
+        """(name, copy of the weights) of every parameter; a tied parameter occurs under each of its names."""
         self._steps.current("reading parameters")
         return self._run.parts.keeper.named_weights()
 
     def _current(self, name: str) -> EngineKeeper:
-        """The keeper, once the parameter is as of the last step. Raises KeyError: there is none of this name."""
+        """The keeper, after the parameter's update of the last step. Raises KeyError: no parameter has this name."""
         keeper = self._run.parts.keeper
         self._steps.current(f"reading {name}", keeper.units_named(name))
         return keeper
