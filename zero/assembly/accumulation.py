@@ -1,4 +1,4 @@
-"""Micro-batches: which backward is the last one before a step, and whether gradients are reduced meanwhile."""
+"""Gradient accumulation: which backward is the last one before a step, and when gradients are reduced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Accumulation:
 
     @property
     def micro_steps(self) -> int:
-        """Calls of `step()`. If it is set, the step under way is as far as that is beyond a multiple of its parts."""
+        """Calls of `step()`. Setting it also sets the position in the current step: the remainder by its parts."""
         return self._run.micro_steps
 
     @micro_steps.setter
@@ -40,7 +40,7 @@ class Accumulation:
 
     @property
     def begun(self) -> int:
-        """Calls of `step()` for the step under way; how many a step has may change, so no remainder says it."""
+        """Calls of `step()` since the current step began. No remainder: the number of micro-batches may change."""
         return self._run.micro_steps - self._run.step_began
 
     def begin_step(self) -> None:
@@ -48,19 +48,19 @@ class Accumulation:
         self._run.step_began = self._run.collecting_began = self._run.micro_steps
 
     def forget(self) -> None:
-        """The gradients collected so far are forgotten; a loop that counts to the next step goes on counting."""
+        """Note that the gradients collected so far are discarded; the position in the current step stays."""
         self._run.collecting_began = self._run.micro_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say so from outside; from then on the micro-step counter decides nothing."""
+        """Set the boundary explicitly; from then on the micro-step counter is not used for it."""
         self._boundary = is_boundary
 
     def reduces(self) -> bool:
-        """True when gradients of the backward under way are to be reduced as soon as they can be."""
+        """True if gradients of the running backward are to be reduced as soon as possible."""
         return self.is_gradient_accumulation_boundary() and not self._local_only
 
     def begin_batch(self, what: str) -> None:
-        """All micro-batches of a step follow. Raise StateError if some have had their backward."""
+        """Begin a step whose micro-batches all follow. Raises StateError: backward has run for some of them."""
         run = self._run
         done = run.micro_steps - run.collecting_began if run.config.managed_gradient_accumulation else 0
         if done:
@@ -72,9 +72,9 @@ class Accumulation:
 
     @contextmanager
     def whole_batch(self, forget_gradients: Callable[[], None] | None) -> Iterator[None]:
-        """Around forwards and backwards of all micro-batches of a step: nothing of them counts if one fails.
+        """Context around all forwards and backwards of a step: if one fails, none of them counts.
 
-        `forget_gradients`: None where other ranks have a part in them, who cannot go on without this one.
+        `forget_gradients`: None if other ranks have a part in the gradients; they cannot continue without this rank.
         """
         begun = self._run.micro_steps
         try:
@@ -82,15 +82,15 @@ class Accumulation:
         except BaseException:
             self._run.micro_steps = begun
             if forget_gradients is not None:
-                with suppress(StorageError):  # the next call tells it
+                with suppress(StorageError):  # the next call raises it again
                     forget_gradients()
             raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside need not reduce gradients: stages 0 and 1 add them up on each rank until later.
+        """Backwards inside need not reduce gradients: stages 0 and 1 add them up on each rank and reduce later.
 
-        Stages 2 and 3 have no room for whole gradients: they go on reducing, and the numbers are the same.
+        Stages 2 and 3 have no room for whole gradients: they still reduce in each backward, with the same results.
         """
         before, self._local_only = self._local_only, True
         try:
@@ -99,12 +99,12 @@ class Accumulation:
             self._local_only = before
 
     def share_buffers(self) -> None:
-        """Before a forward: running statistics are the first rank's, as with DistributedDataParallel."""
+        """Before a forward: take the first rank's buffers (running statistics), as DistributedDataParallel does."""
         if self._run.module.training and torch.is_grad_enabled():
             if self._buffers_differ:
                 self._run.parts.buffers.share()
             self._buffers_differ = not self._local_only
 
     def buffers_differ(self) -> None:
-        """Each rank has been given buffers of its own."""
+        """Note that each rank has its own buffers now."""
         self._buffers_differ = True

@@ -1,7 +1,7 @@
-"""Everything an engine makes for its model: the cover, the plan, the storage, and what moves between them.
+"""The parts that an engine builds for its model: the cover, the plan, the storage, and the parts that move data.
 
-An assembly belongs to one state of the module tree. When the tree changes, the engine makes another
-one from the first and goes on with that.
+An assembly belongs to one state of the module tree. When the tree changes, the engine builds a new assembly from the
+old one and continues with it.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ logger = logging.getLogger("zero")
 
 
 class Assembly:
-    """The parts of one engine for one state of its model. Until `build` the model is as it was.
+    """The parts of one engine for one state of its model. Until `build` the model is unchanged.
 
-    Raises ConfigError: a knob or a parameter that cannot be; names it. Raises BudgetError: the plan does not fit;
+    Raises ConfigError: an impossible setting or parameter; names it. Raises BudgetError: the plan does not fit;
     nothing was allocated.
 
     Args:
-        owner: for whom it works.
-        trainable: id(parameter) of those the optimizer holds -> number of the rule that updates it.
-        previous: the owner's parts until now; they keep their values until the model is switched over.
+        owner: the run of the engine.
+        trainable: id(parameter) of each parameter in the optimizer -> number of the rule that updates it.
+        previous: the owner's present parts; they keep their values until the model is switched over.
     """
 
     keeper: EngineKeeper
@@ -91,7 +91,7 @@ class Assembly:
         placement = exchange.placement
         self._covered, self.layout = lay_out(*(model, self.leaves, trainable, config, placement), owner.rules.whole)
         take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
-        # Stages of a pipeline start together, and each plans a part of what is free on the node.
+        # Stages of a pipeline start together, and each plans with a share of the node's free memory.
         sharers = exchange.everyone if previous is None else exchange
         machine = agree_on_machine(sharers, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
         self.plan = planner_of(
@@ -123,7 +123,7 @@ class Assembly:
         self._built = False
 
     def build(self) -> None:
-        """Make what moves; nothing of the model has changed when this returns."""
+        """Build the parts that move data. The model is still unchanged afterwards."""
         owner, events, exchange = self._owner, self._events, self.exchange
         layout, storage, device = self.layout, self.storage, owner.device
         poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
@@ -165,11 +165,11 @@ class Assembly:
         return [covered.tile.weight] if covered.tile else [self.leaves[slot.index].parameter for slot in unit.slots]
 
     def parameters(self) -> list[nn.Parameter]:
-        """The model's, by their index; whole ones also where they are in tiles."""
+        """The model's parameters by their index; a tiled parameter is the whole one."""
         return [leaf.parameter for leaf in self.leaves]
 
     def _tiled_keepers(self) -> dict[int, TiledKeeper]:
-        """Parameter index -> its keeper, of those in tiles."""
+        """Index of each tiled parameter -> its keeper."""
         tiles: dict[int, list[Tile]] = {}
         for unit, covered in zip(self.layout.units, self._covered, strict=True):
             if covered.tile is not None:
@@ -181,12 +181,12 @@ class Assembly:
         for index, unit in enumerate(self._covered):
             for module in unit.scopes:
                 units = scopes.setdefault(module, [])
-                if not unit.content.expert_rows:  # those come when somebody asks for rows, or touches a parameter
+                if not unit.content.expert_rows:  # experts are fetched when rows are asked for or a parameter is used
                     units.append(index)
         return scopes
 
     def adopt(self) -> None:
-        """Move the model's values into the planes; each parameter is released as soon as its own are stored."""
+        """Move the model's values into the planes; each parameter is released as soon as its values are stored."""
         began = time.perf_counter()
         from_memory, spilled = (sum(p.numel() * p.element_size() for p in kind) for kind in self._by_source())
         _warn_of_channels_last(self.leaves)
@@ -216,9 +216,9 @@ class Assembly:
         return kinds
 
     def fill(self, source: StoredValues) -> None:
-        """Copy what another assembly's planes hold, and what the model itself holds. The model stays as it is.
+        """Copy the values of another assembly's planes, and of new parameters from the model. The model is unchanged.
 
-        All ranks come here.
+        All ranks call this together.
         """
         exchange = self.exchange
         placement = exchange.placement
@@ -236,7 +236,7 @@ class Assembly:
         exchange.adopted()
 
     def take_all(self) -> None:
-        """After `fill`: from here on the planes keep the parameters' values."""
+        """After `fill`: release the parameters; from now on the planes keep their values."""
         for unit in self.layout.units:
             for slot in unit.slots:
                 self._take(unit, slot)
@@ -255,11 +255,11 @@ class Assembly:
         if self._owner.updater is None or not self._owner.updater.keeps_small:
             return {}
         streams = self.storage.streams
-        streams.wait(streams.behind_updates())  # they have made what is copied
+        streams.wait(streams.behind_updates())  # the updates write the states that are copied here
         return self._owner.updater.named_small(names)
 
     def stored(self) -> StoredValues:
-        """Reads the planes, once nothing is due or under way."""
+        """A reader of the planes. Call it when no update is due and no transfer is in flight."""
         places: dict[int, list[tuple[Unit, Slot]]] = {}
         for unit in self.layout.units:
             for slot in unit.slots:
@@ -267,7 +267,7 @@ class Assembly:
         return StoredValues(self.layout, self.storage, places)
 
     def install(self) -> None:
-        """Put hooks on the model; from here on the parts run it."""
+        """Put hooks on the model; from now on its forward and backward use the parts."""
         self.exchange.note_in(self.storage.timeline)
         self.hooks.at_install.append(lambda: fetch_experts_by_rows(self.model))
         self.hooks.install()
@@ -282,7 +282,7 @@ class Assembly:
             raise StateError(f"{what}: inside forward, backward or GatheredParameters; {advice}")
 
     def settle(self) -> None:
-        """Nothing of the planes moves or is due when this returns. Raises StorageError."""
+        """Wait until no transfer of the planes is in flight and no update is due. Raises StorageError."""
         self.watch.end_stray()
         self.stepper.finish()
         self.gradients.flush_all()
@@ -290,13 +290,13 @@ class Assembly:
 
     @property
     def accumulating(self) -> bool:
-        """True when gradients have been collected since the last step."""
+        """True if gradients have been collected since the last step."""
         return any(any(state.contributions) or state.arrived for state in self.gradients.states())
 
     def undo(self) -> None:
-        """Building has failed: the model gets back what the planes have taken, no hook stays, all is freed.
+        """After a failed build: give the planes' values back to the model, remove the hooks, free everything.
 
-        Of several ranks each has a part of the values only, and the others may be past helping: there they are lost.
+        With several ranks the values are lost: each rank has only a part of them, and the other ranks may have failed.
         """
         try:
             if self._built:
@@ -323,13 +323,13 @@ def _warn_of_range(leaves: Iterable[Leaf], trainable: Container[int], config: Co
 
 
 def _read_model(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
-    """Values of a parameter that no engine keeps: `Init` has cut it, or it is an ordinary one."""
+    """Values of a parameter without an engine: `Init` has released it, or it is an ordinary parameter."""
     keeper = provisional_source(parameter)
     yield Piece(begin, keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end))
 
 
 def _warn_of_channels_last(leaves: Iterable[Leaf]) -> None:
-    """A unit is one contiguous buffer: values are kept, memory formats are not."""
+    """Warn that parameters lose this memory format: a unit is one contiguous buffer. Values stay the same."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     came = [
         leaf.names[0]

@@ -1,10 +1,11 @@
-"""What an engine has on its device, put into host memory for a while and brought back bit for bit.
+"""Moves the engine's device memory to the host for a while, and back, bit for bit.
 
-[Note: homes] Memory of the device is allocated by the region. A region is copied to the host as a whole, and the planes
-are told where their bytes are now: they stay readable and writable there, so nothing that looks at a plane can see a
-wrong value, wherever it is. What computes on the device needs the region there; the engine brings it back first.
+[Note: homes] Device memory is allocated in regions. A region is copied to the host as a whole, and the planes get the
+new addresses of their bytes. The planes stay readable and writable on the host, so a reader of a plane gets the right
+values in either place. A computation on the device needs the region there; the engine brings it back before.
 
-[Note: pools] Memory that things pass through holds nothing while nothing moves, so it is freed and made again.
+[Note: pools] Pools (memory for transfers) hold no values while nothing is in flight, so they are freed and allocated
+again.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ Kinds = frozenset[OffloadStateTypeEnum]
 
 
 class PutAway:
-    """Of the parts of one engine. Whoever calls has brought them to rest, and no unit of moved weights is bound.
+    """The states of one engine that are put away. Callers make sure that nothing is in flight and that no unit of moved
+    weights is bound.
 
-    `kinds`: what is away, wholly or (after an error) in part.
+    `kinds`: the kinds that are away, entirely or (after an error) in part.
     """
 
     def __init__(self, storage: Storage, gradients: Gradients) -> None:
         self.kinds: Kinds = frozenset()
         self._storage, self._gradients = storage, gradients
-        self._waiting: dict[int, torch.Tensor] = {}  # By unit: this rank's unreduced gradient, on the host.
-        self._pools: dict[OffloadStateTypeEnum, Arena] = {}  # That had been allocated.
+        self._waiting: dict[int, torch.Tensor] = {}  # Unit index -> this rank's unreduced gradient, on the host.
+        self._pools: dict[OffloadStateTypeEnum, Arena] = {}  # The freed pools, to be allocated again.
 
     def near_bytes(self, kinds: Iterable[OffloadStateTypeEnum]) -> int:
         """Bytes of these kinds that are on the device and can be put away."""
@@ -53,7 +55,7 @@ class PutAway:
         return whole + pools + sum(region.nbytes for region in self._regions(kinds, away=False))
 
     def devices(self, kind: OffloadStateTypeEnum) -> set[torch.device]:
-        """Where memory of a kind is now; what is on NVMe is on none."""
+        """The devices that hold memory of a kind now; NVMe is not among them."""
         found = {memory.device for memory in self._memories(kind) if memory.numel()}
         return found | {self._storage.device for _, arena in self._arenas([kind]) if arena.allocated_bytes}
 
@@ -78,9 +80,9 @@ class PutAway:
         empty_cache(storage.device)
 
     def bring(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
-        """Bring these kinds back, as far as they are away.
+        """Bring these kinds back if they are away.
 
-        Raises BudgetError: the device has no room; what is not back is still on the host, and nothing is lost.
+        Raises BudgetError: the device has no room; everything that is not back is still on the host, nothing is lost.
         """
         storage, kinds = self._storage, self.kinds.intersection(kinds)
         try:
@@ -103,7 +105,7 @@ class PutAway:
         storage.records_away = bool(self.kinds & RECORDS)
 
     def forget_gradients(self) -> None:
-        """Nobody wants them any more."""
+        """Discard the gradients on the host: they do not count any more."""
         self._waiting.clear()
 
     def _regions(self, kinds: Iterable[OffloadStateTypeEnum], *, away: bool) -> list[MemoryRegion]:
@@ -128,7 +130,7 @@ class PutAway:
 
     def _check_room(self, regions: list[MemoryRegion]) -> None:
         sizes = [region.nbytes for region in regions]
-        # A device that is the host itself gives each region's memory back before the next one is copied.
+        # If the device is the host itself, the memory of each region is freed before the next region is copied.
         needed = sum(sizes) if self._storage.device.type != "cpu" else max(sizes, default=0)
         machine = read_machine(self._storage.device)
         if needed > machine.available_bytes:
@@ -138,7 +140,7 @@ class PutAway:
             )
 
     def _wait_for_device(self) -> None:
-        """For all its streams: memory that they use comes and goes."""
+        """Wait for all its streams: they may still use memory that is freed or was just allocated."""
         streams = self._storage.streams
         given = streams.fence(), streams.behind_copies_in(), streams.behind_updates()
         self._storage.mover.run("waiting for the device", streams.reached(*given))
@@ -156,22 +158,22 @@ class StatesAway:
 
     @property
     def put_away(self) -> PutAway:
-        """Of the parts as they are; nothing is away yet in a new one."""
+        """The `PutAway` of the present parts; a new one has nothing away."""
         return self._away or PutAway(self._run.parts.storage, self._run.parts.gradients)
 
     def put(self, away: PutAway, kinds: Kinds, *, pinned: bool) -> None:
-        """Put these kinds away. Raises BudgetError: the host has no room; everything is where it was."""
+        """Put these kinds away. Raises BudgetError: the host has no room; nothing has moved."""
         away.put(kinds, pinned=pinned)
         self._away = away
         return_freed_memory()
 
     def bring_back(self, what: str, needs: Kinds | None = None) -> None:
-        """Bring back what is away of these kinds (None: all), because of `what`. Raises BudgetError."""
+        """Bring back these kinds (None: all) if they are away. `what`: the call that needs them. Raises BudgetError."""
         away, needed = self._away, ALL if needs is None else needs
         if away is None or not away.kinds & needed:
             return
         began, kinds, device = time.perf_counter(), away.kinds & needed, self._run.device
-        if not needed <= TO_RUN:  # the room that was free may hold what a generation has kept for another one
+        if not needed <= TO_RUN:  # a generation may have left units in the room, for the next one
             self._run.parts.coordinator.end_rest()
         away.bring(needed)
         if not away.kinds:
@@ -181,16 +183,16 @@ class StatesAway:
         logger.info("%s: %s are back on %s in %.2f s", why, names_of(kinds), device, time.perf_counter() - began)
 
     def module_called(self) -> None:
-        """A module is called by itself, past the engine: it needs weights."""
+        """A module is called directly, not through the engine: it needs weights."""
         self.bring_back("a module that is called by itself", TO_RUN)
 
     def forget_gradients(self) -> None:
-        """The gradients collected so far are none any more, wherever they are."""
+        """Discard the collected gradients that are put away."""
         if self._away is not None:
             self._away.forget_gradients()
 
     def forget(self) -> None:
-        """The engine closes: nobody wants anything back."""
+        """The engine closes: nothing will be brought back."""
         self._away = None
 
 

@@ -1,4 +1,4 @@
-"""What an engine does about precision: it scales losses, casts inputs, runs under autocast."""
+"""Precision in the training loop: scaling losses, casting inputs, running under autocast."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HALF = torch.float16
 class LossScaling:
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._loss_is_finite: torch.Tensor | None = None  # Of all losses since the last step; None: of none it matters.
+        self._loss_is_finite: torch.Tensor | None = None  # All since the last step; None: none was checked.
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """A loss for `scaled.backward()` instead of `engine.backward(loss)`: times the loss scale.
+        """The loss times the loss scale, for `scaled.backward()` instead of `engine.backward(loss)`.
 
-        Its gradients are also divided by the accumulation steps, as those of `engine.backward` are. Raises StateError:
-        it is no scalar with a graph, or there is no optimizer.
+        Its gradients are also divided by the accumulation steps, as in `engine.backward`. Raises StateError: the loss
+        is no scalar with a graph, or there is no optimizer.
         """
         if self._run.updater is None:
             raise StateError("scale: the engine was made without an optimizer; add one to the config or pass one")
@@ -37,7 +37,7 @@ class LossScaling:
         return (loss.float() if loss.dtype == torch.float16 else loss) / parts
 
     def scaled(self, loss: torch.Tensor, accumulation: int = 1) -> torch.Tensor:
-        """The loss times the scale; backwards of it are known to be scaled."""
+        """The loss times the scale; a hook on it marks its backward as scaled."""
         if self._run.updater is not None and self._run.scaler.skips:
             finite = torch.isfinite(loss.detach()).all()
             self._loss_is_finite = finite if self._loss_is_finite is None else self._loss_is_finite & finite
@@ -54,9 +54,9 @@ class LossScaling:
         return scaled
 
     def parts_of_backward(self, scaled: bool) -> int:
-        """The accumulation steps, unless the loss of this `loss.backward()` is `scaled`, and so divided already.
+        """The divisor of this backward's gradients: the accumulation steps; 1 for a `scaled` loss, divided already.
 
-        Raises StateError: it had to be scaled.
+        Raises StateError: the loss is not scaled, but fp16 needs it.
         """
         if scaled:
             return 1
@@ -68,19 +68,19 @@ class LossScaling:
         return self._run.config.gradient_accumulation_steps
 
     def losses_were_finite(self) -> bool:
-        """Of all since the last step. Waits for the device."""
+        """True if all losses since the last step were finite. Waits for the device."""
         return self._loss_is_finite is None or bool(self._loss_is_finite)
 
     def begin_step(self) -> None:
-        """From here on the next step's losses count, or those of another attempt."""
+        """Discard the result of earlier losses: the next step, or the next attempt of this one, begins."""
         self._loss_is_finite = None
 
     @contextmanager
     def precisely(self) -> Iterator[None]:
-        """Around a forward of the engine: `torch_autocast`, or the autocast around the engine.
+        """Context around a forward of the engine: `torch_autocast`, or the autocast that the caller has entered.
 
-        Torch would keep the copies it casts until the end of the outermost context: with weights that come and go that
-        is the whole model.
+        It disables torch's cache, which would keep each cast copy until the end of the outermost context: with
+        streamed weights these copies would add up to the whole model.
         """
         kind = self._run.device.type
         dtype = autocast_dtype(self._run.config, self._run.device)
@@ -91,7 +91,7 @@ class LossScaling:
             yield
 
     def cast_inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """`fp16.auto_cast`: positional arguments, as in DeepSpeed."""
+        """Cast the positional arguments if `fp16.auto_cast` is set, as DeepSpeed does."""
         if not (self._run.config.fp16.enabled and self._run.config.fp16.auto_cast):
             return args
         return tuple(_half(value) for value in args)

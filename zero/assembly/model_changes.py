@@ -1,15 +1,16 @@
-"""A model that changes after `initialize`: adapters, new layers, replaced embeddings, parameters that thaw.
+"""Changes of the model after `initialize`: adapters, new layers, replaced embeddings, parameters that are unfrozen.
 
-[Note: when a change takes effect] Before each forward of the engine the module tree is looked through. What is new
-there is planned for, stored and trained from that forward on; what has left the tree holds its own values again. The
-new planes are filled from the old ones, which stay valid until they are full, so weights, fp32 masters, moments, step
-counts and the gradients accumulated so far go along, and a failure leaves everything as it was. A graph made before
-that cannot be walked any more: its backward raises. Several ranks make the same change, between two steps.
+[Note: when a change takes effect] The engine checks the module tree before each of its forwards. From that forward on,
+new parameters are part of the plan, stored and trained; parameters that have left the tree hold their own values again.
+The new planes are filled from the old ones, which stay valid until the new ones are full. So weights, fp32 masters,
+moments, step counts and the gradients accumulated so far are kept, and a failure changes nothing. A graph from before
+the change is invalid: its backward raises. With several ranks, all make the same change between two steps.
 
-[Note: what is trained] What the optimizer's param groups hold. A parameter that is new and requires a gradient, and one
-that did not when the plan was made and does now, joins a group: that of the parameter whose name it takes over, else
-the first. One that merely stops requiring a gradient stays where it is: as with torch, its moments are there when it
-is thawed, and units without gradients cost no update. Taking it out of the param groups gives its states up.
+[Note: what is trained] The parameters in the optimizer's param groups. A new parameter that requires a gradient joins a
+group, and so does a parameter that requires one now but did not when the plan was made. It joins the group of the
+parameter whose name it takes over, else the first group. A parameter that only stops requiring a gradient stays in its
+group, as with torch: its moments are there when it is unfrozen, and units without gradients cost no update. A parameter
+that is taken out of the param groups loses its states.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ NAMES_SHOWN = 3
 
 
 class Census:
-    """The parameters of a module tree, where they are, and which of them an optimizer holds.
+    """The parameters of a module tree, their places, and which of them an optimizer holds.
 
     Attributes:
-        held: id(parameter) of those in param groups.
-        declined: id(parameter) of those that nobody shall train: they required a gradient from the beginning and were
-            in no group, or were taken out of theirs.
+        held: id(parameter) of the parameters in param groups.
+        declined: id(parameter) of the parameters that must not be trained: they required a gradient from the beginning
+            and were in no group, or they were taken out of their group.
     """
 
     def __init__(self, model: nn.Module, optimizer: ZeroOptimizer | None) -> None:
@@ -61,12 +62,12 @@ class Census:
         self.declined: set[int] = set()
 
     def decline(self) -> None:
-        """Whoever could be trained now and is not, shall not be."""
+        """Decline all parameters that require a gradient and are in no param group now."""
         with torch._C.DisableTorchFunctionSubclass():
             self.declined = {id(p) for p in self.parameters() if p.requires_grad and id(p) not in self.held}
 
     def inherit(self, earlier: Census) -> None:
-        """Remember what was decided before about parameters that are still there."""
+        """Take over the declined parameters that are still in the model, and decline those that left their group."""
         present = {id(p) for p in self.parameters()}
         self.declined = (earlier.declined | (earlier.held - self.held)) & present
 
@@ -74,7 +75,7 @@ class Census:
         return list({id(p): p for _, _, p in self._places if p is not None}.values())
 
     def joining(self) -> list[nn.Parameter]:
-        """Those that require a gradient and that nobody trains, though nobody has decided so."""
+        """Parameters that require a gradient, are in no param group and are not declined."""
         with torch._C.DisableTorchFunctionSubclass():
             return [
                 p
@@ -83,12 +84,12 @@ class Census:
             ]
 
     def same_as(self, other: Census) -> bool:
-        """True when the same parameters are at the same places, and the same ones in param groups."""
+        """True if the same parameters are at the same places, and the same parameters are in param groups."""
         return self._signature == other._signature and self.held == other.held
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter | None]]:
-    """(module, name, parameter), the root first; holding them keeps their ids from being used again."""
+    """(module, name, parameter), the root first. The references keep Python from reusing the objects' ids."""
     yield model, "", None
     seen: set[int] = set()
     pending = [model]
@@ -108,7 +109,7 @@ def _held(optimizer: ZeroOptimizer | None) -> set[int]:
 
 
 class ModelChanges:
-    """Of one engine. `events`: handed to all parts."""
+    """Changes of one engine's model. `events`: passed to all parts."""
 
     def __init__(self, run: Run, steps: Steps, events: Events) -> None:
         self._run, self._steps, self._events = run, steps, events
@@ -116,16 +117,16 @@ class ModelChanges:
         self._census.decline()
 
     def replan(self) -> bool:
-        """Take up changes of the model now instead of at the next forward. True if there were any.
+        """Apply changes of the model now instead of at the next forward. True if there were any.
 
         Call it before a module is run without the engine's forward (`model.generate`), if its tree has changed.
 
-        All ranks come here.
+        All ranks call this together.
 
         Raises:
             StateError: inside forward, backward or `GatheredParameters`; or ranks have changed their models
-                differently, or amid a step; or there are snapshots.
-            BudgetError: old and new planes do not fit together for the moment of the change; nothing has changed.
+                differently, or within a step; or there are snapshots.
+            BudgetError: old and new planes do not fit at the same time, during the change; nothing has changed.
             StorageError: a transfer failed; nothing has changed.
         """
         self._steps.ready("replan")
@@ -133,12 +134,12 @@ class ModelChanges:
         return self.follow()
 
     def rest(self) -> Assembly:
-        """As `Steps.at_rest`, of the model as it is now."""
+        """`Steps.at_rest` after pending changes of the model have been applied."""
         self.replan()
         return self._steps.at_rest()
 
     def follow(self) -> bool:
-        """Before a forward: take up changes of the model. True if there were any; raises as `replan`."""
+        """Before a forward: apply changes of the model. True if there were any; raises as `replan`."""
         run, parts = self._run, self._run.parts
         if parts.hooks.in_forward or in_backward() or parts.keeper.editor.busy:
             return False
@@ -156,7 +157,7 @@ class ModelChanges:
         if joining and run.updater is not None:
             _join(run.updater, joining, parts.leaves, run.module)
             census.held = _held(run.updater)
-        # What an inference makes no graph may hold, and parameters would be of that kind.
+        # Tensors made in inference mode cannot be part of a graph, so the new parts must not be made in it.
         with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
             self._exchange(parts, census)
         census.held = _held(run.updater)
@@ -164,7 +165,7 @@ class ModelChanges:
         return True
 
     def _exchange(self, old: Assembly, census: Census) -> None:
-        """Make parts for the model as it is, fill them from the old ones, and go on with them."""
+        """Build parts for the present model, fill them from the old parts, and continue with them."""
         began, run, before = time.perf_counter(), self._run, old.exchange
         agree_on_change(before, run.module, census.held, accumulating=old.accumulating)
         _own_memory(old, census)
@@ -201,7 +202,7 @@ class ModelChanges:
 
 
 def _own_memory(old: Assembly, census: Census) -> None:
-    """Copy what is new and looks into a unit, as `nn.Parameter(weight.data)` does: that memory is about to go."""
+    """Clone new parameters that are views of a unit's memory (`nn.Parameter(weight.data)`), which is released soon."""
     units = {bound.flat.untyped_storage()._cdata for bound in old.bound if bound.bound}
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for parameter in census.parameters():
@@ -211,7 +212,7 @@ def _own_memory(old: Assembly, census: Census) -> None:
 
 
 def _fill(new: Assembly, old: Assembly) -> None:
-    """Build the new parts and give them the old ones' values, and the gradients collected so far."""
+    """Build the new parts and copy the values and the collected gradients of the old ones."""
     source = old.stored()
     try:
         new.build()
@@ -224,7 +225,7 @@ def _fill(new: Assembly, old: Assembly) -> None:
 
 
 def _small_states(optimizer: ZeroOptimizer | None, old: Assembly, new: Assembly) -> dict[str, Small]:
-    """Those of the parameters that this rank has in the new slices; all ranks come here. On one rank none has moved."""
+    """The small states of the parameters in this rank's new slices; all ranks call it together."""
     if optimizer is None or not optimizer.keeps_small:
         return {}
     names = {id(leaf.parameter): leaf.names[0] for leaf in new.leaves}
@@ -235,7 +236,7 @@ def _small_states(optimizer: ZeroOptimizer | None, old: Assembly, new: Assembly)
 
 
 def _switch(old: Assembly, new: Assembly, leaving: list[tuple[Leaf, torch.Tensor]]) -> None:
-    """The model's parameters belong to the new planes; what has left the tree gets its values."""
+    """Bind the model's parameters to the new planes, and give parameters that left the tree their values."""
     old.hooks.remove()
     old.watch.remove()
     for leaf, value in leaving:
@@ -248,9 +249,9 @@ def _switch(old: Assembly, new: Assembly, leaving: list[tuple[Leaf, torch.Tensor
 
 
 def _join(optimizer: ZeroOptimizer, joining: list[nn.Parameter], leaves: list[Leaf], model: nn.Module) -> None:
-    """Put parameters into param groups: where the one was whose name they have now, else into the first.
+    """Put each parameter into the group of the parameter that had its name before, else into the first group.
 
-    Where there are several update rules: into the first of the rule that such a parameter has by default.
+    With several update rules, that is the first group of the parameter's default rule.
     """
     number_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     names = ((name, number_of.get(id(leaf.parameter))) for leaf in leaves for name in leaf.names)
@@ -264,7 +265,7 @@ def _join(optimizer: ZeroOptimizer, joining: list[nn.Parameter], leaves: list[Le
 
 
 def _forget(optimizer: ZeroOptimizer, present: set[int]) -> None:
-    """What has left the model leaves the param groups; who is in none has no step count any more."""
+    """Remove parameters that left the model from the param groups, and the records of all that are in no group."""
     for group in optimizer.param_groups:
         group["params"][:] = [p for p in group["params"] if id(p) in present]
     held = _held(optimizer)
@@ -273,7 +274,7 @@ def _forget(optimizer: ZeroOptimizer, present: set[int]) -> None:
 
 
 def _first_gradients(parts: Assembly) -> None:
-    """A parameter that was run as an ordinary one before (`model(x)`, not the engine) may have a gradient already."""
+    """Take over `.grad` of new parameters: they may have been used before without the engine (`model(x)`)."""
     parameters = parts.parameters()
     for unit in parts.layout.units:
         for position, slot in enumerate(unit.slots):
@@ -288,7 +289,7 @@ def _first_gradients(parts: Assembly) -> None:
 
 
 def _carry_counts(old: Assembly, new: Assembly) -> None:
-    """Statistics count from `initialize` on; releases are kept for the units that have the same name."""
+    """Continue the statistics, which count from `initialize` on; releases only for units with the same name."""
     index_of = {unit.name: unit.index for unit in new.layout.units}
     releases = {index_of.get(old.layout.units[i].name): n for i, n in old.coordinator.counters.releases.items()}
     counts = Counter({index: n for index, n in releases.items() if index is not None})

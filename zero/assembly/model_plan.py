@@ -1,4 +1,4 @@
-"""From a model to its plan, as the engine makes it; on the meta device too, so that any model can be planned."""
+"""Make the plan of a model. This works on the meta device too, so that a model of any size can be planned."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def lay_out(
     placement: Placement,
     whole_rules: frozenset[int] = frozenset(),
 ) -> tuple[list[CoveredUnit], Layout]:
-    """The units of a model, and where each parameter lies in the flat space.
+    """The units of a model, and the place of each parameter in the flat space.
 
     Raises ConfigError: a parameter's dtype cannot be trained; names it.
 
     Args:
         leaves: from `collect_leaves(model)`.
-        trainable: id(parameter) of those the optimizer holds -> number of the rule that updates it.
-        placement: who shares each unit.
-        whole_rules: numbers of the rules that look at whole parameters.
+        trainable: id(parameter) of each parameter in the optimizer -> number of the rule that updates it.
+        placement: which ranks share each unit.
+        whole_rules: numbers of the rules that need whole parameters.
     """
     covered = cover_model(model, leaves, trainable, config, whole_rules)
     for unit in covered:
         if not placement.weights_sharded:
             unit.content = replace(unit.content, persistent=True)
-        if not placement.alone:  # rows would have to be asked for from whoever has them
+        if not placement.alone:  # no single rows: other ranks would have to send them
             unit.content = replace(unit.content, expert_rows=0)
     contents = [unit.content for unit in covered]
     return covered, build_layout(contents, placement, bf16_masters=config.bf16_masters)
@@ -60,14 +60,14 @@ def planner_of(
     placement: Placement,
     rules: Rules,
 ) -> Planner:
-    """Who makes one rank's plan for a layout.
+    """The planner that makes one rank's plan for a layout.
 
     Args:
         laid_out: from `lay_out`.
-        machine: what can be had.
+        machine: the available memory.
         in_place: units whose home memory the device can address are used there without a copy.
-        placement: who shares each unit.
-        rules: what they keep of each parameter.
+        placement: which ranks share each unit.
+        rules: they determine the states of each parameter.
     """
     covered, layout = laid_out
     uses = uses_of(model, covered, layout)
@@ -86,14 +86,14 @@ def plan_model(
 ) -> tuple[Layout, Plan]:
     """The plan that `zero.initialize` would make for training all of a model that requires gradients.
 
-    Raises ConfigError: a knob or a parameter that cannot be; names it. Raises BudgetError: it does not fit; names the
-    knob to turn.
+    Raises ConfigError: an impossible setting or parameter; names it. Raises BudgetError: the plan does not fit; names
+    the setting to change.
 
     Args:
-        model: on any device; nothing of it is read but shapes and dtypes.
-        machine: what one rank can have.
-        world_size: number of ranks; the plan is that of the first.
-        least: what the model takes at least, whether or not the machine has it.
+        model: on any device; only its shapes and dtypes are read.
+        machine: the memory that one rank can use.
+        world_size: number of ranks; the plan is for the first rank.
+        least: make the smallest plan for the model, even if the machine has less memory.
     """
     placement = place(config, 0, world_size)
     trained = trained_from(None, None, model, config) or Trained([], Rules((AdamRule(),)))

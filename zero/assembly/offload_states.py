@@ -1,4 +1,4 @@
-"""`engine.offload_states`: the device for somebody else for a while, such as an engine that generates."""
+"""`engine.offload_states`: frees device memory for another user for a while, such as an engine that generates."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ logger = logging.getLogger("zero")
 
 
 class OffloadStates:
-    """`engine.offload_states`, and back. `away`: what has been put away."""
-
     def __init__(self, run: Run, steps: Steps, away: StatesAway) -> None:
         self._run, self._steps, self._away = run, steps, away
         self._told_nothing = False
@@ -32,23 +30,23 @@ class OffloadStates:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Copy what the engine has on its device to host memory, and give that memory of the device back.
+        """Copy the engine's states from the device to host memory, and free their device memory.
 
-        What is on the host or on NVMe anyway stays there. States that the engine needs come back by themselves, with
-        a line in the log: all of them for a step and for whoever looks at values or saves, weights for a forward,
-        weights and gradients for a backward. All ranks come here.
+        States that are on the host or on NVMe stay there. The engine brings states back when it needs them, with a line
+        in the log: all of them for a step, a read of values or a save; weights for a forward; weights and gradients for
+        a backward. All ranks call this together.
 
         Args:
-            include: what to put away, members of `OffloadStateTypeEnum` or their names; None: everything. Masters and
-                optimizer states lie side by side: naming one of them moves both.
+            include: states to put away, members of `OffloadStateTypeEnum` or their names; None: everything. Masters and
+                optimizer states are stored together: naming one of them moves both.
             device: cpu; none does nothing.
             pin_memory: page-lock the host memory, where there is a GPU.
-            non_blocking: accepted; it returns when all is copied, since the device's memory is needed until then.
+            non_blocking: no effect: it returns when all is copied, since the device's memory is needed until then.
 
         Raises:
             ConfigError: an unknown state or device.
             StateError: inside forward, backward or `GatheredParameters`, or the engine is closed.
-            BudgetError: the host has no room; everything is where it was.
+            BudgetError: the host has no room; nothing has moved.
             StorageError: the last step could not be completed.
         """
         kinds = chosen_kinds(include)
@@ -65,17 +63,17 @@ class OffloadStates:
             self._away.put(away, kinds, pinned=pin_memory and is_accelerator(here))
             told = f"{format_bytes(nbytes)} of {here} given back in {time.perf_counter() - began:.2f} s"
             logger.info("offload_states: %s: %s", names_of(kinds), told)
-        self._steps.ready("offload_states", frozenset())  # binds what is always bound, if it is still here
+        self._steps.ready("offload_states", frozenset())  # binds the persistent units, if they are still here
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` has put away, bit for bit; nothing happens if all is there.
+        """Bring back everything that `offload_states` has put away, bit for bit; does nothing if nothing is away.
 
         Args:
-            non_blocking: accepted; it returns when all is copied.
+            non_blocking: no effect: the call returns when all is copied.
 
         Raises:
             StateError: the engine is closed.
-            BudgetError: the device has no room; what is not back is still on the host.
+            BudgetError: the device has no room; everything that is not back is still on the host.
         """
         self._steps.check_open("reload_states")
         self._away.bring_back("")
@@ -83,22 +81,22 @@ class OffloadStates:
 
     @property
     def offloaded_states(self) -> Kinds:
-        """What `offload_states` has put away and nothing has needed since."""
+        """The states that `offload_states` has put away and that have not come back since."""
         return self._away.kinds
 
     def state_devices(self, kind: OffloadStateTypeEnum) -> set[torch.device]:
-        """Where this rank's memory of a kind is now; what is on NVMe is on none."""
+        """The devices that hold this rank's memory of a kind now; NVMe is not among them."""
         return self._away.put_away.devices(OffloadStateTypeEnum(kind))
 
     def _tell_of_nothing(self, kinds: list[OffloadStateTypeEnum]) -> None:
-        """Once: these have no memory of the device that could be given back."""
+        """Log once: these kinds have no device memory that could be freed."""
         if kinds and not self._told_nothing:
             self._told_nothing = True
             device = self._run.device
             logger.info("offload_states: nothing to do for %s: not on %s, or shared", names_of(kinds), device)
 
     def _rest(self, what: str, kinds: Kinds) -> PutAway:
-        """Nothing moves when this returns, and if weights are among the kinds none is bound."""
+        """Wait until nothing is in flight; if weights are among the kinds, release all bound units."""
         self._steps.ready(what, frozenset())
         parts = self._run.parts
         parts.check_between(what)

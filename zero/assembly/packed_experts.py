@@ -1,10 +1,10 @@
-"""Packed experts of transformers, fetched by rows: an experts implementation in front of the model's own.
+"""Packed experts of transformers, fetched by rows: an experts implementation that wraps the model's own.
 
-Transformers keeps a layer's experts in 3-D parameters and lets the config choose the function that computes with
-them (`ALL_EXPERTS_FUNCTIONS`). Ours asks for the rows of the experts that the router has chosen, numbers them anew
-and hands them to the function that the config had chosen before, as if the layer had no other experts. So the
-arithmetic stays whose it was, and bytes follow the routing. Code that is not dispatched so touches the parameters and
-gets them whole; `engine.statistics().whole_experts_by_unit` says how often.
+Transformers keeps a layer's experts in 3-D parameters, and the config chooses the function that computes with them
+(`ALL_EXPERTS_FUNCTIONS`). Ours fetches the rows of the experts that the router has chosen, renumbers them and passes
+them to the function that the config had chosen before, as if the layer had no other experts. So the arithmetic is
+unchanged, and only chosen experts are transferred. Code without this dispatch uses the parameters directly and gets all
+of their rows; `engine.statistics().whole_experts_by_unit` counts these cases.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from zero.params.units import packed_experts
 from zero.schedule.rows import RowLender
 from zero.values.access import EngineKeeper
 
-PREFIX = "zero:"  # Our implementations are called "zero:eager", "zero:grouped_mm" and so on: what follows computes.
+PREFIX = "zero:"  # Ours are called "zero:eager", "zero:grouped_mm" and so on; the second part names the wrapped one.
 
 
 class RoutedExperts:
-    """A layer's experts module as one that has only the chosen experts.
+    """Stands for a layer's experts module, but has only the chosen experts.
 
     Args:
-        module: the layer's; whatever is not given here is taken from it.
+        module: the layer's experts module; all other attributes are read from it.
         tensors: name -> rows of that parameter.
-        count: how many experts they are.
+        count: number of chosen experts.
     """
 
     def __init__(self, module: nn.Module, tensors: dict[str, torch.Tensor], count: int) -> None:
@@ -41,9 +41,9 @@ class RoutedExperts:
 
 
 def fetch_experts_by_rows(model: nn.Module) -> Callable[[], None]:
-    """Let the model's packed experts be fetched by rows, where transformers dispatches them.
+    """Have the model's packed experts fetched by rows, where transformers dispatches them.
 
-    Returns what makes the model as it was.
+    Returns a function that undoes this.
     """
     integration: Any = sys.modules.get("transformers.integrations.moe")
     functions: Any = getattr(integration, "ALL_EXPERTS_FUNCTIONS", None)
@@ -81,7 +81,7 @@ def _implementation(inner: str, functions: Any) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         own: Any = type(self).forward
         compute = functions.get_interface(inner, own.__wrapped__)
-        # dict.items, not module.weight: reading a parameter asks for all of it.
+        # dict.items, not module.weight: reading the attribute would fetch the whole parameter.
         parameters = {name: p for name, p in self._parameters.items() if p is not None}
         lender = _lender_of(parameters)
         lent = {name: p for name, p in parameters.items() if lender is not None and lender.lends(p)}
@@ -107,7 +107,7 @@ def _implementation(inner: str, functions: Any) -> Callable[..., torch.Tensor]:
 
 
 def _lender_of(parameters: dict[str, nn.Parameter]) -> RowLender | None:
-    """Who lends rows of these; None outside an engine."""
+    """The engine's lender of these parameters' rows; None outside an engine."""
     for parameter in parameters.values():
         keeper = keeper_of(parameter) if is_kept(parameter) else None
         if isinstance(keeper, EngineKeeper):

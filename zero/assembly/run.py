@@ -1,4 +1,4 @@
-"""What the collaborators of one engine share: for whom and with what they work, and how far the training is."""
+"""The state that the collaborators of one engine share: model, configuration, optimizer, parts and counters."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class Run:
     Args:
         rules: how parameters are updated.
         updater: the optimizer that users hold; None trains nothing.
-        scaler: of the loss; its scale is 1 where nothing is fp16.
+        scaler: the loss scaler; its scale is 1 if nothing is fp16.
 
     Attributes:
-        parts: of the engine for the model as it is.
-        in_place: values in memory that the device can address are used where they live.
-        global_steps: steps taken, skipped ones too.
+        parts: the engine's parts for the present model.
+        in_place: values in memory that the device can address are used there, without a copy.
+        global_steps: steps taken, including skipped ones.
         global_samples: samples that steps have used, over all ranks.
         micro_steps: calls of `step()`.
-        step_began: `micro_steps` when the step under way began.
-        collecting_began: `micro_steps` when its gradients were forgotten last, else as `step_began`.
+        step_began: `micro_steps` when the current step began.
+        collecting_began: `micro_steps` when its gradients were last discarded, else as `step_began`.
         skipped_steps: steps that changed no weight because a gradient was inf or NaN.
         lr_scheduler: stepped after each step that changes weights, or None.
-        collate_fn: for loaders that are given none.
-        training_dataloader: its position is in checkpoints, if it has `state_dict` and `load_state_dict`.
-        attention_logits: what `qk_clip` has seen since the last step: has `state_dict` and `load_state_dict`; or None.
-        data_position: what the `state_dict` of that loader was in the checkpoint loaded last.
-        generations: contexts of `engine.generation()` that are open.
-        closed: nothing runs any more.
+        collate_fn: for loaders that get none.
+        training_dataloader: checkpoints save its position if it has `state_dict` and `load_state_dict`.
+        attention_logits: the `QkClip`, whose logits since the last step checkpoints save; or None.
+        data_position: `state_dict` of that loader in the checkpoint that was loaded last.
+        generations: number of open contexts of `engine.generation()`.
+        closed: the engine is closed.
     """
 
     parts: Assembly
@@ -86,7 +86,7 @@ class Run:
     def use(self, parts: Assembly) -> None:
         first = self._finalizer is None
         self.let_go()
-        # Users of DeepSpeed rarely close an engine: one that is dropped gives its files and threads back too.
+        # Users of DeepSpeed rarely close an engine: the finalizer releases files and threads of a dropped one too.
         self._finalizer = weakref.finalize(self, Storage.abandon, parts.storage)
         self.parts = parts
         if first:
@@ -98,10 +98,10 @@ class Run:
             parts.coordinator.begin_generation()
 
     def let_go(self) -> None:
-        """Whoever calls closes the parts' storage."""
+        """Detach the finalizer. The caller closes the parts' storage."""
         if self._finalizer is not None:
             self._finalizer.detach()
 
     def set_batch(self, train: int, micro: int, steps: int) -> None:
-        """Other batch sizes from now on: samples per step, samples per forward of a rank, micro-batches per step."""
+        """Change the batch sizes: samples per step, samples per forward of a rank, micro-batches per step."""
         self.config = self.config.with_batch({TRAIN: train, MICRO: micro, STEPS: steps})

@@ -1,4 +1,4 @@
-"""DeepSpeed's words for what an engine keeps, and for where it can be put."""
+"""DeepSpeed's names for the states of an engine and for the places where they can be put."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What `engine.offload_states` moves."""
+    """States that `engine.offload_states` can move."""
 
     optim_states = "optim_states"
     """The optimizer's states."""
     hp_params = "hp_params"
-    """What 16-bit weights lack of their fp32 masters. It lies beside the states, and moves with them."""
+    """The remainders from 16-bit weights to their fp32 masters. They are stored with the states and move with them."""
     lp_params = "lp_params"
-    """The weights; fp32 ones too, which are their own masters."""
+    """The weights, including fp32 weights, which are their own masters."""
     lp_grads = "lp_grads"
     """Gradients that have been collected since the last step, and the memory for them."""
     contiguous_grad_buffer = "contiguous_grad_buffer"
-    """Memory that gradients pass through. It holds nothing between two backwards."""
+    """The pool for gradients in flight. It is empty between two backwards."""
 
 
 ALL = frozenset(OffloadStateTypeEnum)
 RECORDS = frozenset((OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params))
-"""Side by side in one record."""
+"""These are stored together in one record."""
 TO_RUN = frozenset((OffloadStateTypeEnum.lp_params,))
-"""What a forward needs."""
+"""The states that a forward needs."""
 TO_TRAIN = ALL - RECORDS
-"""What a backward needs."""
+"""The states that a backward needs."""
 
 
 def chosen_kinds(include: Container[OffloadStateTypeEnum] | None) -> frozenset[OffloadStateTypeEnum]:
-    """What `offload_states` is asked to move; None: everything. Names are as good as members.
+    """The states that `include` asks to move, as members or as names; None: all.
 
     Raises ConfigError: an unknown name, or no collection of names.
     """
@@ -50,7 +50,7 @@ def chosen_kinds(include: Container[OffloadStateTypeEnum] | None) -> frozenset[O
     names = [kind.value for kind in OffloadStateTypeEnum]
     if isinstance(include, (str, Enum)) or not isinstance(include, Container):
         raise ConfigError(f"offload_states: include: expected a list of {', '.join(names)}, or None, got {include!r}")
-    # Members are strings: whoever holds their names holds them.
+    # Members are strings, so `in` works for names and for members.
     unknown = [name for name in include if name not in names] if isinstance(include, Iterable) else []
     if unknown:
         raise ConfigError(f"offload_states: include: expected {', '.join(names)}, got {unknown[0]!r}")
@@ -59,7 +59,7 @@ def chosen_kinds(include: Container[OffloadStateTypeEnum] | None) -> frozenset[O
 
 
 def chosen_device(device: OffloadDeviceEnum | str) -> OffloadDeviceEnum:
-    """Where `offload_states` is asked to put it. Raises ConfigError: neither cpu nor none."""
+    """The device that `offload_states` is asked for. Raises ConfigError: it is neither cpu nor none."""
     try:
         chosen = OffloadDeviceEnum(device)
     except ValueError:

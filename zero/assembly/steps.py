@@ -1,8 +1,8 @@
-"""The engine's steps: asked for, decided, counted, and begun; and what every other call owes to the last one.
+"""The engine's steps: asked for, decided, counted, and begun; and how every other call completes the last step first.
 
-[Note: behind the step] `step()` returns once the step is decided and counted; updates go on behind it. So each call of
-the engine begins with `ready` or `current`: they take a step that an error has left half taken, and wait for what the
-call is going to look at.
+[Note: behind the step] `step()` returns once the step is decided and counted; the updates continue after it returns. So
+each call of the engine begins with `ready` or `current`: these complete a step that an error has interrupted, and wait
+for the updates of the values that the call is going to use.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from zero.values.parameters import ParameterValues
 
 
 class StepListener:
-    """Hears of steps, and of what changes weights besides. Each does nothing unless told otherwise."""
+    """Callbacks for steps and for other changes of weights. Each does nothing unless it is overridden."""
 
     def check_open(self, what: str) -> None:
-        """`what` is attempted: raise if it must not be."""
+        """The call `what` begins: raise if it is not allowed now."""
 
     def called(self) -> None:
-        """The engine is called: raise an error that nobody has seen yet."""
+        """The engine is called: raise an error that was not raised yet."""
 
     def step_asked(self) -> None:
-        """Raise if no step must be taken now."""
+        """A step is asked for: raise if it is not allowed now."""
 
     def releasing(self) -> None:
-        """What is always bound is about to be let go."""
+        """The persistent units are about to be released."""
 
     def step_begins(self) -> None:
-        """A step is about to be decided, and what is always bound is about to be let go."""
+        """A step is about to be decided, and the persistent units are about to be released."""
 
     def released(self) -> None:
-        """Nothing is bound, and the step is not decided yet."""
+        """No unit is bound, and the step is not decided yet."""
 
     def step_counted(self) -> None:
-        """Nobody has seen its weights yet."""
+        """The step is decided and counted; nothing has used its new weights yet."""
 
     def forgotten(self, *, forwards: bool) -> None:
-        """What was collected since the last step counts for nothing; `forwards`: nor do those of the whole batch."""
+        """The gradients since the last step are discarded; `forwards`: the forwards of the whole batch are, too."""
 
     def step_begun(self) -> None:
-        """What cannot wait is updated."""
+        """The updates that cannot be deferred are done."""
 
     def updated_bound(self) -> None:
-        """What is always on the device is as of the last step, and nobody has touched it."""
+        """The persistent units have their values of the last step, and nothing has used them yet."""
 
     def weights_change(self, index: int) -> None:
         """A unit's weights are about to change by other means than a step."""
@@ -75,12 +75,12 @@ class StepListener:
 
 
 class Steps:
-    """Of one engine.
+    """The steps of one engine.
 
     Args:
-        accumulation: of micro-batches.
-        away: what `offload_states` has put away.
-        listeners: told of each step, in this order.
+        accumulation: counts the micro-batches.
+        away: the states that `offload_states` has put away.
+        listeners: called at each step, in this order.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Steps:
     ) -> None:
         self._run, self._accumulation, self._scaling, self._away = run, accumulation, scaling, away
         self._listeners = listeners
-        self._schedule_arguments: Mapping[str, Any] = {}  # For the scheduler, with the step that was asked for last.
+        self._schedule_arguments: Mapping[str, Any] = {}  # Of the last step asked for; passed to the scheduler.
         self._applied = False
         self._backwards = 0  # Since the last step.
-        self.watch = Stopwatch()  # What steps have taken.
+        self.watch = Stopwatch()  # Time of the steps.
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         run = self._run
@@ -104,7 +104,7 @@ class Steps:
         self._applied = False
         if run.parts.stepper.state == StepState.NONE:
             if not self._accumulation.is_gradient_accumulation_boundary():
-                self._take()  # what an earlier call has left; if it raises, this call has not happened
+                self._take()  # complete an earlier step; if that raises, this call is not counted
                 run.micro_steps += 1
                 return
             self._ask(lr_kwargs)
@@ -112,24 +112,24 @@ class Steps:
         self._take()
 
     def step_now(self) -> None:
-        """`optimizer.step()`: a step now, whatever the micro-step counter says."""
+        """`optimizer.step()`: take a step now, independently of the micro-step counter."""
         self.check_open("optimizer.step")
         if self._run.parts.stepper.state == StepState.NONE:
             self._ask()
         self._take()
 
     def was_step_applied(self) -> bool:
-        """Did the last `step()` change weights? Not between accumulation boundaries, nor where it was skipped."""
+        """True if the last `step()` changed weights: it was on an accumulation boundary and was not skipped."""
         return self._applied
 
     @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients accumulated since the last step."""
+        """Discard the gradients accumulated since the last step."""
         self._forget(forwards=False)
 
     @whole
     def forget_batch(self) -> None:
-        """As `zero_grad`, where no forward waits for its backward: nothing of a batch is to count."""
+        """As `zero_grad`, and the forwards of the batch do not count either: none of them waits for its backward."""
         self._forget(forwards=True)
 
     def _forget(self, *, forwards: bool) -> None:
@@ -152,7 +152,7 @@ class Steps:
             listener.forgotten(forwards=forwards)
 
     def _ask(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Take note of a step that is legal now. From here on it will be taken, whatever fails meanwhile."""
+        """Register a step, which is legal now. From here on it will be taken, even if an error interrupts it."""
         run, parts = self._run, self._run.parts
         if run.updater is None:
             raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
@@ -171,7 +171,7 @@ class Steps:
         parts.stepper.ask()
 
     def _take(self) -> None:
-        """Do what an earlier call had to leave undone: edits first, they came before the step."""
+        """Complete the work that an earlier call has left: first the edits, since they were made before the step."""
         run, parts = self._run, self._run.parts
         with self.watch.running():
             parts.stepper.check()
@@ -186,12 +186,12 @@ class Steps:
             try:
                 for listener in self._listeners:
                     listener.step_begun()
-            finally:  # The step was taken, whatever a listener says.
+            finally:  # The step was taken, even if a listener raises.
                 if parts.stepper.applied:
                     run.updater.after_step()
 
     def _fix(self, optimizer: ZeroOptimizer) -> None:
-        """Decide everything about the step, and count it; once, also if an interrupt makes it two attempts."""
+        """Decide everything about the step, and count it: each once, even if an interrupt splits it into two calls."""
         run, stepper = self._run, self._run.parts.stepper
         number = run.global_steps + 1
         if stepper.state == StepState.ASKED:
@@ -208,7 +208,7 @@ class Steps:
                 )
             except (UnusedParameters, LossScaleError) as error:
                 optimizer.overflow = isinstance(error, LossScaleError)
-                if optimizer.overflow:  # the gradients are gone; those of the other refusal wait for another attempt
+                if optimizer.overflow:  # its gradients are discarded; UnusedParameters keeps them for another attempt
                     self._accumulation.begin_step()
                     self._told_forgotten(forwards=True)
                 raise
@@ -216,7 +216,7 @@ class Steps:
             self._count(optimizer, number)
 
     def _count(self, optimizer: ZeroOptimizer, number: int) -> None:
-        """The schedule follows the steps that change weights."""
+        """Count the decided step. The scheduler is stepped only if the step changes weights."""
         run, parts, applied = self._run, self._run.parts, self._run.parts.stepper.applied
         parts.coordinator.step_taken()
         parts.stepper.count()
@@ -237,17 +237,17 @@ class Steps:
             listener.step_counted()
 
     def _samples(self) -> int:
-        """Of the step that is counted, on all ranks: where the user says when a step is, of the backwards before it."""
+        """Samples of the counted step on all ranks. If the user sets the boundaries, its backwards are counted."""
         config = self._run.config
         if config.managed_gradient_accumulation:
             return config.train_batch_size
-        micro_batches = max(self._backwards, self._accumulation.begun)  # one backward may be of several
+        micro_batches = max(self._backwards, self._accumulation.begun)  # one backward may cover several
         return micro_batches * config.train_batch_size // config.gradient_accumulation_steps
 
     def take_written(self) -> None:
-        """A gradient that somebody has put into `parameter.grad` replaces what was collected, as with torch.
+        """A gradient that the user has put into `parameter.grad` replaces the collected one, as with torch.
 
-        Of several ranks each has put the same there: this rank's slice is taken from its own.
+        All ranks must have put the same gradient there: each rank takes its slice from its own.
         """
         for parameter in self._written():
             self._take_gradient(parameter)
@@ -259,7 +259,7 @@ class Steps:
             self.values_of(parameter, to_change=True).set_gradient(whole_gradient)
 
     def _written(self) -> list[nn.Parameter]:
-        """Backward leaves none: gradients are collected as they come."""
+        """Parameters with a `.grad` from the user: backward leaves none, since the engine collects the gradients."""
         run = self._run
         groups = run.updater.param_groups if run.updater is not None else []
         with torch._C.DisableTorchFunctionSubclass():
@@ -267,18 +267,18 @@ class Steps:
             return [p for p in held if id(p) in run.parts.index_of]
 
     def check_open(self, what: str) -> None:
-        """Raise StateError if the engine is closed; `what` was attempted."""
+        """Raise StateError if the engine is closed. `what`: the call, for the message."""
         if self._run.closed:
             raise StateError(f"{what}: the engine is closed")
         for listener in self._listeners:
             listener.check_open(what)
 
     def ready(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
-        """Raise if the engine is closed; take a step that was asked for; bind what is always bound.
+        """Raise if the engine is closed; complete a step that was asked for; bind the persistent units.
 
-        Raises StateError: closed; StorageError: an update of the last step failed and nobody was told yet, or it fails
-        again. `needs`: of these states (None: all) what `offload_states` has put away comes back (BudgetError: no
-        room).
+        `needs`: bring these states (None: all) back if `offload_states` has put them away (BudgetError: no room).
+        Raises StateError: closed; StorageError: an update of the last step failed and this was not raised yet, or it
+        fails again.
         """
         self.check_open(what)
         for listener in self._listeners:
@@ -293,7 +293,7 @@ class Steps:
             parts.coordinator.bind_persistent()
 
     def ready_to_run(self, what: str) -> None:
-        """`ready`, for who needs weights and nothing else."""
+        """`ready` for calls that need only weights."""
         self.ready(what, TO_RUN)
 
     def ready_to_train(self) -> None:
@@ -305,26 +305,26 @@ class Steps:
 
     @whole
     def current(self, what: str, units: Iterable[int] | None = None) -> None:
-        """`ready`, and these units (None: all) are stored as of the last step. As `ready`, raises."""
+        """`ready`, then wait until these units (None: all) have stored the last step's values. Raises as `ready`."""
         self.ready(what)
         self._run.parts.stepper.finish(units)
 
     @whole
     def synchronize(self) -> None:
-        """Wait until the last step is complete and the gradients since are stored, on every tier, and nothing moves.
+        """Wait until the last step is complete, later gradients are stored on every tier, and nothing is in flight.
 
-        Raises StorageError: a transfer failed. The next call goes on where this one stopped.
+        Raises StorageError: a transfer failed. The next call continues where this one stopped.
         """
         self.ready("synchronize", frozenset())
         parts = self._run.parts
         parts.stepper.finish()
         parts.gradients.settle()
         parts.coordinator.settle()
-        streams = parts.storage.streams  # a GPU has perhaps only been told what to update
+        streams = parts.storage.streams  # updates may be queued on the GPU and not be done yet
         parts.storage.mover.run("waiting for the device", streams.reached(streams.behind_updates()))
 
     def changed(self, index: int) -> None:
-        """A unit changes by other means than a step."""
+        """A unit is about to change by other means than a step."""
         for listener in self._listeners:
             listener.weights_change(index)
 
@@ -333,7 +333,7 @@ class Steps:
             listener.edit_begins()
 
     def at_rest(self) -> Assembly:
-        """The parts, to rewrite their planes: nothing of them moves or is used, no unit is bound, no graph counts."""
+        """The parts, ready for rewriting their planes: nothing is in flight, no unit is bound, graphs are invalid."""
         parts = self._run.parts
         self._away.bring_back("a change of the model or of its values")
         parts.settle()
@@ -341,23 +341,23 @@ class Steps:
             listener.rewrite_begins()
         parts.coordinator.release_all()
         parts.watch.generation += 1
-        # A forward that the device has still to run uses the weights where they are, or copies of them.
+        # A forward that is still queued on the device reads the weights in place, or copies of them: wait for it.
         streams = parts.storage.streams
         used = streams.reached(streams.fence(), streams.behind_copies_in(), streams.behind_updates())
         parts.storage.mover.run("waiting for the device", used)
         return parts
 
     def release_bound(self) -> None:
-        """Let every unit go, what is always bound too; `ready` binds that again."""
+        """Release every unit, also the persistent ones; `ready` binds these again."""
         for listener in self._listeners:
             listener.releasing()
         self._run.parts.coordinator.release_all()
 
     def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
-        """A parameter's exact values, states and gradient as of the last step, for `zero.utils.safe_get_full_grad` etc.
+        """A parameter's exact values, states and gradient after the last step, for `zero.utils.safe_get_full_grad` etc.
 
-        Raises StateError: the engine is closed, or a forward or backward runs; StorageError: the last step could not be
-        completed. `to_change`: they are going to be replaced, and nobody reads them still.
+        `to_change`: they are going to be replaced, so a background checkpoint is completed first. Raises StateError: the
+        engine is closed, or a forward or backward runs; StorageError: the last step could not be completed.
         """
         if to_change:
             self.check_open(EDIT)
