@@ -356,8 +356,8 @@ class Steps:
     def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
         """A parameter's exact values, states and gradient after the last step, for `zero.utils.safe_get_full_grad` etc.
 
-        `to_change`: they are going to be replaced, so a background checkpoint is completed first. Raises StateError: the
-        engine is closed, or a forward or backward runs; StorageError: the last step could not be completed.
+        `to_change`: they are going to be replaced, so a background checkpoint is completed first. Raises StateError:
+        the engine is closed, or a forward or backward runs; StorageError: the last step could not be completed.
         """
         if to_change:
             self.check_open(EDIT)

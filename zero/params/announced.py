@@ -1,7 +1,7 @@
-"""Parameters that `Init` has seen and left in memory: no keeper, but other ranks may have edited them.
+"""Parameters that were built under `Init` but stay in memory: they have no keeper, and ranks may edit them differently.
 
-An engine takes the first rank's values of them. Until then they are each rank's own, and only `GatheredParameters` with
-a `modifier_rank` makes them the same.
+An engine takes the first rank's values. Until then each rank has its own values, and only `GatheredParameters` with a
+`modifier_rank` makes them equal.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from zero.ranks import backend, world
 
 
 def is_announced(parameter: torch.Tensor) -> bool:
-    """True when it has DeepSpeed's attributes and nobody keeps its values."""
+    """True if it has DeepSpeed's attributes and no keeper."""
     return isinstance(parameter, nn.Parameter) and has_face(parameter) and not is_kept(parameter)
 
 
 def check_rank(modifier_rank: int | None) -> None:
-    """Raise StateError unless there is such a rank; None, and any before the ranks have met, is fine."""
+    """Raise StateError if there is no such rank. None is fine; so is any rank before torch.distributed is set up."""
     world_size = world.world_size()
     if modifier_rank is not None and world.is_distributed() and not 0 <= modifier_rank < world_size:
         raise StateError(
@@ -33,19 +33,19 @@ def check_rank(modifier_rank: int | None) -> None:
 
 
 def take_values_of(source_rank: int, parameters: Iterable[torch.Tensor]) -> None:
-    """Make these values on every rank what they are on `source_rank`. All ranks come here with the same parameters.
+    """Copy these values from `source_rank` to every rank. All ranks call this with the same parameters.
 
-    Before the ranks have met there is nobody to take them from, and they stay.
+    Before torch.distributed is set up, the values stay.
 
     Args:
-        source_rank: of the default group.
+        source_rank: a rank of the default group.
         parameters: any dtype and layout, on the host or the device.
     """
     if world.world_size() == 1:
         return
     for parameter in parameters:
         if parameter.is_meta:
-            continue  # it has none yet
+            continue  # it has no values yet
         values = parameter.detach().contiguous().view(-1).view(torch.uint8)
         if values.is_cpu and not backend.has_cpu(None):
             values = values.to(compute_device())

@@ -14,7 +14,7 @@ from zero.params.watched import forget, watch, written
 
 
 class BoundUnit:
-    """One unit's parameters and the flat storage they look into.
+    """One unit's parameters and the flat storage that they are views of.
 
     Args:
         parameters: the model's parameter objects, in the order of `unit.slots`.
@@ -44,7 +44,7 @@ class BoundUnit:
         return self._storage.holds(tensor)
 
     def adopt(self, slot: Slot, keeper: Keeper) -> None:
-        """Turn one parameter into a released view of this unit; its old memory is let go."""
+        """Turn one parameter into a released view of this unit; its old memory is freed."""
         parameter = self.parameters[slot.position]
         self._turn(parameter, self._storage.views[slot.position])
         mark(parameter, keeper, slot.name, persistent=self.unit.persistent)
@@ -62,9 +62,9 @@ class BoundUnit:
         set_released(parameter)
 
     def leave_device(self, poison: Poison) -> None:
-        """Released parameters look at `poison` of the host from now on, and nothing here looks at the device any more.
+        """Make the released parameters views of `poison` on the host, so that nothing here refers to device memory.
 
-        What was given another memory, such as the model's own, is left alone, and so is a unit that is bound.
+        A bound unit stays as it is, and so does a parameter that has got other memory, such as the model's own.
         """
         if not self.bound:
             self.poison = poison
@@ -86,25 +86,25 @@ class BoundUnit:
         self._replaced = False
 
     def show(self, *, edited: bool = False) -> None:
-        """The values are present, and a module that owns them is called, or an editor has them: no keeper is asked.
+        """Mark the bound parameters as present: a module call or an editor uses them now, so accesses ask no keeper.
 
         Args:
-            edited: by somebody who compares all values afterwards.
+            edited: an editor has them, and it compares all values afterwards.
         """
         for parameter in self.parameters:
             set_present(parameter)
-            # What is written to a persistent unit is where it stays.
+            # A persistent unit is its own home: writes to it are kept without a comparison.
             if not self.unit.persistent and not edited:
                 watch(parameter)
 
     def hide(self) -> None:
-        """The values are present by chance: whoever looks at them asks the keeper, so that the use is known."""
+        """Mark the parameters as released, but keep the values: an access asks the keeper, which then notes the use."""
         for parameter in self.parameters:
             set_released(parameter)
 
     @property
     def modified(self) -> bool:
-        """True if somebody has modified a parameter since `bind`, in place or (see `recapture`) its `.data`."""
+        """True if a parameter was modified since `bind`, in place or (see `recapture`) by replacing its `.data`."""
         return self._replaced or self._count_versions() != self._versions or any(map(written, self.parameters))
 
     @property
@@ -114,12 +114,12 @@ class BoundUnit:
         return self.modified or not all(in_place)
 
     def recapture(self) -> list[str]:
-        """Make parameters whose `.data` was replaced views of this unit again, with the values they were given.
+        """Make parameters whose `.data` was replaced views of this unit again, and copy their new values into it.
 
         Returns:
-            What cannot be kept, in words: another shape has no room here.
+            Messages about values that cannot be kept, because their shape has changed.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # no question to the keeper, if they are hidden
+        with torch._C.DisableTorchFunctionSubclass():  # else hidden parameters would ask the keeper
             return self._recapture()
 
     def _recapture(self) -> list[str]:
@@ -137,7 +137,7 @@ class BoundUnit:
                     f"{tuple(slot.shape)}: an engine's parameters keep their size; resize before zero.initialize "
                     "(inside zero.Init too), or close the engine and initialize again"
                 )
-        # All are read before the first is written: what one was given may be another's memory.
+        # Read all before the first write: the new `.data` of one parameter may be the memory of another.
         copies = [(view, values.clone()) for view, values in given]
         with torch.no_grad():
             for view, values in copies:
@@ -163,13 +163,13 @@ class BoundUnit:
 
     @property
     def lookers(self) -> int:
-        """How many tensors look into the unit's memory, its own among them."""
+        """Number of tensors that share the unit's memory, including its own."""
         return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
 
     def leave_values(self) -> None:
-        """Release the parameters, which look into another storage from now on: who else looks at the values has them.
+        """Release the parameters and move them to another storage, because other tensors share the bound memory.
 
-        The memory that was bound is theirs.
+        These tensors keep that memory and its values.
         """
         self._forget_values()
         self._look_elsewhere(self.flat.device)

@@ -1,4 +1,4 @@
-"""What modules have besides parameters: buffers, on the device, in the dtype that is asked for; extra states."""
+"""State of modules besides parameters: buffers, with their device and dtype, and extra states."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from zero.params.opaque import decoding_names
 
 
 def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move buffers to the device; floating ones become `dtype`, and keep their own if it is None, as in DeepSpeed.
+    """Move buffers to the device and cast floating ones to `dtype` (None: they keep their own), as in DeepSpeed.
 
-    Running statistics are an exception: torch computes no norm of them in fp32 beside weights in 16 bits, so without a
-    `dtype` they take that of the weights. Those that belong to quantised storage always keep theirs.
+    Running statistics are an exception: torch's norms refuse fp32 statistics with 16-bit weights, so without a `dtype`
+    they take the dtype of the weights. Buffers of quantised storage always keep their dtype.
     """
     for module in model.modules():
         decoding, wanted = decoding_names(module), dtype or _dtype_of_statistics(module)
@@ -27,13 +27,13 @@ def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | No
 
 
 def _dtype_of_statistics(module: nn.Module) -> torch.dtype | None:
-    """What a norm's running statistics have to be in; None: they, or another module's buffers, may stay."""
+    """The dtype that a norm's running statistics need; None: this module's buffers may keep theirs."""
     weight = module.weight if isinstance(module, _NormBase) else None
     return weight.dtype if weight is not None and weight.dtype in (torch.bfloat16, torch.float16) else None
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What `state_dict` would hold besides parameters."""
+    """The buffers that `state_dict` would hold."""
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):  # under each of its names, as torch has it
         for name, buffer in module._buffers.items():
@@ -43,14 +43,14 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """Name of a module -> what it adds to a state dict by `get_extra_state`, of those that have one. Any object."""
+    """Name of each module with `get_extra_state` -> the object that it returns."""
     none: Any = nn.Module.get_extra_state
     named = model.named_modules()
     return {name: module.get_extra_state() for name, module in named if type(module).get_extra_state is not none}
 
 
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
-    """Give modules what `extra_states` has said; who takes none is left alone."""
+    """Set the results of `extra_states` again, on modules that have `set_extra_state`."""
     none: Any = nn.Module.set_extra_state
     for name, module in model.named_modules():
         if name in states and type(module).set_extra_state is not none:

@@ -1,6 +1,6 @@
-"""DeepSpeed's attributes on parameters whose values somebody keeps, for the libraries that look at them.
+"""DeepSpeed's attributes on parameters that have a keeper, for libraries that read them.
 
-They say what is so and steer nothing: whoever writes to one changes what the next reader sees, not the engine.
+The attributes only describe: a write to one changes what later readers see, but not what the engine does.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zero.ranks import world
 
 
 class ZeroParamStatus(Enum):
-    """DeepSpeed's words for where a parameter's values are."""
+    """DeepSpeed's names for the state of a parameter's values."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
-    """Never seen here: what is on its way is not available yet."""
+    """Not used here: values that are being fetched count as not available."""
 
 
 AVAILABLE, NOT_AVAILABLE = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
@@ -36,18 +36,18 @@ _numbers = itertools.count()
 
 
 def has_face(parameter: nn.Parameter) -> bool:
-    """True when it has the attributes: clients ask for `ds_id` to know whether a parameter has to be gathered."""
+    """True if it has the attributes: clients check for `ds_id` to know whether a parameter has to be gathered."""
     return "ds_id" in parameter.__dict__
 
 
 def put_on_face(parameter: nn.Parameter, persistent: bool, private: tuple[str, ...], *, whole: bool = False) -> None:
-    """Give the attributes, or bring them up to date; `ds_id` stays.
+    """Set or update the attributes; `ds_id` stays.
 
     Args:
-        parameter: some keeper is responsible for it from now on.
+        parameter: a keeper is responsible for it from now on.
         persistent: its values never leave the device.
-        private: attributes that are nobody else's business.
-        whole: every rank has all of it (stages 0 to 2): it has none of the attributes.
+        private: internal attributes, which are not pickled.
+        whole: every rank has all of it (stages 0 to 2), so it gets none of the attributes.
     """
     face = parameter.__dict__
     if whole:
@@ -56,30 +56,30 @@ def put_on_face(parameter: nn.Parameter, persistent: bool, private: tuple[str, .
         return
     face.setdefault("ds_id", next(_numbers))
     face["ds_shape"], face["ds_numel"], face["ds_persist"] = parameter.shape, parameter.numel(), persistent
-    face["ds_status"] = AVAILABLE  # the class of a released parameter says otherwise
+    face["ds_status"] = AVAILABLE  # the class of a released parameter overrides it
     face["ds_active_sub_modules"] = set()
     face[_NUMEL] = functools.partial(_share_numel, parameter.numel())
     face[_STATE] = _state_without(parameter, (*_FACE, *private))
 
 
 def _share_numel(numel: int) -> int:
-    """Elements of a parameter that a rank has on average, rounded up; `ds_tensor` has those of this one."""
+    """Elements of a parameter per rank on average, rounded up; the size of `ds_tensor` is exact for this rank."""
     return -(-numel // world.world_size())
 
 
 def announce(parameter: nn.Parameter) -> None:
-    """Give the attributes to a parameter that stays in memory until an engine adopts it: its values are there."""
+    """Set the attributes on a parameter whose values stay in memory until an engine adopts it."""
     put_on_face(parameter, False, ())
 
 
 def forget_face(parameter: nn.Parameter) -> None:
-    """Take them away: it is an ordinary parameter again."""
+    """Remove the attributes: it is an ordinary parameter again."""
     for name in _FACE:
         parameter.__dict__.pop(name, None)
 
 
 def _state_without(parameter: nn.Parameter, private: tuple[str, ...]) -> Callable[[], dict[str, Any]]:
-    """What `pickle` and `torch.save` write besides the values; a keeper and what it keeps stay here."""
+    """A function for `__getstate__`: the attributes that `pickle` and `torch.save` write, without the private ones."""
     reference = TensorWeakRef(parameter)
 
     def state() -> dict[str, Any]:

@@ -14,11 +14,11 @@ from zero.params.announced import check_rank, is_announced, take_values_of
 from zero.params.released import Keeper, is_kept, keeper_of
 
 _entered: list[GatheredParameters] = []
-"""Contexts that are entered, and not left yet."""
+"""Open contexts that have saved-tensor hooks."""
 
 
 def _saved(tensor: torch.Tensor) -> AsIs:
-    """What autograd keeps for backward: a copy of values that are gone by then, as those of a penalty on a weight."""
+    """Save a tensor for backward; as a copy, if its values are released before (a penalty on a weight needs this)."""
     return AsIs.of(tensor.detach().clone() if any(context.lends(tensor) for context in _entered) else tensor)
 
 
@@ -28,8 +28,9 @@ class GatheredParameters:
     Args:
         params: a parameter, or any iterable of them (lists, generators; duplicates are fine).
             Parameters that no engine or `Init` keeps are left alone.
-        modifier_rank: the rank whose edits are kept; None: those that all ranks have made alike. Every rank enters and
-            leaves the context, with the same parameters. Before there is an engine, None lets each rank keep its own.
+        modifier_rank: the rank whose edits are kept; None: all ranks make the same edits, which are kept. Every rank
+            enters and leaves the context, with the same parameters. Before there is an engine, None lets each rank keep
+            its own edits.
         fwd_module: accepted and ignored.
         enabled: False makes the context do nothing.
     """
@@ -53,7 +54,7 @@ class GatheredParameters:
         self._saving = ExitStack()
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """True if `tensor` looks into values that are here until the context ends, and nobody brings back."""
+        """True if `tensor` shares values that are released when the context ends and are not fetched for backward."""
         if tensor.layout != torch.strided:
             return False
         storage = tensor.untyped_storage()._cdata
@@ -61,7 +62,7 @@ class GatheredParameters:
         return any(p.untyped_storage()._cdata == storage for p in held)
 
     def __enter__(self) -> None:
-        """Bring the values in; all of them, or an error and none."""
+        """Fetch the values: all of them, or none and an error."""
         if self._announced or self._by_keeper:
             check_rank(self._modifier_rank)
         try:
@@ -78,21 +79,21 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Keep what was edited, then release."""
+        """Store the edits, then release."""
         self._saving.close()
         self._close_all()
         if kind is None and self._modifier_rank is not None:
             take_values_of(self._modifier_rank, [p for p in self._announced if is_announced(p)])
 
     def _keep_saved(self) -> None:
-        """What autograd saves in this thread until the context ends outlasts it, unless somebody has forbidden that."""
+        """Have autograd save copies in this thread until the context ends, unless saved-tensor hooks are disabled."""
         if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             _entered.append(self)
             self._saving.callback(_entered.remove, self)
             self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, AsIs.get))
 
     def _close_all(self) -> None:
-        """Close every keeper, whatever one of them raises; the first error is raised at the end."""
+        """Close every keeper, even if one of them raises; the first error is raised at the end."""
         first: BaseException | None = None
         while self._open:
             keeper, parameters = self._open.pop()

@@ -1,9 +1,8 @@
-"""`Init`: models larger than memory are built module by module, their values going to disk at once.
+"""`Init`: build a model that is larger than memory module by module, and write the values of each module to disk.
 
-Constructors run for real and in fp32, so a model built under `Init` has the very bits it would have
-had without. When a module's `__init__` returns, its parameters are cut: their values are spilled
-and the parameters released. Code that initialises them later, in the constructor of a parent or by
-`apply`, finds them again.
+Constructors run unchanged and in fp32, so a model built under `Init` has the same bits as without it. When a module's
+`__init__` returns, its parameters are cut: their values are spilled and the parameters are released. Code that
+initialises them later, in the constructor of a parent or by `apply`, gets the values fetched again.
 """
 
 from __future__ import annotations
@@ -40,30 +39,30 @@ DEEPSPEED_ONLY = {
 
 
 class Init:
-    """Context manager: modules constructed inside go to storage as their constructors return.
+    """Context manager: the values of modules constructed inside are spilled when their constructors return.
 
-    What is registered later, outside of any constructor (`from_pretrained` loads so), goes there when the context
-    ends. With `offload_param.device` none or cpu there is nothing to save by spilling on one rank, and construction is
-    left alone. Of several ranks all enter and build the same model: those of a node hold it once together, on disk or
-    in host memory, with the values of the node's first rank. The signature is DeepSpeed's.
+    Parameters that are registered later, outside of any constructor (`from_pretrained` does this), are spilled when the
+    context ends. On one rank, with `offload_param.device` none or cpu, spilling saves nothing, so construction is not
+    changed. With several ranks, all enter the context and build the same model: the ranks of a node hold it once, on
+    disk or in host memory, with the values of the node's first rank. The signature is DeepSpeed's.
 
     Args:
-        module: one that exists already: it is spilled now, as it is.
-        data_parallel_group: accepted; it is the default group.
-        mem_efficient_linear: accepted; a Linear needs no help here.
+        module: an existing module; its present values are spilled now.
+        data_parallel_group: no effect: the default group is used.
+        mem_efficient_linear: no effect: a Linear needs no special treatment here.
         remote_device: "none", "cpu" or "nvme", instead of `offload_param.device`; the config has the folder.
-        pin_memory: accepted; the config decides.
+        pin_memory: no effect: the config decides.
         config_dict_or_path: as for `zero.initialize`.
         config: alias of `config_dict_or_path`.
         enabled: False makes the context do nothing.
-        dtype: what floating parameters are when the context ends: constructed in fp32, then cast. None leaves them as
-            they are, and the trained ones keep their fp32 bits in the master.
-        mpu: accepted; it is the default group.
-        unused: DeepSpeed's further keywords for groups of ranks and quantised communication; accepted.
+        dtype: dtype of floating parameters when the context ends: they are constructed in fp32, then cast. None leaves
+            them as they are, and the trained ones keep their fp32 bits in the master.
+        mpu: no effect: the default group is used.
+        unused: DeepSpeed's further keywords for groups of ranks and quantised communication; no effect.
 
     Raises:
-        ConfigError: the config, `remote_device` or `dtype` cannot be; says what can.
-        StateError: another rank does not come, or builds something else.
+        ConfigError: the config, `remote_device` or `dtype` is invalid; says what is valid.
+        StateError: another rank does not enter the context, or builds a different model.
 
     Attributes:
         announces: parameters that stay in memory get DeepSpeed's attributes too, as soon as they are made.
@@ -90,12 +89,12 @@ class Init:
         self._paths = _spill_folders(source, remote_device) if enabled else None
         self._dtype = dtype if enabled else None
         self._replaced: list[tuple[type, str, Any]] = []
-        """(owner, attribute, what it was; None: it had none of its own)."""
+        """(owner, attribute, original value; None: the owner had none of its own)."""
         self._keeper: ProvisionalKeeper | None = None
         self._made: list[weakref.ref[nn.Module]] = []
         """Modules whose constructors have run inside."""
         self._constructing: set[int] = set()
-        """Modules (ids) whose constructors run."""
+        """Ids of modules whose constructors are running."""
         self._watches = self._paths is not None or self._dtype is not None or self.announces
         if module is not None and self._watches:
             self._keeper = self._opened()
@@ -114,7 +113,7 @@ class Init:
         return self
 
     def _opened(self) -> ProvisionalKeeper | None:
-        """Who keeps what is cut; None: it stays in memory. All ranks come here."""
+        """The keeper for cut parameters; None: values stay in memory. All ranks call this together."""
         if self._paths is None:
             return None
         file, everywhere = open_waiting_file(self._paths)
@@ -135,7 +134,7 @@ class Init:
         self._replace(nn.Module, "__init_subclass__", classmethod(on_subclass))
 
     def _look_away(self) -> None:
-        """Constructors and `apply` are torch's again; what they have fetched is spilled."""
+        """Restore torch's constructors and `apply`, and spill the values that were fetched for them."""
         while self._replaced:
             owner, name, original = self._replaced.pop()
             if original is None:
@@ -149,7 +148,7 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop watching; cut and cast what is left."""
+        """Stop watching; cut and cast the remaining parameters."""
         self._look_away()
         if self in _open:
             _open.remove(self)
@@ -160,7 +159,7 @@ class Init:
         self._made.clear()
 
     def _cut_made(self) -> None:
-        """Cut what no constructor has registered, and give everything its dtype."""
+        """Cut parameters that were registered outside of constructors, and cast all to `dtype`."""
         for module in [made() for made in self._made]:
             for parameter in list(module._parameters.values()) if module is not None else ():
                 if parameter is None:
@@ -185,8 +184,8 @@ class Init:
 
         @functools.wraps(original)
         def constructor(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            # Only the outermost constructor sees the finished module. It need not be the class's own any more: a
-            # decorator may have put another around it.
+            # Only the outermost constructor sees the finished module. It need not be the class's own: a decorator may
+            # have wrapped it.
             outermost = id(module) not in watcher._constructing
             watcher._constructing.add(id(module))
             try:
@@ -195,7 +194,7 @@ class Init:
                 if outermost:
                     watcher._constructing.discard(id(module))
             if watcher._keeper is not None:
-                watcher._keeper.spill_unseen()  # one further out may hold what it has taken from a parameter
+                watcher._keeper.spill_unseen()  # "unseen": an outer constructor may hold a view of a parameter
             if outermost:
                 watcher._made.append(weakref.ref(module))
                 for parameter in list(module.parameters()):  # children's too: some may have been replaced
@@ -212,12 +211,12 @@ class Init:
 
 
 _open: list[Init] = []
-"""Contexts that are open in this process, whose torch they change; the innermost last."""
+"""Open contexts of this process; they have patched torch. The innermost is the last."""
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Inside, no open `Init` watches constructors: an engine makes modules that are no part of any model."""
+    """Inside, no open `Init` watches constructors, because an engine makes modules that belong to no model."""
     contexts = list(_open)
     for context in reversed(contexts):
         context._look_away()
@@ -229,7 +228,7 @@ def suspended() -> Iterator[None]:
 
 
 def refuse_without_values(model: nn.Module) -> None:
-    """Raise ConfigError, with the way to build it, for a model on the meta device."""
+    """Raise ConfigError for a model on the meta device; it says how to build one."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     missing = [name for name, tensor in tensors if tensor.is_meta and tensor.numel()]
     if missing:
@@ -251,7 +250,7 @@ def _check_keywords(remote_device: str | None, dtype: torch.dtype | None, unused
 
 
 def _spill_folders(source: Source, remote_device: str | None) -> tuple[str, ...] | None:
-    """Where values go while nobody knows their place: folders, none for memory of the node; None: they stay."""
+    """Folders for values without a plan; empty: memory of the node; None: values stay with their parameters."""
     if source is None:
         if remote_device == "nvme":
             raise ConfigError('zero.Init: remote_device "nvme" needs config_dict_or_path: its offload_param.nvme_path')
@@ -268,15 +267,15 @@ def _spill_folders(source: Source, remote_device: str | None) -> tuple[str, ...]
 
 
 def cuts_values(config: Config, remote_device: str | None = None) -> bool:
-    """True if `Init` takes values away while a model is built: to NVMe, or to where ranks of a node share them."""
+    """True if `Init` spills values while a model is built: to NVMe, or to a store that ranks of a node share."""
     zero = config.zero_optimization
     shares = zero.stage == 3 and zero.shared_host_memory is not False and world.world_size() > 1
     return (remote_device or zero.offload_param.device) == "nvme" or shares
 
 
 def _without_batch(source: str | os.PathLike[str] | dict[str, Any] | Config) -> Config:
-    """The configuration; its batch sizes may be placeholders while a model is built."""
-    join_if_started()  # a client may come here before anything else of it has asked for the other ranks
+    """The configuration without batch sizes, which may be placeholders while a model is built."""
+    join_if_started()  # this may be the client's first call that needs the other ranks
     problems: list[str] = []
     if isinstance(source, Config) or not (content := read_source(source, problems)[1]):
         return load_config(source)
@@ -296,7 +295,7 @@ def _module_classes() -> list[type]:
 
 
 def _gathering_apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """`Module.apply` whose function finds each module's own parameters present, and its edits kept."""
+    """`Module.apply`; the function gets each module's own parameters present, and its edits are stored."""
     from zero.params.gathering import GatheredParameters
 
     for child in module.children():

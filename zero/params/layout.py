@@ -1,16 +1,16 @@
-"""The layout: which parameter lies where in the flat space.
+"""The layout: the place of every parameter in the flat space.
 
-[Note: spaces and coordinates] A *unit* is one contiguous buffer of parameters that are fetched and
-released together, padded so that every rank's slice is a multiple of 4096 elements. The slices of
-all units of one dtype, one trainability and one update rule, end to end, form a *space* with coordinates
-[0, numel). Every plane (weight, state record, gradient) is an array over a space, so "where is this value" has
-one answer on every tier. The layout depends on the model, the world size and explicit layout keys
-only, never on a tier, a budget or the machine: that is what makes tiers bit-equal.
+[Note: spaces and coordinates] A *unit* is one contiguous buffer of parameters that are fetched and released together,
+padded so that every rank's slice is a multiple of 4096 elements. All units of one dtype, one trainability and one
+update rule form a *space*: their slices, end to end, have the coordinates [0, numel). Every plane (weight, state
+record, gradient) is an array over a space, so a value has the same coordinate on every tier. The layout depends only on
+the model, the world size and explicit layout keys, never on a tier, a budget or the machine. Therefore results are
+bit-equal on all tiers.
 
-[Note: whole matrices] A rule that looks at whole parameters (Muon) never sees a part of one: in its units every
-parameter begins on a block of its own and lies in one rank's slice, and sub-groups are cut between parameters. With
-several ranks parameters go round by size, so slices end with padding; a sub-group is then one unit's slice, of one
-length on all ranks.
+[Note: whole matrices] A rule that needs whole parameters (Muon) never gets a part of one: in its units every parameter
+begins on a new block and lies entirely in one rank's slice, and sub-groups are cut between parameters. With several
+ranks, parameters are distributed over the slices by size, so slices end with padding; a sub-group is then one unit's
+slice, with the same length on all ranks.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Slot:
     index: int
     """Position of the parameter in the engine's list of parameters."""
     first_numel: int = 0
-    """The parameter's elements from here on are in the slot: not 0 in tiles of a large one, but the first."""
+    """The slot's first element inside the parameter: 0, except in later tiles of a large parameter."""
     position: int = 0
-    """Of the slot among those of its unit."""
+    """Position of the slot among the slots of its unit."""
 
     @property
     def name(self) -> str:
@@ -70,21 +70,21 @@ class Unit:
     begin: int
     """First coordinate of this rank's slice in its space."""
     siblings: str = ""
-    """The ModuleList whose like-typed children the unit and others are; "" for none."""
+    """The ModuleList of modules of one type that the unit is one of; "" for none."""
     expert_rows: int = 0
-    """Experts along the first dimension of every slot, whose rows may be fetched alone; 0 for other units."""
+    """Number of experts, the first dimension of every slot, whose rows may be fetched alone; 0 for other units."""
     first_numel: int = 0
     """First element of the flat unit that is in this rank's slice."""
     rule: int = 0
     """Number of the rule that updates it."""
     whole: bool = False
-    """That rule looks at whole parameters."""
+    """The rule needs whole parameters."""
     remainder: torch.dtype | None = None
-    """Of what is kept beside the weights so that their fp32 masters are exact; None: nothing is."""
+    """Dtype of the remainders that make the fp32 masters exact; None: there are none."""
 
     @property
     def kind(self) -> tuple[torch.dtype, bool, int]:
-        """What the units of a space have in common."""
+        """The properties that all units of a space share."""
         return self.dtype, self.trainable, self.rule
 
     @property
@@ -130,12 +130,12 @@ class Space:
 
     @property
     def kind(self) -> tuple[torch.dtype, bool, int]:
-        """What its units have in common."""
+        """The properties that all its units share."""
         return self.dtype, self.trainable, self.rule
 
     @property
     def whole(self) -> bool:
-        """Its rule looks at whole parameters."""
+        """True if its rule needs whole parameters."""
         return any(unit.whole for unit in self.units[:1])
 
     @property
@@ -145,12 +145,12 @@ class Space:
 
     @property
     def remainder(self) -> torch.dtype | None:
-        """Of what is kept beside the weights so that their fp32 masters are exact; None: the weights are masters."""
+        """Dtype of the remainders that make the fp32 masters exact; None: the weights are the masters."""
         return next((unit.remainder for unit in self.units), None)
 
     @property
     def rounded(self) -> bool:
-        """Its weights are masters in bf16, which updates round up or down at random."""
+        """True if its weights are bf16 masters; updates round them stochastically."""
         return self.trainable and self.dtype == torch.bfloat16 and self.remainder is None
 
     def overlapping(self, begin: int, end: int) -> Iterator[Unit]:
@@ -171,11 +171,11 @@ class SubGroup:
 
     @property
     def name(self) -> str:
-        """For people: its coordinates."""
+        """Its coordinates, for messages."""
         return f"sub-group {self.space}:[{self.begin:,}, {self.end:,})"
 
     def part_of(self, unit: Unit) -> tuple[int, int]:
-        """Coordinates [begin, end) of what it has of a unit that overlaps it."""
+        """Coordinates [begin, end) of its part of a unit that overlaps it."""
         return max(unit.begin, self.begin), min(unit.end, self.end)
 
 
@@ -202,9 +202,9 @@ class Layout:
     def sub_groups(self, numel_max: int) -> tuple[SubGroup, ...]:
         """Every trainable space cut into runs of at most `numel_max` (rounded to 4096) elements.
 
-        A unit that is fetched shares no sub-group: whoever fetches it needs its sub-groups and no other. Persistent
-        neighbours, which are small and never fetched, share one, so that records stay long. Where a rule looks at
-        whole parameters a run is longer if one parameter is.
+        A unit that is fetched shares no sub-group with others: a fetch then waits only for the unit's own sub-groups.
+        Neighbouring persistent units, which are small and never fetched, share sub-groups, so that records stay long.
+        If a rule needs whole parameters, a run may be longer: as long as one parameter.
         """
         return tuple(
             SubGroup(space, begin, min(begin + numel, end))
@@ -226,7 +226,7 @@ class Layout:
                 yield index, begin, end, align_up(-(-(end - begin) // count), BLOCK_NUMEL)  # nearly equal lengths
 
     def longest(self, space: int, numel_max: int) -> int:
-        """Elements of the longest sub-group of a trainable space, or `numel_max` where that is more."""
+        """Elements of the longest sub-group of a trainable space, but at least `numel_max`."""
         if not self.spaces[space].whole:
             return numel_max
         return max([numel_max, *(end - begin for begin, end in _whole_runs(self.spaces[space].units, numel_max))])
@@ -235,7 +235,7 @@ class Layout:
 def _whole_runs(units: Iterable[Unit], numel_max: int) -> Iterator[tuple[int, int]]:
     """[begin, end) of runs of whole parameters, each of at most `numel_max` elements or of one piece."""
     for unit in units:
-        # A slice is one piece: other ranks have other parameters in theirs, and the same sub-groups.
+        # A sharded slice is one piece: ranks have different parameters in it, but must have the same sub-groups.
         starts = [slot.offset_numel for slot in unit.slots if slot.numel] if unit.shard_numel == unit.numel else []
         begin = end = unit.begin
         for stop in [*(unit.begin + start for start in starts[1:]), unit.end]:
@@ -262,7 +262,7 @@ def _runs(units: Iterable[Unit]) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class UnitContent:
-    """What the cover decided for one unit, before offsets are known."""
+    """The cover's decision about one unit, before offsets are known."""
 
     name: str
     parameters: tuple[tuple[int, tuple[str, ...], torch.Size], ...]
@@ -271,19 +271,19 @@ class UnitContent:
     trainable: bool
     persistent: bool
     siblings: str = ""
-    """The ModuleList whose like-typed children the unit and others are; "" for none."""
+    """The ModuleList of modules of one type that the unit is one of; "" for none."""
     expert_rows: int = 0
-    """Experts along the first dimension of every parameter; 0 for other units."""
+    """Number of experts, the first dimension of every parameter; 0 for other units."""
     first_numel: int = 0
-    """Of a tile: its first element in the parameter, the only one of the unit."""
+    """The first element of a tile inside the parameter, which is the only one of the unit."""
     rule: int = 0
     """Number of the rule that updates it."""
     whole: bool = False
-    """That rule looks at whole parameters."""
+    """The rule needs whole parameters."""
 
     @property
     def kind(self) -> tuple[torch.dtype, bool, int]:
-        """What the units of a space have in common."""
+        """The properties that all units of a space share."""
         return self.dtype, self.trainable, self.rule
 
 
@@ -292,15 +292,15 @@ def build_layout(contents: Sequence[UnitContent], placement: Placement, *, bf16_
 
     Args:
         contents: the cover's units, in model order.
-        placement: who shares each unit. A unit can be cut into as many slices as there are ranks, each a multiple of
-            4096 elements.
+        placement: which ranks share each unit. A unit can be cut into as many slices as there are ranks, each a
+            multiple of 4096 elements.
         bf16_masters: weights in bf16 are their own masters.
     """
     ends: dict[tuple[torch.dtype, bool, int], int] = {}
     units: list[Unit] = []
     for index, content in enumerate(contents):
         offsets, numel = _whole_offsets(content, placement) if content.whole else _offsets(content, placement)
-        # What is empty lies nowhere; it is named before what begins there.
+        # An empty parameter occupies no space; it is sorted before the parameter with the same offset.
         by_place = sorted(zip(offsets, content.parameters, strict=True), key=lambda pair: (pair[0], pair[1][2].numel()))
         slots = tuple(
             Slot(names, shape, shape.numel(), offset, parameter, content.first_numel, position)
@@ -334,7 +334,7 @@ def build_layout(contents: Sequence[UnitContent], placement: Placement, *, bf16_
 
 
 def _offsets(content: UnitContent, placement: Placement) -> tuple[list[int], int]:
-    """Where each parameter begins, one behind the other, and the length of the unit."""
+    """The offset of each parameter, one after the other, and the length of the unit."""
     align_numel = ALIGN_BYTES // content.dtype.itemsize
     offsets, end = [], 0
     for _, _, shape in content.parameters:
@@ -344,7 +344,7 @@ def _offsets(content: UnitContent, placement: Placement) -> tuple[list[int], int
 
 
 def _whole_offsets(content: UnitContent, placement: Placement) -> tuple[list[int], int]:
-    """As `_offsets`, each parameter in one slice: the largest first, each into the slice that has least so far."""
+    """As `_offsets`, each parameter in one slice: the largest first, each into the slice with the least so far."""
     sizes = [align_up(shape.numel(), BLOCK_NUMEL) for _, _, shape in content.parameters]
     order = range(len(sizes)) if placement.shard_size == 1 else sorted(range(len(sizes)), key=lambda i: -sizes[i])
     filled = [0] * placement.shard_size
@@ -358,7 +358,7 @@ def _whole_offsets(content: UnitContent, placement: Placement) -> tuple[list[int
 
 
 def siblings(units: Iterable[Unit]) -> dict[int, int]:
-    """Index of each unit that comes and goes whole and has siblings -> number of the group they form."""
+    """Index of each unit that has siblings and is always fetched whole -> number of its group of siblings."""
     names: dict[str, int] = {}
     placed = [unit for unit in units if unit.siblings and not unit.persistent and not unit.expert_rows]
     return {unit.index: names.setdefault(unit.siblings, len(names)) for unit in placed}

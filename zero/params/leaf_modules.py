@@ -1,7 +1,7 @@
-"""Leaf modules, under DeepSpeed's names: everything below such a module is fetched as one.
+"""Leaf modules, under DeepSpeed's names: all parameters below such a module are fetched together.
 
-Nothing here is needed for mixtures of experts: each expert is a unit of its own, and only those that are called move.
-A flag counts when `zero.initialize` makes the units; set or unset later, it counts for the next engine.
+Mixtures of experts do not need this: each expert is a unit of its own, and only experts that are called are fetched. A
+flag takes effect when `zero.initialize` makes the units; a later change takes effect in the next engine.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ OWNER = "ds_z3_leaf_module"
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules whose own forward may never be called."""
 FINE_NUMEL_MAX = 10**9
-"""Larger modules are no leaves, however fine they are: all of a leaf is live at once."""
+"""Larger modules never become leaves, even if they are fine: all of a leaf is live at once."""
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """True when the module itself has been flagged."""
+    """True if the module itself is flagged."""
     return bool(getattr(model, FLAG, False))
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """True when an engine has found the parameter inside a leaf module."""
+    """True if an engine has found the parameter inside a leaf module."""
     return hasattr(model, OWNER)
 
 
@@ -40,14 +40,14 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Flag one module, or take its flag away."""
+    """Flag one module, or remove its flag."""
     setattr(model, FLAG, flag)
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Flag every module of these classes, so that each is fetched as one unit with all that is below it.
+    """Flag every module of these classes, so that each is fetched as one unit with all its submodules.
 
     Args:
         model: the tree.
@@ -67,7 +67,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the flag away again; as `set_z3_leaf_modules`."""
+    """Remove the flag; as `set_z3_leaf_modules`."""
     return _flag_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
@@ -93,10 +93,10 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def apply_zero_leaf_module_config(model: nn.Module, config: LeafModuleConfig | None) -> list[nn.Module]:
-    """Flag what `zero_optimization.leaf_module` names.
+    """Flag the modules that `zero_optimization.leaf_module` names.
 
-    A list of classes often serves several architectures, so one that is found is enough; of names and suffixes each
-    must be. DeepSpeed's own default classes may be missing altogether: a dumped config carries them.
+    A list of classes is often written for several architectures, so one class that is found is enough; every name and
+    every suffix must be found. DeepSpeed's default classes may all be missing, since a dumped config lists them.
 
     Returns:
         The modules, each once.
@@ -122,15 +122,15 @@ def apply_zero_leaf_module_config(model: nn.Module, config: LeafModuleConfig | N
 
 
 def flag_fine_modules(model: nn.Module, granularity_numel: int) -> list[nn.Module]:
-    """Flag what `zero_optimization.stage3_module_granularity_threshold` means: modules made of many small ones.
+    """Flag modules that consist of many small ones, for `zero_optimization.stage3_module_granularity_threshold`.
 
-    The granularity of a module is the mean number of parameter elements of the modules inside it that have any, itself
-    included and containers left out. Outer modules come first; what is inside a flagged one needs no flag. Containers,
-    modules without others inside and those above `FINE_NUMEL_MAX` are never flagged.
+    The granularity of a module is the mean number of parameter elements over the modules inside it that have any,
+    including itself but no containers. Outer modules are checked first; modules inside a flagged one need no flag.
+    Containers, modules without submodules and modules above `FINE_NUMEL_MAX` are never flagged.
 
     Args:
         model: the tree.
-        granularity_numel: [elements] up to which a module is fine; 0: none is.
+        granularity_numel: [elements] a module of at most this granularity is fine; 0: none is.
 
     Returns:
         The modules that were flagged.
@@ -176,7 +176,7 @@ def _measure(module: nn.Module) -> tuple[int, int]:
 
 
 def mark_leaf_parameters(model: nn.Module) -> None:
-    """Note at every parameter the outermost leaf module that holds it, if any, under DeepSpeed's name."""
+    """Set an attribute on every parameter inside leaf modules: the outermost of them, under DeepSpeed's name."""
     for parameter in model.parameters():
         parameter.__dict__.pop(OWNER, None)
     for module in get_z3_leaf_modules(model):
@@ -239,7 +239,7 @@ def _ends_in(name: str, word: str) -> bool:
 
 
 def _nothing_found(phrase: str, wanted: list[str], model: nn.Module) -> str:
-    """What was looked for, and what there is."""
+    """A message with the names that were searched for, and those that exist."""
     if phrase == "of the classes":
         there = sorted({type(module).__name__ for module in model.modules()})
     else:

@@ -1,4 +1,4 @@
-"""What this process has of a tensor: of a DTensor its local shard, and of that the memory, in one run."""
+"""This process's part of a tensor: the local shard of a DTensor, and its memory as one contiguous run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The tensor, without its history; of a DTensor the part that this process has. It shares the memory."""
+    """The detached tensor; for a DTensor, this process's part. It shares the memory."""
     found = tensor.detach()
     to_local = getattr(found, "to_local", None)
     if to_local is None:
@@ -20,7 +20,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def run_of(tensor: Tensor) -> Tensor | None:
-    """(N,) all elements in the order in which they lie in memory; None if there are gaps, or two share a place."""
+    """(N,) all elements in memory order; None if the memory has gaps, or if two elements share a place."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -30,6 +30,6 @@ def run_of(tensor: Tensor) -> Tensor | None:
 
 
 def lies_as(tensor: Tensor, like: Tensor) -> bool:
-    """True if an element of `tensor` is at the place in its run that the same one of `like` has in its own."""
+    """True if both tensors have the same memory order, so that equal positions in their runs are the same element."""
     pairs = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
     return all(mine == theirs for size, mine, theirs in pairs if size > 1)

@@ -1,10 +1,10 @@
-"""Which ranks share what: that is the ZeRO stage.
+"""Placement: which ranks share units and which planes are sharded. The ZeRO stage determines both.
 
-[Note: groups] The ranks of a *shard group* hold one slice of every unit each, those of a *replica group* hold the same
-slice. Stage 0 is a shard group of one rank, stages 1 to 3 of all ranks, MiCS of a few. What a stage adds is which
-planes follow the slices: optimizer states always do; gradients do as soon as a backward is over, or (stages 0 and 1)
-when the step is near; weights do at stage 3 only, below it every rank has all of them on its device. hpZ adds a second
-plane of weights at stage 3, shared out among few ranks of a node.
+[Note: groups] Each rank of a *shard group* holds a different slice of every unit; all ranks of a *replica group* hold
+the same slice. At stage 0 a shard group has one rank, at stages 1 to 3 all ranks, with MiCS a few. The stage decides
+which planes are sharded. Optimizer states always are. Gradients are sharded as soon as a backward is over, or (stages 0
+and 1) shortly before the step. Weights are sharded only at stage 3; below it every rank has all of them on its device.
+hpZ adds a second plane of weights at stage 3, sharded among a few ranks of a node.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Placement:
 
     Attributes:
         shard_size: ranks of a shard group; neighbours in rank order.
-        weights_sharded: a unit's weights are gathered for its use; else every rank has them.
-        gradients_deferred: between steps each rank adds up whole gradients of its own; they are reduced once a step.
-        shares_memory: all ranks are on one node, and keep what each of them has of a unit in memory that all can see.
-        near_size: ranks among whom weights are shared out a second time, neighbours in rank order; 1: they are not.
+        weights_sharded: a unit's weights are gathered when it is used; else every rank has them.
+        gradients_deferred: between steps each rank adds up its own whole gradients; they are reduced once per step.
+        shares_memory: all ranks are on one node, and keep their slices in memory that all of them can read.
+        near_size: number of ranks that shard weights a second time, neighbours in rank order; 1: they do not.
     """
 
     rank: int = 0
@@ -37,39 +37,39 @@ class Placement:
 
     @property
     def shard_index(self) -> int:
-        """Which slice this rank holds."""
+        """Number of this rank's slice."""
         return self.rank % self.shard_size
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
-        """Whose slices make up a unit, in the order of the slices."""
+        """The ranks whose slices make up a unit, in the order of the slices."""
         first = self.rank - self.shard_index
         return tuple(range(first, first + self.shard_size))
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
-        """Who holds the same slice."""
+        """The ranks that hold the same slice."""
         return tuple(range(self.shard_index, self.world_size, self.shard_size))
 
     @property
     def near_index(self) -> int:
-        """Which part of the second plane of weights this rank holds."""
+        """Number of this rank's part of the second plane of weights."""
         return self.rank % self.near_size
 
     @property
     def near_ranks(self) -> tuple[int, ...]:
-        """Whose parts make up a unit, in the order of the parts."""
+        """The ranks whose parts make up a unit, in the order of the parts."""
         first = self.rank - self.near_index
         return tuple(range(first, first + self.near_size))
 
     @property
     def alone(self) -> bool:
-        """True for one rank: nothing is exchanged."""
+        """True if there is one rank only: nothing is exchanged."""
         return self.world_size == 1
 
     @property
     def in_step(self) -> bool:
-        """True where all ranks fetch units together: which and when must not depend on one rank's own time."""
+        """True if all ranks fetch units together: what they fetch, and when, must not depend on one rank's timing."""
         return not (self.alone or self.shares_memory)
 
 
@@ -81,9 +81,9 @@ def place(config: Config, rank: int, world_size: int, *, shares_memory: bool = F
 
     Args:
         config: validated for `world_size`.
-        rank: of the caller.
+        rank: the caller's rank.
         world_size: number of ranks.
-        shares_memory: all ranks can see memory of each other.
+        shares_memory: all ranks can read each other's memory.
 
     Raises:
         ConfigError: `mics_shard_size` or `zero_hpz_partition_size` does not divide the ranks.
@@ -102,7 +102,7 @@ def place(config: Config, rank: int, world_size: int, *, shares_memory: bool = F
 
 
 def why_not_near(config: Config, world_size: int, *, shares_memory: bool) -> str:
-    """Why `zero_hpz_partition_size` adds nothing here; empty if it does, or is not set."""
+    """The reason why `zero_hpz_partition_size` has no effect; empty if it has one, or is not set."""
     size = config.zero_optimization.zero_hpz_partition_size
     if size > 1 and shares_memory:
         return "all ranks see each other's slices in shared host memory"

@@ -1,12 +1,11 @@
-"""A Linear layer whose weight is kept as codes of 4 or 8 bits, decoded where and when it is used.
+"""A Linear layer whose weight is kept as codes of 4 or 8 bits and decoded on the device when it is used.
 
-[Format] The weight is cut into groups of `group_size` elements along its rows (`group_dim` 1) or its columns (0). Of
-each group a step and the least value are kept in fp16, rounded so that they enclose all values, and a code q for each
-value: value = least + q * step. A symmetric group keeps the step alone: value = (q - half) * step, where half is 8 or
-128. Codes of 4 bits lie two in a byte, the first in the low bits. [Source: group-wise quantisation of DeepSpeed's
-ZeRO-Inference]
+[Format] The weight is cut into groups of `group_size` elements along its rows (`group_dim` 1) or its columns (0). Each
+group has a step and a least value in fp16, rounded so that they enclose all values, and a code q for each value:
+value = least + q * step. A symmetric group has only the step: value = (q - half) * step, where half is 8 or 128. A byte
+holds two codes of 4 bits, the first in the low bits. [Source: group-wise quantisation of DeepSpeed's ZeRO-Inference]
 
-Codes and what decodes them are parameters that are not trained: an engine moves, stores and saves them as others.
+Codes, steps and least values are frozen parameters: an engine moves, stores and saves them like others.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class QuantizedLinear(nn.Module):
     Args:
         in_features, out_features: as in `nn.Linear`.
         codes: how the weight is coded.
-        dtype: of the decoded weight.
+        dtype: dtype of the decoded weight.
         bias: the layer's own parameter, or None.
 
     Attributes:
@@ -70,7 +69,7 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, codes: Codes) -> QuantizedLinear:
-        """The same layer, its weight coded; the bias is the same parameter. Its values must be there.
+        """The same layer with a coded weight and the same bias parameter. The weight's values must be present.
 
         Raises ConfigError: the shape cannot be cut into such groups, or a value is not finite or beyond fp16's range.
         """
@@ -86,7 +85,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The decoded weight, (out_features, in_features), made anew at each look."""
+        """The decoded weight, (out_features, in_features), computed at each access."""
         return decode(self.packed.detach(), self.steps.detach(), self._least, self.codes, self.dtype)
 
     @property
@@ -96,7 +95,7 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
         if torch.is_grad_enabled() and x.requires_grad:
-            # By itself autograd would keep the decoded weight until backward, four times what the codes are.
+            # With F.linear alone, autograd would keep the decoded weight until backward: four times the codes' size.
             y: Tensor = _Product.apply(x, self.packed, self.steps, self.least, self.codes)  # type: ignore[no-untyped-call]
         else:
             y = F.linear(x, decode(self.packed, self.steps, self.least, self.codes, x.dtype))
@@ -137,7 +136,7 @@ def encode(weight: Tensor, codes: Codes) -> tuple[Tensor, Tensor, Tensor | None]
     axis = 2 if codes.group_dim == 1 else 1
     low, high = values.amin(axis, keepdim=True), values.amax(axis, keepdim=True)
     if codes.symmetric:
-        # The code of the largest is one less than half above zero, and that of the least half below.
+        # Codes reach from `half` steps below zero to `half` - 1 steps above it.
         least = None
         steps = _half(torch.maximum(high / (codes.half - 1), -low / codes.half), up=True)
         q = values / _not_zero(steps.float()) + codes.half
@@ -172,7 +171,7 @@ def _row_runs(rows: int, columns: int, codes: Codes) -> Iterator[tuple[int, int]
 
 
 def _of_rows(parts: Tensor, begin: int, end: int, codes: Codes) -> Tensor:
-    """Those of the groups in rows [begin, end), in fp32, shaped to go with `_grouped`."""
+    """The part of steps or least values for rows [begin, end), in fp32, in a shape that broadcasts to `_grouped`."""
     if codes.group_dim == 1:
         return parts[begin:end].float().unsqueeze(2)
     return parts[begin // codes.group_size : end // codes.group_size].float().unsqueeze(1)
@@ -195,7 +194,7 @@ def _unpacked(packed: Tensor, num_bits: int) -> Tensor:
 
 
 def _not_zero(steps: Tensor) -> Tensor:
-    """Values of a group that are all alike have no step: their code is 0, whatever they are divided by."""
+    """Steps to divide by: 1 in place of 0, since the codes of groups with step 0 do not depend on it."""
     return torch.where(steps == 0, torch.ones_like(steps), steps)
 
 
@@ -204,6 +203,6 @@ def _half(values: Tensor, *, up: bool) -> Tensor:
     near = values.half()
     wrong = near.float() < values if up else near.float() > values
     bits = near.view(torch.int16)
-    # A number's neighbour has the neighbouring bits; those of a negative one grow towards minus infinity.
+    # Neighbouring fp16 numbers have neighbouring bit patterns; for negative numbers they grow towards minus infinity.
     grows = torch.where(bits >= 0, 1, -1).to(torch.int16)
     return torch.where(wrong, bits + grows if up else bits - grows, bits).view(torch.float16)

@@ -1,9 +1,9 @@
-"""The face of a parameter whose values are elsewhere.
+"""Released parameters: parameters whose values are elsewhere.
 
-A released parameter stays the same Python object with its shape, dtype and names; only its class
-changes to a Parameter subclass with `__torch_function__`. Metadata and aliasing work and stay
-released; anything that needs the values asks the parameter's keeper, which fetches them (inside a
-forward or backward) or raises an error that names the parameter and the call to use.
+A released parameter stays the same Python object with its shape, dtype and names; only its class changes to a Parameter
+subclass with `__torch_function__`. Metadata and aliasing operations work, and the parameter stays released. An
+operation that needs the values asks the parameter's keeper. The keeper fetches them (inside a forward or backward), or
+raises an error that names the parameter and the call to use.
 """
 
 from __future__ import annotations
@@ -48,49 +48,49 @@ _CONVERSIONS: dict[str, torch.dtype | None] = {
     "half": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-"""Name -> the dtype it converts to; None: an argument says, or it stays."""
+"""Name -> the dtype it converts to; None: an argument has the dtype, or the dtype stays."""
 _COPIES = frozenset(("cpu", "clone"))
-"""Of an alias: what looks at all values and needs no more than them."""
+"""Operations on an alias that only copy its values."""
 
 _IN_PLACE_OPERATORS = frozenset(f"__i{word}__" for word in ("add", "sub", "mul", "truediv", "div"))
 
 
 class Keeper(Protocol):
-    """Knows where a released parameter's values are."""
+    """Has access to the values of released parameters."""
 
     @property
     def partitions(self) -> bool:
-        """True where a parameter has to be gathered to be seen (stage 3, `Init`): it shows DeepSpeed's attributes."""
+        """True if parameters must be gathered for access (stage 3, `Init`); they have DeepSpeed's attributes then."""
 
     @property
     def keeps_saved(self) -> bool:
-        """True when what autograd saves of visible values now is brought back, or stays, for its backward."""
+        """True if tensors that autograd saves now are valid in backward: their values stay, or are fetched again."""
 
     def touch(self, parameter: nn.Parameter) -> None:
-        """Bring the values in for the present forward or backward, or raise StateError."""
+        """Fetch the values for the running forward or backward, or raise StateError."""
 
     def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
-        """An operation on parameters that `touch` brought in is over; returns what is to be used as its result.
+        """An operation on parameters that `touch` fetched is over; returns the value to use as its result.
 
         Args:
-            parameters: those that this keeper has, present since `touch`.
-            given: all tensors that the operation was given, as they were.
-            result: any tree; None if it raised.
+            parameters: the operation's parameters that belong to this keeper; present since `touch`.
+            given: all tensor arguments of the operation.
+            result: any tree; None if the operation raised.
         """
 
     def part(self, parameter: nn.Parameter) -> slice:
-        """Of the parameter's elements those that are this rank's."""
+        """The range of the parameter's elements that belong to this rank."""
 
     def open(self, parameters: list[nn.Parameter]) -> None:
-        """Bring values in for `GatheredParameters`: private copies that may be edited."""
+        """Fetch values for `GatheredParameters`: private copies that may be edited."""
 
     def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
-        """End `open`: keep what was edited (by that rank; None: by all alike) and release."""
+        """End `open`: store the edits of `modifier_rank` (None: all ranks have made the same edits) and release."""
 
 
 @runtime_checkable
 class Unplaced(Protocol):
-    """A keeper whose parameters have no fixed place yet: they may be copied, and their data replaced."""
+    """A keeper whose parameters are not in a plan yet: they may be copied, and their `.data` may be replaced."""
 
     def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
         """An independent parameter with the same values."""
@@ -106,7 +106,7 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let metadata through; for anything else bring the values in first."""
+        """Run metadata operations directly; fetch the values for all others."""
         kwargs = kwargs or {}
         name, attribute = _names(func)
         if name == "__set__" and attribute == "data" and isinstance(args[0], ReleasedParameter):
@@ -114,18 +114,18 @@ class ReleasedParameter(nn.Parameter):
         if name in _METADATA_METHODS or (name in _ACCESSORS and attribute not in _ALIASING_ATTRIBUTES):
             return _untouched(func, args, kwargs)
         if name in _CONVERSIONS and _keeps_dtype(name, args, kwargs):
-            return args[0]  # the engine decides on which device the values are
+            return args[0]  # the engine decides about the device
         return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in _ALIASING_ATTRIBUTES)
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """NOT_AVAILABLE: while the values are here the class is another, and the attribute says AVAILABLE."""
+        """NOT_AVAILABLE. While values are present, the parameter has another class and its attribute is AVAILABLE."""
         _needs_face(self, "ds_status")
         return NOT_AVAILABLE
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """This rank's part of the parameter, 1-D: metadata, and values once they are here."""
+        """This rank's part of the parameter, 1-D: metadata, and values while they are present."""
         _needs_face(self, SHARD)
         return _shard(self)
 
@@ -134,7 +134,7 @@ class ReleasedParameter(nn.Parameter):
         keeper = keeper_of(self)
         if id(self) not in memo:
             if not isinstance(keeper, Unplaced):
-                if not keeper.partitions:  # it is always here, but for the moment between a step and the next look
+                if not keeper.partitions:  # always present, except between a step and the next access
                     keeper.touch(self)
                 if keeper.partitions or isinstance(self, ReleasedParameter):
                     raise _cannot(self, "copied")
@@ -144,7 +144,7 @@ class ReleasedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse, or be empty: see `save_released_as_empty`."""
+        """Raise, or pickle an empty tensor: see `save_released_as_empty`."""
         empty: Any = nn.Parameter(_saved(self, self.dtype), self.requires_grad)
         return empty.__reduce_ex__(protocol)
 
@@ -158,7 +158,7 @@ class ReleasedParameter(nn.Parameter):
 
 
 class ReleasedAlias(torch.Tensor):
-    """What `detach`, `data` and views of a released parameter give: metadata, and values only while it has them."""
+    """Result of `detach`, `data` and views of a released parameter: metadata, and values while it has them."""
 
     source: nn.Parameter
 
@@ -166,7 +166,7 @@ class ReleasedAlias(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """As for the parameter it comes from."""
+        """As for its source parameter."""
         kwargs = kwargs or {}
         name, attribute = _names(func)
         if name in _METADATA_METHODS or (name in _ACCESSORS and attribute not in _ALIASING_ATTRIBUTES):
@@ -178,7 +178,7 @@ class ReleasedAlias(torch.Tensor):
         return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in _ALIASING_ATTRIBUTES)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse or be empty, unless the values are here."""
+        """Pickle the values if they are present; else raise, or pickle an empty tensor."""
         if isinstance(self.source, ReleasedParameter):
             empty: Any = _saved(self.source, self.dtype)
             return empty.__reduce_ex__(protocol)
@@ -194,7 +194,7 @@ class ReleasedAlias(torch.Tensor):
 
 
 class Shard(ReleasedAlias):
-    """`ds_tensor`: an alias that its parameter holds, so it must not hold the parameter."""
+    """`ds_tensor`: an alias with a weak reference to its parameter, because the parameter holds it."""
 
     owner: TensorWeakRef
 
@@ -211,10 +211,10 @@ _saved_as_empty = False
 
 
 def save_released_as_empty() -> None:
-    """From now on what is released is pickled and saved as a tensor without elements, after one warning.
+    """From now on pickle and save released parameters as tensors without elements; a warning is logged once.
 
-    As DeepSpeed does, whose scripts save a whole `state_dict` and then gather each parameter anyway. Without this call
-    saving what is released is an error: nobody finds an empty file later.
+    DeepSpeed does this: its scripts save a whole `state_dict` and gather each parameter afterwards anyway. Without this
+    call, saving a released parameter is an error, so that no user finds an empty file later.
     """
     global _saved_as_empty
     _saved_as_empty = True
@@ -229,7 +229,7 @@ def _warn_of_empty_values() -> None:
 
 
 def _saved(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """What is written in place of a released parameter, or of what looks at it."""
+    """The empty tensor that is saved for a released parameter or its alias. Raises StateError: this is not enabled."""
     if not _saved_as_empty:
         raise _cannot(parameter, "pickled or saved")
     _warn_of_empty_values()
@@ -243,7 +243,7 @@ def keeper_of(parameter: nn.Parameter) -> Keeper:
 
 
 def name_of(parameter: nn.Parameter) -> str:
-    """The model's name for a parameter that has a keeper; "?" without."""
+    """The model's name of a parameter that has a keeper; else "?"."""
     return str(parameter.__dict__.get(NAME, "?"))
 
 
@@ -255,13 +255,13 @@ def mark(parameter: nn.Parameter, keeper: Keeper, name: str, *, persistent: bool
 
 
 def show_shard(parameter: nn.Parameter) -> None:
-    """Make `ds_tensor` a view of the memory that the parameter looks into now, until `hide_shard`."""
+    """Make `ds_tensor` a view of the parameter's present memory, until `hide_shard`."""
     if has_face(parameter):
         parameter.__dict__[SHARD] = _shard(parameter)
 
 
 def hide_shard(parameter: nn.Parameter) -> None:
-    """That memory is let go."""
+    """End `show_shard`, so that `ds_tensor` does not hold the memory."""
     parameter.__dict__.pop(SHARD, None)
 
 
@@ -274,23 +274,23 @@ def unmark(parameter: nn.Parameter) -> None:
 
 
 def is_kept(parameter: torch.Tensor) -> bool:
-    """True when some keeper is responsible for the values."""
+    """True if a keeper is responsible for the values."""
     return KEEPER in getattr(parameter, "__dict__", {})
 
 
 _RELEASED = Mixin(ReleasedParameter, "Released")
 register_face = _RELEASED.add
-"""Another released class: `set_present` turns it into the second argument."""
+"""Register another released class: `set_present` replaces it by the second argument."""
 
 
 def set_released(parameter: nn.Parameter) -> None:
-    """Change the face to released. Idempotent."""
+    """Change the parameter's class to its released class. Idempotent."""
     unwatch(parameter)
     _RELEASED.put_on(parameter)
 
 
 def set_present(parameter: nn.Parameter) -> None:
-    """Change the face back to the parameter's own class. Idempotent."""
+    """Change the class back to the parameter's own class. Idempotent."""
     unwatch(parameter)
     _RELEASED.take_off(parameter)
 
@@ -299,7 +299,7 @@ _ACCESSORS = ("__get__", "__set__", "__delete__")
 
 
 def _names(func: Callable[..., Any]) -> tuple[str, str]:
-    """(function, attribute it gets or sets or "")."""
+    """(name of the function, name of the attribute that it gets or sets, else "")."""
     name = getattr(func, "__name__", "")
     owner = getattr(func, "__self__", None) if name in _ACCESSORS else None
     return name, getattr(owner, "__name__", "")
@@ -311,7 +311,7 @@ def _untouched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool) -> Any:
-    """Run `func` after the keepers have brought in what it needs; where they cannot, aliases stay released."""
+    """Run `func` after the keepers have fetched the values it needs; if they cannot, an alias stays released."""
     given = _tensors((args, kwargs))
     sources = [t.source if isinstance(t, ReleasedAlias) else t for t in given]
     keepers: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
@@ -341,20 +341,20 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _writes(name: str) -> bool:
-    """True of a function that changes its first argument."""
+    """True for a function that changes its first argument."""
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
 
 
 def _is_basic(index: Any) -> bool:
-    """True of an index that gives a view."""
+    """True for an index that gives a view."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run what changes a parameter that no engine has adopted yet, or changes it through an alias: values come for it.
+    """Run an in-place operation on a parameter without an engine, or on its alias; the values are fetched for it.
 
-    Models initialise themselves so, and some after the context in which they were built.
+    Models initialise themselves in this way, some of them after the `Init` context in which they were built.
     """
     target = _tensors((args, kwargs))[0]
     parameter = target.source if isinstance(target, ReleasedAlias) else target
@@ -379,7 +379,7 @@ def _needs_face(parameter: nn.Parameter, name: str) -> None:
 
 
 def _copied(alias: ReleasedAlias, keeper: Unplaced) -> torch.Tensor:
-    """What the alias would see, read for it alone: nobody edits a model through copies of its state dict."""
+    """The alias's values, read into new memory: the caller copies a state dict and does not edit the model."""
     whole = keeper.read(alias.source, 0, alias.source.numel())
     with torch._C.DisableTorchFunctionSubclass():
         return whole.as_strided(alias.size(), alias.stride(), alias.storage_offset()).contiguous()
@@ -400,7 +400,7 @@ def _alias(tensor: torch.Tensor, source: nn.Parameter) -> torch.Tensor:
 
 
 def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Replacing `.data` would cut the parameter out of its unit without anybody noticing; itself is no change."""
+    """Refuse to replace `.data` of an engine's parameter, which would leave its unit unnoticed; itself is allowed."""
     keeper = keeper_of(parameter)
     if data is parameter:
         return

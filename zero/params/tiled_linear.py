@@ -1,4 +1,4 @@
-"""`TiledLinear`: a Linear made of smaller ones, each fetched and released by itself (memory-centric tiling).
+"""`TiledLinear`: a Linear made of smaller ones, each fetched and released on its own (memory-centric tiling).
 
 Source: ZeRO-Infinity (arXiv:2104.07857), section 5.1.3; names and semantics are those of `deepspeed.zero.TiledLinear`.
 """
@@ -18,24 +18,24 @@ from zero.params.units import SeparateUnits
 
 
 class SplitError(ConfigError, RuntimeError):
-    """A number of splits that cannot be; a RuntimeError too, which DeepSpeed raises."""
+    """An impossible number of splits. Also a RuntimeError, since DeepSpeed raises that."""
 
 
 class TiledLinear(nn.Module):
     """As nn.Linear, computed tile by tile; `linears[out][in]` is one tile.
 
-    With `in_splits=1` the output is bit for bit the whole Linear's wherever its kernels cut both alike. Otherwise
-    partial sums are added in the order of the inputs, each rounded to the output's dtype.
+    With `in_splits=1` the output has the bits of the whole Linear if the kernels divide the work of both in the same
+    way. Otherwise partial sums are added in the order of the inputs, each rounded to the output's dtype.
 
     Args:
-        in_features, out_features: of the whole, as for nn.Linear.
-        bias: add one; the tiles of the last inputs hold it.
-        in_splits, out_splits: number of tiles along each; sizes differ by one at most, larger ones first.
-        input_is_already_split: `forward` is given a sequence of `in_splits` tensors.
-        combine_out_splits: join the outputs along the last dimension; False returns a list.
-        linear_cls: class of the tiles, called as nn.Linear.
+        in_features, out_features: of the whole layer, as for nn.Linear.
+        bias: add a bias; the tiles of the last input split hold it.
+        in_splits, out_splits: number of tiles along each dimension; sizes differ by at most one, larger tiles first.
+        input_is_already_split: `forward` gets a sequence of `in_splits` tensors.
+        combine_out_splits: concatenate the outputs along the last dimension; False returns a list.
+        linear_cls: class of the tiles, called like nn.Linear.
         init_linear: copy the values of this nn.Linear.
-        kwargs: for linear_cls.
+        kwargs: passed to linear_cls.
 
     Raises:
         SplitError: a number of splits is outside [1, features].
@@ -88,7 +88,7 @@ class TiledLinear(nn.Module):
         return self._combine_output_splits(outputs) if self.combine_out_splits else outputs
 
     def _split_global_input(self, input_: Any, split_sizes: list[int]) -> Sequence[Any]:
-        """Cut an input along its last dimension; subclasses may know other inputs."""
+        """Cut an input along its last dimension; subclasses may handle other inputs."""
         return torch.split(input_, split_sizes, dim=-1)
 
     def _reduce_local_output(self, in_id: int, out_id: int, current_out: Any, new_out: Any) -> Any:
@@ -96,12 +96,12 @@ class TiledLinear(nn.Module):
         return new_out if current_out is None else current_out + new_out
 
     def _combine_output_splits(self, outputs: list[Any]) -> Any:
-        """Join the outputs along the last dimension."""
+        """Concatenate the outputs along the last dimension."""
         return torch.cat(outputs, dim=-1)
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Module) -> None:
-        """Take over the values of a whole Linear; either may be released, and one tile is gathered at a time.
+        """Copy the values of a whole Linear; both may be released, and one tile is gathered at a time.
 
         Raises:
             ConfigError: another shape, or a bias on one side only.
@@ -128,20 +128,20 @@ class TiledLinearReturnBias(TiledLinear):
     """For classes whose forward returns (output, bias or None) and adds no bias, such as Megatron-LM's."""
 
     def _reduce_local_output(self, in_id: int, out_id: int, current_out: Any, new_out: Any) -> Any:
-        """Sums of the outputs; the bias that some tile returns."""
+        """(sum of the outputs, the bias that one of the tiles returns)."""
         tensor, bias = new_out
         old, old_bias = current_out or (None, None)
         return super()._reduce_local_output(in_id, out_id, old, tensor), old_bias if bias is None else bias
 
     def _combine_output_splits(self, outputs: list[Any]) -> Any:
-        """(joined outputs, joined biases or None)."""
+        """(concatenated outputs, concatenated biases or None)."""
         biases = [bias for _, bias in outputs if bias is not None]
         joined = super()._combine_output_splits([tensor for tensor, _ in outputs])
         return joined, super()._combine_output_splits(biases) if biases else None
 
 
 def _starts(items: int, parts: int) -> list[int]:
-    """Where each part begins, and the end; the first parts are one longer where it does not divide."""
+    """The start of each part, and the end of the last. If the division has a rest, first parts are longer by one."""
     length, rest = divmod(items, parts)
     return [part * length + min(part, rest) for part in range(parts + 1)]
 

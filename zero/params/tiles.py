@@ -1,12 +1,13 @@
-"""Parameters larger than what may be live: cut into tiles by rows, each a unit of its own.
+"""Parameters with more elements than may be live: they are cut by rows into tiles, and each tile is a unit.
 
-The model keeps its parameter object, with its name and shape; only its class changes, to one that computes
-`F.linear` and `F.embedding` tile by tile. A tile is a module with a slice of the rows as its weight, so that its
-call is fetched and released, forward and backward, like any other module's.
+The model keeps its parameter object, with its name and shape; only its class changes, to one that computes `F.linear`
+and `F.embedding` tile by tile. A tile is a module with a slice of the rows as its weight. So a tile is fetched for its
+call and released afterwards, in forward and backward, like the weights of any other module.
 
 [Note: what is bit-equal] Rows are outputs. Each output element and each element of the weight's gradient is the same
-reduction as without tiles (starts are multiples of 64 rows, so that kernels cut them alike). The gradient of a
-Linear's input is a sum over rows and becomes a sum of the tiles' sums, each rounded to the gradient's dtype.
+reduction as without tiles (tiles start at multiples of 64 rows, so that kernels divide the work in the same way). The
+gradient of a Linear's input is a sum over rows; it becomes a sum of the tiles' sums, each rounded to the gradient's
+dtype.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from zero.params.released import (
 from zero.ranks.world import world_size
 
 ROWS_ALIGN = 64
-"""Starts of tiles, where a tile has that many rows."""
+"""Tiles start at multiples of this if a tile has that many rows."""
 HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 
@@ -77,9 +78,9 @@ def row_ranges(rows: int, width: int, tile_numel_max: int) -> list[tuple[int, in
     """[begin, end) of each tile: as few as possible, of nearly equal length, at least one row each.
 
     Args:
-        rows: of the parameter.
+        rows: number of rows of the parameter.
         width: elements of a row.
-        tile_numel_max: elements of a tile, padding to 4096 included.
+        tile_numel_max: largest number of elements of a tile, including padding to 4096.
     """
     fits = max(max(tile_numel_max // BLOCK_NUMEL, 1) * BLOCK_NUMEL // width, 1)
     if fits >= ROWS_ALIGN:
@@ -90,11 +91,11 @@ def row_ranges(rows: int, width: int, tile_numel_max: int) -> list[tuple[int, in
 
 
 class TiledKeeper:
-    """Keeps the whole parameter of some tiles.
+    """The keeper of one tiled parameter.
 
     Args:
         whole: the model's parameter.
-        tiles: in the order of their rows.
+        tiles: its tiles, in the order of their rows.
         engine: the keeper of the tiles' weights.
     """
 
@@ -105,22 +106,22 @@ class TiledKeeper:
 
     @property
     def partitions(self) -> bool:
-        """As its tiles' keeper."""
+        """As in the keeper of the tiles."""
         return self.engine.partitions
 
     @property
     def keeps_saved(self) -> bool:
-        """What `open` shows is gone when it ends."""
+        """False: the values that `open` fetches are released at `close`."""
         return False
 
     def adopted(self) -> bool:
-        """A tile's values are stored. True if it was the last one: the parameter's own memory can go."""
+        """Note that a tile's values are stored. True after the last tile: the parameter's own memory can be freed."""
         self._missing -= 1
         return self._missing == 0
 
     def release(self, name: str) -> None:
-        """Give the parameter its face: all of its shape, none of its memory."""
-        set_present(self.whole)  # another engine's planes, or other tiles, may have kept it
+        """Release the parameter: it keeps its whole shape but no memory."""
+        set_present(self.whole)  # it may still have the class from another keeper or from other tiles
         hide_shard(self.whole)
         present = type(self.whole)
         weight = self.tiles[0].weight
@@ -131,10 +132,10 @@ class TiledKeeper:
         self.whole.__class__ = _face_of(present)
 
     def touch(self, parameter: nn.Parameter) -> None:
-        """Refuse: all of it may never be live.
+        """Refuse to fetch, since the whole parameter may not be live.
 
         Raises:
-            StateError: always; says what can be done.
+            StateError: always; says what to do instead.
         """
         raise StateError(
             f"parameter {name_of(parameter)} (shape {tuple(parameter.shape)}) has more elements than may be live and "
@@ -144,15 +145,15 @@ class TiledKeeper:
         )
 
     def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
-        """Nothing: it never is."""
+        """Returns `result`; never needed, because `touch` raises."""
         return result
 
     def part(self, parameter: nn.Parameter) -> slice:
-        """All: a rank has some of each tile, which is no one run of the whole."""
+        """All elements: a rank has a part of each tile, so its part is not contiguous."""
         return slice(0, parameter.numel())
 
     def open(self, parameters: list[nn.Parameter]) -> None:
-        """`GatheredParameters` begins: all tiles are read, and the parameter holds its values, outside any limit."""
+        """`GatheredParameters` begins: read all tiles into one tensor for the parameter; it counts for no limit."""
         self.engine.open([tile.weight for tile in self.tiles])
         self._opened[0] += 1
         if self._opened[0] == 1:
@@ -163,7 +164,7 @@ class TiledKeeper:
             show_shard(self.whole)
 
     def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
-        """`GatheredParameters` ends: what was edited goes to the tiles.
+        """`GatheredParameters` ends: copy edited values to the tiles.
 
         Raises:
             StateError: the parameter was given another shape.
@@ -189,7 +190,7 @@ class TiledKeeper:
 
     @torch.no_grad()
     def _keep_edits(self) -> None:
-        """Write tiles that differ, no others: a graph that a forward has made knows its weights by their version."""
+        """Write only tiles that differ: a write raises a weight's version, which invalidates earlier graphs with it."""
         for tile in self.tiles:
             values = torch.empty_like(tile.weight).copy_(self.whole[tile.begin : tile.end])
             if not torch.equal(tile.weight.view(torch.uint8), values.view(torch.uint8)):
@@ -203,13 +204,13 @@ def engine_keeper(parameter: nn.Parameter) -> Keeper:
 
 
 class TiledParameter(ReleasedParameter):
-    """Mixed into the class of a parameter that is in tiles."""
+    """Mixed into the class of a tiled parameter."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute linear and embedding by tiles; anything else as for every released parameter."""
+        """Compute linear and embedding by tiles; handle all else as for every released parameter."""
         kwargs = kwargs or {}
         if func in HOOKS:
             raise StateError(
@@ -224,7 +225,7 @@ class TiledParameter(ReleasedParameter):
         if by_tiles is None or not isinstance(keeper, TiledKeeper):
             return super().__torch_function__(func, types, args, kwargs)
         for tile in keeper.tiles:
-            tile.weight.requires_grad_(keeper.whole.requires_grad)  # the user freezes and thaws the whole
+            tile.weight.requires_grad_(keeper.whole.requires_grad)  # the user freezes and unfreezes the whole
         first = args[0] if args else kwargs.pop("input")
         kwargs.pop("weight", None)
         return by_tiles(keeper.tiles, first, *args[2:], **kwargs)
@@ -260,9 +261,9 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """Each tile looks its own ids up; with gradients also a tile without any, for all rows have one, be it zero.
+    """Each tile looks up its own ids. With gradients, tiles without ids are called too, to get a gradient of zeros.
 
-    Of several ranks all use the same tiles, whatever ids each has: they gather them together.
+    With several ranks all tiles are called, independently of the ids, because the ranks gather them together.
     """
     if sparse:
         raise StateError("embedding in tiles: sparse gradients are not available; set sparse=False")

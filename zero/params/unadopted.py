@@ -1,4 +1,4 @@
-"""Parameters that no engine has adopted yet: their values wait in a file, and come back while they are looked at."""
+"""Parameters that no engine has adopted yet: their values are in a file and are fetched while they are used."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from zero.params.released import (
 from zero.params.waiting_file import WaitingFile
 
 LARGE_BYTES = 1 << 20
-"""From this size on a spilled parameter's memory is handed back to the kernel at once."""
+"""From this size on a spilled parameter's memory is returned to the kernel at once."""
 
 FETCHED_BYTES_MAX = 64 << 20
-"""What a running constructor has brought in is spilled again from this much on."""
+"""Values that running constructors have fetched are spilled again when they exceed this size."""
 
 
 class Readable(Protocol):
-    """A file that values are read from: the provisional one, or a checkpoint."""
+    """A file with values: the provisional file, or a checkpoint."""
 
     def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` at byte `offset`."""
@@ -46,12 +46,12 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Spilled:
-    """Where one parameter's values are."""
+    """The place of one parameter's values."""
 
     file: Readable
     offset_bytes: int
     dtype: torch.dtype
-    """What the file holds; reading converts it to the parameter's."""
+    """Dtype in the file; reading converts to the parameter's dtype."""
     nbytes: int
 
 
@@ -59,20 +59,20 @@ class ProvisionalKeeper:
     """Keeps the values of parameters that no engine has adopted yet.
 
     Args:
-        file: has them.
+        file: the file with the values.
         everywhere: all ranks read the same file.
 
     Attributes:
-        fetches: True while an `Init` context is open. Constructors and `Module.apply` then find the
-            values of every parameter as if they had never been spilled.
-        grows: more parameters may be cut: the context is open, also where an engine is made inside it.
+        fetches: True while an `Init` context is open. Constructors and `Module.apply` then find the values of every
+            parameter as if they had never been spilled.
+        grows: more parameters may be cut: the context is open, even while an engine is made inside it.
     """
 
     partitions = True
 
     def __init__(self, file: WaitingFile, *, everywhere: bool) -> None:
         self._file, self._everywhere = file, everywhere
-        # Weak: a constructor may replace a parameter, to tie it say, and nobody adopts the one that is gone.
+        # Weak: a constructor may replace a parameter (for example to tie it), and the old one is never adopted.
         self._places: MutableMapping[nn.Parameter, Spilled] = WeakTensorKeyDictionary()
         self._open: MutableMapping[nn.Parameter, int] = WeakTensorKeyDictionary()
         self._fetched: list[nn.Parameter] = []
@@ -94,7 +94,7 @@ class ProvisionalKeeper:
         return values.to(parameter.dtype)
 
     def point(self, parameter: nn.Parameter, file: Readable, offset_bytes: int, dtype: torch.dtype) -> None:
-        """Let a released parameter's values be those of another file, read when they are needed."""
+        """Make a place in another file the source of a released parameter's values; they are read when needed."""
         nbytes = parameter.numel() * dtype.itemsize
         self._places[parameter] = Spilled(file, offset_bytes, dtype, nbytes)
 
@@ -102,19 +102,19 @@ class ProvisionalKeeper:
         """Give a released parameter another dtype; its values are rounded when they are read."""
         set_present(parameter)
         with torch.no_grad():
-            parameter.data = parameter.data.to(dtype)  # of what it looks at while it is released: a moment's memory
+            parameter.data = parameter.data.to(dtype)  # converts poison; its memory is freed below
         self._release(parameter)
 
     @property
     def keeps_saved(self) -> bool:
-        """Nobody trains yet."""
+        """True: nothing trains yet."""
         return True
 
     def touch(self, parameter: nn.Parameter) -> None:
-        """Fetch until the constructor that is running returns.
+        """Fetch the values until the running constructor returns.
 
         Raises:
-            StateError: no constructor is: the `Init` context has ended.
+            StateError: no `Init` context is open.
         """
         if not self.fetches:
             raise StateError(
@@ -127,13 +127,13 @@ class ProvisionalKeeper:
             self._fetched_bytes += parameter.numel() * parameter.element_size()
 
     def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
-        """If it has become much, what was not needed is spilled."""
+        """If too much has been fetched, spill the parameters that this operation did not need."""
         if self._fetched_bytes > FETCHED_BYTES_MAX:
             self.spill_unseen({id(parameter) for parameter in parameters})
         return result
 
     def spill_unseen(self, needed: Collection[int] = ()) -> None:
-        """Spill again what was fetched, but what is `needed` (ids) or what somebody still looks at."""
+        """Spill fetched parameters again, except those in `needed` (ids) and those whose memory other tensors share."""
         unseen = [p for p in self._fetched if id(p) not in needed and not _is_looked_at(p)]
         spilled = {id(parameter) for parameter in unseen}
         self._fetched = [parameter for parameter in self._fetched if id(parameter) not in spilled]
@@ -141,16 +141,16 @@ class ProvisionalKeeper:
         self.close(unseen)
 
     def spill_fetched(self) -> None:
-        """Spill again all that was fetched on touch."""
+        """Spill again all parameters that `touch` has fetched."""
         fetched, self._fetched, self._fetched_bytes = self._fetched, [], 0
         self.close(fetched)
 
     def part(self, parameter: nn.Parameter) -> slice:
-        """All: no rank has its own before there is an engine."""
+        """All elements: before there is an engine, values are not sharded."""
         return slice(0, parameter.numel())
 
     def open(self, parameters: list[nn.Parameter]) -> None:
-        """Bring the values back, to be edited."""
+        """Fetch the values, so that they can be edited."""
         for parameter in parameters:
             self._open[parameter] = self._open.get(parameter, 0) + 1
             if self._open[parameter] == 1:
@@ -161,7 +161,7 @@ class ProvisionalKeeper:
                 show_shard(parameter)
 
     def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
-        """Spill them again, as they are on `modifier_rank`; None: on each rank as it has them."""
+        """Spill the values again, as they are on `modifier_rank`; None: each rank spills its own."""
         for parameter in parameters:
             self._open[parameter] -= 1
             if self._open[parameter] == 0:
@@ -182,23 +182,23 @@ class ProvisionalKeeper:
         return copied
 
     def common(self, parameter: nn.Parameter) -> bool:
-        """True if the values are those of a file that all ranks read."""
+        """True if the values are in a file that all ranks read."""
         return self._everywhere or self._places[parameter].file is not self._file
 
     def settle(self) -> bytes:
-        """No rank edits the values any more: those of the file count. Returns a digest of what this rank has built."""
+        """End editing on all ranks: from now on the file's values count. Returns a digest of this rank's model."""
         return self._file.settle() if isinstance(self._file, CommonFile) else b""
 
     def room_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
-        """(device, bytes) that the file system has back once the parameter is adopted; None: not before all are."""
+        """(device, bytes) of space that is freed when the parameter is adopted; None: only when all are adopted."""
         file, place = self._file, self._places[parameter]
-        # Of a common file not before all ranks have adopted it, and one may be far ahead of another.
+        # A common file frees space only after all ranks have adopted the parameter, and ranks may be far apart.
         if place.file is not file or not isinstance(file, ProvisionalFile) or not file.releases:
             return None
         return file.device, place.nbytes
 
     def adopted(self, parameter: nn.Parameter) -> None:
-        """An engine has stored the values: their room is free. The last one frees the file, if no more can come."""
+        """An engine has stored the values: free their space. The last parameter closes the file, unless it `grows`."""
         place = self._places.pop(parameter, None)
         if place is not None and place.file is self._file:
             self._file.release(place.offset_bytes, place.nbytes)
@@ -206,7 +206,7 @@ class ProvisionalKeeper:
             self._file.close()
 
     def _store(self, parameter: nn.Parameter) -> None:
-        """Write the values where they were, or to a new place if they have changed their size."""
+        """Write the values to their old place, or to a new place if their size has changed."""
         nbytes = parameter.numel() * parameter.element_size()
         place = self._places.get(parameter)
         if place is not None and place.file is self._file and place.nbytes == nbytes:
@@ -240,9 +240,9 @@ def provisional_source(parameter: nn.Parameter) -> ProvisionalKeeper | None:
 
 
 def room_to_come(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
-    """Device number -> bytes of provisional files there that are free before the last parameter is adopted.
+    """Device number -> bytes of provisional files that are freed there before the last parameter is adopted.
 
-    A parameter's are free when all of it has been stored, so the largest may still be there at the end.
+    A parameter's space is freed when all of its values have been stored, so the largest may remain until the end.
     """
     found: dict[int, list[int]] = {}
     for parameter in parameters:
@@ -254,7 +254,7 @@ def room_to_come(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
 
 
 def forget(parameter: nn.Parameter) -> None:
-    """The engine has the values now."""
+    """Drop the provisional values: the engine has stored them."""
     keeper = provisional_source(parameter)
     if keeper is not None:
         keeper.adopted(parameter)
@@ -266,9 +266,9 @@ def _provisional_name(parameter: nn.Parameter) -> str:
 
 
 def _is_looked_at(parameter: nn.Parameter) -> bool:
-    """True when a tensor that somebody holds shares the parameter's memory, so that writes to it would be lost.
+    """True if another tensor shares the parameter's memory: after a spill, writes to that tensor would be lost.
 
-    The parameter itself holds one, its `ds_tensor`.
+    The parameter's own `ds_tensor` does not count.
     """
     alone = torch.empty(1)
     hide_shard(parameter)

@@ -1,12 +1,12 @@
 """The cover: which parameters form a unit, and which modules' calls use it.
 
-Walk from the root. A module whose subtree fits `numel_max` becomes a unit; otherwise its direct
-parameters form one and the walk goes on into its children. A ModuleList of like-typed modules
-(transformer blocks, experts) is a boundary: each of its children is covered on its own, so a block
-is one unit and one expert is one unit. Only a module whose own forward is called can root a unit. A leaf
-module is one unit whatever its size. Experts packed into 3-D parameters are a unit that is fetched by rows, or
-when somebody touches a parameter of it, but not because its module is called. Parameters that never leave the
-device are no part of that: those of the whole model are packed into a few units, in model order.
+The walk starts at the root. A module whose subtree fits `numel_max` becomes a unit; otherwise its direct parameters
+form a unit and the walk continues in its children. A ModuleList of modules of one type (transformer blocks, experts) is
+a boundary: each of its children is covered on its own, so one block is one unit and one expert is one unit. Only a
+module whose own forward is called can root a unit. A leaf module is one unit, independently of its size. Experts packed
+into 3-D parameters form a unit that is fetched by rows, or when a parameter of it is used directly, but not when its
+module is called. Parameters that never leave the device are not part of these units: they are packed into a few units
+for the whole model, in model order.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from zero.params.quantized_linear import QuantizedLinear
 from zero.params.tiles import Tile, can_tile, row_ranges
 
 Kind = tuple[torch.dtype, bool, int]
-"""Of a unit: what its parameters are kept in, are they trained, and by which rule."""
+"""(dtype in which a unit's parameters are kept, whether they are trained, number of their rule)."""
 PERSISTENT_NUMEL_MAX = 1 << 20
-"""Elements of a unit of parameters that never leave the device: edited, reduced and updated as one."""
+"""Largest number of elements of a persistent unit, which is edited, reduced and updated as one."""
 
 
 @dataclass(slots=True)
@@ -41,11 +41,11 @@ class Leaf:
     names: list[str] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
     opaque: bool = False
-    """Quantised storage, or what decodes it: bytes whose dtype is not ours to choose."""
+    """Quantised codes, or a tensor that decodes them: its dtype must not be changed."""
 
 
 class SeparateUnits(nn.ModuleList):
-    """A list whose modules are units of their own, also if there is only one: they are called one after the other."""
+    """A list whose modules become separate units, even if there is only one: they are called one after the other."""
 
 
 @dataclass(slots=True)
@@ -55,30 +55,30 @@ class CoveredUnit:
     content: UnitContent
     scopes: list[nn.Module]
     root: nn.Module
-    """The module in whose calls the uses are."""
+    """The module whose calls contain the uses."""
     tile: Tile | None = None
-    """What holds the unit's parameter, where that is some rows of one of the model's."""
+    """The tile that holds the unit's parameter, if that is some rows of a model's parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoverRules:
-    """What decides the cover besides the model."""
+    """The inputs of the cover besides the model."""
 
     numel_max: int | None
-    """Explicit: a quarter of `stage3_max_live_parameters`. None: from the model alone."""
+    """A quarter of `stage3_max_live_parameters`, if that is set. None: derived from the model alone."""
     persistence_numel: int
     """Parameters of at most this many elements never leave the device; 0: none."""
     compute_dtype: torch.dtype | None
-    """Floating parameters are kept in this dtype; None, and quantised storage: as they are."""
+    """Floating parameters are kept in this dtype. None: they keep their own, as quantised storage always does."""
     live_numel_max: int | None = None
-    """Explicit `stage3_max_live_parameters`: what is larger is cut into tiles of at most `numel_max`. None: nothing."""
+    """`stage3_max_live_parameters`, if set: what is larger is cut into tiles of at most `numel_max`. None: no tiles."""
     rule_of: Mapping[int, int] = field(default_factory=dict)
     """id(parameter) -> number of the rule that updates it; 0 for others."""
     whole_rules: frozenset[int] = frozenset()
-    """Numbers of those that look at whole parameters."""
+    """Numbers of the rules that need whole parameters."""
 
     def dtype_of(self, leaf: Leaf, trainable: bool) -> torch.dtype:
-        """What a parameter is kept in."""
+        """The dtype in which a parameter is kept."""
         p = leaf.parameter
         if self.compute_dtype is None or not p.is_floating_point() or (leaf.opaque and not trainable):
             return p.dtype
@@ -90,12 +90,12 @@ class CoverRules:
         return self.dtype_of(leaf, trained), trained, self.rule_of.get(id(leaf.parameter), 0) if trained else 0
 
     def looks_at_whole(self, kind: Kind) -> bool:
-        """True when the rule of such parameters never sees a part of one."""
+        """True if the rule of such parameters needs whole parameters."""
         return kind[1] and kind[2] in self.whole_rules
 
 
 def collect_leaves(model: nn.Module) -> list[Leaf]:
-    """Every parameter once, in model order, with its tied names and owners; of a wrapper what it wraps."""
+    """Every parameter once, in model order, with all names and owners; a wrapper is replaced by its inner tensors."""
     leaves: dict[int, Leaf] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         decoding = decoding_names(module)
@@ -114,9 +114,9 @@ def collect_leaves(model: nn.Module) -> list[Leaf]:
 
 
 def coded_numel(leaves: Iterable[Leaf]) -> dict[int, int]:
-    """Index of a leaf -> elements that it stands for, of those that are codes or decode them.
+    """Index of each leaf of quantised storage -> number of weight elements that it stands for.
 
-    Codes of 4 bits lie two in a byte, and what decodes them is no parameter that anybody has given the model.
+    A byte may hold two codes of 4 bits. Tensors that decode codes stand for 0 elements: the model was not given them.
     """
     found: dict[int, int] = {}
     for leaf in leaves:
@@ -130,15 +130,15 @@ def coded_numel(leaves: Iterable[Leaf]) -> dict[int, int]:
 
 
 def can_root(module: nn.Module) -> bool:
-    """True when the module has a forward of its own that hooks see; ModuleList and the like are only containers."""
-    if isinstance(module, torch.jit.ScriptModule):  # its calls inside compiled code run no hook: whoever calls it holds
+    """True if the module has its own forward, whose calls run hooks; ModuleList and the like are only containers."""
+    if isinstance(module, torch.jit.ScriptModule):  # calls in compiled code run no hooks: its caller holds its weights
         return False
-    # An instance may have one of its own: what torch.compile(module) returns, say.
+    # An instance may have its own forward, for example the result of torch.compile(module).
     return "forward" in vars(module) or getattr(type(module), "forward", None) is not nn.Module.forward
 
 
 def packed_experts(module: nn.Module) -> int:
-    """How many experts the module's own parameters hold along their first dimension; 0 if they hold none so.
+    """Number of experts along the first dimension of the module's own parameters; 0 if they are not packed experts.
 
     Transformers keeps all experts of a layer in a few 3-D parameters, `gate_up_proj` [experts, ...] and so on.
     """
@@ -190,13 +190,13 @@ def cover(model: nn.Module, leaves: list[Leaf], trainable: Container[int], rules
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the walk is."""
+    """The position of the walk."""
 
     name: str
     scope: nn.Module
-    """The nearest module here or above that can root."""
+    """The nearest module, here or above, that can root a unit."""
     siblings: str = ""
-    """The innermost list of like-typed modules around."""
+    """The innermost enclosing list of modules of one type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ def _groups(module: nn.Module, place: _Place, numel_max: int) -> Iterator[_Group
         yield _Group(scope, place.name or "root", direct, place.siblings, packed_experts(module))
     siblings = place.siblings
     if _is_boundary(module):
-        # Blocks that hold lists of their own are used in pieces, between those of the lists.
+        # Blocks that contain lists are used in parts, between units of these lists, so they are no siblings.
         inner = [child for child in module.modules() if child is not module]
         siblings = "" if any(_is_boundary(child) for child in inner) else place.name or "root"
     for name, child in module.named_children():
@@ -232,7 +232,7 @@ def _groups(module: nn.Module, place: _Place, numel_max: int) -> Iterator[_Group
 
 
 def _is_apart(module: nn.Module) -> bool:
-    """True when something below is a unit of its own, so that the modules above cannot be."""
+    """True if a part of this module must be a separate unit, so that modules above cannot be one unit."""
     return z3_leaf_module(module) or _is_boundary(module) or packed_experts(module) > 0
 
 
@@ -273,7 +273,7 @@ def _uniform_units(
 def _persistent_units(
     model: nn.Module, leaves: list[Leaf], trainable: Container[int], rules: CoverRules
 ) -> Iterator[CoveredUnit]:
-    """What never leaves the device, packed: one for each module would be mostly padding."""
+    """Pack the parameters that never leave the device: a unit for each module would be mostly padding."""
     for kind, members in _by_kind(leaves, trainable, rules).items():
         runs: list[list[Leaf]] = [[]]
         numel = 0
@@ -304,9 +304,9 @@ def _entries(leaves: list[Leaf]) -> tuple[tuple[int, tuple[str, ...], torch.Size
 def _too_large(group: list[Leaf], trainable: Container[int], rules: CoverRules) -> list[Leaf]:
     """Parameters that have to be tiled, the largest first, so that the rest of the group can be live at once.
 
-    What a rule looks at whole cannot be.
+    A parameter whose rule needs it whole cannot be tiled.
     """
-    if rules.live_numel_max is None or rules.live_numel_max < BLOCK_NUMEL:  # no unit is that small
+    if rules.live_numel_max is None or rules.live_numel_max < BLOCK_NUMEL:  # no unit can be that small
         return []
     numel = sum(leaf.parameter.numel() for leaf in group)
     large: list[Leaf] = []
@@ -343,7 +343,7 @@ def _kind_words(kind: Kind) -> str:
 
 
 def _scopes(root: nn.Module, members: list[Leaf]) -> list[nn.Module]:
-    """The root and every module that owns a parameter of the unit; a tied one may lie elsewhere."""
+    """The root and every module that owns a parameter of the unit; the owner of a tied one may be elsewhere."""
     scopes = [root]
     for leaf in members:
         for owner in leaf.owners:
@@ -354,24 +354,24 @@ def _scopes(root: nn.Module, members: list[Leaf]) -> list[nn.Module]:
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """What is in use together, in elements of units that come and go."""
+    """Elements that are in use at the same time. Persistent units are not counted."""
 
     together: tuple[int, ...]
-    """Of each module that roots such units: the sum of them, in model order."""
+    """For each module that roots such units: their sum, in model order."""
     around_max: int
-    """The most that is in use around another's use: direct parameters of the modules above it."""
+    """The most elements in use around another use: direct parameters of the modules above it."""
     most: int
-    """The most that any one use holds with what is around it, and with another one where blocks are recomputed."""
+    """The most elements of one use and the uses around it, plus a second use if blocks are recomputed."""
 
     @classmethod
     def in_turn(cls, layout: Layout, around_max: int = 0) -> Uses:
-        """Of units that are used one after the other, inside uses of `around_max` elements."""
+        """The uses of units that are used one after the other, inside uses of `around_max` elements."""
         numels = tuple(unit.numel for unit in layout.units if not unit.persistent)
         return cls(numels, around_max, max(numels, default=0) + around_max)
 
 
 def uses_of(model: nn.Module, covered: list[CoveredUnit], layout: Layout) -> Uses:
-    """What has to be on the device together when each module that roots units is called from the ones above it."""
+    """Elements that must be on the device together when each module that roots units is called by modules above it."""
     rooted: dict[nn.Module, int] = {}
     held: dict[nn.Module, int] = {}
     tiles: list[tuple[nn.Module, int]] = []
@@ -382,19 +382,19 @@ def uses_of(model: nn.Module, covered: list[CoveredUnit], layout: Layout) -> Use
             tiles.append((unit.root, placed.numel))
             continue
         rooted[unit.root] = rooted.get(unit.root, 0) + placed.numel
-        # Packed experts come when somebody asks for rows; the call of their module does not hold them.
+        # Packed experts are fetched when rows are asked for; the call of their module does not hold them.
         held[unit.root] = held.get(unit.root, 0) + (0 if placed.expert_rows else placed.numel)
     around: dict[nn.Module, int] = {}
     pending = [(model, 0)]
     while pending:
         module, outside = pending.pop()
-        if around.get(module, -1) < outside:  # else it is shared, and called from within less here
+        if around.get(module, -1) < outside:  # else it is shared, and was visited with more around it
             around[module] = outside
             pending += [(child, outside + held.get(module, 0)) for child in module.children()]
     uses = [(root, around[root], numel) for root, numel in rooted.items()]
     uses += [(root, around[root] + held.get(root, 0), numel) for root, numel in tiles]
     alone = [outside + numel for _, outside, numel in uses]
-    # A block that is recomputed comes again while the backward of its last module holds that one's.
+    # A recomputed block is fetched again while the backward of its last module still holds that module's units.
     inside = {module for block in _recomputed_blocks(model) for module in block.modules()}
     again = max((numel for root, _, numel in uses if root in inside), default=0)
     alone += [outside + numel + again for root, outside, numel in uses if root in inside]
@@ -406,7 +406,7 @@ def uses_of(model: nn.Module, covered: list[CoveredUnit], layout: Layout) -> Use
 
 
 def _recomputed_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """What transformers recomputes: a layer with its flag, or the layers of a model that has the flag for them."""
+    """Blocks that transformers recomputes: a layer with the flag, or all layers of a model with the flag."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]

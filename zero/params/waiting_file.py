@@ -1,4 +1,4 @@
-"""Where the values of a model that is built under `Init` wait for an engine: a file of the rank's, or of its node's."""
+"""The file with the values of a model that is built under `Init`, until an engine adopts them; per rank or per node."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from zero.ranks.failure import ranks_named
 
 WaitingFile: TypeAlias = ProvisionalFile | CommonFile
 _opened = itertools.count()
-"""Files that the ranks of this process's group have opened together: all ranks have opened the same number."""
+"""Number of files that the ranks have opened together; equal on all ranks, so it makes keys in the store unique."""
 
 
 def open_waiting_file(folders: Sequence[str]) -> tuple[WaitingFile | None, bool]:
-    """A file for initial values, which the ranks of a node have in common. All ranks come here.
+    """A file for initial values, which the ranks of a node share. All ranks call this together.
 
     Args:
-        folders: the first one has it; none: host memory, which pays where ranks share it only.
+        folders: the file is in the first one; empty: host memory, which is useful only if ranks share it.
 
     Returns:
-        The file, None where values stay with their parameters; and whether it is every rank's.
+        The file, or None if values stay with their parameters; and whether all ranks use the same file.
 
     Raises:
         ConfigError: nothing can be stored in the folder.
-        StateError: other ranks do not come; names the first.
-        PeerError: ranks of this node lose each other.
+        StateError: other ranks do not make this call; names the first.
+        PeerError: the connection between ranks of this node is lost.
     """
     world_size = world.world_size()
     if world_size == 1:
@@ -50,11 +50,11 @@ def open_waiting_file(folders: Sequence[str]) -> tuple[WaitingFile | None, bool]
 
 
 class _Said:
-    """What ranks say to each other through the store of the default group: its tensors may have to be on a GPU.
+    """Messages between ranks through the store of the default group: its collectives may need tensors on a GPU.
 
     Args:
-        members: global ranks, this one among them.
-        before: whose file it is about; None: a new one.
+        members: global ranks, including this one.
+        before: earlier messages about the same file; None: for a new file.
     """
 
     def __init__(self, members: Sequence[int], before: _Said | None = None) -> None:
@@ -64,7 +64,7 @@ class _Said:
         self._count = 0
 
     def share(self, payload: bytes) -> list[bytes]:
-        """Everybody's payload, in the order of the members."""
+        """The payloads of all members, in their order."""
         key = f"{self._name}/{self._count}"
         self._count += 1
         self._store.set(f"{key}/{world.rank()}", payload)

@@ -1,8 +1,8 @@
-"""Writes through `.data`, which torch's version counters do not see.
+"""Detects writes through `.data`, which torch's version counters do not see.
 
-A parameter that shows its values is of a class whose `data` keeps a copy of them when it is first asked for. Whoever
-lets the values go compares, and so a write is kept wherever the values live: in memory that is used in place, and in
-a copy that would be dropped.
+A present parameter has a class whose `data` property copies the values at the first access. Before the values are
+released, they are compared with this copy, so that a write is stored: both in memory that is used in place, and in a
+copy that would otherwise be dropped.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 _DATA: Any = torch._C.TensorBase.data
 _BEFORE = "_zero_before"
-"""Attribute of a parameter: its values when `.data` was first asked for, on the host."""
+"""Attribute of a parameter: its values at the first access to `.data`, on the host."""
 
 
 class WatchedParameter(nn.Parameter):
-    """Mixed into the class of every parameter that shows its values."""
+    """Mixed into the class of every present parameter."""
 
     @property
     def data(self) -> Tensor:
-        """As torch's."""
+        """As in torch; keeps a copy of the values first."""
         note(self)
         return cast("Tensor", _DATA.__get__(self))
 
@@ -31,18 +31,18 @@ class WatchedParameter(nn.Parameter):
         _DATA.__set__(self, values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A copy is nobody's but the caller's."""
+        """A copy belongs to the caller, so it is not watched."""
         copied: nn.Parameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         unwatch(copied)
         return copied
 
 
 class Mixin:
-    """A class that is mixed into that of parameters, whatever it is, and taken out again.
+    """Mixes a class into the classes of parameters, and takes it out again.
 
     Args:
-        mixed: for `nn.Parameter` itself; mixed into the others.
-        word: their names begin with it.
+        mixed: the class for `nn.Parameter` itself; for other classes it is a base class.
+        word: prefix for the names of the mixed classes.
     """
 
     def __init__(self, mixed: type, word: str) -> None:
@@ -51,7 +51,7 @@ class Mixin:
         self._own: dict[type, type] = {mixed: nn.Parameter}
 
     def add(self, mixed: type, own: type) -> None:
-        """A class like it that somebody else puts on is taken out too."""
+        """Register a mixed class that other code sets; `take_off` replaces it by `own` too."""
         self._own[mixed] = own
 
     def put_on(self, parameter: nn.Parameter) -> None:
@@ -76,19 +76,19 @@ watch, unwatch = _WATCHED.put_on, _WATCHED.take_off
 
 
 def note(parameter: nn.Parameter) -> None:
-    """Somebody gets what may be written to unseen: keep the values as they are, unless they are kept already."""
+    """Copy the values, unless a copy exists: the caller gets a tensor that can be written to unseen."""
     if _BEFORE not in parameter.__dict__:
         parameter.__dict__[_BEFORE] = _values_of(parameter).clone()
 
 
 def written(parameter: nn.Parameter) -> bool:
-    """True if a bit has changed since `note`, however; False without it."""
+    """True if any bit has changed since `note`; False without a `note`."""
     before = parameter.__dict__.get(_BEFORE)
     return before is not None and not torch.equal(_bits(before), _bits(_values_of(parameter)))
 
 
 def forget(parameter: nn.Parameter) -> None:
-    """What was noted is stored, or let go."""
+    """Drop the copy of `note`: the values are stored or released."""
     parameter.__dict__.pop(_BEFORE, None)
 
 
