@@ -1,6 +1,6 @@
-"""What the plan sets aside besides planes: for saved activations, and for the second slots of snapshots.
+"""Memory in the plan besides planes: for saved activations, and for the second slots of snapshots.
 
-How much activations take depends on the batch: the user says it, or it grows.
+The size of activations depends on the batch: the user sets it, or the memory grows when it is needed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ KNOB = "activation_checkpointing.activation_bytes"
 
 
 def tier_in(block: ActivationCheckpointing) -> str | None:
-    """Where saved inputs go; None: they stay where they are."""
+    """The tier for saved inputs; None: they stay where they are."""
     tier = tier_of(block.device)
     return tier if tier != DEVICE or block.contiguous_memory_optimization else None
 
 
 def plan_activations(config: Config) -> ActivationPlan:
-    """The part of the plan that saved activations have.
+    """The part of the plan for saved activations.
 
     Raises:
-        BudgetError: host memory is budgeted in bytes, and nobody said how much of it they may take.
+        BudgetError: host memory is budgeted in bytes, and their part of it is not set.
     """
     block, budget = config.activation_checkpointing, config.memory_budget.host
     tier = tier_in(block)
@@ -47,12 +47,12 @@ def plan_activations(config: Config) -> ActivationPlan:
 
 
 def plan_snapshots(plan: Plan, sizes: PlaneSizes, offload: OffloadOptimizerConfig) -> int:
-    """Bytes of NVMe that snapshots take beyond what lives there anyway; what they cost is noted in the plan.
+    """Bytes of NVMe that snapshots take in addition to the planes there; a note in the plan says what they cost.
 
     Args:
-        plan: complete but for what this returns.
-        sizes: of its planes.
-        offload: the block that asks for them.
+        plan: complete, except for the result of this function.
+        sizes: sizes of its planes.
+        offload: the block that asks for snapshots.
 
     Raises:
         ConfigError: states are not on NVMe.

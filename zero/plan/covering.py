@@ -1,4 +1,4 @@
-"""The cover of a model under a configuration: which parameters move together."""
+"""The cover of a model under a configuration: which parameters are fetched and released together."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def cover_model(
     Args:
         model: the whole tree.
         leaves: its parameters.
-        trainable: id(parameter) of those the optimizer holds -> number of the rule that updates it.
+        trainable: id(parameter) of each parameter in the optimizer -> number of the rule that updates it.
         config: validated configuration.
-        whole_rules: numbers of the rules that look at whole parameters.
+        whole_rules: numbers of the rules that need whole parameters.
 
     Raises:
-        ConfigError: a parameter's dtype cannot be trained, or a leaf module is not there; names it.
+        ConfigError: a parameter's dtype cannot be trained, or a leaf module does not exist; names it.
     """
     zero = config.zero_optimization
     apply_zero_leaf_module_config(model, zero.leaf_module)

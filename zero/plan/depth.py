@@ -1,18 +1,19 @@
-"""How much is on the device at once: from what a model takes at least to what a device has to spare.
+"""The depth of a plan: how much it holds on the device at once, from the least possible to all spare memory.
 
-[Note: the rule] A plan is tried with one depth after the other, deepest first, and the first that fits is taken.
+[Note: the rule] The planner tries one depth after the other, deepest first, and takes the first plan that fits.
 
-1. *Deep*: four neighbours gathered (one in use, one or two ahead, one kept) and room for one more, so that holes
-   between blocks of unequal size stop nothing; two flat gradients, so that one leaves while the next is made. With
-   `memory_budget.device` the rest of the budget goes to gathered units. Without one a GPU's does as far as this keeps
-   the whole plan within a fifth of its free memory; a CPU's device memory is the host's and is not spent so.
-2. *Lean*: three neighbours, two gradients. It is the deepest without a budget where deep is more than that fifth.
-3. *Short*: two neighbours, one gradient. Like lean it takes no more than half of what is free: the rest is for
-   activations, and for gradients as autograd makes them.
-4. *Least*: what one call holds, one gradient. Nothing is read ahead. It takes what it needs.
+1. *Deep*: four neighbouring units are gathered (one in use, one or two prefetched, one kept), with room for one more,
+   so that holes between blocks of unequal size block nothing. There are two flat gradients, so that one is moved away
+   while the next is made. With `memory_budget.device` the rest of the budget is used for gathered units. Without it
+   this is done on a GPU as long as the whole plan stays within a fifth of the free memory; on a CPU, device memory is
+   host memory and is not used for this.
+2. *Lean*: three neighbours, two gradients. Without a budget it is the deepest if deep takes more than that fifth.
+3. *Short*: two neighbours, one gradient. Like lean it takes at most half of the free memory: the rest is for
+   activations, and for the gradients that autograd makes.
+4. *Least*: the units of one call, one gradient, no prefetching. It takes as much as it needs.
 
-More gathered elements are spent on keeping units from their forward to their backward, and a quarter of them on
-reading ahead. A depth changes speed and memory, never the layout and never a result.
+Additional gathered elements are used to keep units from their forward to their backward, a quarter of them to prefetch.
+A depth changes speed and memory, never the layout and never a result.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from dataclasses import dataclass, replace
 from zero.params.units import Uses
 
 FREE_SHARE = 0.2
-"""Part of a device's free memory that a plan without a budget fills on purpose; the rest is for activations."""
+"""Part of a device's free memory that a plan without a budget may fill; the rest is for activations."""
 
 
 PASSING_SHARE = 0.5
-"""Part of it that passes through a device which has no room for more; only what one call needs may be more."""
+"""Part of it for pools if memory is short; only the least depth, the need of one call, may take more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """What is set aside on the device for what passes through it."""
+    """Memory on the device for units and gradients that do not live there."""
 
     live_numel: int
-    """Elements gathered at a time, units around others included."""
+    """Elements gathered at a time, including units of enclosing modules."""
     slack_numel: int
-    """More room for them, against holes."""
+    """Additional room, because of holes."""
     gradients: int
     """Flat gradients of the largest unit."""
 
     def deeper(self, numel: int) -> Depth:
-        """With so many more gathered."""
+        """The depth with `numel` more gathered elements."""
         return replace(self, live_numel=self.live_numel + numel)
 
     def within(self, live_numel_max: int | None) -> Depth:
-        """With no more gathered than that."""
+        """The depth with at most `live_numel_max` gathered elements."""
         return self if live_numel_max is None else replace(self, live_numel=min(self.live_numel, live_numel_max))
 
 
@@ -54,11 +55,11 @@ def depths(uses: Uses, largest_numel: int) -> tuple[Depth, Depth, Depth, Depth]:
     """Deep, lean, short and least.
 
     Args:
-        uses: of the model's units that come and go.
-        largest_numel: elements of the largest of them.
+        uses: uses of the model's units that are fetched and released.
+        largest_numel: elements of the largest of these units.
     """
     around = uses.around_max
-    # A block that stays amid the pool while others come and go leaves two holes: the larger has to do for any unit.
+    # A block that stays in the middle of the pool leaves two holes: any unit must fit into the larger one.
     hole = largest_numel if around else 0
 
     def neighbours(count: int) -> int:

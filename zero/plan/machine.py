@@ -1,4 +1,4 @@
-"""What this machine can give: memory, and how much of it may be locked."""
+"""Limits of this machine: available memory, and how much of it may be locked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from offload.accelerator import free_memory_bytes, identity, is_accelerator
 from offload.system.cgroups import memory_groups
 
-# Of a control group: the file of its limit, and of its statistics what is not given back when need be.
+# Of a control group: the file with its limit, and the keys in its statistics of memory that cannot be reclaimed.
 OF_V2 = ("memory.max", ("anon", "shmem"))
 OF_V1 = ("memory.limit_in_bytes", ("total_rss", "total_shmem"))
 
@@ -23,21 +23,21 @@ class Machine:
     """Limits read once, before anything is allocated."""
 
     available_bytes: int
-    """Host memory that can be had without swapping: the smaller of MemAvailable and the cgroup's rest."""
+    """Host memory available without swapping: the smaller of MemAvailable and the cgroup's rest."""
     available_source: str
-    """Which of the two it is."""
+    """The name of the smaller one."""
     memlock_bytes: int | None
     """RLIMIT_MEMLOCK; None: unlimited."""
     device_bytes: int | None
-    """Memory of the compute device that this process can have; on a CPU-only machine the host's. None: nobody knows."""
+    """Memory of the compute device available to this process; on a CPU-only machine the host's. None: unknown."""
     rss_bytes: int
-    """Resident memory of this process now: the baseline the plan comes on top of."""
+    """Resident memory of this process now: the baseline to which the plan is added."""
     device_name: str = ""
-    """Which device of its node it is, the same for all processes that use it; "" without an accelerator."""
+    """Identity of the device in its node, the same for all processes that use it; "" without an accelerator."""
 
 
 def aliases() -> bool:
-    """True: weights are used where they lie, if the compute device can address them there (`ZERO_NO_ALIAS`)."""
+    """True if weights are used in place where the compute device can address them (unless `ZERO_NO_ALIAS` is set)."""
     return os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
 
 
@@ -56,7 +56,7 @@ def read_machine(device: torch.device) -> Machine:
 
 
 def available_memory() -> tuple[int, str]:
-    """Host memory that can be had without swapping now [bytes], and what says so."""
+    """Host memory available without swapping now [bytes], and the source of this number."""
     available, rest = psutil.virtual_memory().available, cgroup_rest_bytes()
     if rest is not None and rest < available:
         return rest, "the memory cgroup's limit"
@@ -69,14 +69,14 @@ def peak_rss_bytes() -> int:
 
 
 def cgroup_rest_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The least that a memory cgroup of this process, or one around it, leaves (v2 or v1); None without a limit."""
+    """The smallest rest among the memory cgroups of this process and their parents (v2 or v1); None without a limit."""
     groups = memory_groups(proc, cgroups)
     rests = [_rest_bytes(folder, *(OF_V2 if is_v2 else OF_V1)) for folder, _, is_v2 in groups]
     return min((rest for rest in rests if rest is not None), default=None)
 
 
 def _rest_bytes(folder: Path, limit_name: str, keys: tuple[str, ...]) -> int | None:
-    """Limit minus anonymous and shared memory of one cgroup: pages of files are given back when need be."""
+    """Limit minus anonymous and shared memory of one cgroup: pages of files can be reclaimed."""
     try:
         text = (folder / limit_name).read_text().strip()
         if text == "max" or int(text) >= 1 << 60:

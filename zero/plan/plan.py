@@ -1,11 +1,11 @@
 """The plan: which tier holds what, in bytes, decided before anything is allocated.
 
-The engine allocates from its fields; the rows are their sums, and a test of memory holds the two together. The plan
+The engine allocates from the plan's fields; the rows are their sums, and a memory test checks that both agree. The plan
 turns budgets into depth and caching; it never changes the layout, so it never changes a result.
 
-[Note: why more memory never means more traffic] Host memory is spent in one order: the working set,
-which grows with the budget up to a fixed size, then cached weights, gradients and states, each as
-a prefix of its space. A larger budget therefore caches a superset.
+[Note: why more memory never means more traffic] Host memory is used in a fixed order: first the working set, which
+grows with the budget up to a fixed size, then cached weights, gradients and states, each as a prefix of its space. A
+larger budget therefore caches a superset.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ class PlanRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How far fetching may look ahead, and how much it may hold; all in elements."""
+    """Limits of prefetching and of gathered units; all in elements."""
 
     live_numel_max: int
-    """`stage3_max_live_parameters`: never more than this is gathered or on its way."""
+    """`stage3_max_live_parameters`: the most elements that are gathered or in flight."""
     prefetch_numel: int
-    """`stage3_prefetch_bucket_size`: look-ahead beyond the next unit."""
+    """`stage3_prefetch_bucket_size`: elements to prefetch beyond the next unit."""
     reuse_numel_max: int
-    """`stage3_max_reuse_distance`: a unit whose next use is at most this far is kept."""
+    """`stage3_max_reuse_distance`: a unit is kept if at most this many elements are used before its next use."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationPlan:
-    """Where saved activations go."""
+    """The place of saved activations."""
 
     tier: str | None = None
     """None: they stay where they are."""
     nbytes: int | None = None
-    """The most on that tier; None: it grows, and comes on top of the plan."""
+    """The most bytes on that tier; None: it grows, and is not part of the plan."""
     passing_bytes: int = 0
-    """Host memory that they pass through on their way to NVMe."""
+    """Host memory for activations in flight to NVMe."""
     swap_bytes: int = 0
-    """Reserved from the start."""
+    """Swap space that is reserved from the start."""
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, as far as it is planned."""
+        """The planned part of host memory."""
         return self.passing_bytes + ((self.nbytes or 0) if self.tier == HOST else 0)
 
     def rows(self) -> tuple[PlanRow, ...]:
-        """Lines of the plan; those of 0 bytes say nothing."""
+        """Rows of the plan; rows of 0 bytes are left out later."""
         on_device = (self.nbytes or 0) if self.tier == DEVICE else 0
         return (
             PlanRow(DEVICE, "saved activations", on_device),
@@ -75,7 +75,7 @@ class ActivationPlan:
         )
 
     def note(self) -> str:
-        """What the plan cannot say in bytes; empty if it can."""
+        """A note if the size is not known in bytes; else empty."""
         if self.tier is None or self.nbytes is not None:
             return ""
         return f"saved activations go to {self.tier} and come on top; bound them with activation_bytes"
@@ -83,66 +83,66 @@ class ActivationPlan:
 
 @dataclass(slots=True)
 class Plan:
-    """What the engine allocates and how deep it works."""
+    """The memory that the engine allocates, and its limits."""
 
     limits: Limits
     weight_tiers: dict[int, str] = field(default_factory=dict)
     """Unit index -> tier of its weights."""
     whole: frozenset[int] = frozenset()
-    """Units (indices) of several slices whose home holds all of them, in one piece."""
+    """Indices of units with several slices whose home holds all slices, in one piece."""
     gradient_tiers: dict[int, str] = field(default_factory=dict)
     """Trainable unit index -> tier of its gradient."""
     passes: int = 1
-    """Forwards of a step that bring weights in, and backwards: one for all micro-batches that run side by side."""
+    """Number of passes (forward and backward) in a step that fetch weights; micro-batches side by side share one."""
     gradient_wide: bool = False
-    """Gradients are accumulated in fp32 from the start: more than one micro-batch is announced."""
+    """Gradients are accumulated in fp32 from the start, because the config has more than one micro-batch."""
     accumulation: torch.dtype = torch.float32
-    """What several contributions to a gradient are added up in; 16-bit: where they are kept so."""
+    """Dtype in which several contributions to a gradient are added up; 16-bit only for gradients that are kept so."""
     sub_groups: tuple[SubGroup, ...] = ()
     record_tiers: tuple[str, ...] = ()
     """Tier of each sub-group's state record."""
     snapshots: bool = False
-    """Weights and records have two places on NVMe each, whatever their tier, so that a snapshot is never written."""
+    """Weights and records have two places on NVMe each, on every tier, so that the last snapshot is not overwritten."""
     state_dtype: torch.dtype = torch.float32
-    """Of the optimizer's states; uint8 for 8-bit codes with scales."""
+    """Dtype of the optimizer's states; uint8 for 8-bit codes with scales."""
     states: tuple[tuple[str, ...], ...] = (ADAM_STATES,)
     """Names of the state planes of each update rule."""
     states_only: bool = False
-    """Weights and gradients are in memory of somebody else's, who says where when an update needs them."""
+    """Weights and gradients are in the user's memory, whose addresses are passed to each update."""
     records_in_flight: int = 4
     arena_bytes: int = 0
     """Host arena: records in flight and staging chunks."""
     unit_pool_bytes: int = 0
-    """Device memory that gathered units are read into."""
+    """Device memory for gathered units."""
     gradient_pool_bytes: int = 0
     """Device memory for flat gradients that cannot be written in place."""
     exchange_bytes: int = 0
-    """Device memory that other ranks' slices of a gradient arrive in."""
+    """Device memory for slices of a gradient that other ranks send."""
     deferred_bytes: int = 0
     """Device memory for whole gradients that are accumulated before they are reduced."""
     near_parts: dict[int, int] = field(default_factory=dict)
-    """Unit index -> bytes of device memory for this rank's part of it among its neighbours; empty without hpZ."""
+    """Unit index -> bytes of device memory for this rank's part in its group of neighbours; empty without hpZ."""
     update_pool_bytes: int = 0
-    """Device memory that an update on a GPU passes through what does not live there."""
+    """Device memory of updates on a GPU, for planes that do not live there."""
     small_bytes: int = 0
-    """Memory of the device for states that have not their parameter's shape."""
+    """Device memory for states whose shape differs from their parameter's."""
     second_slot_bytes: int = 0
-    """Of `swap_bytes`: where snapshots are."""
+    """The part of `swap_bytes` for snapshots."""
     host_limit_bytes: int | None = None
-    """Host memory is budgeted or short: what is not foreseen and does not fit below goes to NVMe."""
+    """Set if host memory is budgeted or short: unforeseen needs beyond this limit use NVMe."""
     activations: ActivationPlan = ActivationPlan()
     rows: tuple[PlanRow, ...] = ()
     notes: list[str] = field(default_factory=list)
-    """What the user should know and nothing has to be refused for."""
+    """Remarks for the user; none of them is an error."""
     baseline_bytes: int = 0
     """Resident memory of the process when the plan was made."""
 
     def record_format(self, space: Space) -> RecordFormat:
-        """How the state records of a space are laid out."""
+        """The format of a space's state records."""
         return RecordFormat(space.remainder, self.state_dtype, self.states_of(space))
 
     def states_of(self, where: Space | Unit) -> tuple[str, ...]:
-        """Names of the state planes that trained parameters have there."""
+        """Names of the state planes of trained parameters in that space or unit."""
         return self.states[where.rule]
 
     @property
@@ -155,11 +155,11 @@ class Plan:
 
     @property
     def swap_bytes(self) -> int:
-        """Reserved on NVMe."""
+        """Bytes reserved on NVMe."""
         return self.tier_bytes(NVME)
 
     def facts(self, device: torch.device) -> dict[str, int]:
-        """The totals for whoever has started this rank; the CPU's device memory counts as host memory."""
+        """The totals, for the launcher of this rank; the CPU's device memory counts as host memory."""
         in_host = self.tier_bytes(HOST) + (self.tier_bytes(DEVICE) if device.type == "cpu" else 0)
         totals = {"host_bytes": in_host, "nvme_bytes": self.tier_bytes(NVME), "baseline_bytes": self.baseline_bytes}
         return totals | {"device_bytes": 0 if device.type == "cpu" else self.tier_bytes(DEVICE)}

@@ -1,4 +1,4 @@
-"""Bytes of what planes hold on one rank, and the rows of a plan."""
+"""Sizes of planes on one rank, and the rows of a plan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from zero.plan.pools import PoolSizes
 from zero.plan.record import RecordFormat
 
 IN_AN_UPDATE = "whole parameter in an update"
-"""A row of memory that is allocated for as long as the update takes."""
+"""Name of the row for memory that is allocated only during the update."""
 PADDING_WORTH_A_NOTE = 0.1
-"""As a part of what is padded."""
+"""Padding as a part of all elements, padding included."""
 
 
 class PlaneSizes:
@@ -22,7 +22,7 @@ class PlaneSizes:
 
     Args:
         layout: units and spaces.
-        state_dtype: of the states.
+        state_dtype: dtype of the states.
         states: names of the state planes of each update rule.
         wide: gradients are accumulated in fp32 from the start.
     """
@@ -33,22 +33,22 @@ class PlaneSizes:
         self.layout, self._state_dtype, self._states, self._wide = layout, state_dtype, states, wide
 
     def weight_bytes(self, unit: Unit) -> int:
-        """Of a unit's weights: of its slice, or of all of it where this rank alone has the whole."""
+        """Bytes of a unit's weights on this rank: its slice, or the whole unit if it is persistent."""
         return (unit.numel if unit.persistent else unit.shard_numel) * unit.dtype.itemsize
 
     def gradient_bytes(self, unit: Unit) -> int:
-        """Of the slice of a unit's gradient."""
+        """Bytes of this rank's slice of a unit's gradient."""
         return unit.shard_numel * (4 if self._wide else unit.dtype.itemsize)
 
     def record_bytes(self, group: SubGroup) -> int:
-        """Of a sub-group's state record."""
+        """Bytes of a sub-group's state record."""
         return self.format(self.layout.spaces[group.space]).nbytes(group.end - group.begin)
 
     def format(self, space: Space) -> RecordFormat:
         return RecordFormat(space.remainder, self._state_dtype, self._states[space.rule])
 
     def records_bytes(self, numel: int) -> int:
-        """Of all records, when sub-groups have `numel` elements."""
+        """Bytes of all records if sub-groups have `numel` elements."""
         total = 0
         for space, begin, end, each in self.layout.cuts(numel):
             whole, rest = divmod(end - begin, each)
@@ -58,7 +58,7 @@ class PlaneSizes:
 
 
 def padding_notes(trained: Iterable[Unit], ranks: int) -> list[str]:
-    """What ranks that have whole parameters each leave empty, if it is worth a note."""
+    """A note about padding in units that are updated as whole parameters, if there is much of it."""
     whole = [unit for unit in trained if unit.whole]
     numel = sum(unit.numel for unit in whole)
     share = 1 - sum(slot.numel for unit in whole for slot in unit.slots) / max(numel, 1)
@@ -69,7 +69,7 @@ def padding_notes(trained: Iterable[Unit], ranks: int) -> list[str]:
 
 
 def rows_of(plan: Plan, sizes: PlaneSizes, pools: PoolSizes) -> Iterable[PlanRow]:
-    """The rows of a plan that is complete but for them; some have no bytes."""
+    """The rows of a plan that is otherwise complete; some rows have 0 bytes."""
     units = sizes.layout.units
     trained = [unit for unit in units if unit.trainable]
     for tier in (DEVICE, HOST, NVME):

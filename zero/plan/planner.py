@@ -1,4 +1,4 @@
-"""Makes the plan: turns budgets into tiers, depth and caching, and refuses what cannot fit."""
+"""Makes the plan: turns budgets into tiers, depth and caching, and refuses a model that cannot fit."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ logger = logging.getLogger("zero")
 
 SUB_GROUP_NUMEL_MAX = 4 << 20
 SUB_GROUP_NUMEL_IN_PLACE = 16 << 20
-"""Where nothing of one passes through other memory: to begin one takes Python longer than a GPU to update 4 M."""
+"""If updates work in place: for 4 M elements, starting the update in Python takes longer than a GPU's update."""
 SUB_GROUPS_MAX = 1 << 15
-"""Of a space that is cut fine because memory is short."""
+"""Number of sub-groups in a space whose sub-groups are small because memory is short."""
 RECORDS_IN_FLIGHT = 4
 STAGING_CHUNK_BYTES = 2 << 20
 STAGING_CHUNKS = 8
 STAGING_CHUNKS_MIN = 2
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 AUTO_SHARE = 0.8
-"""Part of the free memory that an "auto" budget takes; the rest is for activations and others."""
+"""Part of the free memory for an "auto" budget; the rest is for activations and others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How a plan is tried."""
+    """The parameters of one attempt to make a plan."""
 
     depth: Depth
-    """Of what passes through the device."""
+    """The size of the device's pools."""
     host_share: float
-    """Of the host memory that is free, which the plan may take at most."""
+    """The largest part of the free host memory that the plan may take."""
     spills: bool
-    """Gradients go to NVMe as far as that share has no room; else they lie in host memory."""
+    """Gradients that do not fit into that share are kept on NVMe; False: all are in host memory."""
 
 
 class _Short(Exception):
-    """A plan does not fit: what the user is told if no other does, and what this one needs."""
+    """A plan does not fit. Has the message for the user if no other plan fits, and the bytes that this one needs."""
 
     def __init__(self, message: str, need_bytes: int, *, of_device: bool = False) -> None:
         super().__init__(message)
@@ -66,12 +66,12 @@ class Planner:
     Args:
         layout: units and spaces.
         config: validated configuration.
-        machine: what can be had.
-        device: where units are computed on.
+        machine: the available memory.
+        device: units are computed there.
         in_place: units whose home memory the device can address are used there without a copy.
-        uses: what of the layout's units is in use together.
-        placement: who shares each unit.
-        kept: what update rules keep of parameters.
+        uses: which of the layout's units are in use together.
+        placement: which ranks share each unit.
+        kept: the states that update rules keep.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Planner:
         self.param_tier = tier_of(zero.offload_param.device)
         self.state_tier = tier_of(zero.offload_optimizer.device)
         self.state_dtype = STATE_DTYPES[zero.offload_optimizer.state_dtype]
-        # Ranks that reduce once a step add up whole gradients until then, and that is done in fp32.
+        # Ranks that reduce once per step add up whole gradients until then; the sums are in fp32.
         in_fp32 = config.accumulation_dtype == torch.float32 or (placement.gradients_deferred and not placement.alone)
         self.wide = in_fp32 and (config.gradient_accumulation_steps or 1) > 1
         self.on_cpu = shares_host_memory(device)
@@ -101,7 +101,7 @@ class Planner:
         self.trained = [unit for unit in layout.units if unit.trainable]
         self.kept = kept
         self.sizes = PlaneSizes(layout, self.state_dtype, kept.planes, wide=self.wide)
-        # Where nothing comes and goes micro-batches run one after the other.
+        # If all units are persistent, micro-batches run one after the other.
         micro_batches = config.gradient_accumulation_steps or 1
         self.passes = 1 if config.vertical_accumulation and self.movable else micro_batches
         together = self.passes < micro_batches
@@ -111,11 +111,11 @@ class Planner:
         self.largest = max(self.movable, key=lambda unit: unit.numel, default=None)
 
     def make(self) -> Plan:
-        """The plan, checked against budgets and machine: the first that fits of those that take less and less.
+        """The plan: the first that fits into budgets and machine; each attempt takes less memory than the one before.
 
         Raises:
-            ConfigError: a knob that cannot work with this model; names it.
-            BudgetError: none fits; names the knob to turn, and the least that would do.
+            ConfigError: a setting that cannot work with this model; names it.
+            BudgetError: no plan fits; names the setting to change, and the least memory that would suffice.
         """
         refusals: list[_Short] = []
         for effort in self._efforts():
@@ -123,12 +123,12 @@ class Planner:
                 return self._draft(effort)
             except _Short as refusal:
                 refusals.append(refusal)
-        # What the last ones lack, who ask for least: of the device, or of the host in one way or the other.
+        # The last two plans take least. If they lack device memory, report that; else the refusal that needs least.
         of_device = [refusal for refusal in refusals[-2:] if refusal.of_device]
         raise BudgetError(str(min(of_device or refusals, key=lambda refusal: refusal.need_bytes)))
 
     def make_least(self) -> Plan:
-        """The plan that takes least of a machine with room for it, whatever this one has."""
+        """The plan that takes least memory, made for a machine that has enough of it."""
         least = self._depths()[-1]
         try:
             return self._draft(Effort(least, 0.0, spills=True))
@@ -137,7 +137,7 @@ class Planner:
             return self._draft(Effort(least, 1.0, spills=True))
 
     def _draft(self, effort: Effort) -> Plan:
-        """A plan, checked. Raises _Short."""
+        """A plan that fits. Raises _Short."""
         depth = effort.depth
         plan = Plan(
             self._limits(depth),
@@ -167,7 +167,7 @@ class Planner:
         return plan
 
     def _records_in_flight(self) -> int:
-        """How deep the sub-group pipeline is. DeepSpeed pipelines only on request, we unless told not to."""
+        """Depth of the sub-group pipeline. It is on by default; DeepSpeed's is on only if the user asks for it."""
         offload = self.config.zero_optimization.offload_optimizer
         if offload.buffer_count is not None:
             return offload.buffer_count
@@ -181,10 +181,10 @@ class Planner:
         return 1 if refused == 2 else 2 if refused or large else RECORDS_IN_FLIGHT
 
     def _check_fits(self, plan: Plan, host_share: float) -> None:
-        """Refuse what the machine cannot hold; note what may go slower.
+        """Refuse a plan that the machine cannot hold; add a note about what may be slower.
 
         Raises:
-            BudgetError: names the knob to turn.
+            _Short: names the setting to change.
         """
         machine, host, device = self.machine, plan.tier_bytes(HOST), plan.tier_bytes(DEVICE)
         for name, need, budget in (("host", host, self.host_budget), ("device", device, self.device_budget)):
@@ -205,16 +205,16 @@ class Planner:
         groups = zip(plan.sub_groups, plan.record_tiers, strict=True)
         pinned = host - sum(self.sizes.record_bytes(group) for group, tier in groups if tier == HOST)
         if not self.on_cpu and machine.memlock_bytes is not None and pinned > machine.memlock_bytes:
-            # A note and no refusal: most drivers pin memory without asking this limit.
+            # A note and no refusal: most drivers pin memory without regard to this limit.
             plan.notes.append(
                 f"RLIMIT_MEMLOCK is {machine.memlock_bytes:,} bytes, the plan pins {pinned:,}; if the driver "
                 "refuses to pin, copies are slower: raise it with ulimit -l"
             )
 
-    # ---- what is asked for --------------------------------------------------------------------
+    # ---- the user's wishes --------------------------------------------------------------------
 
     def _device_share(self) -> float:
-        """Share of the states that is on the device by the user's word."""
+        """Share of the states that the configuration puts on the device."""
         return 1.0 if self.state_tier == DEVICE else 1.0 - self.config.zero_optimization.offload_optimizer.ratio
 
     def _budget(self, wish: int | str | None, free_bytes: int | None) -> int | None:
@@ -236,14 +236,14 @@ class Planner:
     def _efforts(self) -> Iterator[Effort]:
         """The plans to try, the best first."""
         found = self._depths()
-        if self.host_budget is None:  # else the user has decided what is left for activations and others
+        if self.host_budget is None:  # else the user's budget decides what is left for activations and others
             yield from (Effort(depth, AUTO_SHARE, spills=False) for depth in found[:2])
             yield from (Effort(depth, AUTO_SHARE, spills=True) for depth in found)
         yield from (Effort(depth, 1.0, spills=False) for depth in found)
         yield Effort(found[-1], 1.0, spills=True)
 
     def _depths(self) -> list[Depth]:
-        """What the device may be asked for, deepest first: see the rule in `zero.plan.depth`."""
+        """The depths to try, deepest first: see the rule in `zero.plan.depth`."""
         explicit, budget, free = self._soft_live_numel(), self.device_budget, self.machine.device_bytes
         deep, *less = depths(self.uses, self.largest.numel if self.largest else 0)
         if explicit is not None:
@@ -267,7 +267,7 @@ class Planner:
         return found
 
     def _soft_live_numel(self) -> int | None:
-        """`stage3_max_live_parameters`, or what one call holds where that is more; None: it is derived."""
+        """`stage3_max_live_parameters`, but at least the elements of one call; None: it is not set."""
         explicit = self.config.zero_optimization.stage3_max_live_parameters
         if explicit is not None and explicit < self.uses.most and self.largest is not None:
             logger.warning(
@@ -280,13 +280,13 @@ class Planner:
         return explicit
 
     def _device_bytes(self, depth: Depth) -> int:
-        """What the device is asked for at that depth, before spare memory is spent on states."""
+        """Device memory of a plan with that depth, before spare memory is used for states."""
         in_place = {unit.index for unit in self.movable if not unit.numel or self._used_at_home(self.param_tier)}
         pools = self.pools.units(self.movable, in_place, depth) + self.pools.gradients(depth.gradients)
         return self._fixed_device_bytes() + pools + self.pools.exchange() + self._passing_bytes()
 
     def _fixed_device_bytes(self) -> int:
-        """What is on the device whatever the depth."""
+        """Device memory that does not depend on the depth."""
         units = (u for u in self.layout.units if u.persistent or self.param_tier == DEVICE)
         fixed = sum(map(self.sizes.weight_bytes, units)) + self._deferred_bytes()
         if self.state_tier == DEVICE:
@@ -307,7 +307,7 @@ class Planner:
         return self.pools.staged_width(self.param_tier != DEVICE, self.state_tier != DEVICE, widened)
 
     def _passing_bytes(self) -> int:
-        """The most that takes part of the device budget and holds no state for long; and weights for neighbours."""
+        """The most device memory of updates and of the stand-in, and the weights for neighbours (hpZ)."""
         on_device = self.state_tier == DEVICE or self._device_share() > 0 or self.device_budget is not None
         groups = self.layout.sub_groups(self._full_sub_group_numel())
         near_bytes = sum(self.pools.near_parts(self.movable).values())
@@ -318,17 +318,17 @@ class Planner:
     def _update_pool_bytes(
         self, groups: Sequence[SubGroup], record_tiers: Sequence[str], plan: Plan | None = None
     ) -> int:
-        """Of what updates on a GPU work on and does not live there; without a plan the most that one may take."""
+        """Device memory for planes that updates on a GPU use and that live elsewhere; without a plan: the maximum."""
         staged = self._staged_on_device(plan is None or plan.host_bounded)
         in_flight = RECORDS_IN_FLIGHT if plan is None else plan.records_in_flight
         placed = list(zip(groups, record_tiers, strict=True))
         here = self.pools.updates((group for group, tier in placed if tier == DEVICE), staged, in_flight)
-        # What looks at whole parameters is computed on the device wherever its record lives.
+        # Updates of whole parameters are computed on the device on whatever tier their record is.
         whole = (g for g, tier in placed if self.layout.spaces[g.space].whole and (plan is None or tier != DEVICE))
         return max(here, self.pools.updates(whole, staged, in_flight, self.sizes.record_bytes))
 
     def _deferred_bytes(self) -> int:
-        """Of whole gradients that are added up before they are reduced."""
+        """Bytes of whole gradients that are added up before they are reduced."""
         deferred = self.placement.gradients_deferred and not self.placement.alone and self.wide
         return sum(unit.numel * 4 for unit in self.trained) if deferred else 0
 
@@ -337,7 +337,7 @@ class Planner:
             unit.index for unit in self.movable if not unit.numel or self._used_at_home(plan.weight_tiers[unit.index])
         }
         plan.unit_pool_bytes = self.pools.units(self.movable, in_place, depth)
-        # Used when a gradient cannot be collected where it is stored; a second backward needs it always.
+        # For gradients that cannot be collected in place; a second backward always needs it.
         plan.gradient_pool_bytes = self.pools.gradients(depth.gradients)
         plan.exchange_bytes = self.pools.exchange()
         plan.near_parts = self.pools.near_parts(self.movable)
@@ -348,21 +348,21 @@ class Planner:
         return several and (unit.persistent or self._used_at_home(plan.weight_tiers[unit.index]))
 
     def _used_at_home(self, tier: str) -> bool:
-        """True when whole units lie on that tier, and are used there."""
+        """True if whole units are stored on that tier and used in place."""
         return self.in_place and self._addressable(tier) and (self.placement.alone or self.placement.shares_memory)
 
     def _addressable(self, tier: str) -> bool:
-        """True when the compute device can read that tier's memory where it is."""
+        """True if the compute device can read that tier's memory in place."""
         return tier == DEVICE or (tier == HOST and self.on_cpu)
 
     # ---- host ---------------------------------------------------------------------------------
 
     def _place_host(self, plan: Plan, effort: Effort) -> int | None:
-        """Spend what the host has: what must be there, the working set, then caches in a fixed order.
+        """Distribute host memory: first what must be there, then the working set, then caches in a fixed order.
 
         Without a budget only gradients are cached: they are in host memory unless it is short.
 
-        Returns what is left for state records; None without a budget.
+        Returns the bytes left for state records; None without a budget.
         """
         limit = plan.host_limit_bytes = self._host_limit_bytes(effort)
         gradient_home = DEVICE if self.state_tier == DEVICE else HOST
@@ -384,7 +384,7 @@ class Planner:
                 raise self._host_refusal(effort.depth, limit - rest)
         if rest is not None and (
             not full or (effort.spills and effort.host_share == 1.0)
-        ):  # of the last bytes none are spare
+        ):  # with the last bytes nothing is cached
             rest = 0
         budgeted = self.host_budget is not None
         left = self._cache_weights(plan, rest if budgeted else None)
@@ -393,20 +393,20 @@ class Planner:
         return left if budgeted else None
 
     def _host_limit_bytes(self, effort: Effort) -> int | None:
-        """What the plan may take of host memory; None: it is checked afterwards."""
+        """The host memory that the plan may take; None: only the finished plan is checked."""
         if not effort.spills:
             return self.host_budget
         free = self._free_host_bytes(effort.host_share) - (self._device_bytes(effort.depth) if self.on_cpu else 0)
         return free if self.host_budget is None else min(self.host_budget, free)
 
     def _free_host_bytes(self, host_share: float) -> int:
-        """What is free of the host's memory; of a share of it a gradient as autograd makes it, beside ours, is kept."""
+        """Free host memory times `host_share`; for a share below 1, minus room for the gradient that autograd makes."""
         parameters = (s.numel * unit.dtype.itemsize for unit in self.trained for s in unit.slots)
         beside = max(parameters, default=0) if self.on_cpu and host_share < 1.0 else 0
         return int(self.machine.available_bytes * host_share) - beside
 
     def _host_refusal(self, depth: Depth, need: int) -> _Short:
-        """The host cannot have `need` bytes, the least that the plan takes."""
+        """The error for a plan that takes at least `need` bytes of host memory, too many for budget or machine."""
         where = f"with offload_param {self.param_tier} and offload_optimizer {self.state_tier}"
         if self.host_budget is not None and need > self.host_budget:
             budget = f"memory_budget.host: {self.host_budget:,} bytes are too few"
@@ -414,13 +414,13 @@ class Planner:
         return self._host_short(need + (self._device_bytes(depth) if self.on_cpu else 0))
 
     def _host_short(self, need: int, table: str = "") -> _Short:
-        """The machine has no `need` bytes of host memory."""
+        """The error for a machine with less than `need` bytes of host memory."""
         have = f"{self.machine.available_source} leaves {self.machine.available_bytes:,}"
         advice = self._what_could_move(on_host=True)
         return _Short(f"the plan needs at least {need:,} bytes of host memory, {have}; {advice}\n{table}".strip(), need)
 
     def _what_fits_a_budget(self) -> str:
-        """How to get along with the host's budget. Units cut smaller would not do: what they take is the device's."""
+        """Advice if the host's budget is too small. Smaller units would not help: they take device memory."""
         if away := self._to_nvme({HOST}):
             return f"raise it, or {away}"
         chunks = self._staging_bytes()
@@ -430,7 +430,7 @@ class Planner:
         return f"raise it, or make the {chunks:,} bytes of chunks for the drive fewer by {keys}"
 
     def _what_could_move(self, *, on_host: bool) -> str:
-        """How to need less of the host's memory, or else of the device's."""
+        """Advice how to need less memory of the host, or else of the device."""
         if away := self._to_nvme({DEVICE, HOST} if on_host and self.on_cpu else {HOST if on_host else DEVICE}):
             return away
         if on_host and not self.on_cpu:
@@ -438,16 +438,16 @@ class Planner:
         return "all planes are elsewhere; cut units smaller by zero_optimization.stage3_max_live_parameters"
 
     def _to_nvme(self, tiers: set[str]) -> str:
-        """What to set so that nothing lives on these tiers; empty: nothing does."""
+        """Advice what to set so that no planes are on these tiers; empty: none are."""
         blocks = (("offload_param", self.param_tier), ("offload_optimizer", self.state_tier))
         away = [f'{block}.device "{NVME}"' for block, tier in blocks if tier in tiers]
         return f"set {' and '.join(away)}" if away else ""
 
     def _sub_group_numel(self, plan: Plan, rest: int | None, spill: bool) -> tuple[int, bool]:
-        """(elements of a sub-group, is that the full size).
+        """(elements of a sub-group, whether that is the full size).
 
-        With little memory the size goes down by powers of two, and what is left over is not spent on
-        caches: a cache that shrinks when the sub-groups grow would make traffic rise with the budget.
+        With little memory the size is smaller by powers of two, and the remaining memory is not used for caches: a
+        cache that shrinks when the sub-groups grow would make traffic rise with the budget.
         """
         full = self._full_sub_group_numel()
         if rest is None or self._working_bytes(plan, full, spill) <= rest:
@@ -458,7 +458,7 @@ class Planner:
         return numel, numel == full
 
     def _least_sub_group_numel(self, full: int) -> int:
-        """A power of two blocks: tables and Python's objects for each sub-group are to stay small beside the model."""
+        """The smallest size, a power of two blocks: the Python objects of all sub-groups must stay small in total."""
         numel = BLOCK_NUMEL
         while 2 * numel <= full and numel * SUB_GROUPS_MAX < self._largest_space_numel():
             numel *= 2
@@ -468,7 +468,7 @@ class Planner:
         return max((space.numel for space in self.layout.spaces if space.trainable), default=BLOCK_NUMEL)
 
     def _full_sub_group_numel(self) -> int:
-        """Elements of a sub-group where memory is no concern."""
+        """Elements of a sub-group if there is enough memory."""
         fair = align_up(-(-self._largest_space_numel() // RECORDS_IN_FLIGHT), BLOCK_NUMEL)
         full = min(self._sub_group_numel_max(), fair)
         explicit = self.config.zero_optimization.sub_group_size
@@ -477,26 +477,26 @@ class Planner:
         return max(full // BLOCK_NUMEL, 1) * BLOCK_NUMEL
 
     def _sub_group_numel_max(self) -> int:
-        """More where no byte of an update passes through other memory: a longer sub-group takes no more of it."""
+        """The largest sub-group. It is larger if updates work in place, since its size then takes no other memory."""
         tiers, spaces = {self.param_tier, self.state_tier}, [s for s in self.layout.spaces if s.trainable]
         if self._uses_disk() or any(space.whole for space in spaces):
             return SUB_GROUP_NUMEL_MAX
         if self.on_cpu or tiers == {DEVICE}:
             return SUB_GROUP_NUMEL_IN_PLACE
-        # What a device's budget leaves over takes states, whose updates pass weights and gradients through the device.
+        # Spare memory of a device budget is used for states; their updates copy weights and gradients to the device.
         passes = tiers != {HOST} or self._device_share() > 0 or self.device_budget is not None
         passes = passes or any(self._staged_weights(space, space.numel) > SUB_GROUP_NUMEL_MAX for space in spaces)
         return SUB_GROUP_NUMEL_MAX if passes else SUB_GROUP_NUMEL_IN_PLACE
 
     def _staged_bytes(self, numel: int, spill: bool, bounded: bool) -> int:
-        """Arena bytes of a sub-group of `numel` elements in flight: whatever of it may not be in memory."""
+        """Arena bytes of a sub-group of `numel` elements in flight: all of its planes that may not be in memory."""
         needs = [0]
         for index, space in enumerate(self.layout.spaces):
             if space.trainable:
                 longest = self.layout.longest(index, numel)
                 nbytes = self.sizes.format(space).nbytes(longest) if self.state_tier == NVME else 0
                 nbytes += self._staged_weights(space, longest) * space.dtype.itemsize
-                # An unannounced second backward widens a gradient, on disk when memory is budgeted.
+                # A second backward that was not announced widens the gradient; with a memory budget it is then on disk.
                 nbytes += 4 * longest if spill or (bounded and self._uses_disk()) else 0
                 needs.append(nbytes)
         return max(needs)
@@ -505,7 +505,7 @@ class Planner:
         return NVME in (self.param_tier, self.state_tier)
 
     def _staged_weights(self, space: Space, numel: int) -> int:
-        """How many of a sub-group an update works on a copy of: they are on NVMe, or on a GPU while states are not."""
+        """Elements of a sub-group's weights that an update copies: on NVMe, or on a GPU if the states are not there."""
         if self.param_tier == NVME:
             return numel
         if self.on_cpu or self.state_tier == DEVICE:
@@ -513,7 +513,7 @@ class Planner:
         return min(numel, sum(u.shard_numel for u in space.units if u.persistent or self.param_tier == DEVICE))
 
     def _staging_bytes(self) -> int:
-        """Chunks through which weights and gradients pass when they cannot be moved in place."""
+        """Bytes of chunks for moving weights and gradients that cannot be moved in place."""
         chunk = STAGING_CHUNK_BYTES
         offload = self.config.zero_optimization.offload_param
         wanted = STAGING_CHUNKS * chunk
@@ -531,7 +531,7 @@ class Planner:
         return plan.records_in_flight * (slot + 3 * 4096 if slot else 0) + self._staging_bytes()
 
     def _working_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
-        """Host bytes that depend on the size of sub-groups: the arena, and records that live there."""
+        """Host bytes that depend on the size of sub-groups: the arena, and records in host memory."""
         share = 1 - self._device_share() if self.state_tier == HOST else 0.0
         return self._arena_bytes(plan, numel, spill) + int(share * self.sizes.records_bytes(numel))
 
@@ -560,7 +560,7 @@ class Planner:
         count = 0
         if self.state_tier == NVME and rest is not None:
             count, _ = prefix_that_fits(map(self.sizes.record_bytes, groups), rest)
-        # Records of an optimizer without states may have no bytes: nothing of them is on a disk.
+        # Records of an optimizer without states may have 0 bytes: then none is on disk.
         rest_tier = (
             HOST if self.state_tier == NVME and not any(map(self.sizes.record_bytes, groups)) else self.state_tier
         )
@@ -568,9 +568,9 @@ class Planner:
         plan.record_tiers = tuple(tiers)
 
     def _states_on_device(self, plan: Plan) -> int:
-        """How many sub-groups, the first the next forward needs, keep their states on the device.
+        """Number of sub-groups that keep their states on the device: the first ones that the next forward needs.
 
-        `ratio` is the offloaded share (DeepSpeed's Twin-Flow); without it, what a device budget leaves over.
+        `ratio` is the offloaded share (DeepSpeed's Twin-Flow); without it, spare memory of a device budget is used.
         """
         if self.state_tier == DEVICE:
             return 0

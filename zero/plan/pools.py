@@ -1,4 +1,4 @@
-"""How much memory is set aside for what passes through it, on a GPU above all: on the CPU less has to pass."""
+"""Sizes of pools, the memory for data in flight. On the CPU fewer transfers need them than on a GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from zero.params.placement import ONE_RANK, Placement
 from zero.plan.depth import Depth
 
 WIDE_CHUNK_NUMEL, WIDE_CHUNKS = 1 << 20, 3
-"""Elements of a gradient that are widened at once on a GPU, and how many such chunks are on their way."""
+"""Elements of a gradient that are widened at once on a GPU, and the number of such chunks in flight."""
 WHOLE_BYTES_PER_ELEMENT = 20
-"""Of a square matrix of Muon's: fp32 master, gradient and direction; what is multiplied in bf16, twice each."""
+"""Of a square matrix in Muon: fp32 master, gradient, direction (12 bytes); matrices to multiply in bf16, twice each."""
 
 
 def gradient_sums_bytes(unit: Unit) -> int:
@@ -28,11 +28,11 @@ class PoolSizes:
     """Sizes for one model.
 
     Args:
-        device: where units are computed on.
+        device: units are computed there.
         on_gpu: the device's memory is not the host's.
         wide: gradients are accumulated in fp32 from the start.
-        together: those of several micro-batches are added up before they are stored or reduced.
-        placement: who shares each unit.
+        together: gradients of several micro-batches are added up before they are stored or reduced.
+        placement: which ranks share each unit.
     """
 
     def __init__(
@@ -51,44 +51,44 @@ class PoolSizes:
         self._trained = [unit for unit in layout.units if unit.trainable]
 
     def stand_in(self) -> int:
-        """What released parameters look at takes of the device."""
+        """Device memory of the poison that released parameters are views of."""
         return poison_bytes(max((unit.nbytes for unit in self._layout.units), default=0), self._device)
 
     def sums(self) -> int:
-        """Bytes of the host for all block sums; pinned with a GPU, which can write to no other memory there."""
+        """Host bytes of all block sums; pinned with a GPU, which can write only to pinned host memory."""
         return sum(map(gradient_sums_bytes, self._trained))
 
     def whole_parameters(self) -> int:
-        """Most that the update of one whole parameter takes besides planes, where there are such."""
+        """The most memory, besides planes, for the update of one whole parameter; 0 if no rule needs such."""
         numels = (slot.numel for unit in self._trained if unit.whole for slot in unit.slots)
         return WHOLE_BYTES_PER_ELEMENT * max(numels, default=0)
 
     def units(self, movable: Sequence[Unit], in_place: Collection[int], depth: Depth) -> int:
-        """Room for units that are gathered, and for rows of experts.
+        """Room for gathered units and for rows of experts.
 
         Args:
-            movable: the units that come and go.
-            in_place: those (indices) that are used where they live.
-            depth: elements gathered at a time, and room against holes.
+            movable: the units that are fetched and released.
+            in_place: indices of the units that are used in place.
+            depth: elements gathered at a time, and additional room because of holes.
         """
         pooled = [unit for unit in movable if unit.index not in in_place]
         numel = min(depth.live_numel + depth.slack_numel, sum(unit.numel for unit in pooled))
         width = max((unit.dtype.itemsize for unit in pooled), default=0)
-        # Rows are gathered also where whole units are used in place: two layers' at most, as when one is recomputed.
+        # Rows are gathered even if whole units are used in place: of at most two layers, when one is recomputed.
         rows = 2 * max((unit.nbytes for unit in movable if unit.expert_rows and unit.index in in_place), default=0)
         return align_up(numel * width, PAGE_BYTES) + rows
 
     def gradients(self, count: int) -> int:
-        """Room for `count` flat gradients of the largest unit and for those of what is always there.
+        """Room for `count` flat gradients of the largest unit and for the gradients of persistent units.
 
-        On a GPU with their sums, and with chunks widened there.
+        On a GPU it includes their sums and the chunks that are widened there.
         """
         sizes = [(unit.numel * 4 if self._together else unit.nbytes, unit.persistent) for unit in self._trained]
         largest = max((nbytes for nbytes, _ in sizes), default=0)
-        # Neighbours among these are open together while gradients come in the reverse order of the model.
+        # Two neighbouring persistent units may be open together, because gradients arrive in reverse model order.
         small = 2 * max((nbytes for nbytes, stays in sizes if stays and nbytes < largest), default=0)
         if not self._placement.alone:
-            count += 1  # one is always zero: what a rank gives that has none
+            count += 1  # one is always zero: a rank without a gradient gives it
         flat = count * largest + small
         if not self.on_gpu or not flat:
             return flat
@@ -96,15 +96,15 @@ class PoolSizes:
         return flat + (count + 2) * sums + (WIDE_CHUNKS * WIDE_CHUNK_NUMEL * 4 if self._wide else 0)
 
     def near_parts(self, movable: Iterable[Unit]) -> dict[int, int]:
-        """Bytes of this rank's part of each unit (index) among its neighbours, where they share weights out again."""
+        """Index of each unit -> bytes of this rank's part of it in the second plane of weights (hpZ)."""
         size = self._placement.near_size
         return {unit.index: unit.nbytes // size for unit in movable} if size > 1 else {}
 
     def exchange(self) -> int:
-        """Room for what arrives from other ranks while the largest gradient is reduced, or where they read slices."""
+        """Room for data from other ranks while the largest gradient is reduced, or for slices that they read."""
         if self._placement.alone:
             return 0
-        if self._placement.shares_memory:  # slices of what all have whole, where the others can read them
+        if self._placement.shares_memory:  # slices of persistent units, readable by the others
             several = [unit for unit in self._layout.units if unit.persistent and unit.shard_numel != unit.numel]
             return sum(unit.shard_numel * unit.dtype.itemsize for unit in several)
         deferred = self._together or (self._placement.gradients_deferred and self._wide)
@@ -112,7 +112,7 @@ class PoolSizes:
         return width * max((unit.numel for unit in self._trained), default=0)
 
     def staged_width(self, weights: bool, gradients: bool, widened: bool) -> int:
-        """Bytes per element that an update on a GPU brings there: of weights, and of gradients, which may be fp32."""
+        """Bytes per element that an update on a GPU copies there: of weights, and of gradients, which may be fp32."""
         width = max((unit.dtype.itemsize for unit in self._trained), default=0)
         return (width if weights else 0) + ((4 if widened else width) if gradients else 0)
 
@@ -123,27 +123,27 @@ class PoolSizes:
         in_flight: int,
         record_bytes: Callable[[SubGroup], int] = lambda group: 0,
     ) -> int:
-        """Room for what updates on a GPU work on and does not live there.
+        """Room for planes that updates on a GPU use and that live elsewhere.
 
         Args:
             groups: sub-groups updated on the GPU.
-            staged_bytes_per_element: widths of the planes of weights and gradients that pass through, added up.
-            in_flight: sub-groups at a time.
-            record_bytes: of a sub-group's state record, where that passes through too.
+            staged_bytes_per_element: sum of the widths of the weights and gradients that are copied there.
+            in_flight: number of sub-groups at a time.
+            record_bytes: bytes of a sub-group's state record, if it is copied there too.
         """
         if not self.on_gpu:
             return 0
         most = 0
         for group in groups:
             passing = (group.end - group.begin) * staged_bytes_per_element + align_up(record_bytes(group), PAGE_BYTES)
-            # Each unit's part of a plane begins on a page of its own.
+            # Each unit's part of a plane begins on a new page.
             pages = 2 * (len(list(self._layout.units_in(group))) + 1)
             most = max(most, passing and passing + pages * PAGE_BYTES)
         return in_flight * most
 
 
 def prefix_that_fits(sizes: Iterable[int], limit: int) -> tuple[int, int]:
-    """(how many of the first sizes fit into `limit` together, what they leave of it)."""
+    """(number of the first sizes that fit into `limit` together, the rest of `limit`)."""
     count = 0
     for size in sizes:
         if size > limit:

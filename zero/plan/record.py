@@ -1,4 +1,4 @@
-"""The state record of a sub-group: what lies where in it."""
+"""The state record of a sub-group: its parts and their order."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from offload.kernels.moments import MOMENTS_BLOCK_NUMEL, Moments
 from offload.sizes import PAGE_BYTES, align_up
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
-"""Of Adam and AdamW, as torch names them."""
+"""State planes of Adam and AdamW, under torch's names."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuleStates:
-    """What the update rules of an optimizer keep of parameters."""
+    """The states that the update rules of an optimizer keep for parameters."""
 
     planes: tuple[tuple[str, ...], ...]
     """Names of the state planes of each rule."""
     small_bytes: int = 0
-    """Of states that have not their parameter's shape, on the rank that has most of them; they are in no plane."""
+    """Bytes of states whose shape differs from their parameter's, on the rank with the most; they are in no plane."""
 
 
 OF_ADAM = RuleStates((ADAM_STATES,))
@@ -34,8 +34,8 @@ class States:
     """The optimizer's state planes of N elements.
 
     Attributes:
-        planes: (N,) fp32 each, as they are stored; empty where they are stored narrower.
-        moments: Adam's two, as its kernel takes them; None of other optimizers.
+        planes: (N,) fp32 each, as they are stored; empty if they are stored in fewer bits.
+        moments: Adam's two planes, as its kernel takes them; None for other optimizers.
     """
 
     planes: tuple[Tensor, ...]
@@ -80,20 +80,20 @@ class Record:
     """Views into one sub-group's state record."""
 
     remainder: Tensor | None
-    """What the weights lack of their fp32 masters, see `offload.kernels.masters`; None: nothing."""
+    """Difference between the weights and their fp32 masters, see `offload.kernels.masters`; None: there is none."""
     states: States
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """How a record is laid out: remainder (if there is one), the state planes, scales if there are any, adjacent."""
+    """The parts of a record, one after the other: remainder (if there is one), state planes, scales (if any)."""
 
     remainder: torch.dtype | None
-    """Of what the weights lack of their fp32 masters; None: they are the masters."""
+    """Dtype of the remainders from weights to fp32 masters; None: the weights are the masters."""
     state_dtype: torch.dtype
-    """Of the states: fp32, or of Adam's bf16, or uint8 for 8-bit codes with scales."""
+    """Dtype of the states: fp32; for Adam also bf16, or uint8 for 8-bit codes with scales."""
     names: tuple[str, ...] = ADAM_STATES
-    """Of the state planes."""
+    """Names of the state planes."""
 
     def nbytes(self, numel: int) -> int:
         """Bytes of a record of `numel` elements, whole pages."""
@@ -101,7 +101,7 @@ class RecordFormat:
         return align_up(self._remainder_bytes(numel) + states, PAGE_BYTES)
 
     def over(self, data: Tensor, begin: int, end: int, step: int = 0) -> Record:
-        """The record of coordinates [begin, end) in `data` (uint8); `step` matters to who updates it."""
+        """The record of coordinates [begin, end) in `data` (uint8); only updates need `step`."""
         numel = end - begin
         first = self._remainder_bytes(numel)
         remainder = None if self.remainder is None else data[:first].view(self.remainder)

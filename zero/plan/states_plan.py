@@ -1,4 +1,4 @@
-"""The plan of states alone: parameters and gradients stay in memory of their owner's, records go to a tier."""
+"""The plan for states alone: parameters and gradients stay in their owner's memory, records are on a tier."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from zero.plan.planner import RECORDS_IN_FLIGHT, STATE_DTYPES, SUB_GROUP_NUMEL_M
 
 
 def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]], *, whole: bool = False) -> Layout:
-    """Each tensor is a unit of its own, at its own length; those of one dtype are a space. Empty ones are left out.
+    """Each tensor is a unit without padding; units of one dtype are a space. Empty tensors are left out.
 
-    Coordinates begin at whole blocks of moments, so that neighbours share no scale; where parameters are updated whole,
-    at whole blocks of records, so that they share no record.
+    Coordinates begin at whole blocks of moments, so that neighbours share no scale. If parameters are updated whole,
+    they begin at whole blocks of records, so that neighbours share no record.
 
     Args:
         tensors: (index of the parameter, name, tensor).
-        whole: the rule looks at whole parameters.
+        whole: the rule needs whole parameters.
     """
     align = BLOCK_NUMEL if whole else MOMENTS_BLOCK_NUMEL
     ends: dict[torch.dtype, int] = {}
@@ -49,13 +49,13 @@ def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]], *, whole: 
 def plan_states(
     layout: Layout, config: Config, machine: Machine, device: torch.device, states: tuple[tuple[str, ...], ...]
 ) -> Plan:
-    """Where the states go, and how many records pass through memory at a time.
+    """The tier of the states, and the number of records in memory at a time.
 
     Args:
         layout: see `lay_out_tensors`.
-        config: whose `offload_optimizer` counts.
-        machine: what can be had.
-        device: of parameters and gradients; they pass through host memory if it is not the host.
+        config: only its `offload_optimizer` and `sub_group_size` are used.
+        machine: the available memory.
+        device: device of parameters and gradients; if it is not the host, updates copy them through host memory.
         states: names of the state planes of the one update rule.
 
     Raises:
@@ -103,10 +103,10 @@ def _sub_groups(layout: Layout, wish: int | None) -> tuple[SubGroup, ...]:
     largest = max((space.numel for space in layout.spaces), default=0)
     full = min(SUB_GROUP_NUMEL_MAX, align_up(-(-largest // RECORDS_IN_FLIGHT), BLOCK_NUMEL))
     found = layout.sub_groups(full if wish is None else min(full, wish))
-    # The last one of a space is made whole too: scales go by blocks.
+    # The last sub-group of a space is extended to whole blocks too, because each block has its scales.
     return tuple(replace(group, end=align_up(group.end, BLOCK_NUMEL)) for group in found)
 
 
 def _both_bytes(layout: Layout, group: SubGroup) -> int:
-    """Of the weights and gradients in a sub-group."""
+    """Bytes of the weights and gradients in a sub-group."""
     return 2 * (group.end - group.begin) * layout.spaces[group.space].dtype.itemsize

@@ -1,4 +1,4 @@
-"""What a step moves and updates, foretold from the plan."""
+"""The traffic and the updates of a step, predicted from the plan."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from zero.plan.plane_sizes import PlaneSizes
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
-    """One optimizer step of one rank, once the schedule is learnt."""
+    """Traffic of one optimizer step of one rank, after the schedule is learnt."""
 
     update_read_bytes: int
-    """From NVMe by updates; the weights among them serve the next forward."""
+    """Read from NVMe by updates; the next forward uses the weights among them."""
     update_write_bytes: int
-    """To NVMe by updates."""
+    """Written to NVMe by updates."""
     fetch_read_bytes: int
-    """From NVMe by further forwards and by backwards."""
+    """Read from NVMe by further forwards and by backwards."""
     gradient_read_bytes: int
     gradient_write_bytes: int
     copied_in_bytes: int
-    """To a device with memory of its own: gathered units."""
+    """Gathered units that are copied to a device with memory of its own."""
     copied_out_bytes: int
-    """From such a device: gradients."""
+    """Gradients that are copied from such a device."""
     host_updated_numel: int
     """Elements that the CPU updates; the rest is updated on the device."""
 
@@ -38,11 +38,11 @@ class StepTraffic:
 
 
 def step_traffic(plan: Plan, layout: Layout, *, on_gpu: bool) -> StepTraffic:
-    """Bytes of a step in whose passes, forward and backward, every unit is used once each.
+    """Traffic of a step in which every forward and every backward uses each unit once.
 
     Args:
-        plan: of one rank.
-        layout: that it was made for.
+        plan: the plan of one rank.
+        layout: the layout that the plan was made for.
         on_gpu: the device has memory of its own.
     """
     sizes = PlaneSizes(layout, plan.state_dtype, plan.states, wide=plan.gradient_wide)
@@ -55,7 +55,7 @@ def step_traffic(plan: Plan, layout: Layout, *, on_gpu: bool) -> StepTraffic:
     trained_weights = sum(_shard_bytes(unit) for unit in trained if unit.index in on_disk)
     fetched = gathered = 0
     for unit in movable:
-        # The first forward after a step finds what the update has read; frozen units are read each time.
+        # The first forward after a step uses the weights that the update has read; frozen units are read each time.
         times = (plan.passes - (1 if unit.trainable else 0)) + (0 if unit.index in kept else plan.passes)
         fetched += times * _shard_bytes(unit) if unit.index in on_disk else 0
         uses = plan.passes * (1 if unit.index in kept else 2)
@@ -76,7 +76,7 @@ def step_traffic(plan: Plan, layout: Layout, *, on_gpu: bool) -> StepTraffic:
 
 
 def _kept_for_backward(plan: Plan, movable: list[Unit]) -> set[int]:
-    """Units that stay from their forward to their backward: what comes between is near enough and fits beside them."""
+    """Units that stay from their forward to their backward: their next use is near, and units in between fit too."""
     kept: set[int] = set()
     after_numel = 0
     for unit in reversed(movable):
