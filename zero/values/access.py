@@ -1,4 +1,4 @@
-"""The engine's keeper of parameters: what happens when somebody looks at a value that is elsewhere."""
+"""The engine's keeper of parameters: it handles access to values that are not present."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class SlotPlace(NamedTuple):
 
 
 class EngineKeeper:
-    """Knows every parameter's unit and how to bring its values in.
+    """Knows every parameter's unit and fetches its values.
 
-    `rows`: lends rows of packed experts; `partitions`: weights are sharded: see `Keeper.partitions`.
+    `rows`: lends rows of packed experts; `partitions`: weights are sharded, see `Keeper.partitions`.
     """
 
     def __init__(
@@ -64,22 +64,22 @@ class EngineKeeper:
         return self._coordinator.device
 
     def inherit(self, other: EngineKeeper) -> None:
-        """Remember in which dtype the model had what `other` kept until now."""
+        """Take over from `other` the dtypes that parameters originally had in the model."""
         self._dtype_of.update((key, dtype) for key, dtype in other._dtype_of.items() if key in self._dtype_of)
 
     def exact(self, name: str) -> torch.Tensor:
-        """A copy of one parameter's values as the model would have them: the fp32 master of one that was fp32."""
+        """A copy of one parameter's values in its original dtype: if that was fp32, the fp32 master."""
         is_fp32 = self._dtype_of[id(self.parameter(name))] == torch.float32
         return self.master(name) if is_fp32 else self.weights(name)
 
     @property
     def keeps_saved(self) -> bool:
-        """In a call, whose backward brings the values back."""
+        """True inside a module's call or a backward, since the call's backward fetches the values again."""
         return in_backward() or self._hooks.in_call
 
     @whole
     def touch(self, parameter: nn.Parameter) -> None:
-        """Fetch inside forward or backward; elsewhere say what to do.
+        """Fetch the values inside forward or backward; elsewhere raise an error with advice.
 
         Raises StateError: neither a forward nor a backward is running, or the engine is closed.
         """
@@ -96,11 +96,11 @@ class EngineKeeper:
         self._coordinator.look(index)
 
     def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
-        """The operation was a use of its own, unless more than its result needs the values."""
+        """End the use that `touch` began, unless more than the operation's result needs the values."""
         return self._hooks.end_look(given, result)
 
     def part(self, parameter: nn.Parameter) -> slice:
-        """What of it lies in this rank's slice of its unit; it may be empty."""
+        """The part of the parameter in this rank's slice of its unit; it may be empty."""
         bound = self._bound_of[self._unit_of[id(parameter)]]
         slot, placement = self._slot_of[id(parameter)], self.editor.placement
         run = runs_of(placement, bound.unit, slot, slot.first_numel, slot.first_numel + slot.numel)
@@ -119,18 +119,18 @@ class EngineKeeper:
         self.editor.close(self._units_of(parameters), modifier_rank)
 
     def give_back(self) -> None:
-        """Make every parameter an ordinary one that holds its values, and close the engine.
+        """Make every parameter an ordinary one with its values, and close the engine.
 
-        Raises StateError: the engine is closed already; the values are gone.
+        Raises StateError: the engine is closed already; the values are lost.
         """
-        if not self.events.states_are_away():  # else they can be read where they are, and no update is due
+        if not self.events.states_are_away():  # else values can be read where they are, and no update is due
             self.events.current("taking the model back from the engine that keeps its values")
         self.return_values(self.events.close)
 
     def return_values(self, close: Callable[[], None] | None = None) -> None:
-        """Read back what the planes hold, then call `close`, then make the parameters ordinary ones.
+        """Read the values from the planes, then call `close`, then make the parameters ordinary ones.
 
-        A parameter that was fp32 in the model comes back as its fp32 master, so nothing is rounded.
+        A parameter that was fp32 in the model gets its fp32 master, so nothing is rounded.
         """
         values: list[tuple[nn.Parameter, torch.Tensor]] = []
         for slot in (slot for bound in self._bound for slot in bound.unit.slots if slot.first_numel == 0):
@@ -184,13 +184,13 @@ class EngineKeeper:
         return {key: _joined([self._cut(record[key], slot) for record, slot in records]) for key in names}
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, copy of the weights), one unit or tiled parameter in memory at a time; tied ones under each name."""
+        """(name, copy of the weights); one unit or tiled parameter in memory at a time; tied ones under each name."""
         for bound in self._bound:
             flat = self.editor.read(bound.unit).view(bound.unit.dtype)
             for slot in bound.unit.slots:
                 tiled = len(self._pieces(slot.name)) > 1
                 if tiled and slot.first_numel:
-                    continue  # a tile of what the first one has given whole
+                    continue  # the first tile has given the whole parameter
                 for name in slot.names:
                     yield name, self.weights(name) if tiled else self._cut(flat, slot)
 
@@ -210,9 +210,9 @@ class EngineKeeper:
 
 
 def take_back(parameters: Iterable[nn.Parameter], but: EngineKeeper | None = None) -> None:
-    """The same model may be wrapped again: the engine that kept it gives its values back and closes.
+    """Before a model is wrapped again: the engines that keep its parameters give the values back and close.
 
-    `but`: what this one keeps stays with it.
+    `but`: this keeper keeps its parameters.
     """
     for parameter in parameters:
         if is_kept(parameter):

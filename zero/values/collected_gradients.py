@@ -1,4 +1,4 @@
-"""The gradients collected since the last step, one parameter at a time: read whole on every rank, and replaced."""
+"""Read or replace the gradients collected since the last step, one parameter at a time; whole on every rank."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ class GradientValues:
         self._placement = exchange.placement
 
     def settle(self) -> None:
-        """Nothing is on its way when this returns. Raises StorageError."""
+        """Wait until no gradient is in flight. Raises StorageError."""
         self._gradients.flush_all()
         self._gradients.settle()
 
     def read(self, unit: Unit, slot: Slot) -> torch.Tensor | None:
-        """What all ranks keep of it so far, (slot.numel,) fp32 on the host; None if no rank has any. All ranks come."""
+        """The gradient over all ranks so far, (slot.numel,) fp32 on the host; None if no rank has any.
+
+        All ranks call this together.
+        """
         state, waiting = self._state(unit), self._gradients.waiting().get(unit.index)
         had = bool(state.contributions[slot.position])
         answers = self._exchange.agree(f"gradient of {slot.name}", json.dumps([had, waiting is not None]).encode())
@@ -50,7 +53,7 @@ class GradientValues:
         out: torch.Tensor,
         lo: int,
     ) -> None:
-        """Elements of the slot from `lo` on: slices of what is reduced, and the mean of what is not."""
+        """Elements of the slot from `lo` on: reduced slices, plus the mean of gradients that are not reduced yet."""
         hi, placement = lo + out.numel(), self._placement
         runs = runs_of(placement, state.unit, slot, slot.first_numel + lo, slot.first_numel + hi)
         own = runs[placement.shard_index]
@@ -68,19 +71,19 @@ class GradientValues:
     def read_own(self, unit: Unit, slot: Slot, begin: int, end: int) -> torch.Tensor | None:
         """Elements [begin, end) of the slot, which are in this rank's slice, fp32; None if this rank has none."""
         state = self._state(unit)
-        # What one rank has given says nothing of what others have: there the rest of a unit is zero.
+        # With several ranks, `contributions` counts only this rank's; parts without any gradient are stored as zeros.
         if state.empty or (self._placement.alone and not state.contributions[slot.position]):
             return None
         return self._stored(state, slot, begin, end)
 
     def drop_waiting(self, unit: Unit, slot: Slot) -> None:
-        """Forget what this rank has collected for the slot and not reduced yet."""
+        """Discard the slot's gradient that this rank has collected but not reduced yet."""
         self._gradients.drop_waiting(unit, slot)
 
     def write_own(self, unit: Unit, slot: Slot, begin: int, values: torch.Tensor) -> None:
-        """Replace elements of the slot from `begin` on, which are in this rank's slice; rounded to what is kept.
+        """Replace elements of the slot from `begin` on, which are in this rank's slice; rounded to the stored dtype.
 
-        All ranks come here with the same slot, each with its own elements, after the updates of the last step.
+        All ranks call this with the same slot, each with its own elements, after the updates of the last step.
         """
         state = self._state(unit)
         fresh = state.empty
@@ -88,7 +91,7 @@ class GradientValues:
         first = unit.origin + slot.offset_numel + begin
         last = first + values.numel()
         state.contributions[slot.position] = max(state.contributions[slot.position], 1)
-        # A new gradient is zero elsewhere; of one that is there only the blocks that change are rewritten.
+        # A new gradient is zero elsewhere; of an existing one only the blocks that change are rewritten.
         lo, hi = first // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(last, BLOCK_NUMEL), unit.end)
         if fresh:
             lo, hi = unit.begin, unit.end

@@ -22,18 +22,18 @@ from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 from zero.values.edits import Edit, agree_on_edits
 
-# (record of a sub-group, first, last element of it that belong to the unit) -> was it changed?
+# (record of a sub-group, begin, end of the unit's elements in it) -> was the record changed?
 Visit = Callable[[Record, int, int], Awaitable[bool]]
 
 Put = Callable[[Record, int, torch.Tensor], None]  # (record, first element in it, values) for the record.
 EDIT = "an edit of values"
-"""What `check_open` is told before one."""
+"""The name that `check_open` gets before an edit."""
 
 
 class UnitEditor:
-    """Opens units of one engine for reading and editing, in memory of their own.
+    """Opens units of one engine for reading and editing, in private copies.
 
-    `exchange`: with the other ranks; all of them open and close the same units.
+    `exchange`: transfers between the ranks; all of them open and close the same units.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class UnitEditor:
         self.states, self.placement = storage.plan.states, exchange.placement
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
-        self._lookers: dict[int, int] = {}  # Of units bound to private copies: tensors that looked at them then.
+        self._lookers: dict[int, int] = {}  # Unit bound to a private copy -> tensors that shared it at first.
         self._unstored: list[Edit] = []
 
     def states_of(self, unit: Unit) -> tuple[str, ...]:
@@ -61,10 +61,10 @@ class UnitEditor:
         return any(self._opened.values())
 
     def open(self, indices: Iterable[int]) -> None:
-        """Bind each unit to a private copy, unless it is bound already. All of them, or none.
+        """Bind each unit to a private copy, unless it is bound already: all of them, or none.
 
-        Raises BudgetError: they are more than the machine has memory for. Raises StorageError: a unit could not be
-        read; nothing is open that was not before.
+        Raises BudgetError: the machine has not enough memory. Raises StorageError: a unit could not be read; then none
+        is opened.
         """
         indices = list(indices)
         self._check_room(indices)
@@ -80,7 +80,7 @@ class UnitEditor:
             raise
 
     def _check_room(self, indices: list[int]) -> None:
-        """All of them are to be visible at once, with a copy of each to see what was edited."""
+        """All units are open at once, each with a second copy to detect edits. Raises BudgetError."""
         units = [self._layout.units[index] for index in indices if not self._opened[index]]
         needed = 2 * sum(unit.nbytes for unit in units if not self._bound[unit.index].bound)
         free_bytes = read_machine(self._storage.device).device_bytes
@@ -97,7 +97,7 @@ class UnitEditor:
         bound = self._bound[index]
         self._coordinator.let_go(index)
         if bound.bound:
-            # In use by a forward around us, or persistent: edits happen in place.
+            # In use by an enclosing forward, or persistent: edits happen in place.
             bound.show(edited=True)
             self._events.edit_begins()
             self._recapture(bound)
@@ -112,12 +112,12 @@ class UnitEditor:
         self._lookers[index] = bound.lookers
 
     def close(self, indices: Iterable[int], modifier_rank: int | None = None) -> None:
-        """Store what changed since `open` and release what it bound. All ranks come here.
+        """Store the edits since `open` and release the units that it bound. All ranks call this together.
 
-        Every unit is released whatever happens; an edit that cannot be written stays in memory. Raises StateError: a
-        parameter was given another shape; it keeps its values, other edits are kept. Or ranks have made different
-        edits, none of which is kept. Raises StorageError: the first failure. `modifier_rank`: whose edits count; None:
-        all ranks must have made the same ones.
+        Every unit is released even after an error; an edit that cannot be written stays in memory. Raises StateError: a
+        parameter got another shape (it keeps its values, other edits are kept), or ranks have made different edits
+        (none is kept). Raises StorageError: the first failure. `modifier_rank`: the rank whose edits count; None: all
+        ranks must have made the same edits.
         """
         edits: list[Edit] = []
         refused: list[str] = []
@@ -127,7 +127,7 @@ class UnitEditor:
                 continue
             bound = self._bound[index]
             refused += bound.recapture()
-            # A view that was taken of the private copy, as `nn.Parameter(weight.data)`, outlasts it.
+            # A view of the private copy, such as `nn.Parameter(weight.data)`, must stay valid: it gets the memory.
             taken = bound.lookers > self._lookers.pop(index, bound.lookers)
             before = self._before.pop(index)
             after = bound.flat.detach().view(torch.uint8)
@@ -161,16 +161,16 @@ class UnitEditor:
             raise StateError(f"GatheredParameters: {'; '.join(refused)}")
 
     def _undo(self, edits: list[Edit], kept: set[int]) -> None:
-        """Edits that do not count, and were made where the unit is used, are taken back."""
+        """Restore the values of edits that do not count, where they were made in place."""
         for edit in edits:
             bound = self._bound[edit.unit.index]
             if edit.unit.index not in kept and bound.bound and edit.changed:
                 bound.flat.detach().view(torch.uint8).copy_(edit.before)
 
     def store_edits(self) -> None:
-        """Store the edits that are not stored yet. What fails stays in memory and is tried again next time.
+        """Store the edits that are not stored yet. Those that fail stay in memory, and the next call tries again.
 
-        Raises StorageError: the first failure. Nobody may look at the planes before a call succeeds.
+        Raises StorageError: the first failure. The planes must not be read before a call succeeds.
         """
         error: BaseException | None = None
         for change in list(self._unstored):
@@ -186,7 +186,7 @@ class UnitEditor:
         """A copy of the unit's weights as uint8 in host memory."""
         bound = self._bound[unit.index]
         if bound.bound and (unit.persistent or self._exchange.placement.alone):
-            # As new as the plane, and newer if forward has modified a weight in place.
+            # As up to date as the plane, or more if forward has modified a weight in place.
             self._recapture(bound)
             return bound.flat.detach().view(torch.uint8).cpu().clone()
         out = torch.empty(unit.nbytes, dtype=torch.uint8)
@@ -225,10 +225,10 @@ class UnitEditor:
         return whole
 
     async def _store(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
-        """New weights; where one changed, its master is no longer what it was, and becomes the weight."""
+        """Write the new weights. Where a weight has changed, its old master is invalid and becomes the weight."""
         space = self._layout.space_of(unit)
         plane, streams = self._storage.weights[space], self._storage.streams
-        await streams.reached(streams.behind_copies_in())  # a forward that ran before may still be reading this
+        await streams.reached(streams.behind_copies_in())  # an earlier forward may still copy from this plane
         own = unit.own(after)
         await write_plane(plane, unit.begin, unit.end, own, self._storage.arena)
         await self._forget_masters(unit, unit.own(before), own)
@@ -253,7 +253,7 @@ class UnitEditor:
         await self._visit_records(unit, visit)
 
     def before_change(self, indices: Iterable[int]) -> None:
-        """States or gradients of these units are about to be replaced: nobody may be reading them still."""
+        """States or gradients of these units are about to be replaced: let listeners end their reads first."""
         self._events.edit_begins()
         for index in indices:
             self._events.changed(index)
@@ -264,8 +264,8 @@ class UnitEditor:
         Raises StorageError: a record could not be read or written.
 
         Args:
-            unit: trained.
-            begin: of the flat unit.
+            unit: a trained unit.
+            begin: first element in the flat unit.
             values: 1-D, host; `put` gets the part that belongs to each record.
             put: changes a record.
         """
@@ -281,11 +281,11 @@ class UnitEditor:
         self._storage.mover.run(f"changing the state of {unit.name}", job)
 
     async def _visit_records(self, unit: Unit, visit: Visit, part: tuple[int, int] | None = None) -> None:
-        """Call `visit(record, lo, hi)` for each sub-group's part of the unit; True means it was changed.
+        """Call `visit(record, lo, hi)` for each sub-group's part of the unit; if it returns True, write the record.
 
         Args:
             visit: called in the order of coordinates.
-            part: coordinates [begin, end) of the unit; None: all of this rank's.
+            part: coordinates [begin, end) of the unit; None: all of this rank's slice.
         """
         index = self._layout.space_of(unit)
         if self._storage.records[index] is None:

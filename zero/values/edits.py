@@ -1,4 +1,4 @@
-"""What somebody has changed in whole units, and whose changes count where there are several ranks."""
+"""Edits of whole units, and the choice of edits that count if there are several ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero.params.layout import Unit
 
 class Edit(NamedTuple):
     unit: Unit
-    before: torch.Tensor  # uint8, the unit's bytes as they were.
+    before: torch.Tensor  # uint8, the unit's bytes before the edit.
     after: torch.Tensor
 
     @property
@@ -24,13 +24,13 @@ class Edit(NamedTuple):
 
 
 def agree_on_edits(exchange: Exchange, edits: list[Edit], modifier_rank: int | None) -> list[Edit]:
-    """The edits to be stored: the same ones on every rank. All ranks come here with the same units.
+    """The edits to be stored: the same edits on every rank. All ranks call this with the same units.
 
     Raises StateError: ranks have made different edits; names the unit and the ranks.
 
     Args:
-        edits: of this rank, in the same order everywhere; those that changed nothing too.
-        modifier_rank: whose edits count; None: all must have made the same ones.
+        edits: this rank's edits, in the same order on all ranks, including those that changed nothing.
+        modifier_rank: the rank whose edits count; None: all ranks must have made the same edits.
     """
     placement = exchange.placement
     if placement.alone:

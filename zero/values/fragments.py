@@ -1,10 +1,10 @@
-"""DeepSpeed's `safe_get_*` and `safe_set_*`: one parameter's exact values, wherever the engine keeps them.
+"""DeepSpeed's `safe_get_*` and `safe_set_*`: one parameter's exact values, on whatever tier they are.
 
-They wait for the updates of the last step. What is frozen has neither states nor an fp32 value of its own, and what no
-engine keeps has none of them: `safe_get_*` then returns None and `safe_set_*` does nothing, as DeepSpeed's. The full
-forms are the same on every rank, and every rank calls them; so does it call `safe_set_local_fp32_param`, as weights of
-all ranks change. The local forms are of this rank's part, 1-D: what lies in its slices, so its length need not be a
-rank's share of the parameter, and it may be empty.
+They wait for the updates of the last step. A frozen parameter has neither states nor a separate fp32 value, and a
+parameter without an engine has none of the values: `safe_get_*` then returns None and `safe_set_*` does nothing, as
+with DeepSpeed. The full forms have the same result on every rank, and every rank must call them; every rank must also
+call `safe_set_local_fp32_param`, because it changes the weights of all ranks. The local forms read or write this rank's
+part, 1-D: the elements in its slices. So the length need not be an equal share of the parameter, and may be 0.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replace an optimizer state, rounded to what states are kept in.
+    """Replace an optimizer state; values are rounded to the states' dtype.
 
     Raises StateError: there is no such state, or another shape.
     """
@@ -49,15 +49,15 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The whole gradient collected since the last step, the mean over ranks, fp32, a copy on the engine's device.
 
-    None without one: before a backward, after `step()` or `zero_grad()`, and where backward has not reached it. With
-    fp16 it is scaled as the loss was, by `engine.optimizer.cur_scale`, as DeepSpeed keeps it.
+    None if there is no gradient: before a backward, after `step()` or `zero_grad()`, or if backward did not reach the
+    parameter. With fp16 it is scaled like the loss, by `engine.optimizer.cur_scale`, as in DeepSpeed.
     """
     own = _own_grad(param)
     return own if own is not None else _read(param, ParameterValues.gradient)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the gradient that the next step uses, rounded to what gradients are kept in.
+    """Replace the gradient that the next step uses; values are rounded to the gradients' dtype.
 
     Raises StateError: another shape.
     """
@@ -71,7 +71,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 ) -> None:
-    """Replace each parameter's gradient by `update_func(gradient, parameter)`; those without one are left out."""
+    """Replace each parameter's gradient by `update_func(gradient, parameter)`; parameters without one are skipped."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -102,7 +102,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the reduced gradient, 1-D fp32; None where nothing is reduced yet."""
+    """This rank's part of the reduced gradient, 1-D fp32; None if nothing is reduced yet."""
     return _read(param, ParameterValues.own_gradient)
 
 
@@ -117,7 +117,7 @@ def _keeper_of(param: nn.Parameter) -> EngineKeeper | None:
 
 
 def _own_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """`.grad` of a parameter that torch alone takes care of."""
+    """`.grad` of a parameter without an engine; else None."""
     return param.grad if _keeper_of(param) is None else None
 
 

@@ -1,4 +1,4 @@
-"""What the planes of all ranks hold, read by parameter, on every rank; and whether all ranks want the same read."""
+"""Values from the planes of all ranks, read by parameter; and a check that all ranks have changed the model alike."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from zero.params.placement import Placement
 from zero.store.adoption import Piece
 from zero.store.stored_values import StoredValues
 
-CHUNK_NUMEL = 1 << 20  # Elements that travel at once; with their states, 14 bytes each at most.
+CHUNK_NUMEL = 1 << 20  # Elements per message; with their states, at most 14 bytes each.
 SHOWN = 3
 
 
 class GatheredValues:
-    """`StoredValues` of several ranks. All of them read the same, in the same order.
+    """`StoredValues` of several ranks. All ranks read the same parameters, in the same order.
 
-    `own`: what this rank's planes hold.
+    `own`: the values of this rank's planes.
     """
 
     def __init__(self, own: StoredValues, exchange: Exchange) -> None:
         self._own, self._exchange = own, exchange
 
     def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
-        """As `StoredValues.pieces`; of the host."""
+        """As `StoredValues.pieces`; on the host."""
         for unit, slot in self._own.places_of(parameter):
             first, last = max(begin, slot.first_numel), min(end, slot.first_numel + slot.numel)
             for lo in range(first, last, CHUNK_NUMEL):
@@ -67,12 +67,12 @@ class GatheredValues:
 
 
 class PlaneReader:
-    """Parameters out of the planes of all ranks, for the first one.
+    """Reads parameters from the planes of all ranks, for the first rank.
 
     Args:
-        stored: this rank's planes, at rest.
-        relay: with the other ranks; all of them read the same, in the same order.
-        masters: the fp32 masters of what is trained, instead of weights.
+        stored: this rank's planes; no transfer is in flight.
+        relay: transfers between the ranks; all of them read the same parameters, in the same order.
+        masters: read fp32 masters of trained parameters instead of weights.
     """
 
     def __init__(self, stored: StoredValues, relay: Relay, *, masters: bool) -> None:
@@ -83,7 +83,7 @@ class PlaneReader:
         return torch.float32 if self._masters and unit.trainable else unit.dtype
 
     def read(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
-        """Its values from first to last, 1-D, on the first rank; nothing on others. Raises StorageError."""
+        """Its values in order, as 1-D tensors, on the first rank; nothing on the others. Raises StorageError."""
         placement = self._relay.placement
         if placement.shard_size == 1 and placement.rank:
             return
@@ -125,8 +125,8 @@ class PlaneReader:
 
 
 def runs_of(placement: Placement, unit: Unit, slot: Slot, begin: int, end: int) -> list[slice]:
-    """Of elements [begin, end) of a parameter, in one slot: what each slice of the unit has, counted from `begin`."""
-    first = slot.offset_numel - slot.first_numel  # where the parameter's first element would be in the unit
+    """Each slice's part of elements [begin, end) of a parameter in one slot of a unit, counted from `begin`."""
+    first = slot.offset_numel - slot.first_numel  # position that the parameter's first element would have in the unit
     ends = [min(max(k * unit.shard_numel - first, begin), end) for k in range(placement.shard_size + 1)]
     return [slice(a - begin, b - begin) for a, b in pairwise(ends)]
 
@@ -134,12 +134,12 @@ def runs_of(placement: Placement, unit: Unit, slot: Slot, begin: int, end: int) 
 def join_runs(
     placement: Placement, runs: Sequence[slice], told: list[torch.Tensor], wholes: Sequence[torch.Tensor]
 ) -> None:
-    """Put every slice's run into each of `wholes`.
+    """Copy every slice's run into each of `wholes`.
 
     Args:
-        runs: of `runs_of`.
-        told: by rank, bytes that begin with its runs, one tensor's after the other's; what is behind them is left.
-        wholes: 1-D, of the host.
+        runs: from `runs_of`.
+        told: of each rank, bytes that begin with its runs, one tensor after the other; the other bytes stay in `told`.
+        wholes: 1-D, on the host.
     """
     for run, rank in zip(runs, placement.shard_ranks, strict=True):
         for whole in wholes:
@@ -149,13 +149,13 @@ def join_runs(
 
 
 def agree_on_change(exchange: Exchange, model: nn.Module, held: Collection[int], *, accumulating: bool) -> None:
-    """Return if all ranks have changed their model alike, and none is amid an accumulation. All ranks come here.
+    """Check that all ranks have changed their model alike, and that none has gradients. All ranks call this together.
 
-    Raises StateError: names what differs, per rank; or the ranks that have gradients.
+    Raises StateError: names the differences, per rank; or the ranks that have gradients.
 
     Args:
-        model: as it is now.
-        held: id(parameter) of those in param groups.
+        model: the changed model.
+        held: id(parameter) of the parameters in param groups.
         accumulating: this rank has gradients that no step has used.
     """
     if exchange.placement.alone:

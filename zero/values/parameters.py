@@ -1,7 +1,7 @@
-"""One parameter's exact values, optimizer states and gradient: read and replaced, whole or this rank's part.
+"""Read and replace one parameter's exact values, optimizer states and gradient, whole or this rank's part.
 
-What is called `full` is the same on all ranks, and all of them come here together. This rank's own part is what lies
-in its slices of the parameter's units, 1-D; it may be empty, since units are cut and not parameters.
+Whole values are the same on all ranks, and all ranks call these methods together. This rank's own part is 1-D: the
+elements in its slices of the parameter's units. It may be empty, since units are sharded, not parameters.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class SlotRun(NamedTuple):
 class ParameterValues:
     """Values of one parameter that an engine trains.
 
-    `parts`: of the engine; every update of the last step is complete. `parameter`: kept by the engine. `optimizer`: has
-    small states; None: there are none.
+    `parts`: the engine's parts; every update of the last step is complete. `parameter`: kept by the engine.
+    `optimizer`: has the small states; None: there are none.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ParameterValues:
         return self._parts.keeper.master(self._name)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """All whole optimizer states, on the host: fp32, and small ones as they are."""
+        """All whole optimizer states, on the host: in fp32, small ones in their own dtype."""
         if not self._small_shapes:
             return self._parts.keeper.moments(self._name)
         mine = self._parts.small_states({id(self._parameter): self._name})
@@ -73,7 +73,7 @@ class ParameterValues:
         return {**self._parts.keeper.moments(self._name), **small}
 
     def state(self, key: str) -> torch.Tensor:
-        """A whole optimizer state, fp32 on the host. Raises StateError: there is none of this name."""
+        """A whole optimizer state, fp32 on the host. Raises StateError: no state has this name."""
         states = self.states()
         if key not in states:
             raise StateError(f"parameter {self._name}: no optimizer state {key!r}; there are {', '.join(states)}")
@@ -84,7 +84,7 @@ class ParameterValues:
         return self._own(0)
 
     def own_state(self, key: str) -> torch.Tensor:
-        """This rank's part of an optimizer state, 1-D fp32. Raises StateError: there is none of this name."""
+        """This rank's part of an optimizer state, 1-D fp32. Raises StateError: no state has this name."""
         if key in self._small_shapes:
             mine = self._parts.small_states({id(self._parameter): self._name})
             return mine.get(self._name, {}).get(key, torch.empty(0)).reshape(-1)
@@ -98,7 +98,7 @@ class ParameterValues:
         return names.index(key)
 
     def _own(self, number: int) -> torch.Tensor:
-        """0: the fp32 value; else a state."""
+        """This rank's part of the fp32 value (`number` 0) or of a state (1, 2, ...)."""
         stored, parts = self._parts.stored(), []
         try:
             for run in self._runs():
@@ -123,7 +123,7 @@ class ParameterValues:
                 yield SlotRun(unit, slot, run.start, run.stop)
 
     def whole_of(self, own: torch.Tensor) -> torch.Tensor:
-        """The whole value of which each rank has its part. All ranks come here."""
+        """Join the parts of all ranks to the whole value. All ranks call this together."""
         out = torch.empty(self._parameter.shape, dtype=torch.float32)
         flat, placement = out.view(-1), self._exchange.placement
         payload = bytes_of(own.detach().float().cpu().contiguous().view(torch.uint8))
@@ -154,7 +154,7 @@ class ParameterValues:
         return torch.cat(filled) if filled else torch.empty(0)
 
     def set_master(self, value: torch.Tensor) -> None:
-        """Replace the value: the weights that forward uses, and the exact fp32 beside them. All ranks come here."""
+        """Replace the value: the weights that forward uses, and the fp32 master. All ranks call this together."""
         flat, unit = self._given(value).reshape(-1), self._places[0][0]
         weights = torch.empty(flat.numel(), dtype=unit.dtype)
         remainders = None if unit.remainder is None else torch.empty(flat.numel(), dtype=unit.remainder)
@@ -177,7 +177,7 @@ class ParameterValues:
         self._rewrite(value.detach().float().cpu().reshape(-1), put)
 
     def _set_small(self, key: str, value: torch.Tensor) -> None:
-        """On the ranks that have the parameter; the others have no part of it."""
+        """Replace it on the ranks that have a part of the parameter; the others do not keep it."""
         if not any(True for _ in self._runs()):
             return
         shape, dtype = self._small_shapes[key]
@@ -188,12 +188,12 @@ class ParameterValues:
         held.tensors = {**held.tensors, key: given}
 
     def set_gradient(self, value: torch.Tensor) -> None:
-        """Replace the gradient; `value` is whole or this rank's part, and is rounded to what gradients are kept in.
+        """Replace the gradient; `value` is whole or this rank's part, and is rounded to the gradients' dtype.
 
-        All ranks come here.
+        All ranks call this together.
         """
         self._gradients.settle()
-        for unit, slot in self._places:  # a rank may have collected what is in another one's slice
+        for unit, slot in self._places:  # a rank may have collected gradients of another rank's slice
             self._gradients.drop_waiting(unit, slot)
         for run, part in self._parts_of(value):
             self._gradients.write_own(run.unit, run.slot, run.begin, part)
@@ -204,7 +204,7 @@ class ParameterValues:
             self._parts.keeper.editor.rewrite(run.unit, run.slot.offset_numel + run.begin, part, put)
 
     def _parts_of(self, value: torch.Tensor) -> list[tuple[SlotRun, torch.Tensor]]:
-        """What `value`, whole or this rank's part, has for each run of this rank."""
+        """(run, its part of `value`) for each run of this rank; `value` is whole or this rank's part."""
         if value.ndim > 1 and value.shape != self._parameter.shape:
             self._given(value)
         flat, runs = value.detach().cpu().reshape(-1), list(self._runs())
@@ -219,7 +219,7 @@ class ParameterValues:
         return list(zip(runs, torch.split(flat, [run.end - run.begin for run in runs]), strict=True))
 
     def _given(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` in fp32 on the host, if its shape is the parameter's."""
+        """`value` in fp32 on the host. Raises StateError: its shape is not the parameter's."""
         if value.shape != self._parameter.shape:
             raise StateError(
                 f"parameter {self._name}: expected a value of shape {tuple(self._parameter.shape)}, got "
