@@ -1,1 +1,1 @@
-"""Activations: what autograd saves, where it is kept, and the random states to compute it again."""
+"""Activations: the tensors that autograd saves, their place, and the random states for recomputation."""

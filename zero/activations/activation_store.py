@@ -1,4 +1,4 @@
-"""Where what autograd saves is kept, made from a plan."""
+"""The store for tensors that autograd saves, made from a plan."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from zero.plan.plan import DEVICE, NVME, Plan
 def open_activations(
     plan: Plan, device: torch.device, moving: tuple[Disk | None, Mover, Streams], *, pinned: bool
 ) -> ActivationStore | None:
-    """The store of one engine; None where the plan gives saved activations no tier.
+    """The store of one engine; None if the plan gives saved activations no tier.
 
     Args:
-        device: that computes.
+        device: the compute device.
         moving: the engine's disk (None: there is none), mover and streams.
         pinned: page-lock host memory.
     """

@@ -1,4 +1,4 @@
-"""Random states under names, as DeepSpeed's `checkpointing` keeps them for model-parallel regions."""
+"""Named random states, as in DeepSpeed's `checkpointing`, for model-parallel regions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from offload.accelerator import compute_device, rng_state, seed_generator, set_r
 from offload.errors import StateError
 
 MODEL_PARALLEL = "model-parallel-rng"
-SEED_OFFSET = 2718  # Between the seed of the default generator and that of the model-parallel one, as in DeepSpeed.
+SEED_OFFSET = 2718  # Added to the default generator's seed for the model-parallel state, as in DeepSpeed.
 
 
 class CudaRNGStatesTracker:
-    """Named states of the device's default generator: the GPU's, and the CPU's where there is none."""
+    """Named states of the device's default generator: of the GPU, or of the CPU if there is no GPU."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -25,14 +25,14 @@ class CudaRNGStatesTracker:
         self.states_, self.seeds_ = {}, set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """Name -> state, as they are now."""
+        """Name -> present state."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """A new state, from `seed`; the generator stays as it is. Raises StateError: the name or the seed is in use."""
+        """Add a state made from `seed`; the generator is unchanged. Raises StateError: name or seed is in use."""
         if seed in self.seeds_ or name in self.states_:
             raise StateError(f"random state {name}: the name or the seed {seed} is in use; call reset() first")
         before = _get()
@@ -43,9 +43,9 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """The generator is in the named state inside; what is drawn moves that state, not the generator's.
+        """Inside, the generator has the named state; draws advance that state, and the generator's own is restored.
 
-        Raises StateError: nobody has added the name.
+        Raises StateError: no state has this name.
         """
         if name not in self.states_:
             raise StateError(
@@ -80,7 +80,7 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the default generator, and the model-parallel state of this rank, which is the only one."""
+    """Seed the default generator, and reset the tracker to the model-parallel state alone."""
     _tracker.reset()
     _seed(seed)
     _tracker.add(MODEL_PARALLEL, seed + SEED_OFFSET)

@@ -1,9 +1,9 @@
-"""What autograd saves in a forward goes to the store of its engine; parameters and buffers never do.
+"""Puts tensors that autograd saves in a forward into the engine's store, except parameters and buffers.
 
-[Note: whose hooks] Autograd asks the youngest saved-tensor hooks only. Inside a non-reentrant checkpoint these are
-the checkpoint's own, which keep nothing; ours see its inputs, which it saves before. Inside a reentrant one nothing is
-saved. So one pair of hooks around a checkpoint stores its inputs, and the same pair around a whole forward stores
-those and what is saved outside of checkpoints.
+[Note: whose hooks] Autograd calls only the innermost saved-tensor hooks. Inside a non-reentrant checkpoint these are
+the checkpoint's own hooks, which keep nothing; our hooks get its inputs, which it saves before. Inside a reentrant
+checkpoint nothing is saved. So one pair of hooks around a checkpoint stores its inputs. The same pair around a whole
+forward stores these inputs and all tensors that are saved outside of checkpoints.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from zero.params.binding import BoundUnit
 
 
 class Activations:
-    """Where the saved tensors of one model go.
+    """The saved tensors of one model.
 
     Args:
-        block: the settings they were planned with.
+        block: the settings that the plan was made with.
 
     Attributes:
-        store: None: they stay where they are.
+        store: keeps the tensors; None: they stay where they are.
     """
 
     def __init__(self, block: ActivationCheckpointing, store: ActivationStore | None = None) -> None:
@@ -46,21 +46,21 @@ class Activations:
     def use(
         self, store: ActivationStore | None, model: nn.Module, bound: Sequence[BoundUnit], torn: Callable[[], None]
     ) -> None:
-        """Keep tensors there from now on.
+        """Use `store` for tensors from now on.
 
         Args:
-            model: whose buffers stay where they are.
-            bound: whose parameters do.
-            torn: called when something cannot be read inside a backward.
+            model: its buffers stay where they are.
+            bound: their parameters stay where they are.
+            torn: called if a tensor cannot be read inside a backward.
         """
         self.store, self._model, self._torn = store, model, torn
-        # Who owns these storages keeps their keys valid; so it is with buffers while a forward runs.
+        # The units own these storages, so the keys stay valid; keys of buffers stay valid while a forward runs.
         self._flats = frozenset(storage_key(unit.flat) for unit in bound)
         self._room_added = False
         self._look_at_buffers()
 
     def close(self) -> None:
-        """The engine is closed: its settings count for nobody, and its store keeps nothing."""
+        """The engine is closed: reset its settings and drop its store."""
         self.block, self.store = ActivationCheckpointing(), None
 
     @contextmanager
@@ -82,10 +82,7 @@ class Activations:
             yield
 
     def check(self) -> None:
-        """Raise, once, if something could not be stored; it is in memory, and the next call goes on.
-
-        Raises StorageError.
-        """
+        """Raise StorageError, once, if a tensor could not be stored; it stays in memory, and the next call goes on."""
         if self.store is not None:
             self.store.check()
 
@@ -120,7 +117,7 @@ _current: ContextVar[Activations | None] = ContextVar("zero_activations", defaul
 
 
 def current() -> Activations | None:
-    """Those of the engine whose forward runs, or of the checkpoint that is being recomputed."""
+    """The `Activations` of the engine whose forward runs, or of the checkpoint that is being recomputed."""
     return _current.get()
 
 
