@@ -1,4 +1,4 @@
-"""The public names of `zero`, all at once: importing this imports torch and the engine."""
+"""All public names of `zero`. Importing this module imports torch and the engine."""
 
 from __future__ import annotations
 

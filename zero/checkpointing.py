@@ -1,7 +1,8 @@
-"""DeepSpeed's `checkpointing`: forget a region's activations in forward, compute them again in backward.
+"""DeepSpeed's `checkpointing`: drop a region's activations in forward, compute them again in backward.
 
-The recomputation is torch.utils.checkpoint's. What is ours is where the inputs of a region are meanwhile: where they
-were, or on the tier that `activation_checkpointing` names. A region returns what its function returns.
+torch.utils.checkpoint does the recomputation. We choose the place of a region's inputs between forward and backward:
+they stay where they are, or go to the tier that `activation_checkpointing` names. A region returns its function's
+result.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ class _State:
 
     def __init__(self) -> None:
         self.block: ActivationCheckpointing | None = None
-        """What `configure` was given since the last `initialize`."""
+        """The settings of the last `configure` since `initialize`; None: the engine's settings are used."""
         self.configured = False
         self.engine: Callable[[], Activations | None] = lambda: None
-        """The last engine's."""
+        """Returns the `Activations` of the last engine."""
         self.own: dict[tuple[str, torch.device], Activations] = {}
-        """For settings that no engine has a store for."""
+        """Stores for settings for which no engine has a store."""
 
 
 _state = _State()
@@ -79,17 +80,17 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set how `checkpoint` works from now on; `zero.initialize` does so from its configuration.
+    """Set how `checkpoint` works from now on; `zero.initialize` does the same from its configuration.
 
     Args:
         mpu_: None, or an object whose model-parallel world size is 1.
-        deepspeed_config: its `activation_checkpointing` block counts; the arguments below overrule it.
-        partition_activations: without effect: there is one model-parallel rank.
+        deepspeed_config: its `activation_checkpointing` block is used; the arguments below override it.
+        partition_activations: no effect: there is one model-parallel rank.
         contiguous_checkpointing: `contiguous_memory_optimization`.
         num_checkpoints: `number_checkpoints`.
         checkpoint_in_cpu: `cpu_checkpointing`.
         synchronize: `synchronize_checkpoint_boundary`.
-        profile: as the key.
+        profile: `profile`.
 
     Raises:
         ConfigError: a configuration that cannot work, or several model-parallel ranks.
@@ -115,21 +116,21 @@ def is_configured() -> bool:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `function` and forget its activations; backward runs it again.
+    """Run `function` and drop its activations; backward runs it again.
 
-    Reentrant, as DeepSpeed's is. Where no argument requires a gradient that would lose the gradients of the
-    parameters inside, and the other kind is taken.
+    The checkpoint is reentrant, as in DeepSpeed. If no argument requires a gradient, a reentrant one would lose the
+    gradients of the parameters inside, so the non-reentrant kind is used.
 
     Args:
         function: run twice, with the same random numbers.
         *args: tensors among them are kept on the configured tier. Only those at this level get gradients.
-        **kwargs: likewise.
+        **kwargs: as `args`.
 
     Returns:
-        What `function` returns; a tensor, or a tuple or list of tensors and others.
+        The result of `function`: a tensor, or a tuple or list of tensors and other values.
 
     Raises:
-        BudgetError: the tier is full; names the knob.
+        BudgetError: the tier is full; names the setting to change.
         StorageError: an input could not be stored, or, in backward, read.
     """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -142,17 +143,17 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Accepted for DeepSpeed's sake: there is one model-parallel rank, so nothing can be partitioned."""
+    """Accepted for compatibility with DeepSpeed; no effect, because there is one model-parallel rank."""
     _change(_settings(), {"partition_activations": partition_activation})
 
 
 def set_num_layers(nlayers: int | None) -> None:
-    """`number_checkpoints`: with contiguous memory, how many inputs it is taken for at once."""
+    """Set `number_checkpoints`: with contiguous memory, the number of inputs for which it is allocated at once."""
     _change(_settings(), {"number_checkpoints": nlayers})
 
 
 def reset() -> None:
-    """Give memory back that no saved input is in, as between training and evaluation."""
+    """Release memory that holds no saved input, for example between training and evaluation."""
     scopes = [*_state.own.values(), current(), _state.engine()]
     for scope in scopes:
         if scope is not None and scope.store is not None:
@@ -160,11 +161,11 @@ def reset() -> None:
 
 
 def follow(activations: Activations, *, configured: bool) -> None:
-    """An engine was made; its store serves also those who call outside of a forward.
+    """An engine was made; its store is also used by checkpoints outside of its forward.
 
     Args:
-        activations: the engine's.
-        configured: its configuration has a block of its own, so that what `configure` was given counts no longer.
+        activations: the engine's `Activations`.
+        configured: its configuration has its own block, which replaces the settings of an earlier `configure`.
     """
     _state.block, _state.configured = None if configured else _state.block, True
     _state.engine = weakref.ref(activations)
@@ -178,7 +179,7 @@ def _settings() -> ActivationCheckpointing:
 
 
 def _change(block: ActivationCheckpointing, given: dict[str, Any]) -> None:
-    """Check as a configuration is checked."""
+    """Change the settings, with the checks of a configuration."""
     if given.get("cpu_checkpointing") is not None:
         given = {"activation_device": "cpu" if given["cpu_checkpointing"] else "none", **given}
     changed = {**block.model_dump(exclude_none=True), **given}
@@ -215,7 +216,7 @@ def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def _scope(settings: ActivationCheckpointing, args: tuple[Any, ...]) -> Activations | None:
-    """Whoever keeps inputs for these settings: the engine that runs, the last one, or a store of our own."""
+    """The `Activations` for these settings: of the running engine, of the last one, or our own; None: no tier."""
     tier = tier_in(settings)
     if tier is None:
         return None
@@ -243,9 +244,9 @@ class _Region:
     """A function that is run twice: in forward, and again in backward.
 
     Args:
-        positional: how many arguments are positional.
-        keywords: the names of those after them.
-        scope: what inputs of checkpoints inside are kept by when it runs again.
+        positional: number of positional arguments.
+        keywords: names of the arguments after them.
+        scope: keeps the inputs of nested checkpoints when the function runs again.
     """
 
     def __init__(
@@ -273,7 +274,7 @@ class _Region:
 
     @contextmanager
     def _replayed(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Named random states are inside what they were in forward; torch has seen to the default ones."""
+        """Inside, named random states are as they were in forward; torch restores the default generators."""
         tracker = get_cuda_rng_tracker()
         now = tracker.get_states()
         tracker.set_states(states)

@@ -1,7 +1,7 @@
 """Operations, parameters and time of each module of a model in one forward, counted by torch's FlopCounterMode.
 
-Counted are matrix products, convolutions and attention, at two operations for a multiplication and an addition; what is
-done element by element is not. Time is that of the host, or with a GPU until it has finished.
+It counts matrix products, convolutions and attention, with two operations for a multiplication and an addition; it does
+not count elementwise operations. Time is measured on the host; with a GPU, until the GPU has finished.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *rest: Any, **more: Any) -> int:
-    """Of two batched products, from the shapes; torch does not halve a causal one either."""
+    """Operations of two batched products, from the shapes. Causal attention is not halved, as in torch's own counts."""
     batch, heads, rows, width = query
     return 2 * batch * heads * rows * key[-2] * (width + value[-1])
 
 
 def _vector_flops(matrix: Sequence[int], vector: Sequence[int], *rest: Any, **more: Any) -> int:
-    """Of a matrix, or a vector, and a vector, from the shapes."""
+    """Operations of the product of a matrix, or a vector, with a vector, from the shapes."""
     return 2 * math.prod(matrix)
 
 
@@ -55,10 +55,10 @@ UNCOUNTED = {
 
 @dataclass(frozen=True)
 class ModuleProfile:
-    """What one module did, with those inside it."""
+    """Operations and time of one module, including modules inside it."""
 
     name: str
-    """Dotted; empty: the model."""
+    """Dotted name; empty: the model."""
     kind: str
     params_numel: int
     flops: int
@@ -71,20 +71,20 @@ class ModuleProfile:
 
 
 class Profile:
-    """A forward that is measured: `with profile.measuring(): model(...)`.
+    """The profile of a forward: `with profile.measuring(): model(...)`.
 
     Args:
-        model: hooks are put on its modules inside the block, and taken off at its end.
+        model: its modules have hooks inside the block.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.modules: list[ModuleProfile] = []
-        """Of all modules, in the order of the model; those that did not run have neither operations nor time."""
+        """All modules, in model order; modules that did not run have 0 operations and 0 seconds."""
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Count and time what the model does inside."""
+        """Count and time the model's work inside the block."""
         seconds, begun = Counter[nn.Module](), dict[nn.Module, float]()
 
         def begin(module: nn.Module, inputs: Any) -> None:
@@ -124,7 +124,7 @@ class Profile:
         return self.modules[0]
 
     def lines(self, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> list[str]:
-        """The profile as text: sums, the classes with most operations at each depth, and a table of the modules."""
+        """The profile as text: sums, the classes with the most operations at each depth, and a table of the modules."""
         total = self.total
         rate = total.flops / total.seconds if total.seconds else 0.0
         lines = [
@@ -153,7 +153,7 @@ class Profile:
         return f"depth {depth}, most operations: {most}"
 
     def write(self, title: str, lines: Sequence[str], output_file: str | None) -> None:
-        """Into the file, whose folder is made, or the log."""
+        """Write to the file, and make its folder; None: write to the log."""
         if output_file is None:
             logger.log(NOTICE, "%s\n  %s", title, "\n  ".join(lines))
             return
@@ -166,17 +166,17 @@ class OneForward:
     """Profiles the first training forward of the configured step, once.
 
     Args:
-        block: of the configuration.
-        measures: False on ranks that only do as the one that measures does.
+        block: the `flops_profiler` block of the configuration.
+        measures: False on ranks that measure nothing, but run the same forward as the rank that does.
     """
 
     def __init__(self, block: FlopsProfiler, *, measures: bool) -> None:
         self.block, self._measures = block, measures
         self.profile: Profile | None = None
-        """Once it is done; empty where nothing was measured."""
+        """Set when it is done; empty on ranks that do not measure."""
 
     def due(self, steps: int) -> bool:
-        """True: the forward that begins, after so many steps, is the one."""
+        """True if the forward that begins after `steps` steps is the one to measure."""
         return self.profile is None and steps + 1 >= self.block.profile_step and torch.is_grad_enabled()
 
     @contextmanager
@@ -207,19 +207,19 @@ def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's
     ignore_modules: Sequence[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Operations, multiply-accumulates and parameters of one forward of a model, as DeepSpeed's function of the name.
+    """Operations, multiply-accumulates and parameters of one forward of a model, as DeepSpeed's function of this name.
 
     Args:
-        model: in memory.
-        input_shape: of the only argument, made of ones; else give `args` or `kwargs`.
+        model: a model in memory.
+        input_shape: shape of the only argument, filled with ones; else give `args` or `kwargs`.
         args: positional arguments of the model.
-        kwargs: named ones.
-        print_profile: log it, or write it to `output_file`.
-        detailed: with a line for each module.
-        module_depth: modules down to this depth; -1: all.
-        top_modules: so many classes are named at each depth.
-        warm_up: forwards before the one that is measured.
-        as_string: "1.2 G" instead of numbers.
+        kwargs: keyword arguments of the model.
+        print_profile: log the profile, or write it to `output_file`.
+        detailed: include a line for each module.
+        module_depth: include modules down to this depth; -1: all.
+        top_modules: number of classes to name at each depth.
+        warm_up: number of forwards before the measured one.
+        as_string: return strings such as "1.2 G" instead of numbers.
         output_file: None: the log.
         ignore_modules: not available: must be None or empty.
         mode: "forward", or "generate" for `model.generate`.
@@ -228,7 +228,7 @@ def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's
         (operations, multiply-accumulates, parameters); a multiply-accumulate is two operations.
 
     Raises:
-        ConfigError: an argument that cannot be.
+        ConfigError: an invalid argument.
     """
     if ignore_modules:
         raise ConfigError("get_model_profile: ignore_modules is not available; leave it out")
@@ -251,7 +251,7 @@ def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's
 
 
 def short(value: float) -> str:
-    """1234567 as "1.23 M"; a space where there is no prefix."""
+    """1234567 as "1.23 M"; below 1000 with a space and no prefix."""
     for factor, prefix in PREFIXES:
         if value >= factor:
             return f"{value / factor:.2f} {prefix}"

@@ -1,4 +1,4 @@
-"""A profile that the caller begins and ends: DeepSpeed's class `FlopsProfiler`, over `zero.flops_profiler.Profile`."""
+"""DeepSpeed's class `FlopsProfiler`, based on `zero.flops_profiler.Profile`: the caller begins and ends the profile."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zero.flops_profiler import ModuleProfile, Profile, short
 
 
 class FlopsProfiler:
-    """Operations, time and parameters of what a model does between `start_profile` and `stop_profile`.
+    """Operations, time and parameters of a model between `start_profile` and `stop_profile`.
 
-    A backward in between is counted too; DeepSpeed's counts forwards only, so stop before it.
+    A backward in between is counted too, while DeepSpeed counts forwards only; so stop before the backward.
 
     Args:
-        model: in memory, or the module of an engine.
+        model: a model in memory, or the module of an engine.
         ds_engine: not used: the numbers are this rank's.
         recompute_fwd_factor: not used: a recomputed forward is counted when it runs.
     """
@@ -29,10 +29,10 @@ class FlopsProfiler:
         self._open: ExitStack | None = None
 
     def start_profile(self, ignore_list: Any = None) -> None:
-        """Begin, with everything at 0; hooks are on the modules until `stop_profile`.
+        """Begin with all numbers at 0; the modules have hooks until `stop_profile`.
 
         Raises:
-            ConfigError: modules to leave out.
+            ConfigError: `ignore_list` is given.
         """
         if ignore_list:
             raise ConfigError("FlopsProfiler.start_profile: ignore_list is not available; leave it out")
@@ -48,19 +48,19 @@ class FlopsProfiler:
         self.profile = profile
 
     def stop_profile(self) -> None:
-        """End: the numbers are there until the next begins, or `end_profile`."""
+        """End; the numbers stay until the next profile begins, or until `end_profile`."""
         if self._open is not None:
             self._open.close()
             self._open = None
 
     def reset_profile(self) -> None:
-        """Everything at 0; one that runs begins again."""
+        """Set all numbers to 0; a running profile begins again."""
         if self._open is not None:
             self.start_profile()
         self.profile = None
 
     def end_profile(self) -> None:
-        """End, and forget the numbers."""
+        """End, and drop the numbers."""
         self.stop_profile()
         self.profile, self.started = None, False
 
@@ -107,13 +107,13 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the sums, the classes with most operations and a table of the modules, or write them to a file.
+        """Print the sums, the classes with the most operations and a table of the modules, or write them to a file.
 
         Args:
-            profile_step: named in the title.
-            module_depth: modules down to this depth; -1: all.
-            top_modules: so many classes are named at each depth.
-            detailed: with a line for each module.
+            profile_step: step number in the title.
+            module_depth: include modules down to this depth; -1: all.
+            top_modules: number of classes to name at each depth.
+            detailed: include a line for each module.
             output_file: None: standard output.
         """
         if self.profile is None:
@@ -125,5 +125,5 @@ class FlopsProfiler:
             print("\n".join([title, *lines]), flush=True)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the sums and the classes with most operations; arguments as above."""
+        """Print the sums and the classes with the most operations; arguments as in `print_model_profile`."""
         self.print_model_profile(module_depth=module_depth, top_modules=top_modules, detailed=False)
