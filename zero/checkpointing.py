@@ -131,14 +131,14 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         BudgetError: the tier is full; names the setting to change.
-        StorageError: an input could not be stored, or, in backward, read.
+        StorageError: an input could not be stored, or could not be read in backward.
     """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     return _checkpoint(function, args, kwargs, reentrant=any(tensor.requires_grad for tensor in tensors))
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `checkpoint`, with torch's non-reentrant kind: any structure in and out, and `torch.autograd.grad` works."""
+    """As `checkpoint`, but non-reentrant: arguments and results of any structure, and `torch.autograd.grad` works."""
     return _checkpoint(function, args, kwargs, reentrant=False)
 
 

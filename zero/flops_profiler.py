@@ -31,7 +31,7 @@ PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""Torch counts the attention of GPUs only."""
+"""Torch's counter knows only the attention operations of GPUs."""
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *rest: Any, **more: Any) -> int:

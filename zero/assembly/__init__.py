@@ -1,1 +1,1 @@
-"""All that an engine makes for one state of its model: made, made anew, and lent to others."""
+"""The parts that an engine builds for its model: building them, rebuilding them, moving them off the device."""

@@ -16,7 +16,7 @@ class Accumulation:
         self._run = run
         self._boundary: bool | None = None
         self._local_only = False
-        self._buffers_differ = False  # Between ranks, since the last forward that trained.
+        self._buffers_differ = False  # Buffers may differ between ranks since the last training forward.
 
     @property
     def micro_steps(self) -> int:
@@ -30,7 +30,7 @@ class Accumulation:
         run.step_began = run.collecting_began = number - number % run.config.gradient_accumulation_steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True when the next `step()` updates the parameters."""
+        """True if the next `step()` updates the parameters."""
         config = self._run.config
         if self._boundary is not None:
             return self._boundary

@@ -308,7 +308,7 @@ class Assembly:
 
 
 def _warn_of_range(leaves: Iterable[Leaf], trainable: Container[int], config: Config) -> None:
-    """Weights that were made for bf16 often exceed what fp16 can hold."""
+    """Warn about bf16 weights in fp16 training: their values often exceed the range of fp16."""
     if config.compute_dtype != torch.float16:
         return
     came = [

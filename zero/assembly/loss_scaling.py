@@ -33,7 +33,7 @@ class LossScaling:
         return self.scaled(loss, self._run.config.gradient_accumulation_steps)
 
     def part_of(self, loss: torch.Tensor, parts: int) -> torch.Tensor:
-        """The loss divided; an fp16 one in fp32, since a part of the scale may fit fp16 where all of it does not."""
+        """The loss divided by `parts`, an fp16 loss in fp32: scale / parts may fit fp16 where the scale does not."""
         return (loss.float() if loss.dtype == torch.float16 else loss) / parts
 
     def scaled(self, loss: torch.Tensor, accumulation: int = 1) -> torch.Tensor:

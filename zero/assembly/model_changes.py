@@ -265,7 +265,7 @@ def _join(optimizer: ZeroOptimizer, joining: list[nn.Parameter], leaves: list[Le
 
 
 def _forget(optimizer: ZeroOptimizer, present: set[int]) -> None:
-    """Remove parameters that left the model from the param groups, and the records of all that are in no group."""
+    """Remove parameters that left the model from the param groups; forget the step counts of all that are in none."""
     for group in optimizer.param_groups:
         group["params"][:] = [p for p in group["params"] if id(p) in present]
     held = _held(optimizer)

@@ -69,7 +69,7 @@ def fetch_experts_by_rows(model: nn.Module) -> Callable[[], None]:
 
 
 def is_dispatched(module: nn.Module) -> bool:
-    """True when the module's class is decorated with `use_experts_implementation`."""
+    """True if the module's class is decorated with `use_experts_implementation`."""
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed")) and hasattr(
         type(module).forward, "__wrapped__"
     )

@@ -68,7 +68,7 @@ class StepListener:
         """A unit's weights are about to change by other means than a step."""
 
     def edit_begins(self) -> None:
-        """Planes are about to be moved, or edited where they live."""
+        """Planes are about to be moved, or edited in place."""
 
     def rewrite_begins(self) -> None:
         """All planes are about to be rewritten, or replaced."""
@@ -162,7 +162,7 @@ class Steps:
         if parts.keeper.editor.busy:
             raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
         parts.watch.end_stray()
-        if parts.watch.torn and parts.exchange.placement.alone:  # else the other ranks have to hear of it
+        if parts.watch.torn and parts.exchange.placement.alone:  # with several ranks all must raise: see `fix`
             raise TornBackward.behind()
         parts.coordinator.check_idle()
         run.updater.before_step()

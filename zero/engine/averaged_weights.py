@@ -75,7 +75,7 @@ class AveragesShown(StepListener):
 
 
 class _Run(NamedTuple):
-    """A run of elements of a sub-group that becomes an average. All tensors are flat and of the same length."""
+    """A run of elements of a sub-group that becomes an average. All tensors are flat and have the same length."""
 
     weight: torch.Tensor
     remainder: torch.Tensor | None
@@ -149,7 +149,7 @@ class AveragedWeights:
 
         Raises:
             StateError: nothing is averaged; inside forward, backward or `GatheredParameters`; the engine is closed.
-            StorageError: the last step could not be completed, or a transfer failed; the weights are what they were.
+            StorageError: the last step could not be completed, or a transfer failed; the weights are unchanged.
             BudgetError: there is no room for the masters that are put aside.
         """
         shown = self._shown
@@ -167,7 +167,7 @@ class AveragedWeights:
             yield
         except BaseException:
             if not self._run.closed:
-                self._run.parts.hooks.reset()  # torch calls no hooks for an interrupt: uses would stay open for ever
+                self._run.parts.hooks.reset()  # an interrupt ends torch's calls without hooks: units would stay in use
             raise
         finally:
             shown.blocks -= 1
@@ -227,7 +227,7 @@ class AveragedWeights:
             storage.mover.run("averaged weights", job)
 
     def _units_in(self, parts: Assembly, group: SubGroup) -> list[Unit]:
-        """Units that have a part of an average in the sub-group."""
+        """Units in the sub-group that have parameters with an average."""
         units = parts.layout.units_in(group)
         return [unit for unit in units if any(slot.index in self._parts for slot in unit.slots)]
 

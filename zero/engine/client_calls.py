@@ -50,7 +50,7 @@ class ClientCalls:
 
     @property
     def optimizer(self) -> Any:
-        """What `initialize` returns second: the optimizer, None where nothing trains (see `hooks_for_optimizer`)."""
+        """The second result of `initialize`: the optimizer; None if nothing trains (but see `hooks_for_optimizer`)."""
         updater = self._run.updater
         return self.parameter_offload if updater is None and self.hooks_for_optimizer else updater
 

@@ -56,7 +56,7 @@ logger = logging.getLogger("zero")
 
 
 class ZeroEngine(EngineNames, nn.Module):
-    """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
+    """The first result of `zero.initialize`; a drop-in replacement for DeepSpeed's engine.
 
     Args:
         model: the module to train; it becomes `engine.module`.
@@ -241,9 +241,9 @@ class ZeroEngine(EngineNames, nn.Module):
 
         Args:
             data_iter: gives micro-batches.
-            loss_of: micro-batch -> its loss, a scalar, by a call of the engine. None: the engine is called with the
-                micro-batch, a dict's items by name and a tuple's or list's in order, and its output, or the `loss` in
-                it, is the loss.
+            loss_of: calls the engine with a micro-batch and returns the loss, a scalar. None: the engine is called with
+                the items of the micro-batch, by name for a dict, in order for a tuple or list. The loss is its output,
+                or the output's `loss`.
 
         Returns:
             The mean of the losses, detached.
@@ -282,7 +282,7 @@ class ZeroEngine(EngineNames, nn.Module):
             raise
 
     def _forward_and_backward(self, loss_of: LossOf, batch: Any, *, begun: int) -> torch.Tensor:
-        self.run.micro_steps += begun > 0  # the backward before was not the last of its step
+        self.run.micro_steps += begun > 0  # the previous backward was not the last of its step
         loss = loss_of(batch)
         self.backward(loss)
         return loss.detach()
@@ -320,7 +320,7 @@ class ZeroEngine(EngineNames, nn.Module):
 
         Raises:
             ConfigError: `path` cannot be written.
-            StateError: a recording is under way.
+            StateError: another recording is running.
         """
         self.run.tracer.begin(path, self.run.global_steps)
         try:
@@ -329,7 +329,7 @@ class ZeroEngine(EngineNames, nn.Module):
             self.run.tracer.finish()
 
     def inject(self, fault: Any) -> None:
-        """Inject I/O faults (an `offload.disk.aio.AioFault`, None to stop): for tests of what happens then."""
+        """Inject I/O faults (an `offload.disk.aio.AioFault`, None to stop), for tests."""
         disk = self.run.parts.storage.disk
         if disk is not None:
             disk.aio.inject(fault)
@@ -367,7 +367,7 @@ class ZeroEngine(EngineNames, nn.Module):
             parts.coordinator.release_all()
             parts.coordinator.leave_device()
         finally:
-            with ExitStack() as ends:  # last first; each runs, whatever another raises
+            with ExitStack() as ends:  # last first; each runs even if another raises
                 ends.callback(return_freed_memory)
                 for part in (self.reports.monitor, run.activations, parts.exchange, parts.storage):
                     ends.callback(part.close)
@@ -397,7 +397,7 @@ class ZeroEngine(EngineNames, nn.Module):
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        """Unknown names are the model's: `engine.generate`."""
+        """Unknown names are looked up in the model: `engine.generate`."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -1,4 +1,4 @@
-"""The names that users of DeepSpeed call on an engine, and which collaborator answers each."""
+"""The names that users of DeepSpeed call on an engine, and the collaborator that has each of them."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ logger = logging.getLogger("zero")
 
 
 class InferenceEngine(ZeroEngine):
-    """What `init_inference` returns: the engine without anything that trains.
+    """The result of `init_inference`: an engine that cannot train.
 
-    Units that fit the device (`stage3_max_live_parameters`, `memory_budget.device`) are fetched once and stay for as
-    long as the engine lives, as inside `engine.generation()`; the rest is streamed for each forward.
+    Units that fit on the device (`stage3_max_live_parameters`, `memory_budget.device`) are fetched once and stay until
+    the engine is closed, as inside `engine.generation()`; the rest is streamed for each forward.
     """
 
     def __init__(self, model: nn.Module, config: Config, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class InferenceEngine(ZeroEngine):
 def init_inference(
     model: nn.Module, config: str | os.PathLike[str] | dict[str, Any] | None = None, **kwargs: Any
 ) -> InferenceEngine:
-    """Wrap a model for forward-only use, its weights on the configured tier. DeepSpeed's call.
+    """Wrap a model for forward-only use, with its weights on the configured tier, as in DeepSpeed.
 
     No gradient and no optimizer state is allocated, and after this call nothing is written to the disk.
 
@@ -85,7 +85,7 @@ def init_inference(
         The engine; call it, or its `generate`, and `close()` it. `engine.module` is the model.
 
     Raises:
-        ConfigError: a key is unknown, contradicts a keyword, or asks for what is not available: kernel injection,
+        ConfigError: a key is unknown, contradicts a keyword, or asks for an unavailable feature: kernel injection,
             tensor parallelism, CUDA graphs. Names it and the alternative. Or the model is on the meta device.
         BudgetError: the plan does not fit.
     """
@@ -106,9 +106,9 @@ def init_inference(
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Floating parameters to `dtype`, one at a time. Those that `zero.Init` has cut become bf16 when they are stored.
+    """Cast floating parameters to `dtype`, one at a time. Those on disk (`zero.Init`) become bf16 when they are stored.
 
-    Raises ConfigError: a parameter is on disk already and would have to be cast to another dtype than bf16.
+    Raises ConfigError: a parameter is on disk already and would have to be cast to a dtype other than bf16.
     """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.dtype == dtype:

@@ -67,8 +67,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             `scheduler` of the config.
         distributed_port: the port of rank 0 if MASTER_PORT is not set.
         mpu: not available: must be None.
-        dist_init_required: False: torch.distributed is left alone; else ranks that a launcher has started are joined,
-            and a process without a launcher gets a group of one.
+        dist_init_required: False: torch.distributed is not initialised here; else a process that a launcher has started
+            joins the other ranks, and a process without a launcher gets a group of one.
         collate_fn: for the loader.
         config: path or dict.
         mesh_param: not available: must be None.
@@ -125,7 +125,7 @@ def _open_engine(
         exchange = open_exchange(loaded, device, stages)
         with suspended():
             return ZeroEngine(model, trained, loaded, device, exchange, lr_scheduler)
-    except BaseException as error:  # the other ranks wait for this one
+    except BaseException as error:  # the other ranks wait for this one: closing passes them the error
         for opened in (exchange, stages):
             if opened is not None:
                 opened.close(error)
@@ -176,7 +176,7 @@ def _without_autos(loaded: Config, facts: Facts) -> Config:
 
 
 def _refuse_pipelines(model: nn.Module) -> None:
-    """Raise ConfigError for DeepSpeed's PipelineModule, or a class that is made like it."""
+    """Raise ConfigError for DeepSpeed's PipelineModule, or for a class that imitates it."""
     named = any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__)
     if named or all(hasattr(model, mark) for mark in PIPELINE_MARKS):
         raise ConfigError(

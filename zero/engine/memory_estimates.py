@@ -119,7 +119,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> list[Estimate]:
-    """As `..._all_live` for a model of which only the size is known.
+    """As `..._all_live`, if only the size of the model is known.
 
     Returns the lines. Raises ConfigError: a number is not positive.
     """
@@ -140,7 +140,7 @@ def estimate_zero1_model_states_mem_needs_all_live(
 def estimate_zero1_model_states_mem_needs_all_cold(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> list[Estimate]:
-    """As `..._all_live` for a model of which only the size is known.
+    """As `..._all_live`, if only the size of the model is known.
 
     Returns the lines. Raises ConfigError: a number is not positive.
     """

@@ -52,18 +52,18 @@ class _Source(NamedTuple):
 def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bool = True) -> LoadedKeys:
     """Load a safetensors checkpoint into a model: built under `zero.Init`, wrapped in an engine, or an ordinary one.
 
-    Floating values are converted to what the model trains in: fp32 values keep their bits in the fp32 master. Tied
-    parameters need one of their names. Optimizer states stay as they are. Everything is checked before a value
-    changes. Between a load under `Init` and `initialize` the files must stay as they are.
+    Floating values are converted to the model's training dtype; fp32 values keep their bits in the fp32 master. Tied
+    parameters need only one of their names. Optimizer states do not change. Everything is checked before a value
+    changes. Between a load under `Init` and `initialize` the files must not change.
 
     Args:
         model: the module, or the engine.
         folder: as `save_pretrained` writes it: `model.safetensors`, or shards and their index; or one such file.
-        strict: False loads what fits by name and returns the rest.
+        strict: False loads the values whose names match and returns the other names.
 
     Raises:
-        ConfigError: a name is missing or too many (`strict`), a shape or dtype does not fit, a file is damaged; names
-            the key, the file, what was expected and what was found. Or the model is on the meta device.
+        ConfigError: a name is missing or unexpected (`strict`), a shape or dtype does not fit, a file is damaged; names
+            the key, the file, the expected and the found value. Or the model is on the meta device.
         StateError: inside forward, backward or `GatheredParameters` of the engine.
         StorageError: a transfer failed. An engine may hold some of the new values then; load again.
     """

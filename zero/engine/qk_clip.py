@@ -42,7 +42,7 @@ NORMS = ("q_norm", "k_norm", "qk_norm", "q_layernorm", "k_layernorm")
 OFF = "or leave optimizer.params.qk_clip out"
 
 _LARGEST: WeakKeyDictionary[nn.Module, Tensor | None] = WeakKeyDictionary()
-"""Attention module -> (heads,), the largest logits since the last step, fp32; None: no forward since then."""
+"""Attention module -> (heads,), the largest logits since the last step, fp32; None: none were observed."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -93,7 +93,7 @@ def largest_logits(query: Tensor, key: Tensor, mask: Tensor | None, scaling: flo
 
 
 def _looking(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function of transformers that looks at the logits of modules in `_LARGEST`."""
+    """Wrap an attention function of transformers, to observe the logits of modules in `_LARGEST`."""
 
     @functools.wraps(attention)
     def looking(
@@ -126,7 +126,7 @@ class QkClip(StepListener):
         values_of: parameter -> its values, for changing them.
 
     Raises:
-        ConfigError: the model's queries and keys cannot be scaled or looked at.
+        ConfigError: the model's queries and keys cannot be scaled or observed.
     """
 
     def __init__(self, run: Run, threshold: float, values_of: Callable[[nn.Parameter], ParameterValues]) -> None:

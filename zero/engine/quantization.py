@@ -87,7 +87,7 @@ def _chosen(
             continue
         around = [wrapper for wrapper in wrapped if rule and rule in wrapper and name.startswith(wrapper)]
         if around and not any(name.startswith(f"{wrapper}base_layer") for wrapper in around):
-            continue  # an adapter, which has the name of its layer
+            continue  # an adapter, whose name contains the name of its layer
         wrong = rules[rule].why_not(module.out_features, module.in_features)
         if trained(module.weight):
             if rule:

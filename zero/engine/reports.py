@@ -172,7 +172,7 @@ class Reports(StepListener):
 
     @property
     def profiles_next(self) -> bool:
-        """The next forward is the one that `flops_profiler` asks for."""
+        """True if the next forward is the one that `flops_profiler` asks for."""
         return self._one_forward is not None and self._one_forward.due(self._run.global_steps)
 
     def profiled(self) -> AbstractContextManager[None]:

@@ -124,7 +124,7 @@ class SnapshotCalls:
 
         Raises:
             StateError: there is no snapshot block, it is called inside forward, backward or `GatheredParameters`, or
-                the param groups are others; nothing has been read.
+                the param groups differ; nothing has been read.
             StorageError: a part of it cannot be read, or is damaged; the engine's values are useless then.
             ConfigError: this happened on another rank.
         """

@@ -52,7 +52,7 @@ def set_z3_leaf_modules(
     Args:
         model: the tree.
         leaf_module_classes: classes (subclasses count), or their names, bare or fully qualified.
-        raise_if_not_found: raise when no module is of any of them.
+        raise_if_not_found: raise if no module has any of these classes.
 
     Returns:
         The modules.
@@ -167,7 +167,7 @@ def _granularity_numel(module: nn.Module) -> int | None:
 
 
 def _measure(module: nn.Module) -> tuple[int, int]:
-    """(modules with parameters below and including it, containers left out; elements of all parameters)."""
+    """(number of modules with parameters, including itself but no containers; elements of all parameters)."""
     numel = sum(p.numel() for p in module.parameters(recurse=False))
     below = [_measure(child) for child in module.children()]
     modules_count, inner_numel = sum(count for count, _ in below), sum(numel for _, numel in below)

@@ -1,4 +1,4 @@
-"""A Linear layer whose weight is kept as codes of 4 or 8 bits and decoded on the device when it is used.
+"""A Linear layer whose weight is kept as codes of 4 or 8 bits and decoded at each use.
 
 [Format] The weight is cut into groups of `group_size` elements along its rows (`group_dim` 1) or its columns (0). Each
 group has a step and a least value in fp16, rounded so that they enclose all values, and a code q for each value:
@@ -25,7 +25,7 @@ CHUNK_NUMEL = 8 << 20
 
 
 class QuantizedLinear(nn.Module):
-    """Takes the place of an `nn.Linear`; the codes are not trained, gradients reach its input and its bias.
+    """Replaces an `nn.Linear`. The codes are not trained; its input and its bias get gradients.
 
     Args:
         in_features, out_features: as in `nn.Linear`.

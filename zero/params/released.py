@@ -130,7 +130,7 @@ class ReleasedParameter(nn.Parameter):
         return _shard(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A copy of its own, if the keeper can make one."""
+        """An independent copy, if the keeper can make one."""
         keeper = keeper_of(self)
         if id(self) not in memo:
             if not isinstance(keeper, Unplaced):

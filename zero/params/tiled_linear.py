@@ -141,7 +141,7 @@ class TiledLinearReturnBias(TiledLinear):
 
 
 def _starts(items: int, parts: int) -> list[int]:
-    """The start of each part, and the end of the last. If the division has a rest, first parts are longer by one."""
+    """The start of each part, and the end of the last; if there is a remainder, the first parts have one item more."""
     length, rest = divmod(items, parts)
     return [part * length + min(part, rest) for part in range(parts + 1)]
 

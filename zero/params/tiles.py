@@ -153,7 +153,7 @@ class TiledKeeper:
         return slice(0, parameter.numel())
 
     def open(self, parameters: list[nn.Parameter]) -> None:
-        """`GatheredParameters` begins: read all tiles into one tensor for the parameter; it counts for no limit."""
+        """`GatheredParameters` begins: read all tiles into one tensor for the parameter, outside of any limit."""
         self.engine.open([tile.weight for tile in self.tiles])
         self._opened[0] += 1
         if self._opened[0] == 1:
@@ -167,7 +167,7 @@ class TiledKeeper:
         """`GatheredParameters` ends: copy edited values to the tiles.
 
         Raises:
-            StateError: the parameter was given another shape.
+            StateError: the parameter got another shape.
         """
         self._opened[0] -= 1
         shape, got = self._shape, self.whole.shape

@@ -1,1 +1,1 @@
-"""What goes where and how much of it: decided before anything is allocated."""
+"""The plan: the tier and the size of all memory, decided before anything is allocated."""

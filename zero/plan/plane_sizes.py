@@ -14,7 +14,7 @@ from zero.plan.record import RecordFormat
 IN_AN_UPDATE = "whole parameter in an update"
 """Name of the row for memory that is allocated only during the update."""
 PADDING_WORTH_A_NOTE = 0.1
-"""Padding as a part of all elements, padding included."""
+"""Smallest share of padding, among all elements including it, for a note in the plan."""
 
 
 class PlaneSizes:

@@ -323,7 +323,7 @@ class Planner:
         in_flight = RECORDS_IN_FLIGHT if plan is None else plan.records_in_flight
         placed = list(zip(groups, record_tiers, strict=True))
         here = self.pools.updates((group for group, tier in placed if tier == DEVICE), staged, in_flight)
-        # Updates of whole parameters are computed on the device on whatever tier their record is.
+        # Updates of whole parameters are computed on the device, independently of the tier of their record.
         whole = (g for g, tier in placed if self.layout.spaces[g.space].whole and (plan is None or tier != DEVICE))
         return max(here, self.pools.updates(whole, staged, in_flight, self.sizes.record_bytes))
 
@@ -438,7 +438,7 @@ class Planner:
         return "all planes are elsewhere; cut units smaller by zero_optimization.stage3_max_live_parameters"
 
     def _to_nvme(self, tiers: set[str]) -> str:
-        """Advice what to set so that no planes are on these tiers; empty: none are."""
+        """Advice which keys to set so that no planes are on these tiers; empty: none are."""
         blocks = (("offload_param", self.param_tier), ("offload_optimizer", self.state_tier))
         away = [f'{block}.device "{NVME}"' for block, tier in blocks if tier in tiers]
         return f"set {' and '.join(away)}" if away else ""

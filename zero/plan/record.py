@@ -42,7 +42,7 @@ class States:
     moments: Moments | None = None
 
     def part(self, begin: int, end: int) -> States:
-        """Elements [begin, end); of whole blocks if there are scales."""
+        """Elements [begin, end); whole blocks if there are scales."""
         moments = None if self.moments is None else self.moments.part(begin, end)
         return replace(self, planes=tuple(plane[begin:end] for plane in self.planes), moments=moments)
 

@@ -1,1 +1,1 @@
-"""What users read and write of single parameters: weights, exact values, states, gradients."""
+"""Reading and writing single parameters for users: weights, exact values, states, gradients."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's `safe_get_*` and `safe_set_*`: one parameter's exact values, on whatever tier they are.
+"""DeepSpeed's `safe_get_*` and `safe_set_*`: one parameter's exact values, independently of their tier.
 
 They wait for the updates of the last step. A frozen parameter has neither states nor a separate fp32 value, and a
 parameter without an engine has none of the values: `safe_get_*` then returns None and `safe_set_*` does nothing, as
