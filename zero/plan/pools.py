@@ -16,7 +16,7 @@ from zero.plan.depth import Depth
 WIDE_CHUNK_NUMEL, WIDE_CHUNKS = 1 << 20, 3
 """Elements of a gradient that are widened at once on a GPU, and the number of such chunks in flight."""
 WHOLE_BYTES_PER_ELEMENT = 20
-"""Of a square matrix in Muon: fp32 master, gradient, direction (12 bytes); matrices to multiply in bf16, twice each."""
+"""A square matrix in Muon takes fp32 master, gradient and direction (12), and bf16 factors of products (8)."""
 
 
 def gradient_sums_bytes(unit: Unit) -> int:

@@ -1,10 +1,11 @@
 """DeepSpeed's `safe_get_*` and `safe_set_*`: one parameter's exact values, independently of their tier.
 
 They wait for the updates of the last step. A frozen parameter has neither states nor a separate fp32 value, and a
-parameter without an engine has none of the values: `safe_get_*` then returns None and `safe_set_*` does nothing, as
-with DeepSpeed. The full forms have the same result on every rank, and every rank must call them; every rank must also
-call `safe_set_local_fp32_param`, because it changes the weights of all ranks. The local forms read or write this rank's
-part, 1-D: the elements in its slices. So the length need not be an equal share of the parameter, and may be 0.
+parameter without an engine has nothing but its `.grad`: for other values `safe_get_*` returns None and `safe_set_*`
+does nothing, as with DeepSpeed. The full forms have the same result on every rank, and every rank must call them; every
+rank must also call `safe_set_local_fp32_param`, because it changes the weights of all ranks. The local forms read or
+write this rank's part, 1-D: the elements in its slices. So the length need not be an equal share of the parameter, and
+may be 0.
 """
 
 from __future__ import annotations
