@@ -1,4 +1,4 @@
-"""Bytes between a plane and memory that the disk cannot reach: chunk by chunk through the host arena."""
+"""Copies between a plane and memory that the disk cannot reach: chunk by chunk, through the host arena."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from offload.streams import Fence, Streams
 
 CHUNK_BYTES = 2 << 20
 DEVICE_CHUNK_BYTES = 8 << 20
-"""To and from a device: 0.3 ms at 25 GB/s."""
+"""For copies to and from a device; one takes 0.3 ms at 25 GB/s."""
 CHUNKS_IN_FLIGHT = 4
-"""Of one fetch: reads that go on while others are copied to the device."""
+"""Per fetch: some chunks are read while others are copied to the device."""
 
 
 def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy to a tensor of the same dtype and length, on the calling thread alone where both are on the host.
+    """Copy to a tensor of the same dtype and length; if both are on the host, only the calling thread works.
 
-    torch would share the work out among its threads and wait for them; while others compute they are late, and one
-    core often draws as much memory as all of them.
+    torch would split the work among its threads and wait for all of them. They are late while other threads compute,
+    and one core often reaches the memory bandwidth of all cores.
     """
     if target.device.type == "cpu" and source.device.type == "cpu" and target.dtype == source.dtype:
         np.copyto(target.view(torch.uint8).numpy(), source.detach().view(torch.uint8).numpy())
@@ -32,7 +32,7 @@ def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def clear_alone(target: torch.Tensor) -> None:
-    """Zero a tensor, on the calling thread alone where it is on the host; see `copy_alone`."""
+    """Zero a tensor; if it is on the host, only the calling thread works, see `copy_alone`."""
     if target.device.type == "cpu":
         target.view(torch.uint8).numpy().fill(0)
     else:
@@ -50,9 +50,9 @@ async def fetch_plane(
 ) -> None:
     """Fill `into` (uint8, on the compute device) with [begin, end) of `plane`.
 
-    On the CPU the disk writes into `into` itself; to a GPU the bytes go through chunks of the arena,
-    so a unit may be larger than the arena. Returns once the last copy has been given to the device:
-    `streams.behind_copies_in()` is behind all of them. `after` are fences behind the last uses of `into`.
+    On the CPU the disk writes into `into` itself. On a GPU the bytes pass through chunks of the arena, so a unit may
+    be larger than the arena. Returns once the last copy is queued on the device; the fence
+    `streams.behind_copies_in()` then covers all of them. `after`: fences that cover the last uses of `into`.
     """
     if streams.shared:
         await plane.read(begin, end, into)
@@ -61,7 +61,7 @@ async def fetch_plane(
     for first, last, memory in plane.runs(begin, end):
         if memory is None:
             chunks += _chunks(plane, first, last, device_chunk_bytes(arena.capacity_bytes))
-        else:  # behind the mover's own work: an update may have written there last
+        else:  # the copy waits for the mover's own work: an update may have been the last to write this memory
             streams.copy_in(
                 into[plane.nbytes(begin, first) : plane.nbytes(begin, last)], memory, *after, streams.fence()
             )
@@ -89,7 +89,7 @@ async def fetch_range(
     streams: Streams,
     after: tuple[Fence, ...],
 ) -> None:
-    """As `fetch_plane`, of any range: what the disk holds is read in whole blocks, and what was asked for cut out."""
+    """As `fetch_plane`, for any range: the disk is read in whole blocks, and the requested part is cut out of them."""
     for first, last, memory in plane.runs(begin, end):
         target = into[plane.nbytes(begin, first) : plane.nbytes(begin, last)]
         if memory is not None:
@@ -108,7 +108,7 @@ async def fetch_range(
 
 
 def _put(target: torch.Tensor, source: torch.Tensor, streams: Streams, after: tuple[Fence, ...]) -> Fence:
-    """Copy to the compute device; returns behind it."""
+    """Copy to the compute device; returns a fence after the copy."""
     if streams.shared:
         target.copy_(source)
         return None
@@ -147,7 +147,7 @@ async def write_plane(plane: Plane, begin: int, end: int, source: torch.Tensor, 
 
 
 def device_chunk_bytes(arena_bytes: int) -> int:
-    """How much of an arena a copy to or from a device takes: two have room, the one beside the other."""
+    """Arena bytes that one copy to or from a device uses; the arena has room for two such chunks at once."""
     return min(DEVICE_CHUNK_BYTES, arena_bytes // 2)
 
 

@@ -1,8 +1,8 @@
 """Planes: one array over a coordinate space, each run of coordinates with a home in some tier.
 
 A plane says where the bytes of a coordinate range are: in memory (of the host or of a device) or in
-the swap space. Callers give coordinates and buffers; they never see an offset or a file. That is
-what makes a tier data and not a code path.
+the swap space. Callers give coordinates and buffers; they never see an offset or a file. So a tier
+is data and not a code path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Home:
     begin: int
     end: int
     memory: torch.Tensor | None
-    """uint8, as long as the plane says [begin, end) is; None when the home is the swap space."""
+    """uint8, of as many bytes as the plane needs for [begin, end); None when the home is the swap space."""
     swap_offset: int = -1
     host_offset: int = -1
     """Where `memory` begins in the plane's host memory, if it does."""
@@ -37,12 +37,12 @@ class Home:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that crossed the swap space, by the thread that moves them."""
+    """Bytes read from and written to the swap space; only the thread that moves them counts them."""
 
     read_bytes: int = 0
     write_bytes: int = 0
     earlier_read_seconds: float = 0.0
-    """With reads in flight, before this disk took over from another."""
+    """Seconds with reads in flight on an earlier disk, before this one took over."""
     earlier_write_seconds: float = 0.0
 
 
@@ -63,8 +63,8 @@ class Disk:
         """Write `buffer` (uint8, host) to the swap space; `what` is its name in a timeline.
 
         Raises:
-            StorageError: of the first part that failed.
-            StateError: the swap space is another process's.
+            StorageError: the first part that failed.
+            StateError: the swap space belongs to another process.
         """
         if self.swap.read_only:
             raise StateError(f"{what}: writing to the swap space of another process, which is only read here")
@@ -72,12 +72,12 @@ class Disk:
         self.traffic.write_bytes += buffer.numel()
 
     async def sync(self) -> None:
-        """Put what was written on stable storage. Raises StorageError."""
+        """Sync all finished writes to stable storage. Raises StorageError."""
         files = zip(self.swap.descriptors, self.swap.paths, strict=True)
         await settle_all([self.aio.sync(descriptor, path) for descriptor, path in files])
 
     def follow(self, other: Disk) -> None:
-        """Go on counting where `other`, which is at rest, stops."""
+        """Continue the counters of `other`, which has no transfer in flight any more."""
         mine, theirs, seconds = self.traffic, other.traffic, other.aio.stats()
         mine.read_bytes += theirs.read_bytes
         mine.write_bytes += theirs.write_bytes
@@ -85,7 +85,7 @@ class Disk:
         mine.earlier_write_seconds += theirs.earlier_write_seconds + seconds.write_seconds
 
     def close(self) -> None:
-        """Free the files, whatever the engine says: nothing may move any more."""
+        """Close the engine, and free the files even if that raises. No transfer may be in flight."""
         try:
             self.aio.close()
         finally:
@@ -103,9 +103,9 @@ class Disk:
 async def settle_all(moves: Sequence[Awaitable[None]]) -> None:
     """Run all moves; raise the first error only after every one has settled.
 
-    Until then bytes may still move, and nobody may reuse the buffer.
+    Until then bytes may still move, and the buffer must not be reused.
     """
-    if len(moves) < 2:  # a task for it would take longer than most
+    if len(moves) < 2:  # to create a task would take longer than most moves
         for move in moves:
             await move
         return
@@ -116,13 +116,13 @@ async def settle_all(moves: Sequence[Awaitable[None]]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stranded:
-    """The truth about coordinates [begin, end) that could not be written: it stays in memory."""
+    """The newest values of coordinates [begin, end): their write failed, so they stay in memory."""
 
     begin: int
     end: int
     data: torch.Tensor
     written: Callable[[], None]
-    """Called once a later write has succeeded; gives the memory back."""
+    """Called once a later write has succeeded; releases the memory."""
 
 
 class Plane:
@@ -130,14 +130,14 @@ class Plane:
 
     Args:
         name: appears in errors and in the plan.
-        width: bytes per element; or, for records that move as a whole, what gives a home's bytes from its elements.
-        homes: disjoint and sorted; what no home covers cannot be read or written.
+        width: bytes per element; for records that move as a whole, a function: elements of a home -> its bytes.
+        homes: disjoint and sorted; coordinates outside of all homes cannot be read or written.
         disk: needed when a home lies in the swap space.
-        streams: needed when a home lies on a device; what the mover does to it is behind all it did before.
+        streams: needed when a home lies on a device; copies to and from it wait for the mover's earlier work there.
 
     Attributes:
-        host: the memory that the homes in host memory are pieces of, uint8; None if unknown, or there are none.
-        starts_as_zeros: what nobody has written is zeros.
+        host: uint8 memory that contains all homes in host memory; None if unknown, or if there are no such homes.
+        starts_as_zeros: bytes that were never written are zeros.
     """
 
     host: torch.Tensor | None = None
@@ -161,11 +161,11 @@ class Plane:
 
     @property
     def homes(self) -> tuple[Home, ...]:
-        """Where everything is now."""
+        """The homes as they are now."""
         return tuple(self._homes)
 
     def relocate(self, relocate: Relocate) -> None:
-        """Memory was moved; nothing of the plane is under way."""
+        """Point the homes to memory that was moved. No transfer of the plane may be in flight."""
         self._homes = [
             home if home.memory is None else replace(home, memory=relocate(home.memory)) for home in self._homes
         ]
@@ -179,7 +179,7 @@ class Plane:
         """Bytes of [begin, end).
 
         Raises:
-            StateError: a record would be cut.
+            StateError: the range holds only a part of a record.
         """
         if isinstance(self._width, int):
             return (end - begin) * self._width
@@ -194,11 +194,11 @@ class Plane:
         return total
 
     def close(self) -> None:
-        """Let go of the memory homes; the plane holds nothing any more."""
+        """Drop all homes and their memory; the plane is empty afterwards."""
         self._homes, self._begins, self._stranded, self._disk, self.host = [], [], [], None, None
 
     def memory(self, begin: int, end: int) -> torch.Tensor | None:
-        """The bytes of [begin, end) where they are, if one memory home holds them all; else None."""
+        """A view of the bytes of [begin, end), if one memory home holds them all; else None."""
         if begin == end:
             return torch.empty(0, dtype=torch.uint8)
         home = self._home_at(begin)
@@ -214,7 +214,7 @@ class Plane:
         return home.host_offset + self.nbytes(home.begin, begin), home.host_offset + self.nbytes(home.begin, end)
 
     def runs(self, begin: int, end: int) -> Iterator[tuple[int, int, torch.Tensor | None]]:
-        """(first, last, bytes where they are in memory or None) of each home's part of [begin, end), in order."""
+        """(first, last, view of the bytes or None if not in memory) of each home's part of [begin, end), in order."""
         for home, lo, hi in self._pieces(begin, end):
             yield lo, hi, None if home.memory is None else self._slice(home, lo, hi)
 
@@ -233,7 +233,7 @@ class Plane:
     async def write_front(self, begin: int, end: int, source: torch.Tensor) -> None:
         """Copy `source` (uint8, whole pages) to the first bytes of [begin, end), which one home holds; the rest stays.
 
-        Raises StorageError. Raises StateError: a part alone cannot be written where writes are kept apart or stranded.
+        Raises StorageError. Raises StateError: a plane with two slots or with stranded bytes cannot write only a part.
         """
         home = self._home_at(begin)
         if source.numel() == self.nbytes(begin, end):
@@ -246,14 +246,14 @@ class Plane:
             await self._disk.write(home.swap_offset + self.nbytes(home.begin, begin), source, self.name)
 
     def strand(self, begin: int, end: int, data: torch.Tensor, written: Callable[[], None] = lambda: None) -> None:
-        """A write of [begin, end) failed: let `data` be what the plane holds there until one succeeds."""
+        """After a failed write of [begin, end): `data` holds the plane's values there until a write succeeds."""
         self._supersede(begin, end, data)
         self._stranded.append(Stranded(begin, end, data, written))
 
     async def rewrite_stranded(self) -> None:
-        """Try again to write what could not be written. Raises the first StorageError."""
+        """Try the failed writes again. Raises the first StorageError."""
         failure: StorageError | None = None
-        for s in list(self._stranded):  # one by one: what one write supersedes gives its memory back
+        for s in list(self._stranded):  # one by one: a write also removes and releases the entries that it supersedes
             if s not in self._stranded:
                 continue
             try:
@@ -264,7 +264,7 @@ class Plane:
             raise failure
 
     async def _transfer(self, begin: int, end: int, buffer: torch.Tensor, *, write: bool) -> None:
-        pieces = list(self._pieces(begin, end))  # a range that is outside must fail before a byte moves
+        pieces = list(self._pieces(begin, end))  # a range outside of the homes must fail before a byte moves
         if buffer.numel() != self.nbytes(begin, end):
             raise StateError(
                 f"plane {self.name}: [{begin:,}, {end:,}) is {self.nbytes(begin, end):,} bytes, "
@@ -304,7 +304,7 @@ class Plane:
             given.copy_(kept)
 
     def _supersede(self, begin: int, end: int, newer: torch.Tensor) -> None:
-        """`newer` is the truth now: what was stranded inside is done with; what reaches further follows suit."""
+        """`newer` holds the newest values: drop stranded entries inside the range, and update those that overlap it."""
         for s in [s for s in self._stranded if begin <= s.begin and s.end <= end]:
             self._stranded.remove(s)
             s.written()
@@ -312,7 +312,7 @@ class Plane:
             kept.copy_(given)
 
     def _overlaps(self, begin: int, end: int, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(stranded bytes, bytes of `buffer`) wherever both hold a part of [begin, end); the newest comes last."""
+        """(stranded bytes, bytes of `buffer`) wherever both hold a part of [begin, end); the newest entry is last."""
         for s in self._stranded:
             first, last = max(begin, s.begin), min(end, s.end)
             if first < last:

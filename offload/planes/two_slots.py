@@ -1,15 +1,15 @@
-"""Planes whose bytes have two places in the swap space, so that what a snapshot names is never overwritten.
+"""Planes whose bytes have two places in the swap space, so that a slot that a snapshot names is never overwritten.
 
 [Note: slots] Each *pair* of slots holds one run of coordinates. A snapshot names one slot of each pair; until the next
 snapshot that slot is only read. The first write after a snapshot goes to the other slot, which is the *current* one
-from then on; further writes go there too. All writers come through here, so none can forget it.
+from then on; further writes go there too. All writers use this class, so none can overwrite a named slot.
 
-[Note: memory] What lives in memory has a pair too. Its memory is the truth, and a snapshot writes it through to the
-slot that the one before does not name. So where each run is in the files depends on coordinates only: a plan with more
-memory, or less, finds everything again.
+[Note: memory] Runs in memory have a pair too. Memory holds their newest values, and a snapshot writes them through to
+the slot that the previous snapshot does not name. So the place of a run in the files depends on coordinates only: a
+plan with more memory, or less, finds every run again.
 
-[Note: checksums] What is written is summed while the disk is busy with it, so a snapshot reads nothing again but blocks
-of which a part alone has changed, or that were never written.
+[Note: checksums] Bytes are summed while the disk writes them. So a snapshot reads again only the blocks of which just
+a part has changed, or that were never written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offload.sizes import PAGE_BYTES
 from offload.streams import Streams
 
 PAIRS_AT_ONCE = 4
-"""Of what is written through or read back: enough to keep a disk busy."""
+"""Pairs that are written through or read back at once: enough to keep a disk busy."""
 
 
 @dataclass(slots=True)
@@ -43,9 +43,9 @@ class Pair:
     end: int
     offsets: tuple[int, int]
     sums: BlockSums
-    """Of the current slot."""
+    """Checksums of the current slot."""
     current: int = 0
-    """The slot that holds the newest values, or, of what lives in memory, those of the last write-through."""
+    """The slot with the newest values; for a run in memory, the slot of the last write-through."""
     kept: int | None = None
     """The slot that a snapshot names."""
 
@@ -56,8 +56,8 @@ class TwoSlotPlane(Plane):
     Args:
         name: as of any plane.
         width: as of any plane.
-        homes: those in the swap space are one pair each, at the current slot; one in memory is some pairs.
-        pairs: disjoint and sorted; they cover what the homes cover.
+        homes: each home in the swap space is one pair, at its current slot; a home in memory covers several pairs.
+        pairs: disjoint and sorted; they cover the same coordinates as the homes.
         disk: where the slots are.
         streams: as of any plane.
 
@@ -65,7 +65,7 @@ class TwoSlotPlane(Plane):
         frozen: a snapshot that may or may not be valid names the current slots: writing to the disk is refused.
     """
 
-    starts_as_zeros = False  # The files may be there from an earlier run.
+    starts_as_zeros = False  # The files may remain from an earlier run.
 
     def __init__(
         self,
@@ -85,19 +85,19 @@ class TwoSlotPlane(Plane):
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """Where everything is now."""
+        """The pairs as they are now."""
         return tuple(self._pairs)
 
     @property
     def stranded(self) -> bool:
-        """True while something is not on the disk that belongs there."""
+        """True while the plane keeps values in memory because their write to the disk failed."""
         return bool(self._stranded)
 
     def tell(self, table: torch.Tensor) -> list[Home]:
-        """Say from now on where things are, for other processes; returns what is in the swap space, at its first slots.
+        """From now on publish the current slots to other processes; returns the swap homes, at their first slots.
 
         Args:
-            table: (pairs,) uint8, shared: the current slot of each of those, in order; the rest stays as it is.
+            table: (pairs,) uint8, shared: receives the current slot of each swap home, in order; the rest is unchanged.
         """
         self._table = table
         on_disk = [pair for pair in self._pairs if self._home_at(pair.begin).memory is None]
@@ -115,7 +115,7 @@ class TwoSlotPlane(Plane):
                 yield pair.offsets[pair.kept], self.nbytes_of(pair)
 
     def nbytes_of(self, pair: Pair) -> int:
-        """Length of each of its slots."""
+        """Length of each slot of the pair."""
         return (
             (pair.end - pair.begin) * self._width
             if isinstance(self._width, int)
@@ -123,17 +123,17 @@ class TwoSlotPlane(Plane):
         )
 
     def in_memory(self, begin: int, end: int) -> list[Pair]:
-        """The pairs inside [begin, end) whose truth is in memory."""
+        """The pairs inside [begin, end) whose newest values are in memory."""
         inside = self._pairs[bisect_left(self._pair_begins, begin) : bisect_left(self._pair_begins, end)]
         return [pair for pair in inside if self._home_at(pair.begin).memory is not None]
 
     async def write_through(self, pairs: Sequence[Pair], arena: Arena, *, seldom: bool) -> int:
-        """Write what lives in memory to the slots that no snapshot names; returns the bytes written.
+        """Write the pairs in memory to the slots that no snapshot names; returns the bytes written.
 
         Args:
             pairs: of `in_memory`.
-            arena: what cannot be written from where it is passes through.
-            seldom: it hardly ever changes: look first, and leave alone what has not.
+            arena: for memory that the disk cannot write from directly; its bytes are copied through a block.
+            seldom: the values hardly ever change: compare checksums first, and do not write unchanged pairs.
         """
         turn = asyncio.Semaphore(PAIRS_AT_ONCE)
 
@@ -156,12 +156,12 @@ class TwoSlotPlane(Plane):
         return sum(written)
 
     def keep(self) -> None:
-        """A snapshot names the current slots, and it alone counts: they are not written any more."""
+        """The only valid snapshot now names the current slots: they are not written any more."""
         for pair in self._pairs:
             pair.kept = pair.current
 
     def named(self, slots: str) -> None:
-        """A snapshot of before names these slots ("0" or "1" of each pair); all that is written goes to the others."""
+        """An earlier snapshot names these slots ("0" or "1" of each pair); all writes go to the other ones."""
         for index, (pair, slot) in enumerate(zip(self._pairs, slots, strict=True)):
             pair.kept = int(slot)
             pair.sums = BlockSums(self.nbytes_of(pair))
@@ -173,7 +173,7 @@ class TwoSlotPlane(Plane):
         return "".join(str(pair.current) for pair in self._pairs)
 
     async def complete_checksums(self) -> None:
-        """Know the checksum of everything on the disk; what is not known yet is read. Raises StorageError."""
+        """Read all blocks on the disk whose checksum is unknown, and sum them. Raises StorageError."""
         for pair in self._pairs:
             for begin, end in pair.sums.unknown():
                 buffer = tensor_over(map_host(end - begin))
@@ -182,22 +182,22 @@ class TwoSlotPlane(Plane):
 
     @property
     def checksums(self) -> list[str]:
-        """Of the blocks of each pair's current slot; "" where some are not known."""
+        """Checksums of the blocks of each pair's current slot; "" if some of them are unknown."""
         return [pair.sums.text for pair in self._pairs]
 
     async def return_to_kept(
         self, arena: Arena, checksums: Sequence[str], whose: Callable[[int, int], str] = lambda begin, end: ""
     ) -> None:
-        """Hold again what the snapshot holds; all of it is read, to see that it is what was written.
+        """Return to the values of the snapshot; all bytes with known checksums are read and verified.
 
         Args:
-            arena: what cannot be read to where it belongs passes through.
+            arena: for runs in memory; their bytes are read into a block, verified and copied.
             checksums: of the slots that the snapshot names; "" where they are unknown.
-            whose: says, for errors, what coordinates [begin, end) are.
+            whose: describes coordinates [begin, end) in errors.
 
         Raises:
             StateError: there is no snapshot.
-            StorageError: of the first part that cannot be read, or has changed.
+            StorageError: the first part that cannot be read, or has changed.
         """
         turn = asyncio.Semaphore(PAIRS_AT_ONCE)
 
@@ -205,7 +205,7 @@ class TwoSlotPlane(Plane):
             async with turn:
                 await self._read_back(pair, arena, whose)
 
-        while self._stranded:  # what could not be written is none of the snapshot's
+        while self._stranded:  # values that could not be written do not belong to the snapshot
             self._stranded.pop().written()
         reads = []
         for index, (pair, text) in enumerate(zip(self._pairs, checksums, strict=True)):
@@ -243,7 +243,7 @@ class TwoSlotPlane(Plane):
         await self._write_slot(pair.offsets[pair.current], self.nbytes(pair.begin, lo), part, pair.sums)
 
     async def _write_slot(self, offset: int, begin: int, part: torch.Tensor, sums: BlockSums) -> None:
-        """Write the bytes of a slot from `begin` on, and sum them meanwhile."""
+        """Write the bytes of a slot from `begin` on, and sum them during the write."""
         sums.forget(begin, begin + part.numel())
         try:
             writing = self._open_disk().write(offset + begin, part, self.name)
@@ -253,7 +253,7 @@ class TwoSlotPlane(Plane):
             raise
 
     async def _carry_over(self, index: int, pair: Pair) -> None:
-        """A part is about to be written: the rest has to be in the other slot too."""
+        """Before a part is written to the other slot: copy the whole pair there, so that it holds the rest too."""
         async with self._carrying.setdefault(index, asyncio.Lock()):
             if pair.current != pair.kept:
                 return
@@ -266,7 +266,7 @@ class TwoSlotPlane(Plane):
             self._turn(index, other)
 
     def _turn(self, index: int, slot: int) -> None:
-        """`slot` is the current one."""
+        """Make `slot` the current one."""
         pair = self._pairs[index]
         pair.current = slot
         at = bisect_right(self._begins, pair.begin) - 1
@@ -278,7 +278,7 @@ class TwoSlotPlane(Plane):
     # ---- memory -------------------------------------------------------------------------------
 
     async def _look(self, pair: Pair, arena: Arena, offset: int | None) -> BlockSums:
-        """The checksums of what lives in memory, which is written to `offset` if that is given."""
+        """Checksums of a pair in memory; its bytes are written to `offset` if that is given."""
         memory, sums = self._memory_of(pair), BlockSums(self.nbytes_of(pair))
         for begin in range(0, memory.numel(), BLOCK_BYTES):
             source = memory[begin : begin + BLOCK_BYTES]
@@ -297,7 +297,7 @@ class TwoSlotPlane(Plane):
         return sums
 
     async def _read_back(self, pair: Pair, arena: Arena, whose: Callable[[int, int], str]) -> None:
-        """Compare what is on the disk with its checksums, and put it where it belongs."""
+        """Compare the current slot with its checksums, and copy it to memory if the pair lives there."""
         memory, offset = self.memory(pair.begin, pair.end), pair.offsets[pair.current]
         own = tensor_over(map_host(min(self.nbytes_of(pair), BLOCK_BYTES)))
         for begin, end, expected in pair.sums.blocks():
@@ -348,12 +348,12 @@ class TwoSlotPlane(Plane):
 
 
 def _fit_for_the_disk(memory: torch.Tensor) -> bool:
-    """True when a file that is open past the page cache can be written from there."""
+    """True when a file opened with O_DIRECT can be written from this memory."""
     return memory.device.type == "cpu" and memory.data_ptr() % PAGE_BYTES == 0 and memory.numel() % PAGE_BYTES == 0
 
 
 async def _note(sums: BlockSums, begin: int, data: torch.Tensor) -> None:
-    """`BlockSums.note`, a block at a time: the loop has other things to do."""
+    """`BlockSums.note`, one block at a time: between two blocks the loop runs other tasks."""
     for at in range(0, data.numel(), BLOCK_BYTES):
         sums.note(begin + at, data[at : at + BLOCK_BYTES])
         await asyncio.sleep(0)
