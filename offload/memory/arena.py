@@ -21,23 +21,23 @@ from offload.memory.shared_region import SharedRegion
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Fence, Mark
 
-# A uint8 tensor -> the same bytes where they are now; itself if they have not moved.
+# A uint8 tensor -> a tensor over the same bytes at their new place; the tensor itself if they have not moved.
 Relocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MemoryRegion:
     """One allocation of exactly `nbytes`, zero at first, taken piece by piece and freed as a whole.
 
-    Host memory that is not pinned is faulted in where it is first written to: a model that is moved in
-    from memory shrinks while its planes grow, so that both together take hardly more than one of them.
+    Pages of host memory that is not pinned are faulted in at the first write. So while a model is moved from memory
+    into planes, the model shrinks as its planes grow, and both together take hardly more than one of them.
 
     Args:
         pinned: page-lock host memory for copies to a GPU.
-        region: shared memory to take the first `nbytes` of instead; it stays its owner's.
-        of_device: it belongs to the budget of the device that computes, wherever `device` is.
+        region: shared memory; its first `nbytes` are used instead of an allocation. Its owner keeps it.
+        of_device: the memory belongs to the budget of the device that computes, wherever `device` is.
 
     Attributes:
-        away: its bytes are in host memory for the time being, see `put_away`.
+        away: the bytes are in host memory for now, see `put_away`.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class MemoryRegion:
 
     @property
     def movable(self) -> bool:
-        """True for memory of a device that nobody else maps, and that is not closed."""
+        """True for memory in the device's budget that is neither shared nor closed."""
         return self.of_device and not self._shared and self._data is not None
 
     @property
     def faultable(self) -> torch.Tensor | None:
-        """Its host memory, if pages may be missing: it is neither page-locked nor somebody else's. Else None."""
+        """The host memory, if some of its pages may be missing: it is neither page-locked nor shared. Else None."""
         data = self._data
         if data is None or self._shared or self._unpin is not None or data.device.type != "cpu":
             return None
         return data
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if `tensor` (uint8, not empty) is a part of it."""
+        """True if `tensor` (uint8, not empty) is a part of the region."""
         data = self._data
         return (
             data is not None
@@ -95,17 +95,17 @@ class MemoryRegion:
         )
 
     def put_away(self, *, pinned: bool) -> Relocate:
-        """Move all bytes to host memory. The device must have nothing to do with them.
+        """Move all bytes to host memory. The device must not have work in flight that uses them.
 
-        Returns what turns a tensor that `take` gave, or a part of one, into the same bytes where they are now, and
-        leaves any other as it is. The old memory returns once every such tensor is replaced and this is let go. Raises
-        BudgetError: the host has no room; nothing has changed. Raises StateError: the memory is not `movable`.
-        `pinned`: page-lock that memory.
+        Returns a function: it maps a tensor from `take`, or a part of one, to the same bytes at their new place, and
+        returns any other tensor unchanged. The old memory is freed once every such tensor is replaced and the function
+        is dropped. Raises BudgetError: the host has no room; nothing has changed. Raises StateError: the memory is not
+        `movable`. `pinned`: page-lock the host memory.
         """
         return self._move(torch.device("cpu"), pinned=pinned, away=True)
 
     def bring_back(self) -> Relocate:
-        """Move all bytes to where they were first; as `put_away`.
+        """Move all bytes back to the region's own device; as `put_away`.
 
         Raises torch.OutOfMemoryError: the device has no room; nothing has changed.
         """
@@ -131,26 +131,26 @@ class MemoryRegion:
         return relocate
 
     def close(self) -> None:
-        """Give the allocation up; it returns when the last tensor over it is gone. Idempotent."""
+        """Drop the allocation; it is freed with the last tensor over it. Idempotent."""
         unpin, self._unpin = self._unpin, None
-        if unpin is not None:  # before the memory may go: its address may be somebody else's at once
+        if unpin is not None:  # before the memory may be freed: another mapping may get its address at once
             unpin()
         self._data = None
 
 
 class Lender(Protocol):
-    """Whoever leases blocks."""
+    """An object that leases blocks."""
 
     def take_back(self, offset: int, nbytes: int, fences: tuple[Fence, ...]) -> None:
         """Called by `Block.release`."""
 
 
 class Block:
-    """A leased piece of an arena; give it back with `release()` once nothing moves in it.
+    """A leased piece of an arena; call `release()` once no transfer uses it.
 
     Attributes:
-        data: uint8, with a storage exactly as long as was asked for.
-        fences: behind earlier uses of that memory on a device; whoever gives the device work with it waits for them.
+        data: uint8, with a storage of exactly the requested length.
+        fences: they cover earlier uses of that memory on a device; new work on the device must wait for them.
     """
 
     def __init__(self, arena: Lender, offset: int, data: torch.Tensor, fences: tuple[Fence, ...] = ()) -> None:
@@ -161,9 +161,9 @@ class Block:
         return self.data[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
 
     def release(self, *fences: Fence) -> None:
-        """Return it. Idempotent.
+        """Return the block to its arena. Idempotent.
 
-        `fences`: behind the last uses on a device; only memory of the device may be returned before they are passed.
+        `fences`: they cover the last uses on a device; only device memory may be returned before they have passed.
         """
         if self._offset >= 0:
             self._arena.take_back(self._offset, self.data.numel(), fences)
@@ -174,12 +174,12 @@ class Arena:
     """One exact-size allocation, made at first use, faulted once, sub-allocated by extent and reused. One owner thread.
 
     Args:
-        name: what the bytes are for; appears in errors.
-        knob: the configuration key that makes it larger; appears in errors.
+        name: the purpose of the bytes; appears in errors.
+        knob: the configuration key that makes the arena larger; appears in errors.
         pinned: page-lock host memory for copies to a GPU.
-        register: makes host memory known to the I/O engine and returns what undoes it. For an arena whose
-            blocks nobody but the engine sees: children of fork find zeros in it.
-        region: shared memory to sit on, from its first byte, instead of making some; it stays its owner's.
+        register: registers host memory with the I/O engine and returns a function that undoes it. Only for an arena
+            whose blocks the engine alone uses: children of fork find zeros in it.
+        region: shared memory, used from its first byte instead of an allocation. Its owner keeps it.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Arena:
         self._data: torch.Tensor | None = None
         self._closed = False
         self._waiters: list[asyncio.Future[None]] = []
-        self._left: list[tuple[int, int, Mark]] = []  # (first byte, end, fence) that the device still uses.
+        self._left: list[tuple[int, int, Mark]] = []  # (first byte, end, fence): released, in use by the device.
 
     @property
     def capacity_bytes(self) -> int:
@@ -214,7 +214,7 @@ class Arena:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes ever leased at once."""
+        """The most bytes that were leased at once."""
         return self._extents.peak_bytes
 
     def try_lease(self, nbytes: int) -> Block | None:
@@ -236,7 +236,7 @@ class Arena:
     def lease(self, nbytes: int, what: str) -> Block:
         """As `try_lease`, but raises.
 
-        Raises BudgetError: it does not fit; the message says what is free, and the knob.
+        Raises BudgetError: the block does not fit; the message names the free bytes and the knob.
         """
         block = self.try_lease(nbytes)
         if block is None:
@@ -248,10 +248,10 @@ class Arena:
         return block
 
     async def lease_when_free(self, nbytes: int, what: str) -> Block:
-        """A block as soon as others have given back enough. For coroutines of one event loop.
+        """A block, as soon as enough others have been released. For coroutines of one event loop.
 
-        Lease everything a job needs at once: a job that holds one block and waits for another can wait for itself.
-        Raises BudgetError: nothing is leased and it still does not fit.
+        Lease everything a job needs in one block: a job that holds one block and waits for another can wait for itself.
+        Raises BudgetError: nothing is leased and the block still does not fit.
         """
         while (block := self.try_lease(nbytes)) is None:
             if self.used_bytes == 0:
@@ -263,11 +263,11 @@ class Arena:
 
     @property
     def allocated_bytes(self) -> int:
-        """What it has of the device now."""
+        """Bytes that the arena itself has allocated now."""
         return 0 if self._data is None or self._region is not None else self._data.numel()
 
     def give_up(self) -> None:
-        """Let go of the allocation until `make`, or the next lease. The device must be done with it.
+        """Drop the allocation until `make`, or the next lease. The device must have finished all work with it.
 
         Raises StateError: something is leased.
         """
@@ -275,16 +275,16 @@ class Arena:
             raise StateError(f"the {self.name} arena cannot be given up: {self.used_bytes:,} bytes are leased")
         if self.allocated_bytes:
             undo, self._undo = self._undo, []
-            for step in undo:  # before the memory may go
+            for step in undo:  # before the memory may be freed
                 step()
             self._data, self._left = None, []
 
     def make(self) -> None:
-        """Allocate now what the next lease would."""
+        """Allocate now, and not at the next lease."""
         self._memory()
 
     def _memory(self) -> torch.Tensor:
-        """The allocation, made at first use: an arena that is planned for but never needed costs nothing."""
+        """The allocation, made at first use: an arena that is planned but never needed costs nothing."""
         if self._data is None:
             self._data = _allocate(self._extents.capacity_bytes, self._device, region=self._region)
             unpin = pin(self._data) if self._pinned and self._device.type == "cpu" else None
@@ -309,9 +309,9 @@ class Arena:
                 waiter.set_result(None)
 
     def close(self) -> None:
-        """Give the allocation up; it returns when the last tensor over it is gone. Idempotent."""
+        """Drop the allocation; it is freed with the last tensor over it. Idempotent."""
         undo, self._undo, self._closed = self._undo, [], True
-        for step in undo:  # before the memory may go
+        for step in undo:  # before the memory may be freed
             step()
         self._data = None
 
@@ -331,6 +331,6 @@ def _allocate(
     if device.type == "cpu":
         return tensor_over(map_host(nbytes, touched=touched))[:nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
     data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    # Other streams use it at once: whoever had this memory before, and the zeros, must be done.
+    # Other streams use this memory at once: work of its earlier owners, and the zeroing, must have finished.
     synchronize(device)
     return data

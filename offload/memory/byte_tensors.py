@@ -1,4 +1,4 @@
-"""Bytes as tensors, for what sends tensors."""
+"""Bytes as tensors, for functions that send tensors."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def tensor_of(message: bytes) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """A copy of a uint8 tensor of the host."""
+    """A copy of a uint8 tensor in host memory."""
     return bytes(tensor.numpy().tobytes())

@@ -1,9 +1,9 @@
-"""Pages are faulted in before their first use, behind whatever runs.
+"""A background thread that faults in pages before their first use.
 
-The kernel makes and zeroes a page when it is first written to, and in a virtual machine the host does so once more.
-For gradients and states that is the first backward and the first step: on one thread, in the middle of a kernel's loop,
-at a few hundred MB/s. A model that is moved in from memory must not do it sooner, since its planes grow while it
-shrinks. The first forward of training is when both are settled and the processor has a core to spare.
+The kernel makes and zeroes a page at the first write to it, and in a virtual machine the host does so once more. For
+gradients and states this happens in the first backward and the first step: on one thread, inside a kernel's loop, at a
+few hundred MB/s. While a model is moved in from memory it is too early, since the planes must grow only as the model
+shrinks. The first forward of training is the right time: the move is over, and the processor has a core to spare.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from offload.memory.arena import MemoryRegion
 from offload.memory.pinned import touch
 from offload.sizes import HUGE_PAGE_BYTES
 
-CHUNK_BYTES = 4 * HUGE_PAGE_BYTES  # Others who map or unmap memory meanwhile wait for one of them.
+CHUNK_BYTES = 4 * HUGE_PAGE_BYTES  # Threads that map or unmap memory meanwhile wait for one chunk.
 
 
 class Faulting:
-    """A thread that faults in the host memory of `regions`, in order, and ends. Bytes stay as they are.
+    """A thread that faults in the host memory of `regions`, in order, and ends. Bytes do not change.
 
-    Where the kernel has no memory for a page it ends there: whoever writes first is told, as without it.
+    If the kernel has no memory for a page, the thread ends; the error then appears at the first write to such a page,
+    as without this thread.
     """
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
@@ -31,9 +32,9 @@ class Faulting:
         self._thread.start()
 
     def close(self) -> None:
-        """No page is being faulted in when this returns. Idempotent; safe on any thread."""
+        """Stop: after the return no page is being faulted in. Idempotent; safe on any thread."""
         self._closing.set()
-        if threading.current_thread() is not self._thread:  # a collector may end an engine on this thread
+        if threading.current_thread() is not self._thread:  # garbage collection may close an engine on this thread
             self._thread.join()
 
     def _run(self) -> None:
@@ -48,4 +49,4 @@ class Faulting:
                     touch(data[begin : begin + CHUNK_BYTES])
                 except OSError:
                     return
-                del data  # else this thread is the last to hold the memory of what was closed
+                del data  # else this thread could keep the memory of a closed region alive

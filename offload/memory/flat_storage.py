@@ -1,12 +1,11 @@
 """Flat storages whose memory comes and goes while every view of them stays valid.
 
-`bind` swaps a block's memory in behind a storage, `unbind` swaps it out; tensors that look at the
-storage, also those autograd saved, follow. Between the two the storage points at poison: readable
-memory that is NaN everywhere, so that a missed fetch gives NaN and not a crash.
+`bind` gives a storage the memory of a block, `unbind` takes it away; all tensors over the storage, also
+those that autograd saved, see the change. While unbound, the storage points at poison: readable memory
+that is NaN everywhere, so that a missed fetch gives NaN and not a crash.
 
 Torch builds without `UntypedStorage._swap_data_ptr_`, and accelerators whose memory torch cannot
-look at by address, get the same two functions by resizing a storage that torch owns and copying;
-that costs a second copy of what is bound.
+address, resize a storage that torch owns, and copy; that costs a second copy of the bound memory.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 def has_aliases(device: torch.device) -> bool:
-    """True where torch can look at the device's memory by address."""
+    """True if torch can make tensors over the device's memory from an address."""
     kind = kind_of(device)
     return kind is None or kind.aliases
 
 
 def exact_alias(data: torch.Tensor) -> torch.Tensor:
-    """A uint8 tensor on the memory of `data` (uint8, flat) with a storage of its own, exactly as long.
+    """A uint8 tensor over the memory of `data` (uint8, flat), with its own storage of exactly that length.
 
-    Of an accelerator whose memory torch cannot look at by address it is `data` itself.
+    On an accelerator without aliases (see `has_aliases`) it is `data` itself.
     """
     if data.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=data.device)
@@ -50,7 +49,7 @@ class Poison:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         if not is_accelerator(device):
             self._data = tensor_over(map_poison(nbytes))
-        elif not has_aliases(device):  # each storage has its own memory while it is bound
+        elif not has_aliases(device):  # no storage points at poison: each has its own memory while it is bound
             self._data = torch.empty(0, dtype=torch.uint8, device=device)
         else:
             mapped = map_on_device(device, max(nbytes, 1))
@@ -66,12 +65,12 @@ class FlatStorage:
     """A flat tensor of `numel` elements, bound to memory or poisoned.
 
     Attributes:
-        flat: 1-D. The same object for life.
-        views: one tensor per entry of `cuts`, looking into `flat`.
+        flat: 1-D. Always the same object.
+        views: one view of `flat` per entry of `cuts`.
 
     Args:
-        cuts: (first element, shape) of each view. They are made here and not later, because torch
-            refuses new views of a storage that is empty for the time being.
+        cuts: (first element, shape) of each view. Views are made here and not later, because torch refuses
+            new views of a storage while it is empty.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class FlatStorage:
 
     @contextmanager
     def viewable(self) -> Iterator[None]:
-        """More views of `flat` can be made inside, for use while it is bound."""
+        """Inside, more views of `flat` can be made; they can be used while it is bound."""
         if self._swaps or self.bound:
             yield
             return
@@ -112,13 +111,13 @@ class FlatStorage:
             storage.resize_(0)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if `tensor` looks into this storage."""
+        """True if `tensor` is a view of this storage."""
         return bool(tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata)
 
     def bind(self, data: torch.Tensor) -> None:
-        """Let `flat` and its views see the memory of `data` (uint8, its storage exactly as long).
+        """Give `flat` and its views the memory of `data` (uint8, with a storage of exactly that length).
 
-        `data` itself must not be used until `unbind` returns it: it holds the poison meanwhile. Raises StateError:
+        `data` itself must not be used until `unbind` returns it: meanwhile it points at the poison. Raises StateError:
         already bound, or the sizes differ.
         """
         if self._bound is not None:
@@ -134,7 +133,7 @@ class FlatStorage:
             self.flat.untyped_storage()._swap_data_ptr_(storage)  # type: ignore[attr-defined]
         else:
             self.flat.untyped_storage().resize_(self._nbytes)
-            # Through .data: what autograd saved is bound, not modified.
+            # Through .data, which does not count as a modification of tensors that autograd saved.
             self.flat.data.view(torch.uint8).copy_(data)
         self._bound = data
 

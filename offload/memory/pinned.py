@@ -1,7 +1,7 @@
 """Host memory with an owner: exact-size mappings on huge pages.
 
-A mapping lives as long as the last tensor that looks at it, so closing an engine can never turn a
-tensor somebody kept into a dangling pointer; it only gives up the engine's own references.
+A mapping lives as long as the last tensor over it. So closing an engine never leaves a tensor that a user
+kept as a dangling pointer; it only drops the engine's own references.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def map_host(nbytes: int, *, touched: bool = True) -> memoryview:
     Raises BudgetError: the kernel refused the mapping.
 
     Args:
-        nbytes: at least as many.
-        touched: all pages are faulted in at once; else each when it is first used, and until then it costs nothing.
+        nbytes: the least length.
+        touched: all pages are faulted in at once; else each page at its first use, and until then it costs nothing.
     """
     nbytes = align_up(max(nbytes, 1), PAGE_BYTES)
     try:
@@ -50,13 +50,13 @@ def map_host(nbytes: int, *, touched: bool = True) -> memoryview:
 
 
 def map_shared(descriptor: int, nbytes: int, *, touched: bool) -> memoryview:
-    """The first `nbytes` (rounded up to the page) of a file, shared with whoever maps it; on huge pages if possible.
+    """A shared mapping of the first `nbytes` (rounded up to the page) of a file; on huge pages if possible.
 
     Raises OSError: the kernel refused.
 
     Args:
-        descriptor: of a file in memory that is as long; not needed afterwards.
-        nbytes: at least as many.
+        descriptor: of a file in memory of at least that length; not needed afterwards.
+        nbytes: the least length.
         touched: all pages are faulted in at once.
     """
     nbytes = align_up(max(nbytes, 1), PAGE_BYTES)
@@ -88,7 +88,7 @@ def touch(data: torch.Tensor) -> None:
     try:
         lib = native.load()
     except native.NativeUnavailable:
-        data[::PAGE_BYTES].max()  # to read is enough where memory is shared, and disturbs nobody who writes
+        data[::PAGE_BYTES].max()  # for shared memory a read is enough, and it does not race with writers
         return
     status = lib.lib.zn_mem_touch(lib.ffi.cast("void *", data.data_ptr()), data.numel())
     if status != 0:
@@ -117,7 +117,7 @@ def map_poison(nbytes: int) -> memoryview:
 
 def _map_host_python(nbytes: int, *, touched: bool = True) -> memoryview:
     try:
-        # The kernel aligns to the page only; what is cut off is never touched and costs no memory.
+        # The kernel aligns to the page only; the part that is cut off is never touched and costs no memory.
         mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise BudgetError(
@@ -133,7 +133,7 @@ def _map_host_python(nbytes: int, *, touched: bool = True) -> memoryview:
 
 
 def _owned(lib: Any, pointer: Any, nbytes: int) -> memoryview:
-    """A view whose last holder unmaps the memory."""
+    """A view of the memory; it is unmapped when the last reference is gone."""
     owner = lib.ffi.gc(pointer, lambda p: lib.lib.zn_mem_free(p, nbytes), nbytes)
     return memoryview(lib.ffi.buffer(owner, nbytes)).cast("B")
 
@@ -145,7 +145,7 @@ def _text(lib: Any, status: int) -> str:
 def pin(data: torch.Tensor) -> Callable[[], None] | None:
     """Page-lock host memory for the accelerator, so that copies do not stop the stream.
 
-    Returns what undoes it; None when there is nothing to undo: no GPU, or the driver refused (one warning).
+    Returns a function that undoes it; None when there is nothing to undo: no GPU, or the driver refused (one warning).
     """
     device = compute_device()
     if not is_accelerator(device) or data.numel() == 0:
@@ -176,8 +176,8 @@ def pin(data: torch.Tensor) -> Callable[[], None] | None:
 def hide_from_children(data: torch.Tensor) -> None:
     """Let a child of fork see zeros in the pages of `data`.
 
-    The kernel cannot share pages that are pinned, for I/O or for a GPU: each fork, of a data loader's
-    workers say, would copy all of them. For memory whose bytes mean nothing to a child. Without effect where the
+    The kernel cannot share pages that are pinned for I/O or for a GPU: each fork (of a data loader's workers, for
+    example) would copy all of them. Use it only for memory that a child does not need. Without effect where the
     kernel cannot do it.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
@@ -189,8 +189,8 @@ def hide_from_children(data: torch.Tensor) -> None:
 def return_freed_memory() -> None:
     """Hand freed heap memory back to the kernel, where the C library can.
 
-    glibc keeps freed blocks of up to 32 MB, which is just the size of a layer's weights: without
-    this a model that was built and spilled layer by layer would still be resident.
+    glibc keeps freed blocks of up to 32 MB, which is just the size of a layer's weights: without this call a model
+    that was built and spilled layer by layer would still be resident.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -198,17 +198,17 @@ def return_freed_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what a step frees for the next one, instead of faulting it in again.
+    """Let the C library keep the memory that a step frees for the next step, so that it is not faulted in again.
 
-    glibc gives the free end of its heap back once it is twice as long as the largest block that was ever
-    mapped, and maps blocks of more than 32 MB, which is as high as that limit goes, one by one. Activations
-    of a few hundred MB would so be returned at the end of each step and cost 0.5 s per GB to fault in again.
-    Now up to 2 GiB of the heap's end stay, which the step had been using anyway: the peak does not change.
-    Blocks of more than 32 MB are still mapped and unmapped; putting them on the heap too (M_MMAP_MAX = 0)
-    saves their faults, but was seen to fragment it and raise the peak by a quarter.
+    glibc returns the free end of its heap once it is twice as long as the largest block that was ever mapped. It maps
+    blocks of more than 32 MB (the highest value of that limit) one by one. So activations of a few hundred MB would be
+    returned at the end of each step and cost 0.5 s per GB to fault in again. With this call up to 2 GiB of the heap's
+    end stay; the step had been using them anyway, so the peak does not change. Blocks of more than 32 MB are still
+    mapped and unmapped; to put them on the heap too (M_MMAP_MAX = 0) saves their faults, but was seen to fragment the
+    heap and raise the peak by a quarter.
 
-    For the whole process and for good; `return_freed_memory` still empties the heap. Idempotent; nothing
-    happens where the C library has no `mallopt`.
+    Applies to the whole process and cannot be undone; `return_freed_memory` still empties the heap. Idempotent;
+    without effect where the C library has no `mallopt`.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -217,7 +217,7 @@ def keep_freed_memory() -> None:
 
 
 def aligned_copy(data: torch.Tensor) -> torch.Tensor:
-    """A copy of uint8 `data` in host memory that starts on a page, as O_DIRECT asks for."""
+    """A copy of uint8 `data` in host memory that starts on a page, as O_DIRECT requires."""
     copy = tensor_over(map_host(data.numel()))[: data.numel()]
     copy.copy_(data)
     return copy

@@ -1,4 +1,4 @@
-"""Addresses of a GPU that read as NaN and share one granule of its memory, however many there are."""
+"""GPU address ranges of any length that read as NaN and share one granule of memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import native
 from offload.accelerator import kind_of, load_native, module_of, seen_kind, synchronize
 from offload.sizes import align_up
 
-GRANULE_BYTES = 2 << 20  # Of a GPU that is not here to be asked.
+GRANULE_BYTES = 2 << 20  # Assumed for a GPU that is not present.
 
 
 class DeviceArray:
-    """Lets torch look at device memory. `address`: of the first byte; `owner`: kept as long as somebody looks."""
+    """Lets torch make a tensor over device memory. `address`: the first byte; `owner`: kept alive by this object."""
 
     def __init__(self, address: int, nbytes: int, owner: torch.Tensor | None) -> None:
         self._owner = owner
@@ -24,9 +24,9 @@ class DeviceArray:
 
 
 def poison_bytes(nbytes: int, device: torch.device) -> int:
-    """What `nbytes` that read as NaN take of the device's memory; the host's pages share a small block."""
+    """Device memory that `nbytes` of poison take; on the host they take none, since their pages share a small block."""
     kind = kind_of(device)
-    if kind is None or not kind.aliases:  # without aliases nothing looks there: see `offload.memory.flat_storage`
+    if kind is None or not kind.aliases:  # without aliases no storage points at poison, see `flat_storage`
         return 0
     granule = _granule(_indexed(device)) if kind == seen_kind() else GRANULE_BYTES
     return nbytes if granule is None or not nbytes else granule
@@ -38,7 +38,7 @@ def _indexed(device: torch.device) -> torch.device:
 
 @functools.cache
 def _granule(device: torch.device) -> int | None:
-    """Bytes that all addresses can share on a GPU; None: its driver maps nothing."""
+    """Bytes of the block that all poison addresses of a GPU can share; None: its driver cannot map memory so."""
     try:
         lib = load_native(device).lib
     except native.NativeUnavailable:
@@ -49,7 +49,7 @@ def _granule(device: torch.device) -> int | None:
 
 
 def map_on_device(device: torch.device, nbytes: int) -> torch.Tensor | None:
-    """`nbytes` of NaN on a GPU, uint8; None where its driver cannot map memory so."""
+    """`nbytes` of NaN on a GPU, uint8; None if its driver cannot map memory so."""
     device = _indexed(device)
     granule = _granule(device)
     if granule is None:
@@ -66,5 +66,5 @@ def map_on_device(device: torch.device, nbytes: int) -> torch.Tensor | None:
         with module_of(device).device(device):
             library.lib.zn_cuda_poison_unmap(out[0], mapped_bytes, device.index)
 
-    weakref.finalize(array, unmap).atexit = False  # the process takes its mappings with it
+    weakref.finalize(array, unmap).atexit = False  # mappings end with the process anyway
     return torch.as_tensor(array, device=device)

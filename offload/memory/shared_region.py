@@ -1,7 +1,8 @@
 """Memory that several processes of one machine map: nameless files in memory, passed on by descriptor.
 
-[Note: nothing is left behind] The file has no name, so it is gone when the last descriptor and mapping of it are,
-however the processes end. Children of fork inherit both and keep it as long as they live; programs they start do not.
+[Note: nothing is left behind] The file has no name, so the kernel frees it with its last descriptor and mapping,
+however the processes end. Children of fork inherit both and keep the file while they live; programs that they start
+do not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from offload.sizes import PAGE_BYTES, align_up
 from offload.system.descriptors import SECONDS_MAX, Share, close_received, exchange_descriptors
 from offload.system.linux import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, memory_file
 
-SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL  # Its length is final: nobody can make somebody else's mapping fault.
+SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL  # Its length is final: no process can make another's mapping fault.
 
 
 class SharedRegion:
@@ -26,10 +27,10 @@ class SharedRegion:
     The mapping lives as long as the last tensor over it, in each process. Raises BudgetError: the kernel refused.
 
     Args:
-        nbytes: a page at least is taken.
-        what: what the bytes are for; appears in errors.
-        touched: fault all pages in now. Pages belong, in accounts and in place, to the process that first touches
-            them: where each process has a part of its own, let it `touch` that.
+        nbytes: at least one page is allocated.
+        what: the purpose of the bytes; appears in errors.
+        touched: fault all pages in now. The first process to touch a page is charged for it, and the page is placed
+            near that process: if each process has a part of its own, let it `touch` that part.
     """
 
     _descriptor: int
@@ -48,14 +49,14 @@ class SharedRegion:
 
     @classmethod
     def open(cls, descriptor: int, nbytes: int | None, what: str, *, touched: bool = False) -> SharedRegion:
-        """Map what another process made. The descriptor is the region's from now on, also when this fails.
+        """Map a region that another process made. The region owns the descriptor from now on, also when this fails.
 
         Raises BudgetError: the kernel refused; StateError: it is no such memory, or of another length.
 
         Args:
-            nbytes: what the other process asked for; None takes the whole file, which fills its last page.
-            what: the bytes are for; appears in errors.
-            touched: fault all pages in now; they stay whose they are.
+            nbytes: the length that the other process requested; None takes the whole file, which is whole pages.
+            what: the purpose of the bytes; appears in errors.
+            touched: fault all pages in now; pages that exist already keep their owner.
         """
         region = cls.__new__(cls)
         region._start(0 if nbytes is None else nbytes, what)
@@ -87,13 +88,13 @@ class SharedRegion:
 
     @property
     def descriptor(self) -> int:
-        """Of the file in memory; the region's own. Raises StateError once closed."""
+        """The descriptor of the file in memory; the region owns it. Raises StateError once closed."""
         if self._descriptor < 0:
             raise StateError(f"{self.what}: the shared memory is closed")
         return self._descriptor
 
     def offset_of(self, tensor: torch.Tensor) -> int:
-        """How many bytes of the region lie before `tensor`: with its length all that another process need know.
+        """Bytes of the region before `tensor`; with the tensor's length this is all that another process needs.
 
         Raises StateError: the tensor is not contiguous, or does not lie in the region.
         """
@@ -105,7 +106,7 @@ class SharedRegion:
         return offset
 
     def touch(self, begin: int = 0, end: int | None = None) -> None:
-        """Fault in the pages of bytes [begin, end), and let them belong to this process if nobody had them; bytes stay.
+        """Fault in the pages of bytes [begin, end); new pages then belong to this process. Bytes do not change.
 
         Raises BudgetError: the kernel has no memory for them.
         """
@@ -116,7 +117,7 @@ class SharedRegion:
             raise self._refused("touching", error) from error
 
     def close(self) -> None:
-        """Give the descriptor and the allocation up; it returns when the last tensor over it is gone. Idempotent."""
+        """Close the descriptor and drop the mapping, which is freed with the last tensor over it. Idempotent."""
         descriptor, self._descriptor, self._data = self._descriptor, -1, None
         if descriptor >= 0:
             os.close(descriptor)
@@ -145,8 +146,8 @@ def exchange_regions(
 ) -> list[SharedRegion]:
     """Let every peer map every peer's region. A collective call like `exchange_descriptors`.
 
-    Returns in peer order; this peer's own is `region` itself. The caller closes them. Raises PeerError: a peer cannot
-    be reached; names it. Raises BudgetError: the kernel refused a mapping.
+    Returns the regions in peer order; this peer's own is `region` itself. The caller closes them. Raises PeerError: a
+    peer cannot be reached; names it. Raises BudgetError: the kernel refused a mapping.
     """
     received = exchange_descriptors(index, count, share, [region.descriptor], seconds=seconds)
     opened: list[SharedRegion] = []
