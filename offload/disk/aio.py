@@ -14,8 +14,8 @@ __all__ = ["Aio", "AioFault", "AioOptions", "AioStats", "AiofilesAio", "NativeAi
 def open_aio(options: AioOptions) -> Aio:
     """Open the backend that `options` names, or for "auto" the best that works.
 
-    Returns the engine; its `reason` says why this backend, and what was wrong with better ones. Raises ConfigError: the
-    named backend does not work here; the message says why.
+    Returns the engine; its `reason` says why this backend was chosen, and why better ones failed. Raises ConfigError:
+    the named backend does not work here; the message says why.
     """
     if options.backend == "aiofiles":
         return AiofilesAio(options, "aiofiles: chosen by the configuration")

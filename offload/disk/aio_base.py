@@ -1,4 +1,4 @@
-"""What every asynchronous I/O backend has in common: options, statistics, faults, and the interface."""
+"""The common part of all asynchronous I/O backends: options, statistics, faults, and the interface."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class AioOptions:
     queue_depth: int = 32  # Chunks in flight at most.
     chunk_bytes: int = 2 << 20  # Largest transfer handed to the kernel; a multiple of the page.
     threads: int = 4  # Workers of the threads and aiofiles backends; the others ignore it.
-    requests_max: int = 4096  # Requests accepted at once; more wait their turn.
+    requests_max: int = 4096  # Requests accepted at once; further ones wait.
     single_submit: bool = False  # Hand chunks to the kernel one system call each (native backends); costs throughput.
-    overlap_events: bool = True  # Chunks start as slots are free; False: after all earlier ones (native).
+    overlap_events: bool = True  # Chunks start as soon as a slot is free; False: after all earlier ones (native).
 
     def __post_init__(self) -> None:
         problems = []
@@ -57,23 +57,23 @@ class AioOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AioStats:
-    """What a backend has moved since it was opened."""
+    """Counters of a backend since it was opened."""
 
     read_bytes: int
     write_bytes: int
-    requests: int  # Finished, well or not.
+    requests: int  # Finished, successful or not.
     chunks: int
     resumed: int  # Transfers that moved less than asked and were continued.
     retried: int  # Transfers repeated after EINTR or EAGAIN.
     registered: int  # Transfers started through registered memory.
-    busy_seconds: float  # With anything in flight; `read_seconds` and `write_seconds`: with at least one of those.
+    busy_seconds: float  # With any transfer in flight; `read_seconds`, `write_seconds`: with one of that kind.
     read_seconds: float
     write_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AioFault:
-    """Faults to inject below the chunk logic, for tests. Rates are probabilities per transfer."""
+    """Faults for tests, injected below the chunk logic. Rates are probabilities per transfer."""
 
     errno: int = errno_names.EIO  # Positive errno that a failing transfer reports.
     fail_rate: float = 0.0
@@ -95,7 +95,7 @@ class AioFault:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One transfer under way. Holds its buffer until the last byte has stopped moving."""
+    """One transfer in flight. It keeps its buffer alive until the last byte has moved."""
 
     op: Op
     fd: int
@@ -123,7 +123,7 @@ class Request:
         return f"{what} of {self.path}" if self.op == "sync" else f"{what} in {self.path}"
 
     def error(self, errno: int, offset: int) -> StorageError:
-        """The error of this request, `offset` being that of the transfer that failed."""
+        """The error of this request; `offset`: file offset of the part that failed."""
         what = str(self)
         if errno == errno_names.ENODATA:
             what += " met the end of the file"
@@ -131,7 +131,7 @@ class Request:
 
 
 def free_bytes(fd: int) -> int | None:
-    """Room left for ordinary users on the file system of `fd`; None if it cannot be told."""
+    """Free space for ordinary users on the file system of `fd`; None if unknown."""
     try:
         status = os.fstatvfs(fd)
     except OSError:
@@ -140,10 +140,10 @@ def free_bytes(fd: int) -> int | None:
 
 
 async def settle(future: asyncio.Future[T]) -> T:
-    """Await `future` to its end, also when this task is cancelled meanwhile; then raise CancelledError.
+    """Await `future` to its end, even if this task is cancelled meanwhile; then raise CancelledError.
 
-    The kernel may still be writing into the buffer of a transfer that nobody waits for any more, so
-    its memory must not be given up before it has ended.
+    After a cancellation the kernel may still write into the transfer's buffer, so the memory must not be released
+    before the transfer has ended.
     """
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
@@ -154,20 +154,20 @@ async def settle(future: asyncio.Future[T]) -> T:
     if cancelled is None:
         return future.result()
     if not future.cancelled():
-        future.exception()  # marks it as seen; the cancellation is what the caller asked for
+        future.exception()  # marks the error as retrieved; the caller gets the cancellation that it asked for
     raise cancelled
 
 
 class Aio(ABC):
-    """Reads and writes files without blocking the event loop it is used from.
+    """Reads and writes files without blocking the event loop that uses it.
 
     A transfer moves all bytes of a contiguous CPU tensor of any dtype, or raises StorageError. Files
     opened with O_DIRECT need offsets, sizes and addresses that are multiples of 4096.
 
     Attributes:
-        backend: the name of what moves the bytes.
-        reason: one line: why this one.
-        timeline: where transfers are recorded; off unless somebody gives another.
+        backend: the name of the backend.
+        reason: one line: why this backend was chosen.
+        timeline: where transfers are recorded; off until it is replaced by another.
     """
 
     backend: str
@@ -179,7 +179,7 @@ class Aio(ABC):
         self._closed = False
 
     async def read(self, fd: int, offset: int, buffer: torch.Tensor, path: str, what: str = "read") -> None:
-        """Fill `buffer` from byte `offset` of the file; a file that ends before it is full is ENODATA.
+        """Fill `buffer` from byte `offset` of the file; if the file ends too early, the error is ENODATA.
 
         `what` is its name in a timeline. Raises StorageError: names `path` and the offset of the part that failed.
         """
@@ -193,25 +193,25 @@ class Aio(ABC):
         await self._begin(Request("write", fd, offset, path, buffer, what))
 
     async def sync(self, fd: int, path: str) -> None:
-        """Put the data of finished writes on stable storage (fdatasync). Raises StorageError: names `path`."""
+        """Sync the data of finished writes to stable storage (fdatasync). Raises StorageError: names `path`."""
         await self._begin(Request("sync", fd, 0, path))
 
     def register_memory(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Say in advance that transfers will use `memory`: where the kernel can, it pins the pages once.
+        """Register `memory` for later transfers: if the kernel can, it pins the pages once.
 
-        Nothing depends on it; where it cannot be done, `reason` says why. The memory is kept until then: Returns what
-        undoes it; call it when no transfer in that memory is under way.
+        Transfers work without it too; if it fails, `reason` says why. Returns a function that undoes it; call it when
+        no transfer in that memory is in flight. The engine keeps the memory alive until then.
         """
         del memory
         return lambda: None
 
     def in_flight(self) -> list[str]:
-        """One line per transfer that has not ended: what, where, how many bytes, for how long."""
+        """One line per transfer in flight: operation, file, bytes, and seconds since its start."""
         now = time.perf_counter_ns()
         return [f"{request}, for {(now - request.begin_ns) / 1e9:.1f} s" for request in tuple(self._pending.values())]
 
     def close(self) -> None:
-        """Give everything back. Call it from the thread of the event loop, or when that has ended. Idempotent.
+        """Release all resources. Call it from the thread of the event loop, or after the loop has ended. Idempotent.
 
         Raises StateError: transfers are in flight; nothing was closed.
         """
@@ -232,11 +232,11 @@ class Aio(ABC):
 
     @abstractmethod
     def stats(self) -> AioStats:
-        """What has been moved so far."""
+        """The counters so far."""
 
     @abstractmethod
     def inject(self, fault: AioFault | None) -> None:
-        """Replace the fault plan from the next transfer on; None: no faults."""
+        """Set the fault plan for all further transfers; None: no faults."""
 
     @abstractmethod
     async def _move(self, request: Request) -> None: ...

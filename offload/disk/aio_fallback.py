@@ -1,7 +1,7 @@
-"""Asynchronous I/O in pure Python, on aiofiles' worker threads: for machines where nothing native was built.
+"""Asynchronous I/O in pure Python, on aiofiles' worker threads: for machines without the native library.
 
-The same promises as the native engine: short transfers are resumed, EINTR and EAGAIN retried, a request
-ends once, in full or with an errno. Chunks of one request run one after the other.
+It gives the same guarantees as the native engine: short transfers are resumed, EINTR and EAGAIN are retried, a
+request ends once, in full or with an errno. Chunks of one request run one after the other.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def _is_direct(fd: int) -> bool:
     try:
         return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
     except (OSError, ValueError):
-        return False  # the transfer will say what is wrong with it
+        return False  # the transfer itself will report the error
 
 
 class _SettlingLoop:
-    """The one method of an event loop that aiofiles uses; a call that has begun is awaited to its end."""
+    """The only method of an event loop that aiofiles uses; here a call that has begun is always awaited to its end."""
 
     @staticmethod
     def run_in_executor(executor: concurrent.futures.Executor, call: Callable[[], Any]) -> Awaitable[Any]:
@@ -50,7 +50,7 @@ class _SettlingLoop:
 
 
 class _Faults:
-    """Decides, seeded, what happens to each transfer."""
+    """Decides from a seed which transfers fail, are short or are delayed."""
 
     def __init__(self, plan: AioFault) -> None:
         self.plan = plan
@@ -58,7 +58,7 @@ class _Faults:
         self._seen = self._hits = 0
 
     async def strike(self, op: Op, nbytes: int, is_direct: bool) -> int:
-        """Fail with OSError, wait, or return how many of `nbytes` the transfer may move."""
+        """Raise OSError, wait, or return how many of `nbytes` the transfer may move."""
         plan = self.plan
         if op not in plan.ops:
             return nbytes
@@ -80,11 +80,11 @@ class _Faults:
 
 
 class AiofilesAio(Aio):
-    """Needs nothing but Python; copies no data, but pays a thread switch per chunk.
+    """Needs only Python; copies no data, but costs a thread switch per chunk.
 
     Args:
-        options: `threads` and `chunk_bytes` act; the queue is as deep as there are threads.
-        reason: why this backend; see `Aio.reason`.
+        options: only `threads` and `chunk_bytes` have an effect; one transfer is in flight per thread.
+        reason: why this backend was chosen; see `Aio.reason`.
     """
 
     def __init__(self, options: AioOptions, reason: str) -> None:
@@ -138,7 +138,7 @@ class AiofilesAio(Aio):
             self._requests += 1
 
     async def _move_chunk(self, request: Request, data: memoryview, offset: int) -> None:
-        """Move all of `data`, or raise; `offset` is where it begins in the file."""
+        """Move all of `data`, or raise; `offset` is its first byte in the file."""
         is_direct = _is_direct(request.fd)
         begin = reached = tries = 0
         try:
@@ -164,7 +164,7 @@ class AiofilesAio(Aio):
                     continue
                 tries, reached = 0, begin + moved
                 self._resumed += 1
-                # O_DIRECT can only go on from an aligned byte.
+                # O_DIRECT can resume only at an aligned byte.
                 begin = reached - reached % PAGE_BYTES if is_direct else reached
         finally:
             self._chunks += 1
@@ -172,7 +172,7 @@ class AiofilesAio(Aio):
                 self._moved_bytes[request.op] += reached
 
     async def _transfer(self, request: Request, data: memoryview, offset: int, is_direct: bool) -> tuple[int, int]:
-        """One system call on a worker: (bytes moved, bytes asked for)."""
+        """One system call on a worker thread: (bytes moved, bytes requested)."""
         asked = len(data)
         if self._faults is not None:
             asked = await self._faults.strike(request.op, asked, is_direct)

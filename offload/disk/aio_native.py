@@ -1,4 +1,4 @@
-"""The native I/O engine behind asyncio: its event descriptor wakes the loop, tags lead to futures."""
+"""The native I/O engine for asyncio: its event descriptor wakes the loop, and tags identify the futures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IO_URING_SYSCTL = Path("/proc/sys/kernel/io_uring_disabled")
 
 
 def why_unavailable(library: native.Native, backend: str, status: int) -> str:
-    """What `status` means when `backend` was tried, and what would change it."""
+    """Explains the `status` of a failed attempt to use `backend`, and how to fix it."""
     name = errno_names.errorcode.get(-status, str(status))
     text = f"{name}: {_text(library, status)}"
     if backend == "io_uring" and -status in (errno_names.EPERM, errno_names.EACCES):
@@ -37,7 +37,7 @@ def why_unavailable(library: native.Native, backend: str, status: int) -> str:
 
 
 def why_not_registered(library: native.Native, status: int) -> str:
-    """One line for `reason`; empty when the backend has no such thing."""
+    """One line for `reason`; empty when the backend cannot register memory at all."""
     if status == -errno_names.ENOTSUP:
         return ""
     name = errno_names.errorcode.get(-status, str(status))
@@ -137,7 +137,7 @@ class NativeAio(Aio):
         if status != 0:
             self._add_reason(why_not_registered(self._library, status))
             return lambda: None
-        # Kept: another mapping at the same address would be taken for it.
+        # Kept alive: the kernel would take another mapping at the same address for this memory.
         key = next(self._tags)
         self._registered[key] = memory
 
@@ -153,7 +153,7 @@ class NativeAio(Aio):
             self.reason = "; ".join(filter(None, (self.reason, note)))
 
     def close(self) -> None:
-        """As `Aio.close`; what has completed unnoticed, because the event loop ended first, is taken."""
+        """As `Aio.close`; first takes completions that went unnoticed because the event loop had ended."""
         if not self._closed:
             self._take()
         super().close()
@@ -176,7 +176,7 @@ class NativeAio(Aio):
             "buffer": self._ffi.cast("void *", 0 if request.buffer is None else request.buffer.data_ptr()),
         }
         future: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
-        # Registered first: the completion may be there before this call returns.
+        # Noted before the submission: the completion may arrive before `zn_aio_submit` returns.
         self._pending[tag], self._futures[tag] = request, future
         status = self._lib.zn_aio_submit(self._handle, self._ffi.new("zn_aio_request *", fields), 1)
         if status != 0:

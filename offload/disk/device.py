@@ -1,4 +1,4 @@
-"""Which device a folder lies on: what a measurement of its speed stays true for."""
+"""Identifies the device of a folder: a measurement of its speed is valid for equal identities."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MOUNTINFO = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True, slots=True)
 class DeviceIdentity:
-    """Equal for two folders when a measurement of one holds for the other."""
+    """Equal for two folders when a measurement of one is valid for the other."""
 
-    name: str  # Of the block device, or what is mounted where there is none ("overlay", "server:/export").
+    name: str  # Of the block device; without one, the mount's source ("overlay", "server:/export").
     model: str
     serial: str
     size_bytes: int
@@ -37,13 +37,13 @@ class DeviceIdentity:
 
 
 def identify(folder: Path) -> DeviceIdentity:
-    """The device below `folder`. What the system does not tell is empty or 0."""
+    """The device below `folder`. Unknown fields are empty or 0."""
     number = folder.stat().st_dev
     numbers = f"{os.major(number)}:{os.minor(number)}"
     source, file_system = _mounted(numbers)
     block = SYSFS / numbers
     name = block.resolve().name if block.exists() else source
-    whole = block if (block / "queue").exists() else block.resolve().parent  # of a partition
+    whole = block if (block / "queue").exists() else block.resolve().parent  # else a partition: its disk
     sectors = _text(block / "size")
     return DeviceIdentity(
         name=name,

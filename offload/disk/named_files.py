@@ -1,7 +1,7 @@
-"""Tensors to and from files with names, through the I/O engine: what runs beside the caller until `wait`.
+"""Tensors to and from files with names, through the I/O engine; transfers run in the background until `wait`.
 
-Whole pages bypass the page cache where buffer, offset and file system allow; the rest, such as the end of a file of
-an odd length, goes through it. The two never share a page.
+Whole pages bypass the page cache if buffer, offset and file system allow it. The rest, such as the end of a file of
+an odd length, passes through the cache. The two never share a page.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Where = str | int  # The path of a file, or an open descriptor, which stays open
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    memory: torch.Tensor  # Held, because what is registered or pinned must not be unmapped before it is given up.
+    memory: torch.Tensor  # Kept alive: registered or pinned memory must not be unmapped before `undo` ran.
     undo: list[Callable[[], None]]
 
     def give_up(self) -> None:
@@ -39,8 +39,8 @@ class Lent:
 
 
 class NamedFiles:
-    """An I/O engine with a thread of its own, for files of the caller's. Whoever does not close it has it closed
-    when it is collected, at the latest when the interpreter ends.
+    """An I/O engine with its own thread, for files of the caller. If the caller does not close it, it is closed when
+    it is collected, at the latest when the interpreter ends.
 
     Raises ConfigError: the options cannot be met here.
     """
@@ -55,14 +55,14 @@ class NamedFiles:
     def start(self, kind: Kind, buffer: torch.Tensor, where: Where, offset: int, *, validate: bool = False) -> None:
         """Move all bytes of a tensor, from or to byte `offset` of the file; returns at once.
 
-        A file that is written is made if it is missing, and keeps what lies beyond. A tensor on another device goes
-        through host memory. `buffer` has to stay as it is until `wait`, which raises what goes wrong from here on.
+        A write creates a missing file, and keeps the file's bytes outside of the range. A tensor on another device is
+        copied through host memory. Leave `buffer` unchanged until `wait`, which raises all later errors.
 
         Raises ConfigError: the tensor is not contiguous, or the offset is negative.
 
         Args:
-            kind: "read" fills the tensor; a file that ends before is an error.
-            validate: read the file once more in the end and compare.
+            kind: "read" fills the tensor; if the file ends too early, this is an error.
+            validate: read the file once more at the end and compare.
         """
         if not buffer.is_contiguous() or offset < 0:
             raise ConfigError(
@@ -73,7 +73,7 @@ class NamedFiles:
         self._under_way.append(self._mover.post(f"{kind} of {where}", job))
 
     def wait(self) -> int:
-        """Wait for all that was started; how many transfers that were. Raises StorageError: the first that failed."""
+        """Wait for all started transfers; returns their number. Raises StorageError: the first that failed."""
         ended, self._under_way = self._under_way, []
         errors = [error for transfer in ended if (error := transfer.settle()) is not None]
         if errors:
@@ -81,9 +81,9 @@ class NamedFiles:
         return len(ended)
 
     def new_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed page-aligned host memory, 1-D, known to the I/O engine and, where there is one, to the GPU.
+        """Zeroed page-aligned host memory, 1-D, registered with the I/O engine, and pinned if there is a GPU.
 
-        Raises BudgetError: the kernel has none.
+        Raises BudgetError: the kernel has no memory.
         """
         whole = tensor_over(map_host(numel * dtype.itemsize))
         undo = [self._aio.register_memory(whole), pin(whole)]
@@ -91,14 +91,14 @@ class NamedFiles:
         return whole[: numel * dtype.itemsize].view(dtype)
 
     def free_memory(self, memory: torch.Tensor) -> bool:
-        """Forget memory of `new_memory`; False: it is none. It goes with the last tensor that looks at it."""
+        """Release memory from `new_memory`; False: it is not such memory. It is freed with the last tensor over it."""
         lent = self._lent.pop(memory.data_ptr(), None)
         if lent is not None:
             lent.give_up()
         return lent is not None
 
     def close(self) -> None:
-        """Wait for what runs, and end the thread. Idempotent."""
+        """Wait for running transfers, and end the thread. Idempotent."""
         self._finish()
 
 
@@ -113,7 +113,7 @@ def _close(mover: Mover, aio: Aio, lent: dict[int, Lent]) -> None:
     aio.close()
 
 
-# No method: what runs must not keep the object alive, which would then be closed on the mover's thread.
+# Not a method: a running job must not keep the object alive, or it would be closed on the mover's thread.
 async def _run(aio: Aio, kind: Kind, buffer: torch.Tensor, where: Where, offset: int, validate: bool) -> None:
     host, path = buffer if buffer.device.type == "cpu" else buffer.to("cpu"), str(where)
     data = host.detach().reshape(-1).view(torch.uint8)
@@ -141,7 +141,7 @@ async def _move(aio: Aio, kind: Kind, fd: int, data: torch.Tensor, path: str, of
         jobs = [move(direct, offset, data[:whole], path)]
         if whole < data.numel():
             jobs.append(move(fd, offset + whole, data[whole:], path))
-        # All end before the descriptor is closed, and before the caller hears of one that failed.
+        # All must end before the descriptor is closed, and before an error reaches the caller.
         results = await asyncio.gather(*jobs, return_exceptions=True)
     finally:
         os.close(direct)
@@ -168,7 +168,7 @@ def _opened(kind: Kind, where: Where, validate: bool) -> Iterator[int]:
 
 
 def _past_the_cache(fd: int, kind: Kind) -> int | None:
-    """The same file opened once more with O_DIRECT; None where that cannot be."""
+    """The same file, opened once more with O_DIRECT; None if that is not possible."""
     mode = os.O_RDONLY if kind == "read" else os.O_WRONLY
     try:
         return os.open(f"/proc/self/fd/{fd}", mode | os.O_DIRECT | os.O_CLOEXEC)

@@ -1,7 +1,7 @@
-"""What a folder's disk can do, measured as the optimizer uses it: records read and written back, several in flight.
+"""Measures the disk of a folder as the optimizer uses it: records are read and written back, several in flight.
 
-Every figure comes from O_DIRECT transfers on registered huge pages through the engine itself, in
-short bursts that walk over a file of random bytes. Candidates take turns, so that drift hits all alike.
+All figures come from the engine itself: O_DIRECT transfers on registered huge pages, in short bursts that walk over
+a file of random bytes. Candidates take turns, so that drift of the disk's speed affects all of them alike.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class ProbeFile:
     Raises ConfigError: no room; StorageError: the disk failed.
 
     Args:
-        folder: on the disk in question.
-        fill_seconds: filling ends then; what has been written is what bursts use.
-        file_bytes_max: at most this, and at most half of what is free.
+        folder: on the disk to measure.
+        fill_seconds: time limit for filling; bursts use only the part that was filled.
+        file_bytes_max: the file is at most this long, and at most half of the free space.
     """
 
     def __init__(self, folder: Path, fill_seconds: float, file_bytes_max: int = FILE_BYTES_MAX) -> None:
@@ -78,13 +78,13 @@ class ProbeFile:
             raise
 
     def open(self, setting: Setting) -> Aio:
-        """An engine that knows the memory; the caller closes it. Raises ConfigError where it cannot be opened."""
+        """An engine with the memory registered; the caller closes it. Raises ConfigError: it cannot be opened."""
         aio = open_aio(setting.options())
         aio.register_memory(self._memory)
         return aio
 
     def burst(self, aio: Aio, kind: Kind, seconds: float = BURST_SECONDS) -> float:
-        """Bytes per second, both directions together, in a burst of about `seconds`."""
+        """Bytes per second, reads and writes together, in a burst of about `seconds`."""
         begin = time.perf_counter()
         moved = self._loop.run_until_complete(self._run(aio, kind, begin + seconds))
         return moved / (time.perf_counter() - begin)
@@ -102,7 +102,7 @@ class ProbeFile:
             raise StorageError(what, errno=error.errno or 0, path=self._path, offset=0, free_bytes=free) from error
 
     def _fill(self, seconds: float) -> None:
-        """Write from the start until the time is over; sizes the records so that a burst on a slow disk stays one."""
+        """Write from the start until the time is over; then size the records so that bursts are short on slow disks."""
         aio = open_aio(AioOptions())
         deadline, everything = time.perf_counter() + seconds, self._records
         try:
@@ -122,7 +122,7 @@ class ProbeFile:
 
         async def lane(buffer: torch.Tensor) -> None:
             nonlocal moved
-            while True:  # at least one record, so that there is always a figure
+            while True:  # at least one record, so that there is always a result
                 offset = self._cursor % self._records * self.record_bytes
                 self._cursor += 1
                 if kind != "write":
@@ -145,7 +145,7 @@ def _open_unnamed(folder: Path) -> int:
     try:
         direct = os.open(name, flags | os.O_DIRECT)
     except OSError:
-        return fd  # tmpfs and some network file systems: the page cache then sits between, as it will later
+        return fd  # tmpfs and some network file systems: the page cache is used here, as it is in training
     finally:
         os.unlink(name)
     os.close(fd)
@@ -155,9 +155,9 @@ def _open_unnamed(folder: Path) -> int:
 def take_turns(
     file: ProbeFile, settings: Sequence[Setting], rounds: int, more: Callable[[], bool]
 ) -> dict[Setting, list[float]]:
-    """Mixed bytes per second of each setting in each round; those that cannot be opened are left out.
+    """Mixed bytes per second of each setting in each round; settings that cannot be opened are left out.
 
-    `more` is asked before each round but the first.
+    `more` is called before each round except the first; if it returns False, the rounds end.
     """
     engines: dict[Setting, Aio] = {}
     speeds: dict[Setting, list[float]] = {}
@@ -189,7 +189,7 @@ def alone(file: ProbeFile, setting: Setting, kind: Kind, rounds: int) -> float:
 
 
 def mixed_speed(folder: Path) -> float:
-    """Bytes per second of the optimizer's mix, in one or two seconds; for sharing stripes between drives.
+    """Bytes per second of reads and writes mixed, measured for one or two seconds; used to weight drives in stripes.
 
     Raises ConfigError: no room; StorageError: the disk failed.
     """
@@ -199,7 +199,7 @@ def mixed_speed(folder: Path) -> float:
     aio = file.open(Setting("auto", defaults.chunk_bytes, defaults.queue_depth))
     try:
         file.burst(aio, "mixed")
-        # One long burst: what a device lends for a moment (caches, token buckets) does not count.
+        # One long burst: a short-lived speed-up of the device (caches, token buckets) must not count.
         return file.burst(aio, "mixed", max(1.5 - (time.perf_counter() - begin), BURST_SECONDS))
     finally:
         aio.close()

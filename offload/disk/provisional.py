@@ -1,8 +1,8 @@
-"""Values that wait on disk until it is known where they belong.
+"""Initial values, kept on disk until the layout is known.
 
-While a model is being built nothing is known of its layout yet. Its parameters are spilled to one
-unlinked file as soon as their constructor returns, and read back by range when the planes exist. Ranks
-of one node have it in common, see `common_file`.
+While a model is being built, its layout is not known yet. Its parameters are spilled to one unlinked file
+as soon as their constructor returns, and read back by range when the planes exist. The ranks of one node
+share the file, see `common_file`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from offload.system.linux import memory_file, punch_hole
 
 
 class ProvisionalFile:
-    """An append-only file without a name; its space returns when it is released or closed, or the process ends.
+    """An append-only file without a name; its space is freed by `release` or `close`, or when the process ends.
 
     Args:
-        descriptor: of a file that has no name; it is the object's from now on.
-        where: the folder, or what else it is in.
-        releases: see below; None: it is tried, on a file that is empty.
+        descriptor: of a file that has no name; this object owns it from now on.
+        where: the folder of the file, or a description of its place.
+        releases: see below; None: it is tried, on the file while it is empty.
 
     Attributes:
         descriptor: of the file; -1 once closed.
-        releases: the file system takes parts of it back before it is closed.
+        releases: the file system can free parts of the file before it is closed.
     """
 
     def __init__(self, descriptor: int, where: Path | str, releases: bool | None = None) -> None:
@@ -43,7 +43,7 @@ class ProvisionalFile:
 
     @classmethod
     def on_disk(cls, paths: Sequence[Path | str]) -> ProvisionalFile:
-        """In the first of the folders. Raises ConfigError when nothing can be stored there."""
+        """A file in the first of the folders. Raises ConfigError when nothing can be stored there."""
         if not paths:
             raise ConfigError("initial values: nvme_path is empty; give at least one folder")
         folder = check_folder(paths[0])
@@ -55,17 +55,17 @@ class ProvisionalFile:
 
     @classmethod
     def in_memory(cls) -> ProvisionalFile:
-        """In host memory, so that another process can read it. Raises OSError: the kernel has no such files."""
+        """A file in host memory, which another process can read. Raises OSError: the kernel has no such files."""
         return cls(memory_file(), "host memory")
 
     def append(self, values: torch.Tensor) -> int:
-        """Store a tensor's bytes; returns where. Raises StorageError: the file system has no room."""
+        """Store a tensor's bytes; returns their offset. Raises StorageError: the file system has no room."""
         offset = self.reserve(values.numel() * values.element_size())
         self.write(offset, values)
         return offset
 
     def reserve(self, nbytes: int) -> int:
-        """Where the next `nbytes` go, which somebody else may write."""
+        """Set the next `nbytes` aside; returns their offset. Another process may write them."""
         offset = self._end_bytes
         self._end_bytes += nbytes
         return offset
@@ -79,7 +79,7 @@ class ProvisionalFile:
                 position += os.pwrite(self.descriptor, data[position : position + (64 << 20)], offset + position)
             except OSError as error:
                 raise self._failure("spilling initial values", error, offset + position) from error
-        # The page cache has no further use for them: a cgroup would count it.
+        # Drop the bytes from the page cache: they are not needed there, and a memory cgroup would count them.
         os.posix_fadvise(self.descriptor, offset, len(data), os.POSIX_FADV_DONTNEED)
 
     def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -87,7 +87,7 @@ class ProvisionalFile:
         return read_once(self.descriptor, offset, numel, dtype, partial(self._failure, "reading initial values"))
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Nobody reads these bytes any more: the file system has the room of whole pages of them again."""
+        """These bytes are not read any more: the space of the whole pages in them is freed."""
         begin, end = align_up(offset, PAGE_BYTES), (offset + nbytes) // PAGE_BYTES * PAGE_BYTES
         if self.releases and self.descriptor >= 0 and begin < end:
             punch_hole(self.descriptor, begin, end - begin)
@@ -120,8 +120,8 @@ def read_once(
 def read_into(fd: int, offset: int, out: torch.Tensor, failure: Callable[[OSError, int], StorageError]) -> None:
     """Fill `out`, contiguous, from byte `offset` of a file.
 
-    The page cache has no further use for them, and a cgroup would count it: it is told so. Raises StorageError: what
-    `failure` makes of the error and the offset.
+    The bytes are then dropped from the page cache, since a memory cgroup would count them. Raises StorageError: made
+    by `failure` from the error and the offset.
     """
     data, position = _bytes_of(out), 0
     while position < len(data):

@@ -1,9 +1,9 @@
 """How a byte range is laid out over several files: pure arithmetic, no file is touched.
 
-[Note: even in every window] A round of stripes gives each file as many as its weight asks for, spread
-over the round so that after any number of stripes each file has its share to within one. A run of
-equal turns per file would do for the whole space, but a record is shorter than a round: all of it
-could lie on one drive while the others wait.
+[Note: even in every window] In a round of stripes each file gets a number of stripes according to its
+weight. They are spread over the round, so that after any number of stripes each file has its share to
+within one. If each file got its stripes in one run, the whole space would be balanced too. But a record
+is shorter than a round: all of it could lie on one drive while the others wait.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StripeMap:
 
     Args:
         weights: one a file, positive: its share of the bytes is weight / sum, to about 1/64.
-        stripe_bytes: longest run that is not interrupted on purpose.
+        stripe_bytes: length of one stripe; neighbours in one file may form longer pieces.
 
     Attributes:
         counts: stripes of each round that go to each file, at least one.
@@ -43,7 +43,7 @@ class StripeMap:
 
     @classmethod
     def of_counts(cls, counts: Sequence[int], stripe_bytes: int) -> StripeMap:
-        """The map that has these `counts` and `stripe_bytes`: what somebody else's weights came to."""
+        """The map with these `counts` and `stripe_bytes`, which another process computed from its weights."""
         stripes = cls.__new__(cls)
         stripes._lay_out(tuple(counts), stripe_bytes)
         return stripes
@@ -52,13 +52,13 @@ class StripeMap:
         self.counts, self.stripe_bytes = counts, stripe_bytes
         self._order = spread(self.counts)
         seen = [0] * len(self.counts)
-        self._local: list[int] = []  # which of its file's stripes of the round a position is
+        self._local: list[int] = []  # position in the round -> number of this stripe among its file's
         for file in self._order:
             self._local.append(seen[file])
             seen[file] += 1
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[StripePiece]:
-        """The file ranges behind [offset, offset + nbytes), in order; neighbours in one file merged."""
+        """The file ranges that hold [offset, offset + nbytes), in order; neighbours in one file are merged."""
         if len(self.counts) == 1:
             yield StripePiece(0, offset, 0, nbytes)
             return
@@ -77,7 +77,7 @@ class StripeMap:
             yield held
 
     def file_bytes(self, file: int, capacity_bytes: int) -> int:
-        """How long a file has to be for the first `capacity_bytes` to be in place. Over all files: no byte more."""
+        """Length that a file needs for the first `capacity_bytes`. The sum over all files is exactly that many."""
         if len(self.counts) == 1:
             return capacity_bytes
         turns, rest = divmod(capacity_bytes, len(self._order) * self.stripe_bytes)
@@ -94,7 +94,7 @@ class StripeMap:
 
 
 def shares(weights: Sequence[float], stripes_max: int = ROUND_STRIPES_MAX) -> tuple[int, ...]:
-    """Stripes per round for each weight: the shortest round that is nowhere more than 2 % off, else the nearest.
+    """Stripes per round for each weight: the shortest round with an error of at most 2 %, else the one with the least.
 
     Raises ConfigError: a weight is not positive, or there are none.
     """
@@ -104,7 +104,7 @@ def shares(weights: Sequence[float], stripes_max: int = ROUND_STRIPES_MAX) -> tu
     best, best_error = tuple([1] * len(weights)), float("inf")
     for length in range(len(weights), max(stripes_max, len(weights)) + 1):
         counts = _apportion([weight / total for weight in weights], length)
-        # What counts is how long the slowest file takes beyond its share.
+        # The error is the extra time of the slowest file, relative to its share.
         error = max(count / length / (weight / total) for count, weight in zip(counts, weights, strict=True)) - 1
         if error < best_error - 1e-12:
             best, best_error = counts, error
@@ -114,7 +114,7 @@ def shares(weights: Sequence[float], stripes_max: int = ROUND_STRIPES_MAX) -> tu
 
 
 def _apportion(parts: Sequence[float], length: int) -> tuple[int, ...]:
-    """`length` stripes over parts of 1: at least one each, the largest remainders rounded up."""
+    """Divide `length` stripes by `parts`, whose sum is 1: at least one each, the largest remainders are rounded up."""
     counts = [max(int(part * length), 1) for part in parts]
     while sum(counts) < length:
         counts[max(range(len(parts)), key=lambda i: parts[i] * length - counts[i])] += 1
@@ -124,7 +124,7 @@ def _apportion(parts: Sequence[float], length: int) -> tuple[int, ...]:
 
 
 def spread(counts: Sequence[int]) -> tuple[int, ...]:
-    """Whose turn each stripe of a round is: after any number of them each file is within one of its share.
+    """The file of each stripe in a round: after any number of stripes each file is within one of its share.
 
     The j-th stripe of a file belongs between position j * length / count, rounded down, and the end of
     the j-th such interval, rounded up. Serving the earliest end first keeps all of them (Baruah et al.,

@@ -1,7 +1,7 @@
-"""Folders for swap files that are not there yet are made, as DeepSpeed does; whoever asked is told where they lie.
+"""Makes missing folders for swap files, as DeepSpeed does, and reports on which file system they lie.
 
-A mistyped mount point would otherwise put the swap on another drive unseen. It cannot fill that drive unseen either:
-the whole space is reserved before training, refused if there is no room, and returned when the process ends.
+Without the report, a mistyped mount point would silently put the swap on another drive. It cannot silently fill that
+drive: the whole space is reserved before training, refused if there is no room, and freed when the process ends.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from offload.disk.swapfile import free_bytes
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
 
-UNEXPANDED = ("~", "$")  # What a shell would have replaced: a folder of such a name is never what was meant.
+UNEXPANDED = ("~", "$")  # A shell would have expanded them: nobody means a folder with such a name.
 
 
 def make_folder(path: Path | str) -> str:
-    """Make a folder, with those above it, if nothing is there.
+    """Make a folder and its parents, if the path does not exist.
 
-    Returns a line that says that it was made, and on which file system; empty: there was something, or another process
+    Returns a line that says that it was made, and on which file system; empty: the path existed, or another process
     was faster. Raises ConfigError: it cannot be made.
     """
     folder = Path(path)

@@ -1,9 +1,9 @@
-"""Swap space: preallocated O_DIRECT files, striped over the given paths, that nobody can leave behind.
+"""Swap space: preallocated O_DIRECT files, striped over the given paths, that never outlive the process.
 
-Each path gets a unique run folder with a locked file in it. The files are unlinked as soon as they
-are open, so the kernel frees them when the process ends, however it ends, and two jobs on one path
-never meet. What a kill can leave is an empty folder of a job that died while starting; the next
-start on that path removes those whose lock is free.
+Each path gets a unique run folder with a locked file in it. The files are unlinked as soon as they are
+open. So the kernel frees them when the process ends, however it ends, and two jobs on one path never
+share a file. A job that is killed while it starts can leave an empty folder; the next start on that path
+removes the folders whose lock is free.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class SwapGeometry:
-    """Where each byte of a swap space lies in its files: numbers and strings, to be told to another process."""
+    """Where each byte of a swap space lies in its files: numbers and strings that can be sent to another process."""
 
     counts: tuple[int, ...]  # Stripes of each round that go to each file.
     stripe_bytes: int
     capacity_bytes: int
     paths: tuple[str, ...]  # The folders, for errors; the files have no names.
-    direct: bool  # The files are open past the page cache.
+    direct: bool  # The files are open with O_DIRECT.
 
 
 @dataclass(slots=True)
 class SwapFile:
     fd: int
-    path: str  # Its folder, for errors; of one that has a name, the file.
+    path: str  # For errors: the folder, or the path of a file that has a name.
 
 
 def free_bytes(path: Path | str) -> int:
@@ -72,12 +72,12 @@ class SwapSpace:
         paths: existing folders, best on different drives.
         capacity_bytes: reserved at once, so a full disk fails before training does.
         speeds: bytes per second of each path's device, to stripe by; None: measured if there are several devices.
-        coming: device number -> bytes that others there give back while the space is filled. Where it needs them it is
-            reserved by `reserve`, once it is full.
+        coming: device number -> bytes that other files there free while the space is filled. If the space needs these
+            bytes, `reserve` makes the reservation later, once the space is filled.
 
     Attributes:
-        direct: no page cache lies between.
-        read_only: it belongs to another process.
+        direct: transfers bypass the page cache.
+        read_only: the space belongs to another process.
     """
 
     read_only = False
@@ -114,7 +114,7 @@ class SwapSpace:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of the files, as `SwapFile` says."""
+        """`SwapFile.path` of each file."""
         return tuple(file.path for file in self._files)
 
     def extend(self, nbytes: int) -> int:
@@ -132,11 +132,11 @@ class SwapSpace:
 
     @property
     def reserved(self) -> bool:
-        """False where room is still to come, see `coming`."""
+        """False while the reservation waits for space that others will free, see `coming`."""
         return not self._unreserved
 
     def reserve(self) -> None:
-        """Reserve what had no room when the space was made. Raises StorageError: somebody else has taken it."""
+        """Make the reservation that had no room at the start. Raises StorageError: the space was taken meanwhile."""
         self._check_open()
         if not self._unreserved:
             return
@@ -145,7 +145,7 @@ class SwapSpace:
             _reserve(file, max(length, PAGE_BYTES), 0)
 
     def spans(self, offset: int, nbytes: int) -> Iterator[Span]:
-        """The file ranges behind [offset, offset + nbytes), in order, neighbours in one file merged."""
+        """The file ranges that hold [offset, offset + nbytes), in order; neighbours in one file are merged."""
         self._check_open()
         for piece in self._map.pieces(offset, nbytes):
             file = self._files[piece.file]
@@ -153,16 +153,16 @@ class SwapSpace:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Of the open files; the space's own."""
+        """Descriptors of the open files; the swap space owns them."""
         return tuple(file.fd for file in self._files)
 
     @property
     def geometry(self) -> SwapGeometry:
-        """How the space lies in its files now; growing moves nothing."""
+        """The space's layout in its files now; `extend` does not move earlier bytes."""
         return SwapGeometry(self._map.counts, self._map.stripe_bytes, self.capacity_bytes, self.paths, self.direct)
 
     def close(self) -> None:
-        """Close the files; their space returns to the file system. Idempotent."""
+        """Close the files; the file system frees their space. Idempotent."""
         files, self._files = self._files, []
         for file in files:
             os.close(file.fd)
@@ -186,7 +186,7 @@ class SwapSpace:
             fd = self._open_direct(path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
-            with contextlib.suppress(OSError):  # by name: `rmtree` opens the folder, and files may be used up
+            with contextlib.suppress(OSError):  # not `rmtree`: it opens the folder, and descriptors may be used up
                 path.unlink(missing_ok=True)
                 run.rmdir()
         return SwapFile(fd, str(folder))
@@ -196,21 +196,21 @@ class SwapSpace:
         try:
             return os.open(path, flags | os.O_DIRECT, 0o600)
         except OSError:
-            # tmpfs and some network file systems have no O_DIRECT; the page cache then sits between.
+            # tmpfs and some network file systems have no O_DIRECT; transfers then use the page cache.
             self.direct = False
             path.unlink(missing_ok=True)
             return os.open(path, flags, 0o600)
 
 
 class PeerSwap(SwapSpace):
-    """The swap space of another process, to be read: through descriptors of its files, which have no names.
+    """The swap space of another process, for reading: through descriptors of its files, which have no names.
 
-    The file system has their room back when both have closed them. Raises StateError: there are not as many descriptors
-    as files.
+    The file system frees the space when both processes have closed the files. Raises StateError: the numbers of
+    descriptors and files differ.
 
     Args:
         descriptors: as received, in the order of `SwapSpace.descriptors`. They are closed here, also when this fails.
-        geometry: of the other process's space; pieces of it that came to be later can be read too.
+        geometry: of the other process's space; ranges that it adds later can be read too.
     """
 
     read_only = True
@@ -230,14 +230,14 @@ class PeerSwap(SwapSpace):
             self._files.append(SwapFile(_reopened(descriptor, flags), path))
 
     def extend(self, nbytes: int) -> int:
-        """Refused. Raises StateError: always; the space is another process's."""
+        """Not allowed. Raises StateError: always; the space belongs to another process."""
         raise StateError(
             f"reserving {nbytes:,} bytes: this swap space belongs to another process, and is only read here"
         )
 
 
 def _reopened(descriptor: int, flags: int) -> int:
-    """A descriptor of the same file that cannot do more than `flags` say; closes the old one if there is a new one."""
+    """A descriptor of the same file with only the rights in `flags`; if there is a new one, the old one is closed."""
     try:
         own = os.open(f"/proc/self/fd/{descriptor}", flags)
     except OSError:
@@ -259,7 +259,7 @@ def check_folder(path: Path | str) -> Path:
 def check_room(folders: Sequence[Path], needs: Sequence[int], coming: Mapping[int, int] = MappingProxyType({})) -> None:
     """Refuse a swap space that the file systems cannot hold, before a byte is written.
 
-    Raises ConfigError: "need X, have Y at PATH". `coming`: device number -> bytes that will be free there in time.
+    Raises ConfigError: "need X, have Y at PATH". `coming`: device number -> bytes that others will free there in time.
     """
     for folder, need, have in _rooms(folders, needs):
         have += coming.get(folder.stat().st_dev, 0)
@@ -271,7 +271,7 @@ def check_room(folders: Sequence[Path], needs: Sequence[int], coming: Mapping[in
 
 
 def lacks_room(folders: Sequence[Path], needs: Sequence[int]) -> bool:
-    """True if some file system has no room for as many bytes now."""
+    """True if some file system has no room for its part now."""
     return any(have < need for _, need, have in _rooms(folders, needs))
 
 
@@ -302,13 +302,13 @@ def remove_stale_runs(folder: Path) -> None:
         swap = run / "swap"
         try:
             if time.time() - run.stat().st_mtime < STARTING_SECONDS:
-                continue  # another job may be creating its file: to try the lock could make it fail to get it
+                continue  # another job may be creating its file: if we tried the lock, that job could fail to get it
             if swap.exists():
                 with swap.open("rb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(run, ignore_errors=True)
         except OSError:
-            continue  # locked by its owner, or gone meanwhile
+            continue  # locked by its owner, or removed meanwhile
 
 
 def _reserve(file: SwapFile, nbytes: int, offset: int) -> None:

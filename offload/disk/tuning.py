@@ -1,12 +1,12 @@
 """How to open the I/O engine on a device: measured once, remembered per device.
 
-A probe asks one question after the other (which backend, how large a chunk, how many in flight), each
-against what was best so far. The defaults are what measured fastest on our machines, and short bursts
-are noisy, so another setting is chosen only when it wins clearly, and its sum against the defaults
-once more in the end.
+A probe answers one question after the other (which backend, how large a chunk, how many in flight), each
+against the best setting so far. The defaults were fastest on our machines, and short bursts are noisy. So
+another setting is chosen only when it wins clearly, and all changes together are compared with the defaults
+once more at the end.
 
-Results are small JSON files in the user's cache folder, one a device. A file that cannot be read is as
-good as none; a folder that cannot be written costs a new probe next time.
+Results are small JSON files in the user's cache folder, one per device. A file that cannot be read counts as
+missing; if the folder cannot be written, the next start probes again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ QUEUE_DEPTHS = (8, 16, 32, 64)
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One candidate for one question."""
+    """The result of one candidate for one question."""
 
     question: str
     setting: Setting
@@ -54,13 +54,13 @@ class Measurement:
 
     @property
     def is_clear(self) -> bool:
-        """True when it beats the incumbent by more than short bursts err."""
+        """True when it beats the incumbent by more than the noise of short bursts."""
         return self.ratio > MARGIN and self.wins >= WINS_SHARE_MIN * self.rounds
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What was measured on a device, what was chosen, and why."""
+    """The measurements of a device, the setting that was chosen, and why."""
 
     device: DeviceIdentity
     setting: Setting
@@ -77,7 +77,7 @@ class Tuning:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Tuning:
-        """The inverse of `as_dict`. Raises ValueError: it is not one, or of another version."""
+        """The inverse of `as_dict`. Raises ValueError: `values` is no such dict, or of another version."""
         try:
             if values["format"] != FORMAT:
                 raise ValueError(f"format {values['format']}, expected {FORMAT}")
@@ -98,7 +98,7 @@ class Tuning:
 
 
 def default_setting() -> Setting:
-    """What an engine uses that nobody has tuned."""
+    """The setting of an engine that was not tuned."""
     options = AioOptions()
     return Setting(NATIVE_BACKENDS[0], options.chunk_bytes, options.queue_depth)
 
@@ -159,7 +159,7 @@ def _candidates(question: str, best: Setting) -> list[Setting]:
 def _confirm(
     best: Setting, measurements: list[Measurement], measure: Callable[[list[Setting]], dict[Setting, list[float]]]
 ) -> tuple[Setting, str, list[Measurement]]:
-    """The defaults once more against all that was changed: the winner of many comparisons may be a lucky one."""
+    """Compare all changes with the defaults once more: the winner of many comparisons may just have been lucky."""
     default = default_setting()
     if best == default or default not in {m.setting for m in measurements}:
         return best, "", []
@@ -172,11 +172,11 @@ def _confirm(
 def choose(
     question: str, incumbent: Setting, speeds: dict[Setting, list[float]]
 ) -> tuple[Setting, str, list[Measurement]]:
-    """The winner of one question, why, and the figures. Pure. Raises ConfigError: nothing could be opened.
+    """The winner of one question, the reason, and the figures. Pure. Raises ConfigError: nothing could be opened.
 
     Args:
         question: the field of Setting that differs.
-        incumbent: what has to be beaten.
+        incumbent: the setting to beat.
         speeds: bytes per second in each round; a setting that could not be opened is missing.
     """
     if not speeds:
@@ -215,7 +215,7 @@ def cache_folder() -> Path:
 
 
 def cached(folder: Path) -> Tuning | None:
-    """What was measured on the device below `folder`; None if nothing was, or it cannot be read."""
+    """The cached result for the device below `folder`; None if there is none, or it cannot be read."""
     device = identify(folder)
     try:
         tuning = Tuning.from_dict(json.loads((cache_folder() / f"{device.key}.json").read_text(encoding="utf-8")))
@@ -225,7 +225,7 @@ def cached(folder: Path) -> Tuning | None:
 
 
 def store(tuning: Tuning) -> str:
-    """Remember a result. Returns what went wrong, or nothing: it can be measured again."""
+    """Cache a result. Returns an error text or ""; it does not raise, since a result can be measured again."""
     try:
         target = cache_folder() / f"{tuning.device.key}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +244,7 @@ def store(tuning: Tuning) -> str:
 
 
 def cached_or_probed(folder: Path) -> Tuning:
-    """The known result, or a probe; of several processes one measures and the others wait for it.
+    """The cached result, or a new probe; of several processes one measures and the others wait for it.
 
     Raises ConfigError: no room for the probe's file, or no native backend works here; StorageError: the disk failed.
     """
@@ -258,7 +258,7 @@ def cached_or_probed(folder: Path) -> Tuning:
 
 @contextlib.contextmanager
 def _alone_with(device: DeviceIdentity) -> Iterator[None]:
-    """One process at a time, where the cache folder can be written."""
+    """One process at a time enters, if the cache folder can be written."""
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
         fd = os.open(cache_folder() / f"{device.key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -273,7 +273,7 @@ def _alone_with(device: DeviceIdentity) -> Iterator[None]:
 
 
 def combine(tunings: Sequence[Tuning]) -> Setting:
-    """One engine for several folders: the fastest device's backend and chunk, and each device's depth.
+    """One engine for several folders: backend and chunk of the fastest device, and the sum of all devices' depths.
 
     Folders on one device count once: their requests share its queue.
     """
