@@ -1,4 +1,4 @@
-"""Kernels over flat tensors, native where built, and the forms in which states and sums are kept."""
+"""Kernels over flat tensors, native where built, and the formats of states and sums."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checksums of a run of bytes that is written in parts, block by block, of what passes by on its way to the disk.
+"""Checksums, block by block, of a run of bytes that is written in parts; each part is summed when it is written.
 
-[Note: parts] A block is known once parts that were noted cover it. A part that is written again replaces those it
-overlaps; what is left of them is not known any more, and neither is the block, until somebody has looked at it.
+[Note: parts] The checksum of a block is known once the noted parts cover it. A part that is written again replaces the
+parts that it overlaps. Their other bytes are then unknown, and so is the block, until these bytes are noted again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class BlockSums:
 
     Args:
         nbytes: length of the run.
-        text: the `text` of others, of a run as long; "": nothing is known.
+        text: the `text` of other sums over a run of the same length; "": nothing is known.
 
     Raises:
-        ValueError: `text` is none of such a run.
+        ValueError: `text` does not fit the length of the run.
     """
 
     __slots__ = ("_nbytes", "_parts", "_sums")
@@ -37,7 +37,7 @@ class BlockSums:
         self._nbytes = nbytes
         self._sums = np.full(-(-nbytes // BLOCK_BYTES), UNKNOWN, dtype=np.int64)
         self._parts: dict[int, list[Part]] = {}
-        """Of blocks that are not known as a whole."""
+        """Block -> the parts known of it; only blocks that are not known as a whole."""
         if text:
             told = np.frombuffer(bytes.fromhex(text), dtype="<u4")
             if told.size != self._sums.size:
@@ -46,7 +46,7 @@ class BlockSums:
 
     @property
     def text(self) -> str:
-        """All of them, as 8 digits each; "" while one is not known."""
+        """All checksums, as 8 digits each; "" while one is unknown."""
         return "" if (self._sums == UNKNOWN).any() else self._sums.astype("<u4").tobytes().hex()
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
@@ -55,18 +55,18 @@ class BlockSums:
             yield index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self._nbytes), known
 
     def unknown(self) -> list[tuple[int, int]]:
-        """[first byte, end) of each block that is not known."""
+        """[first byte, end) of each block with an unknown checksum."""
         return [(begin, end) for begin, end, known in self.blocks() if known == UNKNOWN]
 
     def forget(self, begin: int, end: int) -> None:
-        """Bytes [begin, end) are about to change."""
+        """Drop the checksums of bytes [begin, end), which are about to change."""
         for index, _, _ in _cut(begin, end):
             parts = [part for part in self._parts.get(index, ()) if part[1] <= begin or end <= part[0]]
             self._sums[index] = UNKNOWN
             self._keep(index, parts)
 
     def note(self, begin: int, data: torch.Tensor) -> None:
-        """The bytes from `begin` on are `data` (uint8, host)."""
+        """Sum `data` (uint8, host): these are now the bytes from `begin` on."""
         self.forget(begin, begin + data.numel())
         for index, lo, hi in _cut(begin, begin + data.numel()):
             part = (lo, hi, kernels.crc32c(data[lo - begin : hi - begin]))

@@ -1,4 +1,4 @@
-"""CRC-32C of bytes that are in several places: sums of the parts, put together."""
+"""Combines the CRC-32C of adjacent parts into the CRC-32C of the whole."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from functools import lru_cache
 POLYNOMIAL = 0x82F63B78
 """Castagnoli's, bits reversed."""
 Matrix = tuple[int, ...]
-"""Over bits: row i is what bit i of a checksum becomes."""
+"""A matrix over bits: row i is the image of bit i of a checksum."""
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32C of some bytes and `second_bytes` more behind them, from that of each."""
+    """The CRC-32C of two adjacent parts, from the CRC-32C of each; the second part has `second_bytes` bytes."""
     return _apply(_zeros(second_bytes), first) ^ second
 
 
 @lru_cache(maxsize=1024)
 def _zeros(nbytes: int) -> Matrix:
-    """What `nbytes` zero bytes behind others do to their checksum."""
+    """The matrix that advances a checksum over `nbytes` further zero bytes."""
     result: Matrix = tuple(1 << bit for bit in range(32))
     power = _one_byte()
     while nbytes:

@@ -35,7 +35,7 @@ class Backend:
         return self.native.ffi.cast(ctype, tensor.data_ptr())
 
     def moments(self, moments: Moments) -> Any:
-        """A zn_moments struct; it lives as long as the object returned."""
+        """A zn_moments struct; it lives as long as the returned object."""
         scales = moments.exp_avg_scale, moments.exp_avg_sq_scale
         values = {
             "kind": _MOMENTS[moments.exp_avg.dtype],
@@ -51,23 +51,23 @@ class Backend:
 
     @contextlib.contextmanager
     def table(self, segments: Sequence[Segment]) -> Iterator[Any]:
-        """A pointer to zn_segment of each, where kernels of the device read it; for one call."""
+        """A pointer to an array of zn_segment in memory that the device's kernels can read; for one call."""
         table = self.native.ffi.new("zn_segment[]", [_segment_values(segment) for segment in segments])
         if self.device.type == "cpu":
             yield table
             return
-        # Pinned and not waited for: the stream may have to wait for a whole backward, and the caller must not.
+        # Pinned, so that the copy is asynchronous: the stream may wait for a whole backward, the caller must not.
         host = torch.frombuffer(bytearray(self.native.ffi.buffer(table)), dtype=torch.uint8).pin_memory()
         on_device = host.to(self.device, non_blocking=True)
         yield self.pointer(on_device, "zn_segment *")
 
     def masters(self, weight: Tensor, master: Tensor | None) -> tuple[Any, ...]:
-        """Four arguments of an update: the weights and what they lack of their masters, with their kinds."""
+        """Four arguments of an update: the weights, their masters or remainders, and the kinds of both."""
         stored = (self.native.ffi.NULL, 0) if master is None else (self.pointer(master), master.dtype == torch.float32)
         return self.pointer(weight), DTYPES[weight.dtype], *stored
 
     def call(self, name: str, *arguments: Any, threads: int) -> None:
-        """Call `name` of the device's library. Raises NativeError when it refuses."""
+        """Call `name` of the device's library. Raises NativeError: its status is not 0."""
         lib, ffi = self.native.lib, self.native.ffi
         if self.device.type == "cpu":
             status = getattr(lib, f"zn_cpu_{name}")(*arguments, threads)
@@ -81,10 +81,10 @@ class Backend:
 
 
 def backend_for(device: torch.device) -> Backend | None:
-    """The native library for `device`, or None where the torch fallback has to do."""
+    """The native library for `device`, or None where the torch fallback is used."""
     if device.type != HOST.type and not is_accelerator(device):
         return None
-    # The variable is part of the key, so that turning the library off takes effect at the next call.
+    # The variable is part of the cache key, so that turning the library off takes effect at the next call.
     return _load(device, os.environ.get("ZERO_NATIVE"))
 
 
@@ -108,7 +108,7 @@ def _load(device: torch.device, enabled: str | None) -> Backend | None:
 
 
 def try_out(backend: Backend) -> None:
-    """Raise NativeUnavailable if the library is none for this device or its driver, which only a call shows."""
+    """Raise NativeUnavailable if the library does not work with this device or its driver; only a call shows this."""
     numbers = torch.ones(2, device=backend.device)
     into, source = backend.pointer(numbers[:1]), backend.pointer(numbers[1:])
     try:

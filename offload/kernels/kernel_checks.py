@@ -1,4 +1,4 @@
-"""What C cannot see of a tensor, checked before its address is handed over."""
+"""Checks of tensors before their addresses are passed to C, which cannot check dtype, length or device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
 
 
 def check(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel: int, device: torch.device) -> None:
-    """Refuse a tensor that is not flat and contiguous, or not of this length, kind and place. Raises TypeError."""
+    """Refuse a tensor that is not flat and contiguous, or has another length, dtype or device. Raises TypeError."""
     if tensor.dtype not in dtypes or tensor.device != device or tensor.numel() != numel:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise TypeError(
@@ -31,7 +31,7 @@ def check(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel: int, 
 
 
 def check_master(weight: Tensor, master: Tensor | None, rounded: bool) -> None:
-    """Refuse a master that does not go with the weights' dtype; `rounded`: none does with bf16. Raises TypeError."""
+    """Refuse a master that does not fit the weights' dtype; `rounded`: bf16 may have none. Raises TypeError."""
     allowed = {torch.float32: (), torch.bfloat16: (torch.int16, torch.float32), torch.float16: (torch.float32,)}
     dtypes = allowed[weight.dtype]
     if master is None:
@@ -46,7 +46,7 @@ def check_master(weight: Tensor, master: Tensor | None, rounded: bool) -> None:
 def check_update(
     weight: Tensor, master: Tensor | None, grad: Tensor, segments: Sequence[Segment], *, rounded: bool = False
 ) -> None:
-    """Refuse operands of an update that do not go together. Raises TypeError, or ValueError for segments.
+    """Refuse operands of an update that do not fit each other. Raises TypeError, or ValueError for segments.
 
     `rounded`: bf16 weights may be their own masters.
     """
@@ -92,7 +92,7 @@ def check_sums(into: Tensor | None, src: Tensor) -> Tensor:
 
 
 def check_ranks(stored: Tensor, sources: Sequence[Tensor], add: bool) -> None:
-    """Refuse operands of `reduce_ranks` that do not go together. Raises TypeError or ValueError."""
+    """Refuse operands of `reduce_ranks` that do not fit each other. Raises TypeError or ValueError."""
     if not sources:
         raise ValueError("sources: expected at least one tensor, got none")
     numel, device, dtype = stored.numel(), stored.device, sources[0].dtype

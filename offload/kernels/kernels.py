@@ -1,7 +1,7 @@
 """Optimizer, cast, norm and checksum kernels over flat tensors: native where built, torch elsewhere.
 
 Every function works on flat, contiguous tensors of one device and gives the same bits on every
-path: scalar, AVX2 and AVX-512 code, CUDA, and the torch fallback. Every NaN written is the canonical
+path: scalar, AVX2 and AVX-512 code, CUDA, and the torch fallback. All NaN are written as the canonical
 one. CPU calls return when done and release the GIL; CUDA calls enqueue on the current stream.
 """
 
@@ -52,16 +52,16 @@ def adamw(
     grad_scale: float = 1.0,
     threads: int = 1,
 ) -> None:
-    """One Adam or AdamW update in place and in one pass; elements outside every segment are left alone.
+    """One Adam or AdamW update in place and in one pass; elements outside of all segments do not change.
 
     Args:
-        weight: (N,) fp32 (is the master), bf16 or fp16.
+        weight: (N,) fp32 (the masters themselves), bf16 or fp16.
         master: None with fp32 weights; (N,) int16 remainder of the exact split (bf16 weights only), or (N,) fp32. None
-            with bf16 weights: they are the masters, rounded up or down at random as bf16 moments are.
+            with bf16 weights: they are the masters, rounded up or down at random like bf16 moments.
         moments: of N elements; fp32, bf16 or 8-bit.
         grad: (N,) fp32, bf16 or fp16.
-        segments: disjoint ranges inside [0, N), in ascending order. With 8-bit moments, a block of 256 that any of
-            them reaches into (and does not skip) is rounded anew as a whole.
+        segments: disjoint ranges inside [0, N), in ascending order. With 8-bit moments, each block of 256 that a
+            segment without `skip` overlaps is rounded again as a whole.
         grad_scale: multiplies the gradient first: 1 / loss scale * clip coefficient.
         threads: at most this many CPU threads; the result does not depend on it.
 
@@ -83,7 +83,7 @@ def adamw(
 
 
 def native_on(device: torch.device) -> bool:
-    """True where a native library serves; `update` has no other."""
+    """True if there is a native library for the device; `update` has no fallback."""
     return backend_for(device) is not None
 
 
@@ -98,13 +98,13 @@ def update(
     grad_scale: float = 1.0,
     threads: int = 1,
 ) -> None:
-    """One update by another formula than Adam's, as `adamw`; the bits of torch's optimizer over the fp32 masters.
+    """As `adamw`, with another formula; gives the same bits as torch's optimizer over the fp32 masters.
 
     Args:
-        formula: which.
+        formula: of the update.
         weight: as for `adamw`.
         master: as for `adamw`.
-        states: (N,) fp32 each, in the order of `formula.states`; None where there is none.
+        states: (N,) fp32 each, in the order of `formula.states`; None for a state that is not used.
         grad: (N,) fp32, bf16 or fp16.
         segments: disjoint ranges inside [0, N), in ascending order.
         grad_scale: multiplies the gradient first.
@@ -152,7 +152,7 @@ def moments_load(moments: Moments, threads: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def moments_store(moments: Moments, exp_avg: Tensor, exp_avg_sq: Tensor, threads: int = 1) -> None:
-    """Write (N,) fp32 values into `moments`, rounded to nearest: what `moments_load` returned comes back bit for bit.
+    """Write (N,) fp32 values into `moments`, rounded to nearest; this restores the values of `moments_load` exactly.
 
     Raises:
         TypeError: dtype, device, length or layout of a tensor is wrong.
@@ -199,7 +199,7 @@ def accumulate(total: Tensor, src: Tensor, first: Tensor | None = None, threads:
     Args:
         total: (N,) fp32.
         src: (N,) fp32, bf16 or fp16.
-        first: (N,) fp32, bf16 or fp16; the contribution kept so far when there is no sum yet.
+        first: (N,) fp32, bf16 or fp16; the only contribution so far, when there is no sum yet.
         threads: at most this many CPU threads.
 
     Raises:
@@ -245,7 +245,7 @@ def split(weight: Tensor, remainder: Tensor, src: Tensor, threads: int = 1) -> N
 
 
 def join(out: Tensor, weight: Tensor, remainder: Tensor, threads: int = 1) -> None:
-    """Undo `split`: every fp32 bit pattern comes back (NaN as the canonical one).
+    """Undo `split`: restores every fp32 bit pattern (NaN as the canonical one).
 
     Args:
         out: (N,) fp32, written.
@@ -274,11 +274,11 @@ def block_sumsq(src: Tensor, into: Tensor | None = None, threads: int = 1) -> Te
 
     Args:
         src: (N,) fp32, bf16 or fp16.
-        into: where the results go, as returned; None allocates.
+        into: memory for the results, shaped as returned; None allocates it.
         threads: at most this many CPU threads.
 
     Returns:
-        (ceil(N / 4096), 2) int64 on the device of `src`, as `offload.kernels.square_sums.SquareSum.of` adds them up.
+        (ceil(N / 4096), 2) int64 on the device of `src`, the input of `offload.kernels.square_sums.SquareSum.of`.
 
     Raises:
         TypeError: dtype, device, length or layout of a tensor is wrong.
@@ -297,7 +297,7 @@ def block_sumsq(src: Tensor, into: Tensor | None = None, threads: int = 1) -> Te
 
 
 def cast_sumsq(out: Tensor, src: Tensor, scale: float = 1.0, into: Tensor | None = None, threads: int = 1) -> Tensor:
-    """`cast`, and `block_sumsq` of what it stored, in one pass over memory.
+    """`cast`, and `block_sumsq` of the stored values, in one pass over memory.
 
     Args:
         out: (N,) fp32, bf16 or fp16; may be `src`.
@@ -336,7 +336,7 @@ def reduce_ranks(
     into: Tensor | None = None,
     threads: int = 1,
 ) -> Tensor:
-    """Sum what several ranks contribute, in fp32 and in the given order, and `block_sumsq` of what is stored; one pass.
+    """Sum the contributions of ranks in fp32 and in the given order, with `block_sumsq` of the result, in one pass.
 
     For each element: `s = sources[0] + sources[1] + ...; s = s * scale; stored = s`, or `stored + s` with `add`.
 
@@ -344,7 +344,7 @@ def reduce_ranks(
         stored: (N,) fp32, or the dtype of the sources (rounded to nearest even); may be one of the sources.
         sources: one or more (N,) of one dtype, fp32, bf16 or fp16.
         scale: fp32 factor, applied to the sum.
-        add: add to what `stored` (fp32) holds.
+        add: add to the present values of `stored` (fp32).
         into: as for `block_sumsq`.
         threads: at most this many CPU threads; the result does not depend on it.
 

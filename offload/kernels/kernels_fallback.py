@@ -1,7 +1,7 @@
 """The kernels in plain torch, for machines where no native library can be built.
 
-The same operations in the same order, each rounded to fp32 on its own, so the bits equal the native
-ones. Everything works in tiles: the scratch memory is a few MiB whatever the tensors' length.
+They do the same operations in the same order, each rounded to fp32 on its own, so the bits equal the
+native ones. All kernels work in tiles: the scratch memory is a few MiB for tensors of any length.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _load_master(weight: Tensor, master: Tensor | None) -> Tensor:
 
 
 def _store_master(weight: Tensor, master: Tensor | None, values: Tensor, moments: Moments, begin: int) -> None:
-    """`moments`, with the element of them that the weights begin at, decide how masters are rounded that are bf16."""
+    """Store new masters. For bf16 masters, `moments` and `begin` (the weights' first element) give the random bits."""
     if master is None and weight.dtype == torch.bfloat16:
         moments_fallback.round_masters(weight, values, moments, begin)
         return
@@ -80,7 +80,7 @@ def _store_master(weight: Tensor, master: Tensor | None, values: Tensor, moments
 def _sqrt(values: Tensor) -> Tensor:
     """Correctly rounded square root: torch's own for fp32 on the CPU (MKL's) is off by an ulp for every fifth value.
 
-    No root of an fp32 number lies so close to the middle of two fp32 that rounding to fp64 first could matter.
+    Rounding to fp64 first is safe: no root of an fp32 number lies close enough to the middle of two fp32 numbers.
     """
     return values.to(torch.float64).sqrt_().to(torch.float32)
 
@@ -208,7 +208,7 @@ def block_sumsq(sums: Tensor, src: Tensor) -> None:
 
 
 def _anchors(bins: Tensor) -> Tensor:
-    """(blocks, 1) fp64 of 1.5 * 2^52 units of the digits of `bins`: what is added to cut one off."""
+    """(blocks, 1) fp64: 1.5 * 2^52 units of the digits of `bins`; adding it to a number cuts off a digit."""
     return ((bins * DIGIT_BITS + 52 + 1023) << 52 | 1 << 51).view(torch.float64)[:, None]
 
 
@@ -219,7 +219,7 @@ def cast_sumsq(out: Tensor, sums: Tensor, src: Tensor, scale: float) -> None:
 
 
 def reduce_ranks(stored: Tensor, sources: Sequence[Tensor], scale: float, add: bool) -> None:
-    """See `offload.kernels.kernels.reduce_ranks`, without the block sums. On a GPU this is all there is."""
+    """See `offload.kernels.kernels.reduce_ranks`, without the block sums. GPUs have no other implementation."""
     tile_numel = TILE_NUMEL if stored.device.type == "cpu" else DEVICE_TILE_NUMEL
     for tile in _tiles(0, stored.numel(), tile_numel):
         total = sources[0][tile].to(torch.float32, copy=True)

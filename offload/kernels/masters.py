@@ -1,7 +1,7 @@
-"""The fp32 master of a weight: what is kept beside the weight so that both together give it back, bit for bit.
+"""The fp32 master of a weight: a remainder is kept with the weight, and both together give the master, bit for bit.
 
-fp32 weights are the master. Beside a bf16 weight its 16-bit remainder is kept, beside an fp16 weight the whole master:
-fp16 covers too few exponents for a remainder to be exact.
+fp32 weights are the master. A bf16 weight has a 16-bit remainder. An fp16 weight has the whole fp32 master as its
+remainder: fp16 covers too few exponents for a 16-bit remainder to be exact.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ REMAINDERS: dict[torch.dtype, torch.dtype] = {torch.bfloat16: torch.int16, torch
 
 
 def remainder_dtype(weight: torch.dtype) -> torch.dtype | None:
-    """What is kept beside weights of this dtype; None: nothing."""
+    """The dtype of the remainder for weights of this dtype; None: they have none."""
     return REMAINDERS.get(weight)
 
 
 def part(weight: Tensor, remainder: Tensor | None, master: Tensor) -> None:
-    """Round fp32 values to weights, and keep what the weights lack of them.
+    """Split fp32 masters into weights and remainders.
 
     Args:
         weight: (N,) fp32, bf16 or fp16, written.
-        remainder: (N,), of the dtype that goes with it; written.
+        remainder: (N,), of the weights' `remainder_dtype`; written.
         master: (N,) fp32, on any device.
     """
     if remainder is not None and remainder.dtype == torch.int16:
@@ -36,12 +36,12 @@ def part(weight: Tensor, remainder: Tensor | None, master: Tensor) -> None:
 
 
 def whole(out: Tensor, weight: Tensor, remainder: Tensor | None) -> None:
-    """The fp32 master.
+    """Compute the fp32 masters.
 
     Args:
         out: (N,) fp32, written; on the device of the weights if there is an int16 remainder.
         weight: (N,) fp32, bf16 or fp16.
-        remainder: (N,), of the dtype that goes with it.
+        remainder: (N,), of the weights' `remainder_dtype`.
     """
     if remainder is None:
         out.copy_(weight)
@@ -52,7 +52,7 @@ def whole(out: Tensor, weight: Tensor, remainder: Tensor | None) -> None:
 
 
 def forget(weight: Tensor, remainder: Tensor) -> None:
-    """The weight is exact, whatever the master was."""
+    """Make the weight the exact master: the remainder is reset."""
     if remainder.dtype == torch.int16:
         remainder.zero_()
     else:
@@ -60,7 +60,7 @@ def forget(weight: Tensor, remainder: Tensor) -> None:
 
 
 def forget_where(mask: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """As `forget`, where `mask` is true.
+    """As `forget`, for the elements whose `mask` is true.
 
     Args:
         mask: (N,) bool, on any device.

@@ -1,7 +1,7 @@
-"""Which dtype a device multiplies matrices fast in, found by measuring.
+"""Measures in which dtype a device multiplies matrices fast.
 
-A CPU without instructions for bf16 computes such products many times slower than those in fp32. No list of features
-tells it: it depends on the processor, on torch, and on the library that torch was built with.
+A CPU without bf16 instructions computes bf16 products many times slower than fp32 products. No list of CPU features
+can predict this: it depends on the processor, on torch, and on the library that torch was built with.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from offload.accelerator import computes_bf16, is_accelerator
 from offload.kernels.tile_threads import run_alone
 
 CLEARLY_SLOWER = 2.0
-"""bf16 halves what is kept and moved; a product that takes more than this many times as long is not worth it."""
+"""bf16 halves the bytes kept and moved; this is not worth it if a product takes more than this many times as long."""
 ROWS, WIDTH = 128, 256
-"""A layer small enough for milliseconds, and large enough that the product counts and not the call."""
+"""The layer is small enough for milliseconds, and large enough that the product dominates the cost of the call."""
 REPEATS_MIN, REPEATS_MAX = 3, 8
-"""The first calls of a process load libraries and make threads."""
+"""More than one repeat: the first calls of a process load libraries and make threads."""
 SECONDS_MAX = 0.02
-"""A dtype for which it is up has its fewest repeats."""
+"""Per dtype; after that no repeat begins beyond REPEATS_MIN."""
 
 
 def bf16_slowdown(device: torch.device | str) -> float:
     """Time of a small bf16 matmul divided by that of fp32, on one core of a CPU; a few tens of milliseconds, once.
 
-    The three products of a linear layer are timed together, forward and backward, as a processor can be good at one
-    of them alone. Each dtype counts with the best of a few repeats.
+    The three products of a linear layer (forward and backward) are timed together, since a processor may be fast at
+    only one of them. The best of a few repeats counts for each dtype.
     """
     return _slowdown(str(torch.device(device)))
 
 
 def slow_bf16(device: torch.device | str) -> str:
-    """Why fp32 is the better choice on the device, in words; empty where bf16 is no slower, or not by much."""
+    """A text that says why fp32 is better on the device; empty if bf16 is not slower, or only a little."""
     if is_accelerator(torch.device(device)):
         return "" if computes_bf16(torch.device(device)) else "this GPU has no instructions for bf16"
     slowdown = bf16_slowdown(device)
@@ -49,7 +49,7 @@ def _slowdown(device: str) -> float:
         for dtype in (torch.float32, torch.bfloat16):
             seconds[dtype] = layer_seconds(torch.device(device), dtype)
 
-    # Several threads wait for each other behind every product, which on a busy machine takes longer than the product.
+    # On one thread: several threads wait for each other after each product, on a busy machine longer than it takes.
     run_alone(measure, 1)
     return seconds[torch.bfloat16] / seconds[torch.float32]
 
@@ -62,7 +62,7 @@ def layer_seconds(device: torch.device, dtype: torch.dtype) -> float:
     for count in range(1, REPEATS_MAX + 1):
         start = time.perf_counter()
         products = inputs @ weight.T, grads @ weight, grads.T @ inputs
-        _ = [product[0, 0].item() for product in products]  # a device has then finished
+        _ = [product[0, 0].item() for product in products]  # waits until the device has finished
         end = time.perf_counter()
         least = min(least, end - start)
         if count >= REPEATS_MIN and end - begin > SECONDS_MAX:

@@ -16,9 +16,10 @@ class Moments:
     """The first and second moment of N elements.
 
     Narrow moments are widened, updated in fp32 and rounded up or down at random, with the probability that keeps
-    the mean: to nearest, exp_avg_sq would stand still, because with beta2 = 0.999 one step changes it by less than
-    half a unit in the last place. "At random" is a hash of (coordinate, step): results can be repeated, and depend
-    on neither threads nor how a space is cut into calls. The 8-bit codes are described in native/include/zn_abi.h.
+    the mean. Rounded to nearest, exp_avg_sq would never change, because with beta2 = 0.999 one step changes it by
+    less than half a unit in the last place. The random bits are a hash of (coordinate, step): results can be
+    repeated, and depend neither on threads nor on how a space is cut into calls. native/include/zn_abi.h describes
+    the 8-bit codes.
 
     Attributes:
         exp_avg: (N,) fp32, bf16, or uint8 codes (N a multiple of 256); all zero bytes are moments of 0.
@@ -26,7 +27,7 @@ class Moments:
         exp_avg_scale: (N / 256,) fp32 with uint8 codes, else None.
         exp_avg_sq_scale: (N / 256,) fp32 with uint8 codes, else None.
         origin: coordinate of element 0 in its space; a multiple of 256 with uint8 codes.
-        step: optimizer steps that the space has seen; another one rounds in another way.
+        step: number of optimizer steps of the space so far; it changes the random bits of the rounding.
     """
 
     exp_avg: Tensor
@@ -53,7 +54,7 @@ class Moments:
         return cls(exp_avg, exp_avg_sq, scales[:blocks], scales[blocks:], origin, step)
 
     def part(self, begin: int, end: int) -> Moments:
-        """The moments of elements [begin, end), of whole blocks if there are scales."""
+        """The moments of elements [begin, end), which must be whole blocks if there are scales."""
         blocks = slice(begin // MOMENTS_BLOCK_NUMEL, end // MOMENTS_BLOCK_NUMEL)
         return replace(
             self,

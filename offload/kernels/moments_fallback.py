@@ -1,4 +1,4 @@
-"""Narrow moments in plain torch: the bits of native/cpu/moments.h, operation by operation.
+"""Narrow moments in plain torch: the same operations and bits as native/cpu/moments.h.
 
 uint32 arithmetic is done in int64 and cut to 32 bits.
 """
@@ -30,7 +30,7 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def _counters(moments: Moments, begin: int, end: int) -> Tensor:
-    """What elements [begin, end) hash, int64 below 2^32."""
+    """The numbers that are hashed for elements [begin, end), int64 below 2^32."""
     key = int(_hash(torch.tensor((moments.step + 0x9E3779B9) & MASK)))
     first = moments.origin + begin + key
     return torch.arange(first, first + end - begin, device=moments.exp_avg.device) & MASK
@@ -113,7 +113,7 @@ def _round_bf16(values: Tensor, noise: Tensor) -> Tensor:
 
 
 def load(moments: Moments, tile: slice) -> tuple[Tensor, Tensor]:
-    """Elements `tile` as fp32: views of fp32 moments, copies of others. Tiles of codes are whole blocks."""
+    """Elements `tile` as fp32: views of fp32 moments, copies of narrow ones. Tiles of codes must be whole blocks."""
     if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
         return moments.exp_avg[tile].to(torch.float32), moments.exp_avg_sq[tile].to(torch.float32)
     blocks = slice(tile.start // MOMENTS_BLOCK_NUMEL, tile.stop // MOMENTS_BLOCK_NUMEL)
@@ -130,7 +130,7 @@ def load(moments: Moments, tile: slice) -> tuple[Tensor, Tensor]:
 def store(
     moments: Moments, tile: slice, exp_avg: Tensor, exp_avg_sq: Tensor, touched: Tensor, *, nearest: bool = False
 ) -> None:
-    """Round fp32 values of `tile` back where `touched` (bool, per element); with codes, in every block it touches."""
+    """Round fp32 values of `tile` back where `touched` (bool, per element); with codes, in whole blocks."""
     if moments.exp_avg.dtype == torch.float32:
         return
     noise_avg, noise_sq = _noise(moments, tile.start, tile.stop)

@@ -1,4 +1,4 @@
-"""What one optimizer update has to know: the formula, and the numbers of a run of elements."""
+"""The inputs of one optimizer update: the formula, and the numbers for a run of elements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Formula(IntEnum):
-    """Of an element's update, beside Adam's; see `zn_cpu_update` in native/include/zn_abi.h."""
+    """Formulas of an element's update, apart from Adam's; see `zn_cpu_update` in native/include/zn_abi.h."""
 
     LION = 1
     SGD = 2
@@ -16,7 +16,7 @@ class Formula(IntEnum):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Of each element, as torch names them."""
+        """The states of each element, with torch's names."""
         return _STATES[self]
 
 
@@ -30,12 +30,12 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Segment:
-    """One run of elements [begin, end) that share hyper-parameters. What they are of Adam:
+    """One run of elements [begin, end) that share hyper-parameters. Their meaning for Adam:
 
     Attributes:
         begin: first element, relative to the tensors of the call.
         end: one past the last element.
-        skip: leave the range as it is (a parameter without a gradient).
+        skip: do not change the range (a parameter without a gradient).
         step_size: lr / (1 - beta1^t), with the parameter's own step count t = 1, 2, ...
         bias2_sqrt: sqrt(1 - beta2^t).
         decay: 1 - lr * weight_decay for decoupled decay (AdamW), else 1.
@@ -43,11 +43,12 @@ class Segment:
         beta1: decay rate of the first moment.
         beta2: decay rate of the second moment.
         eps: added to the denominator.
-        gain: what the first average takes of a gradient; None: 1 - beta1.
-        first: SGD's momentum begins with this update.
-        nesterov: SGD's.
+        gain: weight of the gradient in the first average; None: 1 - beta1.
+        first: SGD only: momentum begins with this update.
+        nesterov: SGD only.
 
-    Of the others step_size is the learning rate, beta1 also SGD's and RMSprop's momentum, beta2 also RMSprop's alpha.
+    In the other formulas, step_size is the learning rate, beta1 also the momentum of SGD and RMSprop, and beta2 also
+    RMSprop's alpha.
     """
 
     begin: int

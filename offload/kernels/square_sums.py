@@ -1,7 +1,7 @@
-"""The sum of squares of gradients: the same bits however they are cut, ordered and spread over ranks.
+"""The sum of squares of gradients: its bits do not depend on how gradients are cut, ordered and spread over ranks.
 
-Kernels leave one row for each block of 4096 elements; native/include/zn_square_sum.h has what the digits mean and why
-they add up exactly. Here rows, and the sums of other ranks, are added to one.
+Kernels write one row for each block of 4096 elements; native/include/zn_square_sum.h explains the digits and why they
+add up exactly. This module adds rows, and the sums of other ranks, to one sum.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SquareSum:
     """`high * 2^(48 bin) + low * 2^(48 (bin - 1))`; digits of sums are not bounded.
 
     Attributes:
-        nonfinite: inf and NaN among the elements; with one of them the sum is not a number.
+        nonfinite: number of inf and NaN among the elements; if it is not 0, the sum is not a number.
     """
 
     high: int = 0
@@ -72,7 +72,7 @@ class SquareSum:
 
     @classmethod
     def merged(cls, parts: Iterable[SquareSum]) -> SquareSum:
-        """The sum of sums: the bits of one sum over all their elements."""
+        """The sum of sums: the same bits as one sum over all their elements."""
         parts = list(parts)
         top = max((part.bin for part in parts), default=BIN_MIN)
         high = sum(part.high for part in parts if part.bin == top)
@@ -81,11 +81,11 @@ class SquareSum:
         return cls(high, low, top, sum(part.nonfinite for part in parts))
 
     def negated(self) -> SquareSum:
-        """What takes this from a sum; elements that are not finite stay counted there."""
+        """A sum that subtracts this one from others when merged; the count of non-finite elements is not reduced."""
         return SquareSum(-self.high, -self.low, self.bin)
 
     def norm(self) -> float:
-        """The square root of the sum, which is rounded to fp64 before; NaN with elements that are not finite."""
+        """The square root of the sum, which is first rounded to fp64; NaN if there are non-finite elements."""
         if self.nonfinite:
             return math.nan
         units = (self.high << DIGIT_BITS) + self.low
@@ -98,7 +98,7 @@ class SquareSum:
 
     @classmethod
     def unpack(cls, data: bytes) -> SquareSum:
-        """What `pack` has made."""
+        """The inverse of `pack`."""
         digits = data[_HEAD.size :]
         parts = digits[:_DIGIT_BYTES], digits[_DIGIT_BYTES:]
         high, low = (int.from_bytes(part, "little", signed=True) for part in parts)
@@ -106,5 +106,5 @@ class SquareSum:
 
 
 def _exact_sum(digits: torch.Tensor) -> int:
-    """Two halves are added apart: int64 would not hold the sum of more than a few digits."""
+    """Adds the two halves of digits separately: int64 would not hold the sum of more than a few digits."""
     return (int((digits >> _HALF_BITS).sum()) << _HALF_BITS) + int((digits & (1 << _HALF_BITS) - 1).sum())

@@ -1,8 +1,8 @@
-"""How many threads an optimizer update is worth, found by measuring.
+"""Measures how many threads are useful for an optimizer update.
 
-An update is limited by memory, and one core can often draw as much as all of them: a second thread then only takes a
-core from whoever computes meanwhile. Threads are not bound to cores: they take their work in small parts from
-one counter, so that a busy core costs no more than its share, and end when there is nothing to do for a moment.
+Memory bandwidth limits an update, and one core can often use all of it: a second thread then only takes a core from
+other computations. Threads are not bound to cores. They take their work in small parts from one counter, so that a
+busy core costs no more than its share, and they end after a moment without work.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SCRATCH_NUMEL = 3 << 20
 WORTH_MEASURING_NUMEL = 32 * SCRATCH_NUMEL
 """For fewer elements an update takes as long as the measurement."""
 GAIN_MIN = 1.1
-"""A larger number of threads has to be this much faster."""
+"""A larger number of threads is taken only if it is faster by this factor."""
 SECONDS_MAX = 0.03
 ROUNDS = 3
 
 
 def update_threads(numel: int, limit: int) -> int:
-    """Threads for updates of `numel` elements in all, at most `limit`; measured once per process (under 50 ms)."""
+    """Threads for updates of `numel` elements in total, at most `limit`; measured once per process (under 50 ms)."""
     limit = min(limit, physical_cores())
     if numel < WORTH_MEASURING_NUMEL or limit < 2:
         return max(limit, 1)
@@ -39,10 +39,10 @@ def update_threads(numel: int, limit: int) -> int:
 
 
 def kernel_threads(*, on_cpu: bool) -> int:
-    """Threads that kernels on the host may take: as many as torch may.
+    """Threads that kernels on the host may use: as many as torch may.
 
-    torchrun allows torch one where nobody has said how many, so that ranks do not fight for cores. Ranks that compute
-    on devices leave the cores alone: kernels get this rank's share of them.
+    If the user set no number, torchrun gives torch one thread, so that ranks do not compete for cores. Ranks that
+    compute on devices do not need the cores: then kernels get this rank's share of them.
 
     Args:
         on_cpu: the model computes on the host too.
@@ -54,7 +54,7 @@ def kernel_threads(*, on_cpu: bool) -> int:
 
 
 def physical_cores() -> int:
-    """Cores that this process may run on, hardware threads of one core counted once."""
+    """Number of cores that this process may run on; the hardware threads of one core count once."""
     cores = set()
     for cpu in os.sched_getaffinity(0):
         path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
@@ -69,7 +69,7 @@ def fewest_good(seconds: Mapping[int, float]) -> int:
     """The fewest threads that no larger number beats by `GAIN_MIN`.
 
     Args:
-        seconds: by number of threads, not empty.
+        seconds: number of threads -> seconds, not empty.
     """
     return min(count for count, own in seconds.items() if own <= GAIN_MIN * min(seconds.values()))
 

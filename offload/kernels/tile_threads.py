@@ -1,12 +1,12 @@
-"""Threads for torch's operations over tiles: several at a time, each with one thread of torch's.
+"""Threads for torch's operations over tiles: several tiles at a time, each on a single thread.
 
-[Note: one each] torch spreads an operation over OpenMP's threads, which meet behind every operation and spin for each
-other: where somebody else computes on a core, a tile then takes many times as long. Square roots are spread from 2,048
-elements on. So tiles run in threads of their own, for which torch takes no others. `torch.set_num_threads` would say so
-for every thread that begins later; OpenMP's own call says it for the thread that calls.
+[Note: one each] torch spreads an operation over OpenMP's threads, which meet after every operation and spin while they
+wait. If another thread computes on one of their cores, a tile takes many times as long. Square roots are spread from
+2,048 elements on. So each tile runs in its own thread, for which torch uses no further threads.
+`torch.set_num_threads` would set this for all threads that begin later; OpenMP's own call sets it for the calling one.
 
-Torch's operations let other threads of Python run, but what is between them does not: tiles are four times as large as
-torch would leave to one thread by itself.
+Torch's operations release the GIL, but the Python code between them does not. So tiles are four times as large as the
+largest operation that torch leaves to one thread.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 
 TILE_NUMEL = 1 << 17
 WORTH_THREADS_NUMEL = 4 * TILE_NUMEL
-"""For fewer elements, threads take as long to begin."""
+"""For fewer elements, to start the threads takes as long as the work."""
 
 
 def run_alone(work: Callable[[], None], threads: int) -> None:
-    """Call `work` from so many threads, each without torch's others; returns when all are done.
+    """Call `work` in `threads` threads, where torch uses no further threads; returns when all are done.
 
     Raises:
         Exception: what `work` raised in one of them.
@@ -39,7 +39,7 @@ def run_alone(work: Callable[[], None], threads: int) -> None:
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    """Threads that stay: each new one would take memory for what it allocates, and leave it with the process."""
+    """Threads are kept: each new one would allocate memory that the process then keeps."""
     return ThreadPoolExecutor(os.cpu_count(), "zero-tiles", initializer=_take_one)
 
 
@@ -47,19 +47,19 @@ os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def can_run_alone() -> bool:
-    """True where torch computes with OpenMP, and says where."""
+    """True if torch computes with OpenMP, and its library can be found."""
     return _set_own_threads() is not None
 
 
 def tiles_of(begin: int, end: int, numel: int) -> Iterator[slice]:
-    """[begin, end) in runs of `numel`, the last may be shorter."""
+    """[begin, end) in runs of `numel`; the last may be shorter."""
     return (slice(lo, min(lo + numel, end)) for lo in range(begin, end, numel))
 
 
 def _take_one() -> None:
     set_own_threads = _set_own_threads()
     if set_own_threads is not None:
-        torch.get_num_threads()  # torch's first look in a thread sets the number: it must not come later
+        torch.get_num_threads()  # torch's first query in a thread sets the number, so it must happen before
         set_own_threads(1)
 
 
