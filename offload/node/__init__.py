@@ -1,1 +1,1 @@
-"""What the processes of one node share: numbers, planes, gradients, initial values."""
+"""State that the processes of one node share: numbers, planes, gradients, initial values."""

@@ -1,8 +1,8 @@
-"""A table of numbers that the processes of one machine tell each other, and how to wait for one.
+"""A table of numbers that the processes of one machine publish to each other, and waits for a number.
 
-[Note: epochs] Each peer writes its own row and reads all. A cell counts upwards: "the first n of these are done". Who
-reads a number also sees every byte that its publisher had written to shared memory or handed to the kernel before.
-So data needs no locks: write it, publish; wait until it is published, read it.
+[Note: epochs] Each peer writes its own row and reads all rows. A cell counts upwards: "the first n of these are done".
+After a peer reads a number, it also sees every byte that the publisher wrote to shared memory or passed to the kernel
+before. So data needs no locks: write it, then publish; wait until it is published, then read it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offload.system.descriptors import SECONDS_MAX, Share, close_received, excha
 from offload.system.linux import open_lifeline
 
 CELL_BYTES = 8
-ROW_ALIGN_BYTES = 128  # Rows of two peers share no cache line, nor the pair that some processors fetch.
+ROW_ALIGN_BYTES = 128  # Rows of two peers share no cache line, and no pair of lines: some processors fetch pairs.
 POLL_SECONDS = (50e-6, 1e-3)
 POLL_GROWTH = 1.5
 TFD_NONBLOCK, TFD_CLOEXEC, CLOCK_MONOTONIC = os.O_NONBLOCK, os.O_CLOEXEC, 1
@@ -40,9 +40,9 @@ class NodeBoard:
 
     Args:
         columns: cells per peer.
-        region: of `nbytes_for(count, columns)`; the board's from now on.
-        lifelines: pidfds of the peers in their order, the board's from now on; without them a peer that died is
-            noticed when a deadline passes.
+        region: of `nbytes_for(count, columns)`; the board owns it from now on.
+        lifelines: pidfds of the peers in peer order, which the board owns from now on; without them a peer's death is
+            noticed only when a deadline passes.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class NodeBoard:
     def join(cls, index: int, count: int, columns: int, share: Share, *, seconds: float = SECONDS_MAX) -> NodeBoard:
         """Make a board together: every peer calls this, with equal `count` and `columns`. It calls `share` once.
 
-        Raises PeerError: a peer cannot be reached; names it. Raises StateError: the peers ask for boards of different
+        Raises PeerError: a peer cannot be reached; names it. Raises StateError: the peers requested boards of different
         sizes. Raises BudgetError: the kernel refused the memory.
         """
         nbytes = cls.nbytes_for(count, columns)
@@ -82,7 +82,7 @@ class NodeBoard:
                 index, count, share, own if not isinstance(made, BudgetError) else [], seconds=seconds
             )
             undo.pop_all()
-        # What number 0 gave first is the board, on every peer; the rest is a lifeline each.
+        # On every peer, the first descriptor of peer 0 is the board; all others are lifelines, one per peer.
         first, received[0] = received[0][:1], received[0][1:]
         lifelines = _lifelines(received)
         try:
@@ -98,15 +98,15 @@ class NodeBoard:
             raise
 
     def publish(self, column: int, value: int) -> None:
-        """Let everybody know that this peer's cell is `value`, and all that this process wrote before."""
+        """Set this peer's cell to `value`; readers of it also see everything that this process wrote before."""
         self._cells.publish(self._cell(self.index, column), value)
 
     def read(self, peer: int, column: int) -> int:
-        """The number that `peer` published last; what it wrote before can be read from now on."""
+        """The number that `peer` published last; all data that it wrote before can now be read."""
         return self._cells.read(self._cell(peer, column))
 
     def read_all(self, column: int) -> list[int]:
-        """Everybody's number, in peer order."""
+        """The numbers of all peers, in peer order."""
         return [self.read(peer, column) for peer in range(self.count)]
 
     def all_reached(self, column: int, value: int) -> bool:
@@ -124,16 +124,16 @@ class NodeBoard:
         deadline_seconds: float,
         urge: Callable[[], None] | None = None,
     ) -> None:
-        """Wait until `peer` has published at least `value`. Other tasks of the loop go on.
+        """Wait until `peer` has published at least `value`. The loop runs other tasks meanwhile.
 
-        Raises WatchdogError: the deadline has passed; names the peer, what was awaited and how far the peer has got.
+        Raises WatchdogError: the deadline has passed; names the peer, the awaited value and the peer's present one.
         Raises PeerError: the peer has ended before; names it.
 
         Args:
-            what: it means; appears in errors.
-            poll: seconds between looks at first and at most.
-            deadline_seconds: after which it is an error.
-            urge: called before every pause, so that what the peer waits for itself gets on.
+            what: the meaning of the wait; appears in errors.
+            poll: seconds between polls: the first pause, and the longest.
+            deadline_seconds: a longer wait is an error.
+            urge: called before every pause, so that work that the peer itself waits for proceeds.
         """
         if self.read(peer, column) < value:
             await self._wait([peer], column, value, what, poll, deadline_seconds, urge)
@@ -157,11 +157,11 @@ class NodeBoard:
         return [peer for peer, lifeline in enumerate(self._lifelines) if lifeline in ended]
 
     def name(self, peer: int) -> str:
-        """How errors call a peer."""
+        """The name of a peer in errors."""
         return f"peer {peer} (pid {self._cells.read(peer * self._stride + self.columns)})"
 
     def close(self) -> None:
-        """Give up the memory and the descriptors. Idempotent."""
+        """Release the memory and the descriptors. Idempotent."""
         lifelines, self._lifelines = self._lifelines, []
         for lifeline in lifelines:
             os.close(lifeline)
@@ -182,7 +182,7 @@ class NodeBoard:
         begin, pause = loop.time(), poll[0]
         with Naps() as naps:
             while True:
-                dead = self.dead()  # looked up first: what it published before it died still counts
+                dead = self.dead()  # read before the cells: a number that a peer published before it died still counts
                 behind = [peer for peer in peers if self.read(peer, column) < value]
                 if not behind:
                     return
@@ -207,7 +207,7 @@ class NodeBoard:
 
 
 class Naps:
-    """Pauses of an asyncio task that may be shorter than the millisecond to which the loop rounds its own up.
+    """Pauses of an asyncio task. They may be shorter than a millisecond, to which the loop rounds its own pauses up.
 
     A context manager; one task at a time.
     """
@@ -248,7 +248,7 @@ def _ring(rung: asyncio.Future[None]) -> None:
 
 @functools.cache
 def _timers() -> Any:
-    """The C library, if it has timers that are descriptors and times of 64 bits."""
+    """The C library, if it has timer descriptors and 64-bit times."""
     library = ctypes.CDLL(None)
     return library if hasattr(library, "timerfd_create") and struct.calcsize("@P") == 8 else None
 
@@ -258,7 +258,7 @@ def _row_bytes(columns: int) -> int:
 
 
 def _made(nbytes: int) -> SharedRegion | BudgetError:
-    """The memory of a board, or why there is none: the others wait, and have to learn of it."""
+    """The memory of a board, or the error: it is not raised here, since the other peers wait and must learn of it."""
     try:
         return SharedRegion(nbytes, "board")
     except BudgetError as error:
@@ -282,7 +282,7 @@ def _lifelines(received: list[list[int]]) -> list[int]:
 
 
 class _NativeCells:
-    """Atomic numbers by the native library."""
+    """Atomic numbers, by the native library."""
 
     def __init__(self, library: native.Native, data: torch.Tensor) -> None:
         self._lib, self._data = library.lib, data
@@ -299,9 +299,9 @@ class _NativeCells:
 
 
 class _PythonCells:
-    """The same where no native library can be built, on x86 only.
+    """The same without the native library, on x86 only.
 
-    There an aligned number of 8 bytes is moved at once, and stores are seen in the order in which they are made.
+    On x86 an aligned 8-byte number is read or written at once, and other cores see stores in the order of the program.
     """
 
     def __init__(self, data: torch.Tensor) -> None:
@@ -323,7 +323,7 @@ class _PythonCells:
 
 
 class _Closed:
-    """What is left of a board that was closed: whatever is asked of its cells is refused."""
+    """The cells of a closed board: every operation raises StateError."""
 
     def __getattr__(self, operation: str) -> Any:
         raise StateError("the board is closed")

@@ -1,7 +1,7 @@
-"""Initial values that the ranks of one node have in common: the first writes them, all read.
+"""Initial values that the ranks of one node share: the first rank writes them, all ranks read them.
 
-Every rank builds the same model, so each knows where a value lies without being told: the n-th tensor stored is the
-same everywhere. What a rank cannot know is how far the first one is. That stands in the ledger, a table in shared
+Every rank builds the same model, so each rank knows the place of every value: the n-th stored tensor is the same on
+all ranks. A rank cannot know which tensors the first rank has stored already. The ledger says this: a table in shared
 memory with a row for each tensor.
 """
 
@@ -21,14 +21,14 @@ from offload.memory.shared_region import SharedRegion
 from offload.sizes import PAGE_BYTES
 from offload.system.descriptors import Share, exchange_descriptors
 
-ROWS_MAX = 1 << 22  # Tensors that the ledger can list; pages of rows that nobody has touched take no memory.
+ROWS_MAX = 1 << 22  # Tensors that the ledger can list; pages with only untouched rows take no memory.
 WORKS, ENDED = 0, 1
-LOOK_SECONDS = (0.0005, 0.05)  # Between looks at the ledger: at first, and at most.
-PATIENCE_SECONDS = 300.0  # So long the first peer may store nothing while another waits for it.
+LOOK_SECONDS = (0.0005, 0.05)  # Between two reads of the ledger: the first pause, and the longest.
+PATIENCE_SECONDS = 300.0  # The first peer may store nothing for so long while another peer waits for it.
 
 
 class Ledger:
-    """The table. `region`: zero at first, `nbytes` of them; it is closed."""
+    """The table. `region`: of `nbytes(count)`, zero at first; it is closed here."""
 
     def __init__(self, region: SharedRegion, count: int) -> None:
         table: Any = region.data.numpy()  # keeps the mapping
@@ -36,9 +36,9 @@ class Ledger:
         sizes = (PAGE_BYTES, 8 * ROWS_MAX, 4 * ROWS_MAX, count * ROWS_MAX)
         begins = [sum(sizes[:index]) for index in range(len(sizes))]
         state, kinds, versions, done = (table[begin : begin + size] for begin, size in zip(begins, sizes, strict=True))
-        self.state = state.view("int64")  # [0]: WORKS or ENDED, of the first peer; [1]: how much it has stored.
-        self.kinds = kinds.view("int64")  # What is stored, see `_kind_of`; 0: nothing yet. Set after the values.
-        self.versions = versions.view("int32")  # How often a tensor has been stored anew.
+        self.state = state.view("int64")  # State of the first peer. [0]: WORKS or ENDED; [1]: its stores so far.
+        self.kinds = kinds.view("int64")  # Kind of the tensor, see `_kind_of`; 0: not stored yet. Set after its values.
+        self.versions = versions.view("int32")  # How often a tensor has been stored again.
         self.done = done.reshape(count, ROWS_MAX)  # [peer, row]: 1 once that peer will not read it again.
 
     @staticmethod
@@ -48,13 +48,13 @@ class Ledger:
 
 
 class CommonFile:
-    """One peer's side; stands in for its `ProvisionalFile`.
+    """One peer's side; used in place of its `ProvisionalFile`.
 
     Args:
-        file: the first peer's, open here.
+        file: the first peer's file, open in this process.
         ledger: over the first peer's region.
-        share: how the peers reach each other.
-        patience_seconds: how long the first one may store nothing.
+        share: how the peers exchange bytes.
+        patience_seconds: how long the first peer may store nothing.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class CommonFile:
     ) -> None:
         self._file, self._ledger, self._index, self._share = file, ledger, index, share
         self._patience_seconds = patience_seconds
-        self._offsets: list[int] = []  # Of each row; a row is the place of a tensor in this list.
+        self._offsets: list[int] = []  # Of each row; a tensor's row is its index in this list.
         self._kinds: list[int] = []
-        self._versions: list[int] = []  # As this peer has edited them.
-        # Row -> digest of the values that were read of it, to tell an edit from a look; None once settled.
+        self._versions: list[int] = []  # How often this peer has edited each row.
+        # Row -> digest of the values that were read, to see whether a write changes them; None once settled.
         self._seen: dict[int, bytes] | None = {}
 
     @classmethod
     def meet(
         cls, file: ProvisionalFile, index: int, count: int, share: Share, *, patience_seconds: float = PATIENCE_SECONDS
     ) -> CommonFile:
-        """Take the file of peer 0 in place of one's own, which is closed. A collective call that calls `share` once.
+        """Use the file of peer 0 instead of `file`, which is closed. A collective call that calls `share` once.
 
         Raises PeerError: a peer cannot be reached; names it. Raises BudgetError: the kernel has no memory for the
         ledger.
@@ -96,7 +96,7 @@ class CommonFile:
         return self._index == 0
 
     def append(self, values: torch.Tensor) -> int:
-        """A tensor's values are in the file once the first peer has come here; returns where.
+        """Store a tensor's values; returns their offset. They are in the file once the first peer has called this.
 
         Raises StorageError: the file system has no room; StateError: there are too many tensors.
         """
@@ -113,7 +113,7 @@ class CommonFile:
         return offset
 
     def write(self, offset: int, values: torch.Tensor) -> None:
-        """Replace what `append` has put at `offset`, unless that is what was read there. Raises StorageError."""
+        """Replace the values at `offset`, unless they equal the values that were read there. Raises StorageError."""
         row = self._row_of(offset)
         if self._seen is not None and self._seen.pop(row, b"") == _digest(values):
             return
@@ -123,9 +123,9 @@ class CommonFile:
             self._ledger.versions[row] = self._versions[row]
 
     def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`numel` elements of `dtype` at `offset`, as the first peer has them after this peer's last edit or later.
+        """`numel` elements of `dtype` at `offset`: the first peer's values after this peer's last edit or later.
 
-        Raises StorageError: the transfer failed; StateError: the first peer has built something else, has ended, or
+        Raises StorageError: the transfer failed; StateError: the first peer has built another model, has ended, or
         stores nothing any more.
         """
         row = self._row_of(offset)
@@ -137,24 +137,24 @@ class CommonFile:
         return values
 
     def agree(self) -> None:
-        """All peers come here: from here on each reads what the first has stored before.
+        """A collective call: afterwards each peer reads the values that the first peer stored before it.
 
-        A peer may have counted fewer edits than the first: what it read had one of them in it already.
+        A peer may have counted fewer edits than the first: the values that it read may already have contained an edit.
         """
         self._share(b"")
         self._versions = self._ledger.versions[: len(self._versions)].tolist()
 
     def release(self, offset: int, nbytes: int) -> None:
-        """This peer does not read these bytes again. When nobody does, the file system has their room."""
+        """This peer does not read these bytes again. When this is true for all peers, their space is freed."""
         row = self._row_of(offset)
         self._ledger.done[self._index, row] = 1
         if self._ledger.done[:, row].all():
             self._file.release(offset, nbytes)
 
     def settle(self) -> bytes:
-        """From here on the first peer's values count, whatever this one has edited; returns a digest of what was built.
+        """From now on the first peer's values are valid, not this peer's edits; returns a digest of the built model.
 
-        To be called when the first peer stores nothing any more.
+        Call it when the first peer stores nothing any more.
         """
         self._seen = None
         if not self.writes:
@@ -162,7 +162,7 @@ class CommonFile:
         return hashlib.sha256(repr(self._kinds).encode()).digest()
 
     def close(self) -> None:
-        """Let go of the file; its room returns when every peer has. Idempotent."""
+        """Close the file; its space is freed when every peer has closed it. Idempotent."""
         if self.writes:
             self._ledger.state[0] = ENDED
         self._file.close()
@@ -179,7 +179,7 @@ class CommonFile:
         return bisect_right(self._offsets, offset) - 1
 
     def _wait_for(self, row: int) -> None:
-        """Until the first peer has stored the row as often as this one."""
+        """Wait until the first peer has stored the row as often as this one."""
         state, pause = self._ledger.state, LOOK_SECONDS[0]
         stored, since = -1, time.monotonic()
         while not self._is_there(row):

@@ -1,10 +1,10 @@
-"""A plane of another process of the node whose places change: read from its swap files, at the slots that count.
+"""A plane of another process of the node whose current slots change: read from that process's swap files.
 
-A plane whose places stay as they are is a `Plane` over the same homes and the other process's swap space.
+A plane whose places never change is a `Plane` over the same homes and the other process's swap space.
 
-[Note: who may read when] Nothing here waits. The owner publishes on a board what is done, a step say, after its
-writes have returned (what it holds stranded after a failed write is not in the files), and overwrites nothing before
-everybody has published that it was read.
+[Note: who may read when] Nothing here waits. The owner publishes on a board what is done (a step, for example), after
+its writes have returned. Bytes that it holds stranded after a failed write are not in the files. The owner overwrites
+nothing before all peers have published that they have read it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class PeerSlotPlane(Plane):
     """Another process's plane over pairs of slots, all of it in its swap space (`offload/planes/two_slots.py`).
 
     Args:
-        homes: as in its first slots.
-        table: (homes,) uint8, shared: the current slot of each. Its owner writes there before it publishes.
-        disk: its swap space (`PeerSwap`) and this process's engine.
+        homes: their swap offsets are those of the first slots.
+        table: (homes,) uint8, shared: the current slot of each home. The owner writes it before it publishes.
+        disk: the owner's swap space (`PeerSwap`) and this process's engine.
     """
 
     def __init__(self, name: str, width: int, homes: list[Home], table: torch.Tensor, disk: Disk) -> None:

@@ -1,6 +1,6 @@
-"""Small notes that a rank leaves for whoever started it: what it planned, where its state is.
+"""Small notes that a rank leaves for its launcher: its plan, and where its state is.
 
-The launcher names a folder in ZERO_RUN_FOLDER and reads the notes when a rank has died without a word.
+The launcher names a folder in ZERO_RUN_FOLDER and reads the notes when a rank has died without an error message.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FOLDER = "ZERO_RUN_FOLDER"  # Environment variable; unset: nobody wants notes.
+FOLDER = "ZERO_RUN_FOLDER"  # Environment variable; if it is unset, no notes are written.
 
 
 def leave_note(kind: str, facts: Mapping[str, Any]) -> None:
-    """Write this rank's note of a kind, over an earlier one. Never fails: it helps only whoever looks for a cause."""
+    """Write this rank's note of a kind; it replaces an earlier one. Never fails: notes only help to find a cause."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return
@@ -28,7 +28,7 @@ def leave_note(kind: str, facts: Mapping[str, Any]) -> None:
 
 
 def read_notes(folder: Path, kind: str) -> dict[int, dict[str, Any]]:
-    """The notes of a kind by rank; those that cannot be read are left out."""
+    """Rank -> its note of a kind; notes that cannot be read are left out."""
     found: dict[int, dict[str, Any]] = {}
     for path in folder.glob(f"{kind}-*.json"):
         try:

@@ -1,7 +1,7 @@
-"""Gradients change hands in shared memory: each peer offers its flat gradient and reads its own slice of everybody's.
+"""Exchanges gradients in shared memory: each peer offers its flat gradient and reads its own slice of all flats.
 
-[Note: who writes where] Nothing is copied before it is added up. A slice is read by the peers whose part it is; where
-that is one peer alone, it may put its sum there while the others still read the rest.
+[Note: who writes where] Nothing is copied before it is summed. Only the peers whose part a slice is read it; if this
+is a single peer, it may write its sum into the slice while the other peers still read theirs.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from offload.memory.shared_region import SharedRegion
 from offload.node.board import NodeBoard
 from offload.system.descriptors import Share
 
-SLOTS = 16  # Collectives in flight at most, unless said otherwise.
+SLOTS = 16  # Default limit of collectives in flight.
 SECONDS_MAX = 300.0
 
-# Columns: the collective that this peer offered last; the one it failed in, 0 while all is well, LEFT at the end.
+# Columns: the collective that this peer offered last; the one it failed in (0: none, LEFT: it has closed).
 LATEST, FAILED, COMMON_COLUMNS = 0, 1, 2
 LEFT = -1
-# Columns of a slot: where the flat is, how long, whose; number of the collective that is offered, and that is read.
+# Columns of a slot: the flat's offset, length and unit; the number of the collective that was offered, and was read.
 OFFSET, NBYTES, UNIT, OFFERED, READ, SLOT_COLUMNS = 0, 1, 2, 3, 4, 5
 
 
 class SharedExchange:
-    """Collectives over flats in shared memory, numbered 1, 2, ... alike on all peers. Used from one event loop.
+    """Collectives over flats in shared memory, numbered 1, 2, ...; equal on all peers. Used from one event loop.
 
-    After an error of the exchange itself it is of no use any more, and the other peers learn of it at once.
+    After an error of the exchange itself it cannot be used any more, and the other peers learn of the error at once.
 
     Args:
-        board: of `columns(slots)` columns; the exchange's from now on.
-        regions: the memory that each peer's flats lie in, in peer order, as mapped here; they stay the caller's.
+        board: of `columns(slots)` columns; the exchange owns it from now on.
+        regions: the memory of each peer's flats, in peer order, mapped in this process; the caller keeps them.
         part: (index, count): this peer reads slice `index` of `count` of every flat.
-        slots: collectives in flight at most; a further one waits. The same on all peers.
+        slots: limit of collectives in flight; a further one waits. The same on all peers.
         deadline_seconds: how long to wait for another peer.
-        check: called while waiting; what it raises ends the wait.
+        check: called during waits; an error that it raises ends the wait.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class SharedExchange:
             )
         self._board, self._regions, self._part = board, tuple(regions), part
         self._slots, self._deadline_seconds, self._check = slots, deadline_seconds, check
-        self._taken: set[int] = set()  # Numbers that have been entered, of those that are not over in every slot.
-        self._next = [number or slots for number in range(slots)]  # Per slot the number whose turn it is.
+        self._taken: set[int] = set()  # Numbers that were entered and are not finished.
+        self._next = [number or slots for number in range(slots)]  # Per slot: the number that may use it next.
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._failure: BaseException | None = None
         self._closed = False
@@ -78,7 +78,7 @@ class SharedExchange:
         deadline_seconds: float = SECONDS_MAX,
         check: Callable[[], None] = lambda: None,
     ) -> SharedExchange:
-        """Make an exchange together: a collective call like `Board.join`, with its errors."""
+        """Make an exchange together: a collective call like `NodeBoard.join`, with the same errors."""
         board = NodeBoard.join(index, count, cls.columns(slots), share)
         try:
             return cls(board, regions, part, slots=slots, deadline_seconds=deadline_seconds, check=check)
@@ -97,22 +97,22 @@ class SharedExchange:
     ) -> AsyncIterator[list[torch.Tensor]]:
         """Collective `number`: this peer's flat is bytes [offset, offset + nbytes) of its region.
 
-        Entering waits until every peer offers its flat; leaving waits until every peer has read, so that the memory
-        can be used again, also when what was done inside raised. Several may be under way, and each peer may come to
-        them in another order, as long as it comes to all.
+        Entering waits until every peer offers its flat. Leaving waits until every peer has read, so that the memory
+        can be reused; it does so even if the block raised. Several collectives may be in flight, and each peer may
+        enter them in another order, as long as it enters all.
 
         Args:
             number: 1, 2, ...; each once.
             offset: where the flat begins in this peer's region.
-            nbytes: of the flat; a multiple of the slices, the same on all peers.
-            unit: any number that has to be the same on all peers.
+            nbytes: of the flat; a multiple of the number of slices, the same on all peers.
+            unit: any number that must be the same on all peers.
 
         Returns:
             On entering: this peer's slice of each peer's flat, uint8 views in peer order, valid inside.
 
         Raises:
             StateError: the number was used, the flat does not lie in the region, or an earlier collective failed.
-            PeerError: a peer has ended, has failed, or offers something else; names them.
+            PeerError: a peer has ended, has failed, or offers another unit or length; names the peers.
             WatchdogError: a peer does nothing within the deadline; names it.
         """
         what = f"collective {number} (unit {unit}, {nbytes:,} bytes)"
@@ -127,7 +127,7 @@ class SharedExchange:
         try:
             yield slices
         except Exception:
-            await self._leave(number, what)  # this peer's own affair: the others get what they came for
+            await self._leave(number, what)  # the error concerns this peer only: the others must still get their slices
             raise
         except BaseException as error:
             self._fail(number, error)
@@ -155,7 +155,7 @@ class SharedExchange:
         self._taken.add(number)
 
     async def _offer(self, number: int, offset: int, nbytes: int, unit: int) -> None:
-        """Publish it once its slot is free: everybody has read what was there."""
+        """Publish the offer once its slot is free, when all peers have read the flat that used the slot before."""
         while self._next[number % self._slots] != number:
             self._waiting[number] = asyncio.get_running_loop().create_future()
             await self._waiting[number]
@@ -179,7 +179,7 @@ class SharedExchange:
     def _fail(self, number: int, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            with contextlib.suppress(StateError):  # closed meanwhile; what the caller has to know is `error`
+            with contextlib.suppress(StateError):  # closed meanwhile; `error` is the one that the caller must get
                 self._board.publish(FAILED, max(number, 1))
         self._wake(list(self._waiting))
 
@@ -206,13 +206,13 @@ class SharedExchange:
             raise WatchdogError(f"{error}; last offered by each peer: {self._board.read_all(LATEST)}") from error
 
     def _check_others(self, column: int, awaited: int) -> None:
-        """Raise PeerError if somebody has failed, or has left without `awaited`; or whatever `check` raises.
+        """Raise PeerError if a peer has failed, or has closed before it reached `awaited`; or the error of `check`.
 
-        Who failed because this peer does something else says so in its own error; here the offers say it.
+        A peer that failed because the offers differ says so in its own error; here the offers are compared again.
         """
         self._check()
         board = self._board
-        numbers = board.read_all(FAILED)  # looked up first: what a peer published before it left counts
+        numbers = board.read_all(FAILED)  # read first: numbers that a peer published before it closed count
         failed = [
             peer
             for peer, number in enumerate(numbers)
@@ -229,7 +229,7 @@ class SharedExchange:
             raise PeerError(f"{names}; its own error says why", failed)
 
     def _slices(self, number: int, nbytes: int, unit: int) -> list[torch.Tensor]:
-        """This peer's slice of every flat, if all offer the same."""
+        """This peer's slice of every flat, if all offers are equal."""
         offers, offsets = self._offers(number), self._board.read_all(self._column(number, OFFSET))
         if others := [peer for peer, offer in enumerate(offers) if offer != (number, unit, nbytes)]:
             self._diverged(number, offers, others)
@@ -239,7 +239,7 @@ class SharedExchange:
         return [region.data[begin : begin + own] for region, begin in zip(self._regions, begins, strict=True)]
 
     def _offers(self, number: int) -> list[tuple[int, int, int]]:
-        """(collective, unit, bytes) that stand in its slot, of each peer."""
+        """(collective, unit, bytes) in the collective's slot, for each peer."""
         columns = (self._board.read_all(self._column(number, column)) for column in (OFFERED, UNIT, NBYTES))
         return list(zip(*columns, strict=True))
 
