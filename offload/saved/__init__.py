@@ -1,1 +1,1 @@
-"""What autograd has saved, kept elsewhere until backward asks for it."""
+"""Tensors that autograd has saved, kept elsewhere until backward needs them."""

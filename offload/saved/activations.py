@@ -1,11 +1,12 @@
-"""Tensors that autograd has saved, kept elsewhere until backward asks for them.
+"""Tensors that autograd has saved, kept elsewhere until backward needs them.
 
-[Note: what is kept] The bytes of a storage, not of a tensor: several views that autograd saves of one
-storage are one copy there and back, and what comes back has the strides and the alignment it had, so
-the kernels of backward do the same arithmetic. A version counter that has moved means other values.
+[Note: what is kept] The bytes of a storage are kept, not those of a tensor: if autograd saves several views of one
+storage, there is one copy out and one copy back. Restored tensors have the same strides and alignment as before, so
+the kernels of backward do the same arithmetic. A different version counter means that the values have changed.
 
-[Note: when it goes] With the last handle. Autograd drops its handles wherever a graph dies, on any thread and
-inside the garbage collector; so a handle's end only leaves a note, and whoever calls next acts on it.
+[Note: when it goes] Kept bytes are released with their last handle. Autograd drops its handles wherever a graph is
+freed, on any thread and inside the garbage collector. So the end of a handle only leaves a note, and the next call
+of the store releases the bytes.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from offload.saved.saved_views import View, bytes_of, bytes_to_keep, storage_key
 from offload.saved.spill_store import PieceStore, SpilledPiece
 from offload.streams import Fence, Streams
 
-KEPT_BYTES_MIN = 4096  # Smaller tensors stay where they are: they would fill a page each.
+KEPT_BYTES_MIN = 4096  # Smaller tensors are not moved: each would take a page.
 
 
 class Kept:
-    """One storage's bytes that are kept; shared by the handles of all tensors on it.
+    """Kept bytes of one storage; shared by the handles of all tensors on it.
 
     Attributes:
-        data: on the device while handles are being served.
-        fence: behind the copy to it.
-        watched: the tensor, until its bytes are copied: a write to it before that tears the copy.
+        data: the bytes on the device, until all handles are restored; else None.
+        fence: after the copy to `data`.
+        watched: the tensor, until its bytes are copied: an earlier write to it would make the copy inconsistent.
     """
 
     def __init__(self, number: int, begin: int, end: int, watched: torch.Tensor, gone: deque[_Gone]) -> None:
@@ -52,7 +53,7 @@ class Kept:
         return self.end - self.begin
 
     def check_whole(self) -> None:
-        """Raise if the tensor was written to before its bytes were copied: torch would say the same in backward."""
+        """Raise if the tensor was written to before its bytes were copied; torch would raise the same in backward."""
         self.torn = self.torn or (self.watched is not None and version_of(self.watched) != self.version)
         if self.torn:
             raise RuntimeError(
@@ -62,12 +63,12 @@ class Kept:
             )
 
     def copied(self) -> None:
-        """The bytes are copied, or will be before whatever the device is given now."""
+        """Called when the bytes are copied, or when the copy precedes all work that the device is given from now on."""
         if self.watched is not None:
             self.torn, self.watched = version_of(self.watched) != self.version, None
 
     def __del__(self) -> None:
-        """Leave a note."""
+        """Leave a note for the store, see the module."""
         self._gone.append(_Gone(self.number, self.key, self.pieces, self.data, self.fence))
 
 
@@ -82,7 +83,7 @@ class _Gone:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
-    """What stands for a saved tensor."""
+    """Autograd holds it in place of a saved tensor."""
 
     store: ActivationStore
     kept: Kept
@@ -96,7 +97,7 @@ class Handle:
 class ActivationCounters:
     stored_bytes: int = 0
     restored_bytes: int = 0
-    shared: int = 0  # Tensors that were there already, with another view of the same storage.
+    shared: int = 0  # Tensors whose bytes were kept already, through another view of the same storage.
 
 
 class ActivationStore:
@@ -105,7 +106,7 @@ class ActivationStore:
     def __init__(self, pieces: PieceStore, device: torch.device, streams: Streams) -> None:
         self._pieces, self._device, self._streams = pieces, device, streams
         self.counters = ActivationCounters()
-        self._lock = threading.RLock()  # the collector may end an engine inside any call
+        self._lock = threading.RLock()  # reentrant: garbage collection may close an engine inside any call
         self._gone: deque[_Gone] = deque()
         self._by_number: dict[int, weakref.ref[Kept]] = {}
         self._by_key: dict[int, weakref.ref[Kept]] = {}
@@ -113,7 +114,7 @@ class ActivationStore:
         self._closed = False
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """True for what is worth keeping elsewhere and can be made again from its bytes."""
+        """True for a tensor that is large enough, and that can be rebuilt from its bytes."""
         return (
             type(tensor) is torch.Tensor
             and tensor.device == self._device
@@ -125,10 +126,10 @@ class ActivationStore:
         )
 
     def keep(self, tensor: torch.Tensor) -> Handle:
-        """A handle for a tensor that it `takes`, whose memory is not needed any longer.
+        """A handle for a tensor that the store `takes`; the tensor's own memory is then not needed any more.
 
-        Raises BudgetError: no room; names the knob. Raises StorageError: an earlier one could not be stored; it is in
-        memory, and nothing is lost.
+        Raises BudgetError: no room; names the knob. Raises StorageError: an earlier tensor could not be stored; it is
+        in memory, and nothing is lost.
         """
         with self._lock, torch.no_grad():
             self._check("saving an activation")
@@ -144,7 +145,7 @@ class ActivationStore:
             return Handle(self, kept, view)
 
     def restore(self, handle: Handle) -> torch.Tensor:
-        """The tensor, on the device, detached. What follows on the calling thread's stream finds its values.
+        """The tensor, on the device, detached. Later work on the calling thread's stream sees its values.
 
         Raises StorageError: it could not be read; StateError: the store is closed.
         """
@@ -153,10 +154,10 @@ class ActivationStore:
             self._collect()
             kept = handle.kept
             kept.check_whole()
-            if kept.data is None or version_of(kept.data) > 0:  # somebody has written to what another handle got
+            if kept.data is None or version_of(kept.data) > 0:  # the user wrote to a tensor of another handle
                 self._bring(kept)
             data = self._data_of(kept)
-            self._streams.wait_to_use(data, kept.fence)  # the stream that had it brought may be another one
+            self._streams.wait_to_use(data, kept.fence)  # another stream may have requested the copy
             tensor = handle.view.rebuilt(data, kept.begin)
             kept.served += 1
             if kept.served % kept.handles == 0:
@@ -165,26 +166,26 @@ class ActivationStore:
             return tensor
 
     def check(self) -> None:
-        """Raise, once, if something could not be stored; its bytes are in memory. Raises StorageError."""
+        """Raise once if a tensor could not be stored; its bytes are in memory. Raises StorageError."""
         with self._lock:
             if not self._closed:
                 self._collect()
                 self._raise_failure()
 
     def add_room(self, nbytes: int) -> None:
-        """Let memory grow by `nbytes` in one stretch, if it may grow."""
+        """Let memory grow by one arena of `nbytes`, if it may grow."""
         with self._lock:
             if self._pieces.memory.grows:
                 self._pieces.memory.add(nbytes)
 
     def trim(self) -> None:
-        """Give memory back that nothing is kept in."""
+        """Release memory in which nothing is kept."""
         with self._lock:
             self._collect()
             self._pieces.memory.trim()
 
     def close(self) -> None:
-        """Give everything back; nothing may move any more. Handles that are left cannot be restored. Idempotent."""
+        """Release everything; no transfer may be in flight. Remaining handles cannot be restored. Idempotent."""
         with self._lock:
             self._closed = True
             for kept in self._alive():
@@ -207,7 +208,7 @@ class ActivationStore:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes on the tier at once."""
+        """The most bytes that were on the tier at once."""
         return self._pieces.peak_bytes
 
     # ---- inside the lock ----------------------------------------------------------------------
@@ -242,7 +243,7 @@ class ActivationStore:
         kept.pieces = self._pieces.put(bytes_of(tensor, begin, end), kept.copied)
         self._by_number[kept.number] = weakref.ref(kept)
         if not packed:
-            # Keeps the storage's key from being given to another one, and not its memory.
+            # The weak reference prevents that another storage gets this key; it does not keep the memory.
             kept.source = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             kept.key = storage_key(tensor)
             self._by_key[kept.key] = weakref.ref(kept)
@@ -253,7 +254,7 @@ class ActivationStore:
         data = torch.empty(kept.nbytes, dtype=torch.uint8, device=self._device)
         before = [piece for other in self._before(kept) for piece in other.pieces]
         kept.fence = self._pieces.get(kept.pieces, data, before)
-        # Under another name: the copy has moved the version counter, and users' writes are to show.
+        # `.data` has its own version counter at 0: the copy must not count, but users' writes must.
         kept.data = data.data
         self.counters.restored_bytes += kept.nbytes
 
@@ -264,17 +265,17 @@ class ActivationStore:
         return kept.data
 
     def _look_ahead(self, kept: Kept) -> None:
-        """Have what was saved before copied to the device beside the computation, where copies cost that no time."""
+        """Start the copy of the tensor saved before this one, if copies to the device do not delay the computation."""
         before = next(self._before(kept), None)
         if self._streams.shared or before is None or before.data is not None:
             return
         if self._pieces.at_hand(before.pieces):
-            # Whoever wants it will be told of a failure; no memory for it now is none.
+            # A failure is raised again when the tensor is restored; a lack of memory now is no failure.
             with contextlib.suppress(StorageError, torch.OutOfMemoryError):
                 self._bring(before)
 
     def _before(self, kept: Kept, most: int = 8) -> Iterator[Kept]:
-        """What backward will want next: what was kept before, the youngest first."""
+        """The bytes that backward will need next: those kept before `kept`, the latest first."""
         for number in range(kept.number - 1, max(kept.number - 1 - most, 0), -1):
             found = self._by_number.get(number)
             other = None if found is None else found()
@@ -291,7 +292,7 @@ class ActivationStore:
             found = self._by_key.get(gone.key)
             if found is not None and found() is None:
                 del self._by_key[gone.key]
-            if gone.data is not None:  # a copy to memory that returns now must not land in somebody else's
+            if gone.data is not None:  # a copy in flight to this memory must end before the memory is reused
                 self._streams.wait_to_use(gone.data, gone.fence)
             self._pieces.drop(gone.pieces)
         self._pieces.collect()

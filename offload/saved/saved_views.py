@@ -1,4 +1,4 @@
-"""Which bytes of a storage stand for a tensor, and the same tensor made from a copy of them."""
+"""Which bytes of a storage hold a tensor, and the same tensor rebuilt from a copy of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 from offload.sizes import ALIGN_BYTES
 
-WASTE = 4  # So many times a view's bytes are copied at most: what views share is then copied once.
+WASTE = 4  # A copy has at most so many times a view's bytes: bytes that several views share are then copied once.
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a tensor looks at its storage.
+    """How a tensor views its storage.
 
     `begin`: first byte of the storage that it can reach; `end`: one past the last.
     """
@@ -26,7 +26,7 @@ class View:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> View:
-        """The view that `tensor`, strided and not empty, is."""
+        """The view of `tensor`, which must be strided and not empty."""
         width, begin = tensor.element_size(), int(tensor.storage_offset()) * tensor.element_size()
         reach = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
         return View(tensor.dtype, tensor.shape, tensor.stride(), begin, begin + (int(reach) + 1) * width)
@@ -39,29 +39,29 @@ class View:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors on one storage, as long as somebody holds that or a weak reference to it."""
+    """Equal for tensors on one storage, as long as the storage or a weak reference to it is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Grows with every write in place; -1: torch counts none, of a tensor that was made in inference mode."""
+    """A number that grows with every in-place write; -1 for inference tensors, for which torch does not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AsIs:
-    """A tensor that autograd saved behind hooks, where it is; for `saved_tensors_hooks`."""
+    """A tensor that is saved without moving it; for `saved_tensors_hooks`."""
 
     tensor: torch.Tensor
     version: int
 
     @staticmethod
     def of(tensor: torch.Tensor) -> AsIs:
-        """Detached: autograd would wait for itself if its node held its own output."""
+        """Detached: a node of autograd must not hold its own output, which would be a reference cycle."""
         return AsIs(tensor.detach(), version_of(tensor))
 
     def get(self) -> torch.Tensor:
-        """The tensor; torch does not look at versions behind hooks, so it is done here."""
+        """The tensor, after a check of its version: torch does not check it for tensors saved through hooks."""
         if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -72,10 +72,10 @@ class AsIs:
 
 
 def bytes_to_keep(tensor: torch.Tensor, view: View) -> tuple[int, int] | None:
-    """The range of the storage's bytes that is worth a copy; None: the tensor alone is, packed.
+    """The range of the storage's bytes to copy; None: copy only the tensor, packed.
 
-    All of the storage, unless the tensor is a small part of it: views that others have on it (query, key and value
-    on one projection) are then served by the same copy, strides and alignment included.
+    It is all of the storage, unless the tensor is a small part of it. So one copy serves all views of the storage
+    (query, key and value on one projection), with their strides and alignment.
     """
     own_bytes = tensor.numel() * tensor.element_size()
     whole_bytes = tensor.untyped_storage().nbytes()
@@ -86,6 +86,6 @@ def bytes_to_keep(tensor: torch.Tensor, view: View) -> tuple[int, int] | None:
 
 
 def bytes_of(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Bytes [begin, end) of the tensor's storage, uint8, where they are."""
+    """A uint8 view of bytes [begin, end) of the tensor's storage."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))

@@ -1,4 +1,4 @@
-"""Memory and swap space that grow when they must: for bytes whose sum nobody knows before the first forward."""
+"""Memory and swap space that grow when needed: for bytes whose sum is not known before the first forward."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from offload.memory.arena import Arena, Block
 from offload.memory.free_ranges import Extents
 from offload.sizes import PAGE_BYTES, align_up
 
-STEP_BYTES = 16 << 20  # The least that is added at once.
-GROWTH = 4  # A part of what there is is added at least: few steps lead to any size.
+STEP_BYTES = 16 << 20  # The least bytes that are added at once.
+GROWTH = 4  # At least this fraction of the capacity (1/4) is added: a few steps reach any size.
 
 
 class Slabs:
     """Arenas of one kind of memory. One owner at a time.
 
     Args:
-        name: what the bytes are for; appears in errors.
-        knob: the configuration key that makes a bounded one larger.
-        nbytes: all there will be, in one arena; None: another arena is added when none has room.
+        name: the purpose of the bytes; appears in errors.
+        knob: the configuration key that makes bounded memory larger.
+        nbytes: the total, in one arena; None: unbounded, another arena is added when none has room.
         pinned: page-lock host memory.
     """
 
@@ -28,7 +28,7 @@ class Slabs:
         self.grows = nbytes is None
         self._arenas = [] if nbytes is None else [self._arena(nbytes)]
         self._closed = False
-        self.peak_bytes = 0  # Most bytes ever leased at once.
+        self.peak_bytes = 0  # The most bytes that were leased at once.
 
     @property
     def capacity_bytes(self) -> int:
@@ -39,7 +39,7 @@ class Slabs:
         return sum(arena.used_bytes for arena in self._arenas)
 
     def lease(self, nbytes: int) -> Block | None:
-        """A block of exactly `nbytes`; None when there is no room and none may be added."""
+        """A block of exactly `nbytes`; None if there is no room and the memory may not grow."""
         block = next((found for arena in self._arenas if (found := arena.try_lease(nbytes)) is not None), None)
         if block is None and self.grows and not self._closed:
             self.add(max(nbytes, STEP_BYTES, self.capacity_bytes // GROWTH))
@@ -51,14 +51,14 @@ class Slabs:
         self._arenas.append(self._arena(nbytes))
 
     def trim(self) -> None:
-        """Give arenas back that nobody uses, unless their size was planned."""
+        """Release unused arenas, unless their size was planned."""
         if self.grows:
             for arena in [arena for arena in self._arenas if not arena.used_bytes]:
                 arena.close()
                 self._arenas.remove(arena)
 
     def close(self) -> None:
-        """Give everything back; memory returns when the last tensor over it is gone. Idempotent."""
+        """Close all arenas; their memory is freed with the last tensor over it. Idempotent."""
         self._closed = True
         for arena in self._arenas:
             arena.close()
@@ -69,27 +69,27 @@ class Slabs:
 
 
 class SwapArea:
-    """A part of a swap space, handed out by extent.
+    """A part of a swap space, allocated by extent.
 
     Args:
-        begin: offset of what is reserved.
-        nbytes: how much of it there is.
-        grows: more is reserved when it is used up.
+        begin: offset of the reserved range.
+        nbytes: length of the reserved range.
+        grows: when the range is used up, more is reserved.
     """
 
     def __init__(self, swap: SwapSpace, begin: int, nbytes: int, *, grows: bool) -> None:
         self._swap, self._grows = swap, grows
         self._parts = [(begin, Extents(nbytes))]
-        self.peak_bytes = 0  # Most bytes ever taken at once.
+        self.peak_bytes = 0  # The most bytes that were taken at once.
 
     @property
     def used_bytes(self) -> int:
         return sum(extents.used_bytes for _, extents in self._parts)
 
     def take(self, nbytes: int) -> int | None:
-        """Offset in the swap space of `nbytes`, on a page; None when there is no room and none may be added.
+        """Offset in the swap space of `nbytes`, on a page; None if there is no room and the area may not grow.
 
-        Raises StorageError: the file system has no room for more.
+        Raises StorageError: the area cannot grow, since the file system has no room.
         """
         for begin, extents in self._parts:
             if (offset := extents.allocate(nbytes)) is not None:
@@ -103,6 +103,6 @@ class SwapArea:
         return self.take(nbytes)
 
     def give_back(self, offset: int) -> None:
-        """What `take` returned is free again."""
+        """Free the extent at `offset`, which `take` returned."""
         begin, extents = next(part for part in self._parts if part[0] <= offset < part[0] + part[1].capacity_bytes)
         extents.free(offset - begin)

@@ -1,8 +1,8 @@
-"""Bytes of a device put aside in pieces: in leased memory, or through it in the swap space.
+"""Bytes of a device spilled in pieces: to leased memory, or through that memory to the swap space.
 
-A piece is in memory, on its way to the disk (memory still holds it), there, or on its way back. One
-path serves every tier: the swap space is what a piece goes on to from memory. Callers hold one lock
-around every call; the mover only moves bytes, and what it has done is taken note of by `collect`.
+A piece is in memory, being written to the disk (memory still holds it), on the disk, or being read back. One
+path serves every tier: a piece is always copied to memory first, and then written to the swap space if there is
+one. Callers hold one lock around every call. The mover only moves bytes; `collect` handles its finished transfers.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Fence, Streams
 
 PIECE_BYTES = 8 << 20
-PIECES_IN_FLIGHT = 8  # Of the memory that pieces pass through on their way to the disk and back.
-COPIES_IN_FLIGHT = 4  # Pieces of the device held for copies that lag; then its stream waits for the oldest.
+PIECES_IN_FLIGHT = 8  # Size of the memory through which pieces are written to the disk and read back.
+COPIES_IN_FLIGHT = 4  # Device pieces kept alive for copies in flight; beyond it the stream waits for the oldest copy.
 
 
 @dataclass(slots=True, eq=False)
 class SpilledPiece:
-    """Bytes [begin, end) of what was put aside."""
+    """Bytes [begin, end) of a tensor that was spilled."""
 
     begin: int
     end: int
     block: Block | None  # Memory that holds them, or that they are read into.
-    fence: Fence = None  # Behind the last copy from or to the block.
+    fence: Fence = None  # After the last copy from or to the block.
     offset: int = -1  # In the swap space.
     write: Transfer[None] | None = None
     read: Transfer[None] | None = None
-    rescued: torch.Tensor | None = None  # The bytes, of the host, when they could not be written.
+    rescued: torch.Tensor | None = None  # A host copy of the bytes, if their write failed.
     dropped: bool = False
 
     @property
@@ -48,24 +48,24 @@ class SpilledPiece:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Where pieces go on to from memory."""
+    """The swap space to which pieces are written from memory."""
 
     disk: Disk
     area: SwapArea
 
 
 class PieceStore:
-    """Puts bytes of one device aside.
+    """Spills bytes of one device.
 
     Args:
-        name: what the bytes are; appears in errors and in a timeline.
+        name: of the bytes; appears in errors and in a timeline.
         memory: of the host or of the device.
-        near: it is memory of the device.
+        near: `memory` is memory of the device.
         swap: None: pieces stay in memory.
         mover: waits for copies, and for the disk; not needed for memory that grows.
 
     Attributes:
-        failure: a write that failed and nobody was told of; its bytes are kept in memory.
+        failure: a failed write that no caller knows of yet; its bytes are kept in memory.
     """
 
     def __init__(
@@ -80,31 +80,31 @@ class PieceStore:
     ) -> None:
         self.name, self.memory = name, memory
         self._streams, self._near, self._swap, self._mover = streams, near, swap, mover
-        self._moving: list[SpilledPiece] = []  # Written, or dropped while something moved.
-        self._ahead: list[SpilledPiece] = []  # Read, or being read.
+        self._moving: list[SpilledPiece] = []  # Being written, or dropped with a transfer in flight.
+        self._ahead: list[SpilledPiece] = []  # Read ahead, or being read.
         self._leaving: list[tuple[Block, Fence]] = []
         self._copied: deque[tuple[torch.Tensor, Fence, Callable[[], None]]] = deque()
         self.failure: StorageError | None = None
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes put aside now, in whole pages, where they end up."""
+        """Bytes spilled now, in whole pages, on the last tier (swap space, or else memory)."""
         return self.memory.used_bytes if self._swap is None else self._swap.area.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most of them there were."""
+        """The most `kept_bytes` so far."""
         return self.memory.peak_bytes if self._swap is None else self._swap.area.peak_bytes
 
     def put(self, source: torch.Tensor, copied: Callable[[], None]) -> list[SpilledPiece]:
-        """Put `source` (uint8, on the device) aside.
+        """Spill `source` (uint8, on the device).
 
         Raises BudgetError: memory or swap space is bounded and used up; names the knob. Raises StorageError: the swap
         space cannot grow.
 
         Args:
-            source: must not be overwritten until
-            copied: is called: what the device is given from then on comes after the copy.
+            source: must not be overwritten until `copied` is called.
+            copied: called when all later work on the device is ordered after the copy.
         """
         pieces: list[SpilledPiece] = []
         try:
@@ -123,7 +123,7 @@ class PieceStore:
         return pieces
 
     def start(self, pieces: Iterable[SpilledPiece]) -> None:
-        """Have pieces read that are on the disk, as far as memory is free for it."""
+        """Start to read pieces that are on the disk, as long as there is free memory."""
         for piece in pieces:
             if not self._in_reach(piece):
                 block = self.memory.lease(align_up(piece.nbytes, PAGE_BYTES))
@@ -136,12 +136,12 @@ class PieceStore:
     ) -> Fence:
         """Copy pieces to `target` (uint8, on the device).
 
-        Returns behind the copies. Raises StorageError: a piece could not be read; it is still where it was.
+        Returns a fence after the copies. Raises StorageError: a piece could not be read; it is still on the disk.
 
         Args:
-            pieces: of one `put`, all of them.
-            target: as long as what was put.
-            next_ones: pieces that will be asked for soon.
+            pieces: all pieces of one `put`.
+            target: as long as the source of that `put`.
+            next_ones: pieces that will be needed soon.
         """
         fence: Fence = None
         made = self._streams.fence()
@@ -152,7 +152,7 @@ class PieceStore:
                 self.start([*pieces[index + 1 :], *next_ones])
                 fence = self._copy_back(piece, target[piece.begin : piece.end], made)
         except BaseException:
-            self._streams.wait(fence)  # the memory of `target` goes to somebody else now
+            self._streams.wait(fence)  # the memory of `target` will be reused: copies in flight must end before
             raise
         return fence
 
@@ -164,15 +164,15 @@ class PieceStore:
         )
 
     def drop(self, pieces: Iterable[SpilledPiece]) -> None:
-        """Nobody wants these any more; memory and space are free once nothing moves in them."""
+        """These pieces are not needed any more; memory and swap space are freed once their transfers have ended."""
         for piece in pieces:
             piece.dropped = True
-            if piece.write is None:  # else it is in the list already
+            if piece.write is None:  # else the piece is in the list already
                 self._moving.append(piece)
         self.collect()
 
     def collect(self) -> None:
-        """Take note of what has ended."""
+        """Release the blocks and swap space of transfers and copies that have ended."""
         self._moving = [piece for piece in self._moving if not self._has_ended(piece)]
         self._ahead = [piece for piece in self._ahead if piece.read is not None]
         self._leaving = [(block, fence) for block, fence in self._leaving if not self._has_left(block, fence)]
@@ -180,7 +180,7 @@ class PieceStore:
             self._copied.popleft()[2]()
 
     def end(self) -> None:
-        """Let go of everything: nothing moves any more."""
+        """Drop everything; no transfer may be in flight."""
         self._moving, self._ahead, self._leaving, self.failure = [], [], [], None
         self._copied.clear()
 
@@ -195,8 +195,9 @@ class PieceStore:
         piece.fence = self._streams.copy_out(into, source, self._streams.fence())
         self._copied.append((source, piece.fence, copied))
         while len(self._copied) > COPIES_IN_FLIGHT or _passed(self._copied[0][1]):
-            # What the stream is given from now on comes after the copy, and so does who gets the memory next: behind
-            # this stream, and not behind the copying one, or no memory would return while the host runs ahead.
+            # Later work on this stream is ordered after the copy, and so is the next user of the memory. The allocator
+            # must order the reuse by this stream, not by the copying one: else no memory is freed while the host runs
+            # ahead of the device.
             oldest, fence, oldest_copied = self._copied.popleft()
             self._streams.wait_to_use(oldest, fence)
             oldest_copied()
@@ -206,7 +207,7 @@ class PieceStore:
     def _copy_back(self, piece: SpilledPiece, target: torch.Tensor, made: Fence) -> Fence:
         source = self._arrived(piece)
         if self._near:
-            self._streams.wait(piece.fence)  # another stream may have put it aside
+            self._streams.wait(piece.fence)  # another stream may have spilled it
             target.copy_(source)
             piece.fence = self._streams.fence()
             return piece.fence
@@ -241,7 +242,7 @@ class PieceStore:
         return block
 
     def _wait_for_memory(self) -> bool:
-        """Wait until something more is free; False if nothing will be."""
+        """Wait until more memory is free; False if none will be."""
         writing = next((piece.write for piece in self._moving if piece.write is not None), None)
         if writing is not None:
             writing.settle()
@@ -253,7 +254,7 @@ class PieceStore:
         return True
 
     def _forget_read(self) -> bool:
-        """Give up what was read ahead, the oldest first; False if there is none."""
+        """Release the oldest piece that was read ahead; False if there is none."""
         for piece in self._ahead:
             if piece.read is not None and piece.block is not None:
                 piece.read.settle()
@@ -262,7 +263,7 @@ class PieceStore:
         return False
 
     def _let_go(self, piece: SpilledPiece) -> None:
-        """Its memory, if it is in any, is free once the last copy has passed."""
+        """Release the piece's block, if it has one, once its last copy has passed."""
         block, piece.block, piece.read = piece.block, None, None
         if block is not None and not self._has_left(block, piece.fence):
             self._leaving.append((block, piece.fence))
@@ -301,7 +302,7 @@ class PieceStore:
             raise StateError(f"{self.name}: bytes that were put aside are gone")
         reading = self._swap.disk.read(piece.offset, block.data, self.name)
         piece.read = self._mover.post(f"reading {self.name}", reading)
-        piece.block = block  # last: with a block and no read it would pass for one that memory holds
+        piece.block = block  # set last: a piece with a block and without a read counts as held in memory
         self._ahead.append(piece)
 
     def _has_ended(self, piece: SpilledPiece) -> bool:
