@@ -1,1 +1,1 @@
-"""What is asked of Linux and of Python itself: descriptors, signals, processes, sockets, threads."""
+"""Calls of Linux and of Python itself: descriptors, signals, processes, sockets, threads."""

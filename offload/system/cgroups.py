@@ -1,4 +1,4 @@
-"""Control groups of memory: the folders of those that a process is in, in either version of them."""
+"""Memory control groups of a process: their folders, in version 1 or 2."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def memory_groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, Path, bool]]:
-    """This process's group, and those around it: (folder, where the groups are mounted, is it version 2).
+    """This process's group and its parents: (folder, mount point of the groups, is it version 2).
 
-    Innermost first; none where that cannot be read. `proc`, `cgroups`: where the kernel shows processes and groups.
+    The innermost is first; none if they cannot be read. `proc`, `cgroups`: where the kernel shows processes and groups.
     """
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()

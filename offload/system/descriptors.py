@@ -1,4 +1,4 @@
-"""Processes of one machine hand each other open files, and find out whether they are on one machine."""
+"""Processes of one machine pass open files to each other, and find out whether they are on one machine."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from typing import Any, NoReturn
 from offload.errors import PeerError, StateError
 from offload.system.linux import memory_file
 
-# Gives this process's bytes to all, and returns everybody's in peer order. All call it, the same number of times.
+# Sends this process's bytes to all peers, and returns all peers' bytes in peer order. All call it equally often.
 Share = Callable[[bytes], list[bytes]]
 SECONDS_MAX = 30.0
 SAME_NODE_SECONDS_MAX = 10.0
-DESCRIPTORS_PER_MESSAGE = 64  # The kernel takes 253; few at a time keep what is under way below RLIMIT_NOFILE.
+DESCRIPTORS_PER_MESSAGE = 64  # The kernel allows 253; fewer at a time keep those in flight below RLIMIT_NOFILE.
 TOKEN_BYTES = 16
-HELLO = struct.Struct(f"=i{TOKEN_BYTES}s")  # Who connects says: its number, and the secret that only peers know.
+HELLO = struct.Struct(f"=i{TOKEN_BYTES}s")  # The connecting peer sends its number, and the secret that only peers know.
 CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid.
 NAMESPACES = ("net", "user", "pid", "ipc")
 
 
-LOOK_SECONDS = 0.2  # Between looks whether those that are waited for still run.
+LOOK_SECONDS = 0.2  # Between two checks whether the awaited peers still run.
 
 
 def exchange_descriptors(
     index: int, count: int, share: Share, descriptors: Sequence[int], *, seconds: float = SECONDS_MAX
 ) -> list[list[int]]:
-    """Give every peer duplicates of these open files, and get those of every peer.
+    """Send every peer duplicates of these open files, and receive those of every peer.
 
-    A collective call: every peer makes it, and it calls `share` once. Files travel over sockets in the abstract
-    namespace, which leave nothing behind; a peer is let in if it runs as the same user and knows a secret that was
-    shared. How many descriptors a peer gives is its own affair. Returns per peer its descriptors in the order given,
-    closed in programs that are started. The caller closes them. This peer's own entry has `descriptors` themselves.
-    Raises PeerError: a peer cannot be reached, runs as another user, or gave up; names it. Nothing stays open.
+    A collective call: every peer makes it, and it calls `share` once. Files are sent over sockets in the abstract
+    namespace, which leave no file behind. A peer is accepted if it runs as the same user and knows a shared secret.
+    Each peer may send any number of descriptors. Returns for each peer its descriptors in the order sent; they are
+    close-on-exec, and the caller closes them. This peer's own entry has `descriptors` themselves. Raises PeerError: a
+    peer cannot be reached, runs as another user, or gave up; names it. Then no received descriptor stays open.
 
     Args:
         index: number of this peer, 0 <= index < count.
-        share: how they reach each other without files.
-        descriptors: open ones, which stay the caller's.
-        seconds: how long to wait for the others, once all of them have called.
+        share: how the peers exchange bytes without files.
+        descriptors: open ones; the caller keeps them.
+        seconds: how long to wait for the other peers, once all of them have called.
     """
     meeting = _Meeting(index, count, descriptors, seconds)
     try:
         meeting.introduce(share)
-        # Everybody connects to those before it and is called on by those behind it. Number 0 calls on nobody, so
-        # there is always one that answers.
+        # Each peer first connects to all peers with lower numbers, then accepts those with higher ones. Peer 0
+        # connects to none, so there is always one that answers, and no deadlock.
         for peer in range(index):
             meeting.call_on(peer)
         for _ in range(index + 1, count):
@@ -65,20 +65,20 @@ def exchange_descriptors(
 
 
 def node_identity() -> bytes:
-    """What two processes have in common that can share memory: one boot of one kernel, and its namespaces.
+    """Equal for processes that can share memory: they have the same boot of a kernel, namespaces and user.
 
-    Machines that were restored from one image can be alike in all of it; `same_node` tries.
+    Machines that were restored from one image may also have equal values, so `same_node` really tries.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES]
     except OSError:
-        boot, spaces = secrets.token_hex(TOKEN_BYTES), []  # unlike anybody's
+        boot, spaces = secrets.token_hex(TOKEN_BYTES), []  # differs from all others
     return json.dumps([boot, os.geteuid(), *spaces]).encode()
 
 
 def same_node(share: Share) -> bool:
-    """True if all peers can share memory: on one kernel, in one container, and a file of each has reached each other.
+    """True if all peers can share memory: on one kernel, in one container, and each peer got a file of each other one.
 
     A collective call; all peers get the same answer. It calls `share` once, or three times.
     """
@@ -97,7 +97,7 @@ def same_node(share: Share) -> bool:
 
 
 def _proof(token: bytes) -> list[int]:
-    """A file that holds the token; none where there can be none."""
+    """A file that holds the token; none if it cannot be made."""
     try:
         descriptor = memory_file()
     except OSError:
@@ -107,7 +107,7 @@ def _proof(token: bytes) -> list[int]:
 
 
 def _proven(index: int, tokens: Sequence[bytes], share: Share, proof: Sequence[int]) -> bool:
-    """True if a file of every peer has come, and holds that peer's token."""
+    """True if a file of every peer was received, and holds that peer's token."""
     try:
         received = exchange_descriptors(index, len(tokens), share, proof, seconds=SAME_NODE_SECONDS_MAX)
     except PeerError:
@@ -125,7 +125,7 @@ def close_received(index: int, received: Sequence[Sequence[int]]) -> None:
 
 
 class _Meeting:
-    """One exchange: a socket that others call on, and what has been received."""
+    """One exchange: a socket to which others connect, and the received descriptors."""
 
     def __init__(self, index: int, count: int, descriptors: Sequence[int], seconds: float) -> None:
         if not 0 <= index < count:
@@ -137,11 +137,11 @@ class _Meeting:
         self._met: set[int] = {index}
         self._deadline = 0.0
         self._strangers = 0
-        self._seen: set[int] = set()  # Whose process could be seen running.
+        self._seen: set[int] = set()  # Peers whose processes were seen running.
         self.received: list[list[int]] = [list(descriptors) if peer == index else [] for peer in range(count)]
 
     def introduce(self, share: Share) -> None:
-        """Listen, and tell everybody where."""
+        """Listen, and share the address with all peers."""
         mine: dict[str, Any] = {"pid": os.getpid(), "given": len(self._own), "token": self._token.hex(), "error": ""}
         try:
             self._listener = _socket()
@@ -149,7 +149,7 @@ class _Meeting:
             self._listener.bind(b"\0" + mine["name"].encode())
             self._listener.listen(max(self._count, socket.SOMAXCONN))
         except OSError as error:
-            mine["error"] = str(error)  # the others have to learn of it: they wait in `share`
+            mine["error"] = str(error)  # not raised yet: the others wait in `share` and must learn of it
         self._peers = [json.loads(payload) for payload in share(json.dumps(mine).encode())]
         if len(self._peers) != self._count:
             raise StateError(
@@ -163,7 +163,7 @@ class _Meeting:
         self._seen = {peer for peer, other in enumerate(self._peers) if is_running(other["pid"])}
 
     def call_on(self, peer: int) -> None:
-        """Connect to a peer; it gives first."""
+        """Connect to a peer; the peer sends its descriptors first."""
         with _socket() as connection:
             try:
                 connection.settimeout(self._left())
@@ -181,7 +181,7 @@ class _Meeting:
         self._met.add(peer)
 
     def answer(self) -> None:
-        """Wait for the next peer that connects. Whoever is none is sent away."""
+        """Wait for the next peer that connects; connections of other processes are closed."""
         peer = -1
         while peer < 0:
             try:
@@ -212,7 +212,7 @@ class _Meeting:
             try:
                 connection.connect(address)
                 return
-            except BlockingIOError:  # too many wait to be answered, and a socket with a timeout does not queue up
+            except BlockingIOError:  # too many connections wait, and a socket with a timeout does not join the queue
                 if time.monotonic() > self._deadline:
                     raise TimeoutError from None
                 time.sleep(1e-3)
@@ -229,7 +229,7 @@ class _Meeting:
             except TimeoutError:
                 if time.monotonic() >= self._deadline:
                     raise
-                if ended:  # and nothing that it sent before has come since
+                if ended:  # noticed in the last round; since then no connection that it made before has arrived
                     self._fail(ended[0], f"its process has ended{self._sent_away}")
                 waited = self._seen - self._met - set(range(self._index))
                 ended = [peer for peer in sorted(waited) if not is_running(self._peers[peer]["pid"])]
@@ -237,7 +237,7 @@ class _Meeting:
         return connection
 
     def _recognised(self, connection: socket.socket) -> int:
-        """Number of the peer that connected; -1 for somebody else."""
+        """Number of the peer that connected; -1 for another process."""
         if _user_of(connection) == os.geteuid():
             hello = connection.recv(HELLO.size)
             if len(hello) == HELLO.size:
@@ -269,15 +269,15 @@ class _Meeting:
         return f"; {self._strangers} others were sent away" if self._strangers else ""
 
     def _left(self) -> float:
-        """Seconds until the deadline; a little at least, so that what is there already can be taken."""
+        """Seconds until the deadline; never 0, so that data that has arrived already can be received."""
         return max(self._deadline - time.monotonic(), 1e-3)
 
     def _name(self, peer: int) -> str:
         return f"peer {peer} (pid {self._peers[peer]['pid']})"
 
     def _fail(self, peer: int, why: str, *, left: bool = False) -> NoReturn:
-        """Raise PeerError; `left`: the peer is not there any more."""
-        # Whoever has seen a death first leaves, and may be missed before the one that died.
+        """Raise PeerError; `left`: the peer does not answer any more."""
+        # A peer leaves when it sees another one's death, and may be noticed first: also name the one that died.
         others = sorted(self._seen - {peer}) if left else []
         gone = [other for other in others if not is_running(self._peers[other]["pid"])]
         first = f"; {', '.join(map(self._name, gone))} ended" if gone else ""
@@ -294,7 +294,7 @@ class _Meeting:
 
 
 def is_running(pid: int) -> bool:
-    """True if a process of that number can be seen, and has not ended."""
+    """True if a process with that id is visible, and has not ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except OSError:
@@ -307,13 +307,13 @@ def _socket() -> socket.socket:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Effective user of the process at the other end, as the kernel knows it."""
+    """Effective user of the process at the other end, according to the kernel."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return int(CREDENTIALS.unpack(packed)[1])
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int], bool]:
-    """One message, its descriptors, and whether some of them could not be taken."""
+    """One message, its descriptors, and whether some of them could not be received."""
     room = socket.CMSG_SPACE(DESCRIPTORS_PER_MESSAGE * array.array("i").itemsize)
     message, ancillary, flags, _ = connection.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
     found = array.array("i")

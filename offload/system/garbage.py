@@ -1,4 +1,4 @@
-"""When Python looks for cyclic garbage."""
+"""Control of Python's cyclic garbage collection."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Cyclic garbage waits. For short work that makes very many objects.
+    """No garbage collection runs inside. For short work that makes very many objects.
 
-    Their number sets off full collections, each of which walks all that torch has made: 0.1 to 0.4 s.
+    Their number would trigger full collections, and each visits all objects that torch has made: 0.1 to 0.4 s.
     """
     was_enabled = gc.isenabled()
     gc.disable()

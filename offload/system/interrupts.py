@@ -1,10 +1,10 @@
 """Signals while the engine changes its state: their handlers run when the change is complete.
 
 [Note: where an interrupt may end something] Python runs a signal's handler between any two bytecodes of the main
-thread, and Ctrl-C raises there. Half of a change would be left: a unit that is bound and listed nowhere, a block that
-nobody gives back. So what changes state runs inside `uninterrupted`, which keeps signals until it ends. Waiting for a
-disk or for other ranks may take for ever; there, and there alone, `deliver_late` lets them through: what waits is
-written for that.
+thread, and Ctrl-C raises there. This would leave half of a change: a unit that is bound but not listed, a block that is
+never released. So code that changes state runs inside `uninterrupted`, which holds signals until it ends. A wait for a
+disk or for other ranks may take for ever. Only there `deliver_late` runs the handlers: code that waits can handle an
+error at that point.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
-LATE_SECONDS = 0.2  # So old a signal ends a wait.
+LATE_SECONDS = 0.2  # A signal that is held for so long may end a wait.
 _MAIN = threading.main_thread().ident
 
 
 class _Uninterrupted:
-    """The context: one for the process, that its main thread enters; elsewhere it does nothing."""
+    """The context manager. The process has one; it acts in the main thread only, in others it does nothing."""
 
     def __init__(self) -> None:
         self._depth = 0
-        self._before: dict[int, Any] = {}  # Signal -> the handler that there was, where ours is.
+        self._before: dict[int, Any] = {}  # Signal -> the handler that ours has replaced.
         self._kept: list[tuple[int, FrameType | None]] = []
         self._since = 0.0
         self._handler = self._keep
@@ -44,7 +44,7 @@ class _Uninterrupted:
         if self._depth == 0:
             for number in SIGNALS:
                 before = _signal.getsignal(number)
-                if callable(before) and before is not self._handler:  # else nothing new runs that could raise
+                if callable(before) and before is not self._handler:  # else no other Python handler can raise
                     self._before[number] = before
                     _signal.signal(number, self._handler)
         self._depth += 1
@@ -54,22 +54,22 @@ class _Uninterrupted:
     ) -> None:
         if threading.get_ident() != _MAIN:
             return
-        # From here on our handler lets signals through. One that raises leaves it in place, which does no harm.
+        # At depth 0 our handler passes signals on. If a handler raises here, ours stays installed, which does no harm.
         self._depth -= 1
         if self._depth == 0:
             for number, before in self._before.items():
-                if _signal.getsignal(number) is self._handler:  # who was inside may have put another there
+                if _signal.getsignal(number) is self._handler:  # code inside may have set another one
                     _signal.signal(number, before)
             self._deliver()
 
     def _deliver(self) -> None:
-        """Run the handlers of what was kept; the first that raises ends it."""
+        """Run the handlers of the held signals; stops at the first that raises."""
         while self._kept:
             number, frame = self._kept.pop(0)
             self._before[number](number, frame)
 
     def _keep(self, number: int, frame: FrameType | None) -> None:
-        if self._depth == 0:  # on the way in or out
+        if self._depth == 0:  # during `__enter__` or `__exit__`
             self._before[number](number, frame)
             return
         if not self._kept:
@@ -77,7 +77,7 @@ class _Uninterrupted:
         self._kept.append((number, frame))
 
     def deliver_late(self) -> None:
-        """Run the handlers of what has been kept for long, if this is the thread that they are for."""
+        """Run the handlers of held signals if the first is held for LATE_SECONDS and this is the main thread."""
         if self._kept and threading.get_ident() == _MAIN and time.monotonic() - self._since >= LATE_SECONDS:
             self._deliver()
 

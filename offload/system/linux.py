@@ -1,4 +1,4 @@
-"""Calls of Linux that some builds of Python leave out: those made on systems older than the one they run on."""
+"""Calls of Linux that some builds of Python lack, since they were built on an older system."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SYS_PIDFD_OPEN = 434  # The same on all processors.
 
 
 def memory_file(*, sealable: bool = False) -> int:
-    """Descriptor of a new file in memory: empty, nameless, closed in programs that are started.
+    """Descriptor of a new file in memory: empty, without a name, close-on-exec.
 
-    Raises OSError: the kernel or the C library has no such files, or there can be no more open ones. `sealable`: its
+    Raises OSError: the kernel or the C library has no such files, or too many files are open. `sealable`: the file's
     length can be made final.
     """
     create = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)
     if create is None:
         raise OSError(errno.ENOSYS, "the C library has no memfd_create (glibc has it since 2.27)")
-    # Before Linux 6.3 nobody knew of files that could be run, and one said only whether they may be sealed.
+    # Linux before 6.3 does not know MFD_NOEXEC_SEAL, which also allows sealing; there only MFD_ALLOW_SEALING does.
     for flags in (MFD_NOEXEC_SEAL, MFD_ALLOW_SEALING if sealable else 0):
         descriptor = int(create(b"zero-infinity", MFD_CLOEXEC | flags))
         if descriptor >= 0:
@@ -31,9 +31,9 @@ def memory_file(*, sealable: bool = False) -> int:
 
 
 def punch_hole(descriptor: int, offset: int, nbytes: int) -> None:
-    """Give the room of a file's bytes [offset, offset + nbytes) back to its file system; they read as zero.
+    """Free the space of a file's bytes [offset, offset + nbytes); they read as zero afterwards.
 
-    Raises OSError: the file system cannot.
+    Raises OSError: the file system cannot do this.
     """
     punch = ctypes.CDLL(None, use_errno=True).fallocate
     punch.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -42,9 +42,9 @@ def punch_hole(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def open_lifeline() -> int:
-    """A descriptor that becomes readable when this process has ended, wherever it was passed on to.
+    """A descriptor that becomes readable when this process has ended, also in other processes that received it.
 
-    Raises OSError: the kernel has none (before 5.3), or does not allow it.
+    Raises OSError: the kernel has no such descriptors (before 5.3), or does not allow it.
     """
     descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(SYS_PIDFD_OPEN, os.getpid(), 0))
     if descriptor < 0:

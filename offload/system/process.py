@@ -1,4 +1,4 @@
-"""What the kernel does to a process when its parent dies. Standard library only: it is loaded before anything else."""
+"""Lets the kernel kill a process when its parent dies. Standard library only: it is loaded before anything else."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process (SIGKILL) when its parent ends, also when the parent is killed.
+    """Let the kernel kill this process (SIGKILL) when its parent ends, also when the parent is killed.
 
-    The order stays in force when the process becomes another program by exec. `parent`: process id of who is to be
-    outlived by nobody; if it is gone already, this process ends at once. (A wrapper between the two may be the parent
-    proper.).
+    This stays in force after an exec. `parent`: id of the process that this one must not outlive; if it has ended
+    already, this process ends at once. (The direct parent may be a wrapper between the two.)
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:

@@ -1,7 +1,7 @@
-"""Connections that a library has opened and offers no way to close.
+"""Shuts connections that a library has opened and offers no way to close.
 
-gloo waits for a message until its timeout, half an hour by default, and a process cannot end before. A connection that
-is shut ends the wait at once, here and at its other end.
+gloo waits for a message until its timeout, half an hour by default, and a process cannot end before. If the connection
+is shut down, the wait ends at once, here and at the other end.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class Connection(NamedTuple):
     """One end of a TCP connection of this process."""
 
     descriptor: int
-    inode: int  # Tells whether the descriptor still is this connection.
-    ends: tuple[str, str]  # Address and port of this end and the other one.
+    inode: int  # Shows whether the descriptor is still this connection.
+    ends: tuple[str, str]  # Address and port of this end and of the other end.
 
 
 def connections() -> set[Connection]:
-    """Every TCP connection that this process has now; none where the system does not tell."""
+    """Every TCP connection that this process has now; none if the system has no /proc."""
     found = set()
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -45,7 +45,7 @@ def _address(name: tuple[str, int]) -> str:
 
 
 def shut(ends: Iterable[Connection]) -> None:
-    """End what is under way on these connections and refuse more; the descriptors stay their owner's."""
+    """Shut these connections down, which ends transfers in flight; their owners keep the descriptors."""
     for end in ends:
         with suppress(OSError):
             if os.fstat(end.descriptor).st_ino == end.inode:

@@ -1,4 +1,4 @@
-"""Threads for calls that block, beside an event loop."""
+"""Threads for blocking calls of an event loop."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Runs calls in order, on the device of the thread that made it.
+    """Runs calls in order, on the device of the thread that created the worker.
 
-    Python does not exit before it is closed, and it takes calls until then.
-
-    A `ThreadPoolExecutor` refuses them as soon as the main thread has ended.
+    Python does not exit before the worker is closed, and until then it accepts calls. A `ThreadPoolExecutor` refuses
+    calls as soon as the main thread has ended.
     """
 
     def __init__(self, name: str, threads: int = 1) -> None:
@@ -29,13 +28,13 @@ class Worker:
             threading.Thread(target=self._serve, name=name, daemon=False).start()
 
     async def run(self, job: Callable[[], T]) -> T:
-        """What `job` returns on one of the worker's threads, or raises."""
+        """Run `job` on one of the worker's threads; returns its result, or raises its error."""
         future: Future[T] = Future()
         self._jobs.put((job, future))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """The threads end after the calls that they have. Never blocks. Idempotent."""
+        """End the threads after the calls that were accepted. Never blocks. Idempotent."""
         for _ in range(self._threads):
             self._jobs.put(None)
         self._threads = 0
@@ -47,7 +46,7 @@ class Worker:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                if not entered:  # here, so that who waits for a job gets the error
+                if not entered:  # inside the try: the caller of a job gets the error
                     self._enter()
                 entered = True
                 future.set_result(job())
