@@ -1,1 +1,1 @@
-"""Containers of checkpoints and snapshots: files that others read, written and read by range."""
+"""File formats of checkpoints and snapshots: files that other programs read, written and read by range."""

@@ -1,4 +1,4 @@
-"""Reads boxes of files ahead of whoever wants them, checked, with a few blocks of memory."""
+"""Reads boxes of files ahead of their use, verifies checksums, and needs only a few blocks of memory."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from offload.mover import Mover
 from offload.sizes import PAGE_BYTES, align_up
 
 BLOCKS = 10
-ENTRIES_MAX = 64  # Boxes in memory or on their way.
-HELD = 4  # What was asked for last stays as it is for so many further boxes.
+ENTRIES_MAX = 64  # Boxes in memory or being read.
+HELD = 4  # A box that was returned stays unchanged until so many further boxes were requested.
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
     """Some bytes of a file that are read together."""
 
-    file: int  # Which of the reader's files.
-    offset: int  # A multiple of 4096; the file reaches to the next multiple behind the last byte.
+    file: int  # Index of the file in the reader.
+    offset: int  # A multiple of 4096; the file extends at least to the next multiple after the last byte.
     nbytes: int
     crc: int | None = None  # CRC-32C; None: not known.
 
@@ -39,14 +39,14 @@ class _Entry:
     block: Block | None
     reading: asyncio.Task[torch.Tensor]
     data: torch.Tensor | None = None  # Once read.
-    asked: bool = False  # Set by who asks; until the reader has noted `used`, nobody reclaims the block.
+    asked: bool = False  # Set by the calling thread; the block is reclaimed only once the reader has set `used`.
     used: bool = False
 
 
 class BoxReader:
     """A thread that reads, and a ring of blocks. Its methods may be called on any other thread, one at a time.
 
-    Raises StorageError: a file cannot be opened. `block_bytes`: of a block; a larger box is read when it is asked for.
+    Raises StorageError: a file cannot be opened. `block_bytes`: of a block; larger boxes are not read ahead.
     """
 
     def __init__(self, paths: Sequence[Path], block_bytes: int, files: Files) -> None:
@@ -75,13 +75,13 @@ class BoxReader:
         self._closed = False
 
     def expect(self, boxes: Iterable[StoredBox]) -> None:
-        """These will be asked for, in that order; what was expected before is not any more."""
+        """Announce the boxes that will be requested, in that order; this replaces all earlier announcements."""
         self._mover.run("reading ahead", self._expect(list(boxes)))
 
     def get(self, box: StoredBox) -> torch.Tensor:
-        """The box's bytes, uint8; they stay as they are until `HELD` further boxes have been asked for.
+        """The box's bytes, uint8; they stay unchanged until `HELD` further boxes have been requested.
 
-        Raises StorageError: the read failed; DamagedError: the bytes are not those that were written.
+        Raises StorageError: the read failed; DamagedError: the bytes differ from the written ones.
         """
         entry = self._entries.get(box)
         if entry is not None and entry.data is not None and not entry.asked and not entry.used:
@@ -91,16 +91,16 @@ class BoxReader:
         return self._mover.run(f"reading {self._paths[box.file]}", self._get(box))
 
     def get_parts(self, parts: Sequence[tuple[StoredBox, int, int]]) -> torch.Tensor:
-        """Bytes [begin, end) of each of these boxes, one after another, uint8, in memory of their own.
+        """Bytes [begin, end) of each of these boxes, one after another, uint8, copied to new memory.
 
-        Any number of them; what `get` has returned stays as it is. Raises as `get`.
+        There may be any number of parts; results of `get` stay unchanged. Raises as `get`.
         """
         out = torch.empty(sum(end - begin for _, begin, end in parts), dtype=torch.uint8, device="cpu")
         self._mover.run(f"reading {len(parts)} boxes", self._get_parts(parts, out))
         return out
 
     def close(self) -> None:
-        """Give back threads, memory and files. Idempotent."""
+        """Release threads, memory and files. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -145,14 +145,14 @@ class BoxReader:
                 await self._changed.wait()
 
     def _room(self, nbytes: int) -> Block | None:
-        """Memory for one more box, of what is free or not held any more: boxes may be small, and many go in."""
+        """Memory for one more box, free or reclaimed; None if there is none. Many small boxes may fit in."""
         while True:
             block = self._arena.try_lease(nbytes) if len(self._entries) < ENTRIES_MAX else None
             if block is not None or not self._reclaim():
                 return block
 
     def _reclaim(self) -> bool:
-        """Let go of what was asked for longest ago and is not held any more; False if there is nothing."""
+        """Release the box that was requested longest ago and is not held any more; False if there is none."""
         for box, entry in self._entries.items():
             if entry.used and entry.reading.done() and entry not in self._held:
                 del self._entries[box]
@@ -165,7 +165,7 @@ class BoxReader:
         return await self._data_of(self._use(box))
 
     def _use(self, box: StoredBox) -> _Entry:
-        """It has been asked for."""
+        """Mark the box as requested."""
         entry = self._entry(box)
         if entry not in self._held:
             self._held.append(entry)
@@ -177,7 +177,7 @@ class BoxReader:
         position = 0
         for box, begin, end in parts:
             entry = self._entry(box)
-            entry.used = False  # nobody gets the block for another box before the copy is made
+            entry.used = False  # the block must not be reclaimed before the copy is made
             try:
                 out[position : position + end - begin].copy_((await self._data_of(entry))[begin:end])
             finally:
@@ -186,12 +186,12 @@ class BoxReader:
 
     def _entry(self, box: StoredBox) -> _Entry:
         entry = self._entries.pop(box, None)
-        if entry is None:  # nobody has foreseen it
+        if entry is None:  # not announced, or not reached by reading ahead
             memory = torch.empty(align_up(box.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8, device="cpu")
             skip = -memory.data_ptr() % PAGE_BYTES
             entry = self._begin(box, None, memory[skip:])
         self._entries = {b: e for b, e in self._entries.items() if e.block is not None or e in self._held}
-        self._entries[box] = entry  # behind all that was asked for before
+        self._entries[box] = entry  # after all boxes requested before
         return entry
 
     async def _data_of(self, entry: _Entry) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""torch.save containers whose payload is written by somebody else, and files packed with them.
+"""torch.save archives without their payload, which the caller writes, and files packed with such archives.
 
 [Note: container] torch.distributed.checkpoint keeps each box of a tensor as one torch.save archive inside a data file.
-torch itself says what surrounds the payload (`torch.serialization.skip_data`), so archives are made by asynchronous I/O
-from wherever the bytes are, and plain torch reads them.
+torch itself makes the bytes around the payload (`torch.serialization.skip_data`). So asynchronous I/O can write
+archives from any memory, and plain torch can read them.
 
-[Note: run] Boxes that follow one another are packed into runs, each of which is written at once. Every payload begins
-on a page, so that O_DIRECT can read it alone; what surrounds it lies in the pages between.
+[Note: run] Consecutive boxes are packed into runs, and each run is written at once. Every payload begins on a page, so
+that O_DIRECT can read it alone; the bytes around it lie in the pages between payloads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What surrounds a payload."""
+    """The bytes before and after a payload."""
 
     head: bytes
     tail: bytes
@@ -39,7 +39,7 @@ BARE = Container(b"", b"")  # The payload is an archive already.
 @lru_cache(maxsize=4096)
 def container(dtype: torch.dtype, sizes: tuple[int, ...]) -> Container:
     """The torch.save archive of a contiguous CPU tensor, without its bytes."""
-    tensor = torch.empty(sizes, dtype=dtype, device="cpu")  # of virtual memory: nobody touches it
+    tensor = torch.empty(sizes, dtype=dtype, device="cpu")  # virtual memory only: it is never touched
     head, tail = surroundings(tensor, [tensor], lambda loaded: [loaded])
     return Container(head, tail)
 
@@ -47,12 +47,12 @@ def container(dtype: torch.dtype, sizes: tuple[int, ...]) -> Container:
 def surroundings(
     value: Any, tensors: Sequence[torch.Tensor], tensors_in: Callable[[Any], Sequence[torch.Tensor]]
 ) -> list[bytes]:
-    """What the torch.save archive of a value has before the bytes of each tensor in it, and behind the last.
+    """The bytes of a value's torch.save archive before each tensor in it, and after the last one.
 
     Args:
-        value: to be saved; the values of its tensors are not looked at.
-        tensors: in it, contiguous and on the CPU, in the order in which they are reached.
-        tensors_in: the same ones of a value that was loaded.
+        value: to be saved; the elements of its tensors are not read.
+        tensors: the tensors in it, contiguous and on the CPU, in the order in which torch.save meets them.
+        tensors_in: returns the same tensors of a value that was loaded.
     """
     fd = os.memfd_create("container", os.MFD_CLOEXEC)
     path = f"/proc/self/fd/{fd}"
@@ -63,7 +63,7 @@ def surroundings(
             loaded = tensors_in(torch.load(path, weights_only=True))
         parts, position = [], 0
         for tensor, found in zip(tensors, loaded, strict=True):
-            storage: Any = found.untyped_storage()  # of a fake tensor: it says where its bytes are in the file
+            storage: Any = found.untyped_storage()  # of a fake tensor: it has the offset of its bytes in the file
             begin = int(storage._checkpoint_offset)
             parts.append(os.pread(fd, begin - position, position))
             position = begin + tensor.nbytes
@@ -76,7 +76,7 @@ def surroundings(
 class PackedBox(Generic[T]):
     item: T
     container: Container
-    payload: int  # First byte of the payload, counted from the begin of the run; page-aligned.
+    payload: int  # First byte of the payload, counted from the start of the run; page-aligned.
     nbytes: int  # Of the payload.
 
     @property
@@ -90,7 +90,7 @@ class PackedBox(Generic[T]):
         return self.payload + self.nbytes + len(self.container.tail)
 
     def payload_in(self, run: torch.Tensor) -> torch.Tensor:
-        """The payload's bytes in the run's memory (uint8), with archive around it."""
+        """The payload's bytes in the run's memory (uint8); writes the rest of the archive around them."""
         whole = run.numpy()
         for data, at in ((self.container.head, self.begin), (self.container.tail, self.payload + self.nbytes)):
             whole[at : at + len(data)] = np.frombuffer(data, dtype=np.uint8)
@@ -104,7 +104,7 @@ class PackedRun(Generic[T]):
     places: tuple[PackedBox[T], ...]
 
     def clear_gaps(self, memory: torch.Tensor) -> None:
-        """Zero what lies between the boxes, in memory (uint8) that was used for something else before."""
+        """Zero the gaps between the boxes in the run's memory (uint8), which may hold bytes of an earlier use."""
         position = 0
         for begin, end in (*((place.begin, place.end) for place in self.places), (self.nbytes, self.nbytes)):
             memory[position:begin].zero_()
@@ -114,7 +114,7 @@ class PackedRun(Generic[T]):
 def pack(boxes: Iterable[tuple[T, Container, int]], offset: int, nbytes_max: int) -> Iterator[PackedRun[T]]:
     """Pack (item, container, payload bytes) into runs from byte `offset` of a file on, each of at most `nbytes_max`.
 
-    A box that is larger is a run of its own.
+    A larger box becomes one run alone.
     """
     places: list[PackedBox[T]] = []
     for item, around, nbytes in boxes:

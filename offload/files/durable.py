@@ -1,7 +1,7 @@
-"""Files and folders that survive a crash: what has returned is on the disk, what has not returned did not half happen.
+"""Files and folders that survive a crash: a finished call is on the disk, an interrupted call has no partial effect.
 
-A file's bytes last once the file was synced, its name once the folder was. Every call that changes the disk goes
-through `Files.perform`, so that a test can stop between any two of them and forget what was not synced.
+A file's bytes are durable once the file is synced, its name once the folder is synced. Every call that changes the disk
+uses `Files.perform`, so that a test can stop between any two of them and drop all changes that were not synced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Operation = Literal[
 T = TypeVar("T")
 NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-STAGED = ".partial-"  # Between a file's name and a process id, while its new contents are written beside it.
+STAGED = ".partial-"  # NAME + STAGED + process id is the file to which the new contents of NAME are written first.
 
 
 class DurableFile:
@@ -35,16 +35,16 @@ class DurableFile:
 
     Attributes:
         fd: its descriptor; closed by `close`.
-        direct: no page cache lies between: offsets, sizes and addresses are multiples of 4096.
+        direct: transfers bypass the page cache: offsets, sizes and addresses must be multiples of 4096.
     """
 
     def __init__(self, files: Files, path: Path, fd: int, direct: bool) -> None:
         self.path, self.fd, self.direct, self._files = path, fd, direct, files
 
     def sync(self) -> None:
-        """What was written so far lasts; its name does when the folder was synced too.
+        """Make all bytes written so far durable; the file's name needs a sync of the folder, too.
 
-        Raises StorageError: it may not last; do not try again, the kernel may have forgotten the pages.
+        Raises StorageError: the bytes may be lost; do not try again, the kernel may have dropped the pages.
         """
         self._files.perform("sync", self.path, lambda: os.fsync(self.fd))
 
@@ -56,7 +56,7 @@ class DurableFile:
         return os.fstat(self.fd).st_size
 
     def close(self) -> None:
-        """Close the descriptor. Idempotent; makes nothing last."""
+        """Close the descriptor, without a sync. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -65,14 +65,14 @@ class DurableFile:
 class Lock:
     """A lock between processes, on an open file; the kernel frees it when the process ends, however it ends.
 
-    `certain`: False where the file system has no locks: nobody else was asked.
+    `certain`: False if the file system has no locks: another process may then hold it too.
     """
 
     def __init__(self, fd: int, certain: bool) -> None:
         self._fd, self.certain = fd, certain
 
     def close(self) -> None:
-        """Free it. Idempotent."""
+        """Free the lock. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
@@ -87,17 +87,17 @@ class Lock:
 
 
 class Files:
-    """The real disk. Stateless. What fails raises a StorageError with path, errno and free space."""
+    """The real disk. Stateless. Failures raise a StorageError with path, errno and free space."""
 
     def perform(self, operation: Operation, path: Path, action: Callable[[], T], new: Path | None = None) -> T:
-        """Every change of the disk, one system call each. `new`: the new path of a rename."""
+        """Run `action`, one system call that changes the disk; all changes are made here. `new`: of a rename."""
         return _telling(operation if new is None else f"{operation} to {new.name}", path, action)
 
     def written(self, file: DurableFile, offset: int, data: torch.Tensor) -> None:
-        """To be called when `data` was written to `file` at `offset` through its descriptor."""
+        """Call it after `data` was written to `file` at `offset` through its descriptor; tests record the write."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and those above it, to last; nothing if it is there."""
+        """Make a folder and its parents durably; does nothing if the folder exists."""
         if path.is_dir():
             return
         self.make_folder(path.parent)
@@ -105,7 +105,7 @@ class Files:
         self.sync_folder(path.parent)
 
     def create(self, path: Path, nbytes: int) -> DurableFile:
-        """A new file of `nbytes` whose room is reserved, past the page cache where that works."""
+        """A new file with `nbytes` reserved, open with O_DIRECT if the file system allows it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd, direct = self.perform("create", path, lambda: _open_direct(path, flags))
         file = DurableFile(self, path, fd, direct)
@@ -119,9 +119,9 @@ class Files:
         return file
 
     def stage(self, path: Path, data: bytes | str, mode: int = 0o644) -> Path:
-        """Write what `path` is to contain beside it, to last; returns where. To `rename` it needs no more room."""
+        """Write the new contents of `path` durably to a file next to it; returns its path. `rename` needs no space."""
         beside = path.with_name(f"{path.name}{STAGED}{os.getpid()}")
-        self.remove(beside)  # of a process that died and had the same id
+        self.remove(beside)  # left by a dead process that had the same id
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = self.perform("create", beside, lambda: os.open(beside, flags, mode))
         try:
@@ -136,7 +136,7 @@ class Files:
         return beside
 
     def write_bytes(self, path: Path, data: bytes | str, mode: int = 0o644) -> None:
-        """Make `path` contain `data`, to last: at any moment all of the old or all of the new contents are there."""
+        """Replace the contents of `path` by `data` durably: at any moment the file has all old or all new contents."""
         beside = self.stage(path, data, mode)
         try:
             self.rename(beside, path)
@@ -145,15 +145,15 @@ class Files:
             raise
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file or a folder another name, to last; a file or an empty folder that had the name is gone."""
+        """Rename a file or a folder durably; it replaces a file or an empty folder of the new name."""
         self.perform("rename", old, lambda: old.replace(new), new)
         for parent in {old.parent, new.parent}:
             self.sync_folder(parent)
 
     def remove(self, path: Path, first: Sequence[str] = ()) -> None:
-        """Remove a file or a folder with all that is in it; nothing if it is not there.
+        """Remove a file, or a folder with all its contents; does nothing if the path does not exist.
 
-        `first`: names in the folder that are gone before anything else is: without them it is known to be half gone.
+        `first`: names in the folder that are removed first, durably: a folder without them is known to be incomplete.
         """
         if not os.path.lexists(path):
             return
@@ -161,7 +161,7 @@ class Files:
         self.sync_folder(path.parent)
 
     def sync_folder(self, path: Path) -> None:
-        """The names in the folder last."""
+        """Make the names in the folder durable."""
         self.perform("sync folder", path, lambda: _sync_folder(path))
 
     def _remove(self, path: Path, first: Sequence[str]) -> None:
@@ -178,14 +178,14 @@ class Files:
         self.perform("remove folder", path, path.rmdir)
 
     def open(self, path: Path) -> DurableFile:
-        """An existing file, to be read through its descriptor, past the page cache where that works."""
+        """An existing file, for reads through its descriptor, open with O_DIRECT if the file system allows it."""
         return DurableFile(self, path, *_telling("open", path, lambda: _open_direct(path, os.O_RDONLY | os.O_CLOEXEC)))
 
     def read_bytes(self, path: Path) -> bytes:
         return _telling("read", path, path.read_bytes)
 
     def listing(self, path: Path) -> list[str]:
-        """The names in a folder, sorted; none if it is not there."""
+        """The names in a folder, sorted; none if it does not exist."""
         try:
             return sorted(os.listdir(path))
         except FileNotFoundError:
@@ -207,21 +207,21 @@ class Files:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def stamp(self, path: Path) -> tuple[int, int, int]:
-        """(inode, bytes, time of the last write in ns) of a file: other numbers mean other contents, perhaps."""
+        """(inode, bytes, time of the last write in ns) of a file: if they differ, the contents may have changed."""
         found = _telling("look at", path, path.stat)
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def free_bytes(self, path: Path) -> int:
-        """Room for files at `path`, or where it would be made."""
+        """Free space for files at `path`, which need not exist yet."""
         return _telling("look at", path, lambda: free_bytes(_existing(path)))
 
     def lock(self, path: Path, wait_seconds: float = 0.0) -> Lock | None:
-        """Lock a file, which is made if need be; None if another process has the lock all the time."""
+        """Lock a file, which is made if it is missing; None if another process keeps the lock during `wait_seconds`."""
         fd = self.perform("create", path, lambda: os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
         return _lock(fd, wait_seconds)
 
     def lock_folder(self, path: Path, wait_seconds: float = 0.0) -> Lock | None:
-        """As `lock`, on a folder itself: nothing is left in it."""
+        """As `lock`, on a folder itself: no file is left in it."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         return _lock(_telling("open", path, lambda: os.open(path, flags)), wait_seconds)
 
@@ -258,20 +258,20 @@ def _storage_error(what: str, path: Path, error: OSError) -> StorageError:
 
 
 def _existing(path: Path) -> Path:
-    """The folder itself, or the nearest above that is there."""
+    """The folder itself, or its nearest parent that exists."""
     path = path.absolute()
     return next((folder for folder in (path, *path.parents) if folder.is_dir()), path)
 
 
 def _open_direct(path: Path, flags: int) -> tuple[int, bool]:
-    """Descriptor, and whether it is past the page cache: tmpfs and some network file systems refuse that."""
+    """Descriptor, and whether it bypasses the page cache: tmpfs and some network file systems refuse O_DIRECT."""
     try:
         return os.open(path, flags | os.O_DIRECT, 0o644), True
     except OSError as error:
         if error.errno not in NO_DIRECT_IO:
             raise
         if flags & os.O_EXCL:
-            path.unlink(missing_ok=True)  # some refuse it only after they have made the file
+            path.unlink(missing_ok=True)  # some file systems refuse only after they have made the file
         return os.open(path, flags, 0o644), False
 
 
@@ -281,7 +281,7 @@ def _reserve(fd: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in NO_DIRECT_IO:
             raise
-        os.ftruncate(fd, nbytes)  # the file system cannot reserve; it has a length at least
+        os.ftruncate(fd, nbytes)  # the file system cannot reserve space; at least set the length
 
 
 def write_all(fd: int, data: bytes, offset: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Safetensors files, read by range: no more of a checkpoint is in memory than what is asked for.
+"""Safetensors files, read by range: only the requested part of a checkpoint is in memory.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes of header length, little-endian, a JSON header
 `name -> {dtype, shape, data_offsets}`, then the tensors' bytes, offsets counted from the end of the header.
@@ -52,10 +52,10 @@ class Entry:
 
 
 class SafetensorsFile:
-    """One open file; every tensor's place is checked against the file's length at once.
+    """One open file; on opening, every tensor's place is checked against the file's length.
 
     Raises ConfigError: the file cannot be opened, is cut short or is no safetensors file; names it and the tensor.
-    `entries`: name -> where and what it is.
+    `entries`: name -> dtype, shape and offset.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class SafetensorsFile:
             self._fd = -1
 
     def __del__(self) -> None:
-        """A parameter that was never adopted may be the last to hold it."""
+        """Close the file if nobody did: a parameter that was never adopted may hold the last reference."""
         if getattr(self, "_fd", -1) >= 0:
             self.close()
 
@@ -127,7 +127,7 @@ class SafetensorsFile:
 
 
 def open_checkpoint(folder: Path) -> dict[str, SafetensorsFile]:
-    """Tensor name -> its file, of a folder as `save_pretrained` writes it, or of one file.
+    """Tensor name -> its file, for a folder that `save_pretrained` wrote, or for one file.
 
     Raises ConfigError: there is nothing to load, a shard is missing, or a file is damaged.
     """

@@ -1,9 +1,10 @@
-"""Files of weights, written in one pass: no more of a model is in memory than a few blocks, nor in the page cache.
+"""Files of weights, written in one pass: only a few blocks of a model are in memory and in the page cache.
 
-They are safetensors, or, where their names ask for it, the archives that torch.save makes of a state dict.
+They are safetensors files or, if their suffix says so, torch.save archives of a state dict.
 
-A file is written under a name of its own, beside, past the page cache where the file system allows it. Files of one
-model appear together: their index goes first and comes last, so what is there of a broken attempt is no model.
+A file is first written next to its place under a temporary name, with O_DIRECT if the file system allows it. Files of
+one model appear together: the old index is removed first and the new one is written last, so the remains of a failed
+attempt are no model.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA = {"format": "pt"}
 SUFFIX = ".safetensors"
 PICKLED = (".bin", ".pt", ".pth")  # Suffixes of torch.save archives.
-DRAFT = ".partial"  # At the end of a file's name while it is written; it has a dot before.
-WAIT_SECONDS = 3600.0  # A writer waits so long for another process's: every rank may convert one checkpoint.
+DRAFT = ".partial"  # Suffix of a file's name while it is written; the name also begins with a dot.
+WAIT_SECONDS = 3600.0  # How long a writer waits for another process: every rank may convert the same checkpoint.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Tensor:
 
 
 def in_file_order(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Wide dtypes first, else as given: so every tensor begins at a multiple of its element, as readers ask for."""
+    """Wide dtypes first, else in the given order: so every tensor is aligned to its elements, as readers require."""
     return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
@@ -73,7 +74,7 @@ def header_of(tensors: Sequence[Tensor]) -> bytes:
 
 
 def around(suffix: str, tensors: Sequence[Tensor]) -> list[bytes]:
-    """What a file has before the values of each tensor, and behind those of the last.
+    """The bytes of a file before the values of each tensor, and after those of the last one.
 
     Raises ConfigError: a dtype that such files cannot hold.
     """
@@ -85,16 +86,16 @@ def around(suffix: str, tensors: Sequence[Tensor]) -> list[bytes]:
 
 
 class WeightsWriter:
-    """One file in the making: safetensors, or an archive of torch.save where its suffix is one of `PICKLED`.
+    """Writes one file: safetensors, or a torch.save archive if its suffix is one of `PICKLED`.
 
     Raises ConfigError: a dtype that such files cannot hold; StorageError: the file cannot be created, or there is no
     room for it.
 
     Args:
-        tensors: in the order in which their values will come; see `in_file_order`.
+        tensors: in the order in which their values will be appended; see `in_file_order`.
 
     Attributes:
-        draft: where it is written until `publish`.
+        draft: the temporary path of the file until `publish`.
     """
 
     def __init__(self, files: Files, path: Path, tensors: Sequence[Tensor]) -> None:
@@ -115,9 +116,9 @@ class WeightsWriter:
             raise
 
     def append(self, values: torch.Tensor) -> None:
-        """The next values of the tensor whose turn it is, of its dtype, on the host; any shape.
+        """Append values of the current tensor, in its dtype, on the host, of any shape.
 
-        Raises StateError: another dtype, or more than are missing; StorageError: this write, or one before, has failed.
+        Raises StateError: other dtype, or more values than missing; StorageError: this or an earlier write failed.
         """
         if not values.numel():
             return
@@ -131,7 +132,7 @@ class WeightsWriter:
             self._next_tensor()
 
     def finish(self) -> None:
-        """Everything has come: write the rest, and wait until the disk has all of it.
+        """After the last values: write the rest, and wait until the disk has all bytes.
 
         Raises StateError: values are missing; StorageError: a write has failed.
         """
@@ -143,17 +144,17 @@ class WeightsWriter:
         self._close()
 
     def publish(self) -> None:
-        """After `finish`: give it its name, to last. Raises StorageError."""
+        """After `finish`: rename the draft to its final path durably. Raises StorageError."""
         self._files.rename(self.draft, self.path)
 
     def abandon(self) -> None:
-        """Remove what has been written, unless it is published. Idempotent."""
+        """Remove the draft, unless it is published. Idempotent."""
         self._close()
-        with suppress(StorageError):  # what has failed before is what the user is told
+        with suppress(StorageError):  # the user must get the earlier error
             self._files.remove(self.draft)
 
     def _next_tensor(self) -> None:
-        """Write what comes before the next tensor that has values; or what is behind the last."""
+        """Write the bytes before the next tensor that is not empty, or those after the last tensor."""
         self._current, self._missing_numel = None, 0
         while self._current is None:
             tensor, before = next(self._coming, (None, self._around[-1]))
@@ -179,13 +180,13 @@ class WeightsWriter:
 class WeightsDraft:
     """The files of one model, which appear in a folder together.
 
-    The folder is locked until `abandon`: processes that write into one do so one after the other. Raises StateError:
-    another process has been writing there all the time; StorageError: the folder cannot be made, or the file system has
-    less room than that.
+    The folder is locked until `abandon`: processes that write into one folder take turns. Raises StateError: another
+    process was writing there during all of WAIT_SECONDS; StorageError: the folder cannot be made, or the file system
+    has less room than `expected_bytes`.
 
     Args:
-        folder: made if it is not there.
-        stem: what their names begin with: STEM.safetensors, or STEM-00001-of-00003.safetensors and
+        folder: made if it does not exist.
+        stem: first part of the names: STEM.safetensors, or STEM-00001-of-00003.safetensors and
             STEM.safetensors.index.json. Such files of an earlier model are replaced.
         expected_bytes: of all files together.
         suffix: instead of .safetensors.
@@ -210,7 +211,7 @@ class WeightsDraft:
     def _begin(self, expected_bytes: int) -> None:
         folder = self._folder
         for name in self._present(rf"\.?{self._stem}(-.*)?{self._suffix}(\.index\.json)?\.partial(-\d+)?"):
-            self._files.remove(folder / name)  # of a writer that was killed
+            self._files.remove(folder / name)  # left by a writer that was killed
         room = self._files.free_bytes(folder)
         if room < expected_bytes:
             doing = f"writing {expected_bytes:,} bytes of weights"
@@ -223,11 +224,11 @@ class WeightsDraft:
         return file
 
     def publish(self, index: dict[str, Any] | None) -> None:
-        """All files are finished: they and the index get their names, and what an earlier model left is removed.
+        """After all files are finished: rename them, write the index, and remove other files of an earlier model.
 
-        At any moment there is one model, the earlier or the new one; or, where both have shards of the same names,
-        shards without an index, which are no model. Raises StorageError: the folder has the earlier model, the new one
-        or none.
+        At any moment the folder has the earlier or the new model; or, if both have shards of the same names, shards
+        without an index, which are no model. Raises StorageError: the folder has the earlier model, the new one or
+        none.
         """
         names = {file.path.name for file in self._drafts}
         if index is not None and names & set(self._files.listing(self._folder)):
@@ -243,8 +244,8 @@ class WeightsDraft:
                 self._files.remove(self._folder / name)
 
     def abandon(self) -> None:
-        """Remove what has not been published. Idempotent."""
-        with ExitStack() as every:  # also when one of them raises
+        """Remove the files that are not published, and free the lock. Idempotent."""
+        with ExitStack() as every:  # runs all steps, also if one of them raises
             if self._lock is not None:
                 every.callback(self._lock.close)
             for file in self._drafts:

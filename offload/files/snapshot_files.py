@@ -1,15 +1,16 @@
-"""The folder of a snapshot: named swap files, locked while their job lives, and what says which bytes in them count.
+"""The folder of a snapshot: named swap files, locked while their job lives, and files that say which slots are valid.
 
     PATH/zero-snapshots/NAME/rank-K/swap            in every folder of nvme_path
     PATH/zero-snapshots/NAME/rank-K/part            in every folder: which of how many it is
-    PATH/zero-snapshots/NAME/rank-K/manifest-{0,1}  in the first one: which slots count, and bytes of the caller's
-    PATH/zero-snapshots/NAME/committed              of the first rank: the number that counts; all ranks have theirs
+    PATH/zero-snapshots/NAME/rank-K/manifest-{0,1}  in the first one: which slots are valid, and bytes of the caller
+    PATH/zero-snapshots/NAME/committed              by the first rank: the valid number; all ranks have its manifest
 
-[Note: in place] A new file, or a new name, costs a commit of the file system's journal, which takes its time on a busy
-disk. So small files are written in place too, by turns: the manifest of snapshot N is `manifest-(N % 2)`, and what is
-overwritten is that of N - 2. `committed` has a place for even and one for odd numbers, with two copies in each; the
-highest number that can be read counts. It is written when all manifests are on the disk. What is torn by a failure of
-the power has a wrong checksum, and what came before it is untouched: also in the slots, until the writer knows more.
+[Note: in place] A new file, or a new name, costs a commit of the file system's journal, which is slow on a busy disk.
+So small files are written in place too, in alternation: the manifest of snapshot N is `manifest-(N % 2)`, and it
+overwrites the manifest of N - 2. `committed` has one place for even and one for odd numbers, with two copies in each;
+the highest readable number is valid. It is written after all manifests are on the disk. If a power failure tears a
+write, the checksum is wrong, and the previous version is untouched: also in the slots, which are not overwritten
+before the commit is certain.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from offload.kernels import kernels
 from offload.sizes import PAGE_BYTES, align_up
 
 FOLDER = "zero-snapshots"
-FORMAT = 2  # Before 2 only what was in memory had checksums.
-FORMATS = (1, FORMAT)  # That can be read.
-MANIFEST_BYTES = 64 << 10  # Manifests are multiples of it, so that they are seldom longer than the one before.
-LOCK_SECONDS = 15.0  # A killed job's lock lasts until its last child is gone; loaders' workers look every 5 s.
+FORMAT = 2  # Before 2 only runs in memory had checksums.
+FORMATS = (1, FORMAT)  # The formats that can be read.
+MANIFEST_BYTES = 64 << 10  # Manifests are padded to multiples of it, so that they seldom grow the file.
+LOCK_SECONDS = 15.0  # A killed job's lock lasts until its last child ends; loaders' workers notice it within 5 s.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # Of a snapshot.
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a rank's manifest says, and the state beside it."""
+    """The content of a rank's manifest, and the caller's state in the same file."""
 
     number: int
     body: Mapping[str, Any]
@@ -52,17 +53,17 @@ class Manifest:
 
 
 class SnapshotFiles:
-    """One rank's part of a snapshot, held by this process alone until `close`.
+    """One rank's part of a snapshot, locked by this process until `close`.
 
-    Raises ConfigError: a path is missing or not writable, the name is none, or another process holds the snapshot.
+    Raises ConfigError: a path is missing or not writable, the name is invalid, or another process holds the snapshot.
 
     Args:
         paths: existing folders; the first holds the manifests.
         name: of the snapshot, a plain file name.
-        disk: through which small files are written.
+        disk: writes the small files.
 
     Attributes:
-        committed: a snapshot is here that counts, or may count; else nothing is left after `close`.
+        committed: there is a snapshot that is valid, or may be; if not, `close` removes all files.
     """
 
     def __init__(self, paths: Sequence[Path | str], name: str, rank: int, disk: Files | None = None) -> None:
@@ -85,7 +86,7 @@ class SnapshotFiles:
 
     @property
     def committed_head(self) -> dict[str, Any] | None:
-        """What the first rank has committed last, as given to `commit`; None: nothing. Only the first rank knows.
+        """The head that the first rank committed last; None: none. Only the first rank can read it.
 
         Raises StorageError: it cannot be read.
         """
@@ -106,18 +107,18 @@ class SnapshotFiles:
         return Manifest(number, body, state)
 
     def prepare(self, number: int, body: Mapping[str, Any], state: bytes) -> None:
-        """Write this rank's manifest; what it names must be on stable storage. That of `number` - 2 is gone.
+        """Write this rank's manifest; all slots that it names must be on stable storage. Replaces that of `number` - 2.
 
-        Raises StorageError: it is not there.
+        Raises StorageError: the manifest was not written.
         """
         beside = {"number": number, "state_bytes": len(state), "state_crc32c": _checksum(state)}
         data = _packed({**body, **beside}) + state
         self._overwrite(self._manifest(number), 0, data.ljust(align_up(len(data), MANIFEST_BYTES), b"\0"))
 
     def commit(self, head: Mapping[str, Any]) -> None:
-        """The first rank: the snapshot of `head["number"]` is the one that counts; all ranks have theirs.
+        """By the first rank, once all ranks have their manifests: snapshot `head["number"]` becomes the valid one.
 
-        Raises StorageError: it may count or not: the one before must stay, too.
+        Raises StorageError: it may be valid or not, so the previous snapshot must stay, too.
         """
         copy = _packed(head).ljust(PAGE_BYTES, b"\0")
         self._overwrite(self.root / "committed", head["number"] % 2 * 2 * PAGE_BYTES, 2 * copy)
@@ -126,7 +127,7 @@ class SnapshotFiles:
         return self.folders[0] / f"manifest-{number % 2}"
 
     def _overwrite(self, path: Path, offset: int, data: bytes) -> None:
-        """Bytes of a file, and nothing else where it was as long before; they last. Raises StorageError."""
+        """Overwrite bytes of a file durably; if it is long enough, no metadata is synced. Raises StorageError."""
         grown = not path.exists() or path.stat().st_size < offset + len(data)
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         descriptor = self._disk.perform("create" if grown else "write", path, lambda: os.open(path, flags, 0o600))
@@ -139,7 +140,7 @@ class SnapshotFiles:
             self._disk.sync_folder(path.parent)
 
     def close(self) -> None:
-        """Let go of the snapshot; without one that counts nothing is left. Idempotent."""
+        """Release the snapshot; if it is not `committed`, remove its files. Idempotent."""
         if self._descriptors and not self.committed:
             remove_ranks(self.folders)
             if self.rank == 0:
@@ -149,7 +150,7 @@ class SnapshotFiles:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Of the swap files; this object's own."""
+        """Descriptors of the swap files; this object owns them."""
         return tuple(self._descriptors)
 
     def _let_go(self) -> None:
@@ -181,7 +182,7 @@ class SnapshotFiles:
             time.sleep(0.05)
 
     def _take_part(self, path: Path, part: str) -> None:
-        """Files that belong to a space over other folders must not be taken for a new one."""
+        """Raise ConfigError if the files belong to a swap space over other folders: they must not be reused."""
         if not path.exists():
             self._disk.write_bytes(path, part)
         found = self._disk.read_bytes(path).decode(errors="replace")
@@ -194,7 +195,7 @@ class SnapshotFiles:
 
     def _open(self, path: Path) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._disk.make_folder(path.parent)  # a job that has just ended may have taken it along
+        self._disk.make_folder(path.parent)  # a job that has just ended may have removed the folder
         try:
             return os.open(path, flags | os.O_DIRECT, 0o600)
         except FileNotFoundError:
@@ -210,7 +211,7 @@ class SnapshotSwap(SwapSpace):
     """The swap space in a snapshot's files.
 
     Raises ConfigError: there is no room; StorageError: the file system refused the reservation. `geometry`: (counts,
-    stripe_bytes) of the space when it was made; None: it is new, and what the files hold goes.
+    stripe_bytes) of the space when it was made; None: it is new, and the contents of the files are discarded.
     """
 
     def __init__(
@@ -238,13 +239,13 @@ class SnapshotSwap(SwapSpace):
             raise
 
     def close(self) -> None:
-        """Close the files; they stay if a snapshot in them counts. Idempotent."""
+        """Close the files; they stay if they hold a committed snapshot. Idempotent."""
         self._files = []
         self._snapshot.close()
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """False if somebody has removed the file between opening and locking it."""
+    """False if another process has removed the file between opening and locking it."""
     try:
         there = path.stat()
     except FileNotFoundError:
@@ -254,7 +255,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def remove_ranks(folders: Sequence[Path]) -> None:
-    """Remove the folders of ranks' parts; who does it holds their locks."""
+    """Remove the folders of ranks' parts; the caller must hold their locks."""
     for folder in folders:
         # The swap file last: it holds the lock.
         for path in sorted(folder.glob("*"), key=lambda path: path.name == "swap"):
@@ -264,15 +265,15 @@ def remove_ranks(folders: Sequence[Path]) -> None:
 
 
 def remove_empty(roots: Sequence[Path]) -> None:
-    """Remove the folders of snapshots, and those above them, as far as nothing is in them."""
+    """Remove the folders of snapshots and their parents, if they are empty."""
     for root in roots:
         for folder in (root, root.parent):
-            with contextlib.suppress(OSError):  # others have something there
+            with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
 
 
 def read_committed(root: Path) -> dict[str, Any] | None:
-    """What was committed last in the folder of a snapshot; None: nothing.
+    """The head that was committed last in the folder of a snapshot; None: none.
 
     Raises StorageError: it cannot be read, or is damaged; ConfigError: it is of another version.
     """
@@ -289,7 +290,7 @@ def read_committed(root: Path) -> dict[str, Any] | None:
 
 
 def read_body(path: Path) -> dict[str, Any]:
-    """What a manifest says.
+    """The body of a manifest.
 
     Raises StorageError: it cannot be read, or is damaged; ConfigError: it is of another version.
     """
@@ -302,7 +303,7 @@ def _packed(body: Mapping[str, Any]) -> bytes:
 
 
 def _unpacked(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
-    """What `_packed` was given, and where it ends."""
+    """The body that `_packed` was given, and where it ends in `data`."""
     text, _, rest = data.partition(b"\n")
     checksum = rest.partition(b"\n")[0]
     if checksum != _checksum(text).encode():

@@ -1,4 +1,4 @@
-"""All snapshots below a folder, whoever made them: looking at them, and removing one."""
+"""Lists all snapshots below a folder, of any job, and removes one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from offload.files.snapshot_files import FOLDER, NAME, read_body, read_committed
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One snapshot, as found below a path."""
+    """One snapshot that was found below a path."""
 
     name: str
-    head: Mapping[str, Any] | None  # None: nothing was committed. Else what `SnapshotFiles.commit` was given.
-    ranks: tuple[int, ...]  # Whose parts are below this path.
+    head: Mapping[str, Any] | None  # The head given to `SnapshotFiles.commit`; None: nothing was committed.
+    ranks: tuple[int, ...]  # The ranks whose parts are below this path.
     allocated_bytes: int
     in_use: bool
     committed_at: float | None  # Seconds since 1970.
@@ -32,9 +32,9 @@ def list_snapshots(path: Path | str) -> list[Listed]:
 
 
 def remove_snapshot(path: Path | str, name: str) -> int:
-    """Remove a snapshot, all ranks' parts below `path` and what they have in other folders; returns the bytes freed.
+    """Remove a snapshot: all ranks' parts below `path` and their parts in other folders; returns the bytes freed.
 
-    Raises ConfigError: there is none of that name; StateError: a job uses it.
+    Raises ConfigError: there is no snapshot of that name; StateError: a job uses it.
     """
     root = Path(path) / FOLDER / name
     if not NAME.fullmatch(name) or not root.is_dir():
@@ -56,12 +56,12 @@ def remove_snapshot(path: Path | str, name: str) -> int:
 
 
 def _elsewhere(rank: Path) -> list[Path]:
-    """The folders of a rank's part below other paths, as its manifest names them."""
+    """The folders of a rank's part below other paths, which its manifest names."""
     found: list[Path] = []
     for manifest in rank.glob("manifest-*"):
         with contextlib.suppress(StorageError, ConfigError, KeyError, TypeError):
             found += [Path(folder) for folder in read_body(manifest)["folders"]]
-    # Whatever a manifest says: only a part of this very snapshot is one.
+    # Do not trust the manifest: accept only folders that are parts of this snapshot and rank.
     return [folder for folder in found if folder.parts[-3:] == rank.parts[-3:] and folder.is_dir()]
 
 

@@ -1,7 +1,7 @@
-"""Files of torch.save, and plain arrays on disk, read by range; what else a file holds is unpickled without running it.
+"""Files of torch.save, and plain arrays on disk, read by range; other objects are unpickled without running code.
 
-Tensors are mapped while a file's objects are put together, so opening costs no memory. Afterwards only their places in
-the file are kept, and ranges come by read: an error of the disk is then an exception, not a signal.
+Tensors are mapped while a file's objects are built, so opening costs no memory. Afterwards only their places in the
+file are kept, and ranges are read with system calls: an error of the disk is then an exception, not a signal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from offload.disk.provisional import read_into
 from offload.errors import ConfigError, StorageError
 
-# What people put beside their weights and what torch refuses by default: making one runs nothing of the file's.
+# Classes that users save with their weights and that torch refuses by default: to make one runs no code of the file.
 HARMLESS: tuple[Any, ...] = (
     *(frozenset, argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, pathlib.PurePosixPath),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
@@ -33,7 +33,7 @@ HARMLESS: tuple[Any, ...] = (
 )
 _REBUILD: Any = numpy.zeros(0).__reduce__()[0]
 _SCALAR: Any = numpy.float64(0).__reduce__()[0]
-# numpy's own, under the names it has had.
+# numpy's own functions, under the names of its old and new versions.
 NUMPY = tuple(
     (function, f"numpy.{core}.multiarray.{name}")
     for core in ("core", "_core")
@@ -45,20 +45,20 @@ def _dict(*_factory: Any) -> dict[Any, Any]:
     return {}
 
 
-PLAINER = ((_dict, "collections.defaultdict"),)  # Torch lets items be set in plain dicts only.
+PLAINER = ((_dict, "collections.defaultdict"),)  # Torch can set items only in plain dicts.
 _ALLOWING = threading.Lock()
 
 
 class Stranger:
-    """In place of an object of a class that is not loaded: what it was made of. Nothing of that class runs.
+    """Replaces an object of a class that is not loaded, and keeps its contents. No code of that class runs.
 
-    `args`: what it was called with. `state`: what it was then given; None if nothing.
+    `args`: the arguments of the class. `state`: the argument of `__setstate__`; None if it was not called.
     """
 
     name: ClassVar[str] = ""
 
     def __init__(self, *args: Any) -> None:
-        """Called, or only made: pickle does either."""
+        """Accept any arguments: pickle calls the class, or only `__new__`."""
 
     def __new__(cls, *args: Any) -> Stranger:
         made = super().__new__(cls)
@@ -79,7 +79,7 @@ class Stranger:
 class Region:
     """An array in a file.
 
-    `offset_bytes`: of its first element; `layout`: (shape, strides) where its elements do not lie in order.
+    `offset_bytes`: of its first element; `layout`: (shape, strides) if its elements are not contiguous.
     """
 
     path: Path
@@ -89,10 +89,10 @@ class Region:
     layout: tuple[torch.Size, tuple[int, ...]] | None = None
 
     def read(self, begin: int, out: torch.Tensor) -> None:
-        """Elements from `begin` on into all of `out`, which is 1-D and of the same dtype.
+        """Read elements from `begin` on into all of `out`, which is 1-D and of the same dtype.
 
-        Elements that do not lie in order are read with all that lies between the first and the last. Raises
-        StorageError: the file cannot be read, or is shorter than it was.
+        If the elements are not contiguous, all bytes from the first to the last are read. Raises StorageError: the
+        file cannot be read, or is shorter than before.
         """
         if self.layout is None:
             read_range(self.path, self.offset_bytes + begin * self.dtype.itemsize, out)
@@ -119,14 +119,14 @@ def read_range(path: Path, offset: int, out: torch.Tensor) -> None:
 
 
 class TorchFile:
-    """A file that torch.save wrote. Raises ConfigError: it is not there, is no such file, is cut short or damaged.
+    """A file that torch.save wrote. Raises ConfigError: it is missing, is no such file, is cut short or damaged.
 
     Attributes:
-        contents: what was saved. Its tensors are mapped: use `region` for the large ones and copy the small ones, then
-            drop it.
+        contents: the saved value. Its tensors are mapped: use `region` for the large ones and copy the small ones,
+            then drop it.
 
     Args:
-        wanted: what it should be, for errors.
+        wanted: describes the expected file in errors.
     """
 
     def __init__(self, path: Path, wanted: str) -> None:
@@ -136,7 +136,7 @@ class TorchFile:
         try:
             self.contents = _load(path)
         except Exception as error:
-            # Whatever bytes make of an unpickler: it is the file that is wrong.
+            # Damaged bytes can make the unpickler raise any error: the cause is the file.
             if isinstance(error, pickle.UnpicklingError) and _reason(error).startswith(("Can only", "Trying to")):
                 raise ConfigError(
                     f"{path}: {_reason(error)}. Nothing of a class that is not known is run, and this object cannot be "
@@ -149,7 +149,7 @@ class TorchFile:
         self._mapped = _Mapped(path)
 
     def region(self, tensor: torch.Tensor) -> Region:
-        """Where a tensor of `contents` lies in the file."""
+        """The place of a tensor of `contents` in the file."""
         if tensor.numel() == 0:
             return Region(self.path, 0, 0, tensor.dtype)
         layout = None if tensor.is_contiguous() else (tensor.shape, tensor.stride())
@@ -160,7 +160,7 @@ COPY = "Copy the folder again, or take another tag"
 
 
 def _load(path: Path) -> Any:
-    # What may be unpickled is known to the whole process while it is allowed; what the user allowed stays so.
+    # The allowed classes are a setting of the whole process, hence the lock. The user's own settings stay.
     with _ALLOWING:
         users = set(torch.serialization.get_safe_globals())
         with torch.serialization.safe_globals([kind for kind in (*HARMLESS, *NUMPY, *PLAINER) if kind not in users]):
@@ -176,12 +176,12 @@ def _stranger(name: str) -> type[Stranger]:
 
 def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    # Between advice to load the file without care and a link.
+    # The line with the reason is between advice to load the file without `weights_only`, and a link.
     return lines[-2] if lines[0].startswith("Weights only load failed") and len(lines) > 2 else lines[0]
 
 
 class _Mapped:
-    """Where this process has mapped a file: addresses become offsets."""
+    """The mappings of a file in this process: converts addresses to file offsets."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -189,7 +189,7 @@ class _Mapped:
         self._ranges: list[tuple[int, int, int]] = []
         for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
             addresses, _, offset, _device, number, *names = line.split(maxsplit=5)
-            # Layered file systems show another inode than stat does.
+            # On layered file systems the inode here differs from the one of stat, hence the name.
             if int(number) == inode or name in names:
                 begin, _, end = addresses.partition("-")
                 self._ranges.append((int(begin, 16), int(end, 16), int(offset, 16)))
@@ -206,14 +206,14 @@ class _Mapped:
 
 
 def replace_strangers(value: Any, where: str, known: Callable[[Stranger], Any]) -> Any:
-    """A copy of `value` without strangers, and of its own memory; `known` says what one stands for.
+    """A copy of `value` in new memory, with all strangers replaced by results of `known`.
 
     Raises ConfigError: there is a stranger that `known` does not know; names its class and place.
 
     Args:
         value: of dicts, lists, tuples, sets, namespaces and plain values.
-        where: what to call it in an error.
-        known: returns the stranger itself if it does not know it.
+        where: name of `value` in errors.
+        known: returns the value that a stranger stands for, or the stranger itself if it does not know it.
     """
     if isinstance(value, Stranger):
         found = known(value)

@@ -1,7 +1,7 @@
 """A recording as Trace Event JSON, which Perfetto and chrome://tracing open.
 
-[Note: rows] The format wants the spans of one thread nested or apart. Requests overlap as they like,
-so a lane has as many rows ("reads 1", "reads 2", ...) as it needs; each row is a thread of the file.
+[Note: rows] In this format, spans of one thread must be nested or must not overlap. Requests overlap freely. So a
+lane has as many rows ("reads 1", "reads 2", ...) as it needs; each row is a thread in the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from offload.errors import ConfigError
 from offload.timeline import COMPUTE, LANES, READS, STALLS, WRITES, Lane, Recording, Span
 
-ROWS_MAX = 1000  # Thread numbers set aside per lane.
+ROWS_MAX = 1000  # Thread numbers reserved per lane.
 BIN_NS_MIN = 1_000_000
 BINS_MAX = 1000  # Points of a throughput curve at most.
 COUNTERS: Mapping[str, Lane] = {"NVMe read GB/s": READS, "NVMe write GB/s": WRITES}
@@ -43,7 +43,7 @@ def trace_document(recording: Recording, facts: Mapping[str, Any], rank: int = 0
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
-    """The path, if a file can be written there: better told before the steps than after.
+    """The path, if a file can be written there: an error is better before the steps than after them.
 
     Raises ConfigError: its folder does not exist or is not writable.
     """
@@ -59,9 +59,9 @@ def write_trace(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def assign_rows(spans: Sequence[Span], *, nested: bool) -> list[int]:
-    """A row for each span, so that those of one row are apart.
+    """A row for each span, so that spans of one row do not overlap.
 
-    `spans`: sorted by begin, longer first; `nested`: one inside the other is apart enough.
+    `spans`: sorted by begin, longer first; `nested`: a span may lie inside another one of its row.
     """
     open_ends: list[list[int]] = []
     rows = []
@@ -75,7 +75,7 @@ def assign_rows(spans: Sequence[Span], *, nested: bool) -> list[int]:
 
 
 def _fits(span: Span, ends: list[int], nested: bool) -> bool:
-    """True if the row whose open spans end at `ends` (outermost first) can take `span`; closes those that are over."""
+    """True if the row whose open spans end at `ends` (outermost first) can take `span`; removes spans that are over."""
     while ends and ends[-1] <= span.begin_ns:
         ends.pop()
     return not ends or (nested and span.end_ns <= ends[-1])
@@ -102,15 +102,15 @@ def _complete(span: Span, origin_ns: int, process: int, thread: int) -> dict[str
 
 
 def _microseconds(ns: int) -> float:
-    """Some readers round to whole nanoseconds, some cut them off: a quarter more gives both the same ones.
+    """Some readers round to whole nanoseconds, some truncate: a quarter added gives the same number in both.
 
-    A nanosecond lost would let spans cross that touch, and readers drop those that do.
+    If a nanosecond were lost, adjacent spans could overlap, and readers drop such spans.
     """
     return (ns + 0.25) / 1000
 
 
 def _counter(name: str, lane: Lane, recording: Recording, process: int) -> list[dict[str, Any]]:
-    """The lane's throughput over time, each span's bytes spread evenly over its time."""
+    """The lane's throughput over time; the bytes of each span are spread evenly over its duration."""
     duration_ns = recording.end_ns - recording.begin_ns
     width_ns = max(BIN_NS_MIN, -(-duration_ns // BINS_MAX))
     bins = [0.0] * (duration_ns // width_ns + 1)

@@ -1,4 +1,4 @@
-"""Bytes in order into a file, several writes at a time, past the page cache where the file is opened so."""
+"""Writes bytes to a file in order, with several writes in flight, and with O_DIRECT if the file is open so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.memory.pinned import map_host, tensor_over
 from offload.mover import Mover, Transfer
 from offload.sizes import PAGE_BYTES, align_up
 
-BLOCK_BYTES = 4 << 20  # Of one write.
+BLOCK_BYTES = 4 << 20  # Size of one write.
 BLOCKS = 4  # One is filled while the others are written.
 
 
@@ -32,9 +32,9 @@ class WriteStream:
         self._under_way: deque[tuple[Transfer[None], torch.Tensor, int, int]] = deque()
 
     def append(self, data: torch.Tensor) -> None:
-        """The next bytes: uint8, 1-D, of the host; they are copied.
+        """Append bytes: uint8, 1-D, on the host; they are copied.
 
-        Raises StorageError: a write has failed; nothing that follows is written.
+        Raises StorageError: a write has failed; later bytes are not written.
         """
         position = 0
         while position < data.numel():
@@ -52,7 +52,7 @@ class WriteStream:
             self._settle()
 
     def close(self) -> None:
-        """Wait until no byte moves; give threads and memory back. Idempotent."""
+        """Wait until no write is in flight; release threads and memory. Idempotent."""
         while self._under_way:
             self._under_way.popleft()[0].settle()
         self._mover.close()
@@ -60,7 +60,7 @@ class WriteStream:
         self._free = []
 
     def _flush(self) -> None:
-        """Begin to write the block; wait for an earlier one if there is none to go on with."""
+        """Start to write the filled block; wait for earlier writes if no block is free."""
         block, nbytes = self._free.pop(), align_up(self._filled_bytes, PAGE_BYTES)
         job = self._aio.write(self._file.fd, self._offset, block[:nbytes], str(self._file.path))
         transfer = self._mover.post(f"writing {self._file.path}", job)
@@ -76,6 +76,6 @@ class WriteStream:
         self._free.insert(0, block)
         transfer.result()
         self._files.written(self._file, offset, block[:nbytes])
-        if not self._file.direct:  # pages are given back once the disk has them: a memory cgroup counts them
+        if not self._file.direct:  # drop pages from the cache once the disk has them: a memory cgroup counts them
             os.fdatasync(self._file.fd)
             os.posix_fadvise(self._file.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
