@@ -1,9 +1,9 @@
-"""What this process computes on. Nothing else of the engine names a kind of device, or asks torch for one.
+"""The device this process computes on. No other part of the engine names a kind of device, or asks torch for one.
 
-[Note: kinds] `torch.accelerator` says which kind is here; what the engine has to know of a kind is its row in `KINDS`.
-Streams, events and counters come from torch's module of that kind, where all kinds have the same names: a thread that
-waits for an event of `torch.accelerator` spins on a core (it ignores `blocking`), and its counters are newer than the
-oldest torch that is supported. Of the rows only that of CUDA, which is ROCm's too, has run on a device.
+[Note: kinds] `torch.accelerator` says which kind is present; the row in `KINDS` holds all facts about a kind. Streams,
+events and counters are those of torch's module for that kind; the names are the same for all kinds. Those of
+`torch.accelerator` are not used: a thread that waits for its events spins on a core (it ignores `blocking`), and its
+counters are newer than the oldest supported torch. Only the row of CUDA (used for ROCm too) has run on a device.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Kind:
 
     Attributes:
         name: of its devices in torch, and of torch's module for them.
-        needs: what makes torch see one.
+        needs: what must be installed so that torch sees such a device.
         collectives: torch.distributed's backend for its memory.
-        visible: the environment variable that says which devices a process sees.
-        native: there is a library with kernels, and with what pins memory and maps it; else torch's operations run, and
-            what the host keeps is not page-locked.
-        aliases: torch can look at its memory by address, so that storages are bound without a copy.
+        visible: the environment variable that selects the devices a process sees.
+        native: there is a library with kernels that also pins and maps memory; without it torch's operations run, and
+            host memory is not page-locked.
+        aliases: torch can make tensors over its memory from an address, so that storages are bound without a copy.
         sleeps: a thread that waits for an event can sleep.
     """
 
@@ -56,7 +56,7 @@ KINDS = {
     )
 }
 FIRST = next(iter(KINDS.values()))
-"""The kind that is meant where a machine has none."""
+"""The kind that is assumed on a machine without an accelerator."""
 HOST = torch.device("cpu")
 
 
@@ -64,17 +64,17 @@ HOST = torch.device("cpu")
 
 
 def _built_kind() -> Kind | None:
-    """The kind that this torch is made for. To ask touches no driver, so whoever asks may fork."""
+    """The kind that this torch was built for. This touches no driver, so the process may fork afterwards."""
     return KINDS.get(getattr(torch.accelerator.current_accelerator(), "type", ""))
 
 
 def seen_kind() -> Kind | None:
-    """The kind of accelerator that torch sees here; None: none that the engine knows."""
+    """The kind of accelerator that torch sees here; None: no kind that the engine knows."""
     return _built_kind() if torch.accelerator.is_available() else None
 
 
 def _wish() -> tuple[str, str]:
-    """What the environment asks for, "auto" if nothing, and the variable that does."""
+    """The device that the environment requests ("auto" if none), and the variable that requests it."""
     names = ("auto", "cpu", *KINDS)
     wishes = {"ZERO_DEVICE": os.environ.get("ZERO_DEVICE", "auto")}
     wishes["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "").lower() or "auto"
@@ -89,10 +89,10 @@ def _wish() -> tuple[str, str]:
 
 
 def chosen_kind() -> Kind | None:
-    """The kind this process computes on: the one that is here, unless ZERO_DEVICE or DS_ACCELERATOR says cpu.
+    """The kind this process computes on: the one that is present, unless ZERO_DEVICE or DS_ACCELERATOR is "cpu".
 
     Raises:
-        ConfigError: they say nothing that is known, differ, or ask for a kind that is not here.
+        ConfigError: these variables are invalid, differ, or request a kind that is not present.
     """
     wish, variable = _wish()
     if wish == "cpu":
@@ -115,17 +115,17 @@ def compute_device() -> torch.device:
 
 
 def planned_device() -> torch.device:
-    """What a plan for a machine with GPUs is made for, wherever the plan is made."""
+    """The device of a plan for a machine with GPUs; the plan may be made on another machine."""
     return torch.device((_built_kind() or FIRST).name)
 
 
 def device_count() -> int:
-    """Devices that processes of this machine may compute on; 0 also where the environment asks for the CPU."""
+    """Number of devices that processes of this machine may use; 0 also if the environment requests the CPU."""
     return 0 if _wish()[0] == "cpu" or _built_kind() is None else int(torch.accelerator.device_count())
 
 
 def reads_peers() -> bool:
-    """False where no device of this machine can read the memory of another; True too where a process sees one alone."""
+    """False if no device here can read the memory of another; True also if the process sees only one device."""
     kind = chosen_kind()
     ask = getattr(_module(kind), "can_device_access_peer", None) if kind is not None else None
     devices = range(device_count())
@@ -135,7 +135,7 @@ def reads_peers() -> bool:
 
 
 def visible_variable() -> str:
-    """The environment variable that says which devices a process sees."""
+    """The environment variable that selects the devices a process sees."""
     return (_built_kind() or FIRST).visible
 
 
@@ -148,12 +148,12 @@ def kind_of(device: torch.device) -> Kind | None:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """True when the device has streams and memory of its own."""
+    """True when the device has its own streams and memory."""
     return device.type in KINDS
 
 
 def module_of(device: torch.device) -> Any:
-    """Torch's module for the device's kind: streams, events, counters. The host's has them too, and they do nothing."""
+    """Torch's module for the device's kind: streams, events, counters. In the host's module they do nothing."""
     return torch.get_device_module(device)
 
 
@@ -162,7 +162,7 @@ def _module(kind: Kind) -> Any:
 
 
 def synchronize(device: torch.device | None = None) -> None:
-    """Wait until the device is idle; the host is.
+    """Wait until the device is idle; returns at once for the host.
 
     Args:
         device: None: the current one, if this process uses one.
@@ -176,27 +176,27 @@ def synchronize(device: torch.device | None = None) -> None:
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """False for an accelerator that has no instructions for bf16, which torch then emulates."""
+    """False for an accelerator without bf16 instructions; torch then emulates bf16."""
     asked = getattr(module_of(device), "is_bf16_supported", None)
     if asked is None:
         return True
     try:
         return bool(asked(including_emulation=False))
-    except TypeError:  # not every kind emulates, and takes the word
+    except TypeError:  # kinds without emulation do not have this argument
         return bool(asked())
 
 
 def use(device: torch.device) -> None:
-    """Make the device the calling thread's current one: a new thread has the first of the machine."""
+    """Make the device the calling thread's current one: a new thread starts with the machine's first device."""
     if is_accelerator(device):
         module_of(device).set_device(device)
 
 
 def same_device() -> Callable[[], None]:
-    """For a thread that the calling one starts to call first: its device becomes this one's, if this process uses one.
+    """Returns a function; a new thread calls it first, to take over the calling thread's device, if there is one.
 
-    What a thread does may touch the device without a word, if only to free memory; where it has chosen none, that opens
-    a context on the machine's first one, beside the rank that owns it.
+    A thread may use the device implicitly, if only to free memory. If it has selected no device, this opens a context
+    on the machine's first device, in addition to the one of the rank that owns it.
     """
     kind = seen_kind()
     if kind is None or not _module(kind).is_initialized():
@@ -206,20 +206,20 @@ def same_device() -> Callable[[], None]:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory of the device that this process can have: what is free, and what torch holds for it without using it."""
+    """Device memory that this process can get: free memory, and memory that torch has reserved but does not use."""
     module = module_of(device)
     held_bytes = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0] + held_bytes)
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give back what torch holds of the device's memory without using it."""
+    """Free the device memory that torch has reserved but does not use."""
     if is_accelerator(device):
         module_of(device).empty_cache()
 
 
 def identity(device: torch.device) -> str:
-    """What tells the devices of a node apart, the same in all processes that use it."""
+    """An id that is different for the devices of a node, and equal in all processes that use the device."""
     properties = getattr(module_of(device), "get_device_properties", None)
     uuid = None if properties is None else getattr(properties(device), "uuid", None)
     kind = KINDS.get(device.type)
@@ -242,7 +242,7 @@ def seed_generator(seed: int, device: torch.device) -> None:
 
 
 def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
-    """Undo what came after `rng_state`."""
+    """Set the default generator of the device back to a state from `rng_state`."""
     if is_accelerator(device):
         module_of(device).set_rng_state(state, device)
     else:
@@ -250,7 +250,7 @@ def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def collectives_version() -> tuple[int, ...] | None:
-    """Of the NCCL that this torch was built with; None without."""
+    """Version of the NCCL that this torch was built with; None without CUDA."""
     if torch.version.cuda is None:
         return None
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -261,7 +261,7 @@ def collectives_version() -> tuple[int, ...] | None:
 
 
 def new_event(device: torch.device) -> Any:
-    """A mark for a stream. A thread that waits for it sleeps, where the kind can: it would spin on a core."""
+    """An event for a stream. If the kind allows it, a thread that waits for it sleeps instead of spinning on a core."""
     kind, module = kind_of(device), module_of(device)
     return module.Event(blocking=True) if kind is not None and kind.sleeps else module.Event()
 

@@ -1,4 +1,4 @@
-"""Small things as torch.save makes them: in memory, as bytes."""
+"""Small objects as torch.save archives: in memory, as bytes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def make_archive(value: Any) -> torch.Tensor:
 
 
 def read_archive(data: torch.Tensor, what: str, *, trusted: bool = False) -> Any:
-    """What `make_archive` was given.
+    """The inverse of `make_archive`.
 
     Args:
-        data: its bytes.
-        what: for errors.
+        data: the archive.
+        what: its name in errors.
         trusted: objects of any class may be made, which runs code that the bytes name.
 
     Raises:
-        ConfigError: the bytes are damaged, or only `trusted` may make what they hold.
+        ConfigError: the bytes are damaged, or hold objects that only `trusted` allows.
     """
     try:
         return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=not trusted)
@@ -38,9 +38,9 @@ def read_archive(data: torch.Tensor, what: str, *, trusted: bool = False) -> Any
 
 
 def pack_any(value: Any) -> Any:
-    """`value`, if an archive that has it can be read by who trusts nobody; else its own archive.
+    """`value`, if its archive can be read without `trusted`; else a dict that holds its archive.
 
-    For small things that users' objects say of themselves, mostly in plain types.
+    For small states of users' objects, mostly of plain types.
     """
     archive = make_archive(value)
     try:
@@ -51,7 +51,7 @@ def pack_any(value: Any) -> Any:
 
 
 def unpack_any(value: Any, what: str) -> Any:
-    """What `pack_any` was given; classes are trusted. Raises ConfigError if it is damaged."""
+    """The inverse of `pack_any`; classes are trusted. Raises ConfigError if the archive is damaged."""
     if isinstance(value, dict) and value.keys() == {PACKED}:
         return read_archive(value[PACKED], what, trusted=True)
     return value

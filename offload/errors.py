@@ -1,6 +1,6 @@
 """Every error this project raises on purpose.
 
-A message says what was tried, where, what was expected, what was found and which knob turns it.
+A message names the operation, the place, the expected and the found value, and the knob that changes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StateError(ZeroInfinityError, RuntimeError):
 
 
 class NativeError(ZeroInfinityError, RuntimeError):
-    """A native library is missing, stale, or returned a status nobody expected."""
+    """A native library is missing, stale, or returned an unexpected status."""
 
 
 class StorageError(ZeroInfinityError, OSError):
@@ -40,7 +40,7 @@ class StorageError(ZeroInfinityError, OSError):
         errno: positive errno of the failed transfer.
         path: the swap file or folder.
         offset: byte offset of the failed chunk in that file.
-        free_bytes: room left on the file system when the error was made; None if unknown.
+        free_bytes: free space on the file system when the error was made; None if unknown.
     """
 
     def __init__(self, what: str, *, errno: int, path: str, offset: int, free_bytes: int | None) -> None:
@@ -54,7 +54,7 @@ class StorageError(ZeroInfinityError, OSError):
         self.path, self.offset, self.free_bytes = path, offset, free_bytes
 
     def within(self, doing: str) -> StorageError:
-        """The same error, said of a larger undertaking."""
+        """The same error, with the name of the larger operation before its message."""
         error = StorageError.__new__(StorageError, self.errno, f"{doing}: {self}")
         OSError.__init__(error, self.errno, f"{doing}: {self}")
         error.path, error.offset, error.free_bytes = self.path, self.offset, self.free_bytes
@@ -62,7 +62,7 @@ class StorageError(ZeroInfinityError, OSError):
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """To and from other processes, such as workers of a pool: an error that cannot be read there hangs it."""
+        """For errors that cross processes, such as workers of a pool: the pool hangs if it cannot unpickle an error."""
         return _storage_error, self.args, self.__dict__
 
     def __str__(self) -> str:
@@ -88,9 +88,9 @@ def _more_files() -> str:
 
 @contextmanager
 def names_file_limit(doing: str) -> Iterator[None]:
-    """Whatever fails inside because this process has too many files open is a StorageError that says so, and the fix.
+    """If the block fails because too many files are open, raise a StorageError that says so and names the fix.
 
-    Anything opens files: imports, event loops, libraries of others, each with an error of its own.
+    Many operations open files: imports, event loops, other libraries, each with its own error.
     """
     try:
         yield
@@ -104,24 +104,24 @@ def names_file_limit(doing: str) -> Iterator[None]:
 
 
 def tell(error: BaseException) -> None:
-    """A caller is told of `error`: it need not be raised once more by whoever meets it later."""
+    """Note that a caller gets `error`: code that finds it later need not raise it again."""
     error.__dict__["told"] = True
 
 
 def was_told(error: BaseException | None) -> bool:
-    """True if some caller was told of `error`."""
+    """True if a caller got `error` already."""
     return error is not None and "told" in error.__dict__
 
 
 class DamagedError(ConfigError):
-    """Bytes of a checkpoint are not those that were written."""
+    """Bytes of a checkpoint differ from the written ones."""
 
 
 class PeerError(ZeroInfinityError, RuntimeError):
-    """Another process that this one works with is gone, cannot be reached, or does something else.
+    """A peer process has ended, cannot be reached, or does something else than this one.
 
     Attributes:
-        peers: the numbers of those meant.
+        peers: the numbers of these peers.
     """
 
     def __init__(self, message: str, peers: Sequence[int]) -> None:
@@ -133,7 +133,7 @@ class PeerError(ZeroInfinityError, RuntimeError):
 
 
 class WatchdogError(ZeroInfinityError, TimeoutError):
-    """Something that should have finished long ago has not; the message lists what is in flight."""
+    """An operation has not finished for too long; the message lists the transfers in flight."""
 
 
 class RankDivergenceError(ZeroInfinityError, RuntimeError):
@@ -141,4 +141,4 @@ class RankDivergenceError(ZeroInfinityError, RuntimeError):
 
 
 class RankLostError(RankDivergenceError):
-    """A rank has ended, has failed, or cannot be reached; the message names it and what is known of its end."""
+    """A rank has ended, has failed, or cannot be reached; the message names it and the known facts about its end."""

@@ -1,4 +1,4 @@
-"""What of this layer works on this machine: asked piece by piece, with the reason where something does not."""
+"""Checks which parts of this layer work on this machine, with the reason for each that does not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cuda_library_trouble() -> str:
 
 
 def io_backends() -> dict[str, str]:
-    """Backend of the I/O engine -> why it cannot be used, empty if it can; best first."""
+    """Backend of the I/O engine -> why it cannot be used (empty if it can); best first."""
     found: dict[str, str] = {}
     for name in BACKENDS[1:]:
         try:
@@ -51,7 +51,7 @@ def io_backends() -> dict[str, str]:
 
 
 def io_choice() -> tuple[str, str]:
-    """The backend that "auto" takes, and what it says of itself when memory is registered with it."""
+    """The backend that "auto" takes, and its `reason` after memory was registered with it."""
     aio = open_aio(AioOptions())
     try:
         forget = aio.register_memory(tensor_over(map_host(TRIED_BYTES)))

@@ -1,7 +1,7 @@
 """The mover: one thread with an asyncio loop that owns the I/O engine and everything in flight.
 
-Other threads hand it coroutines and hold a `Transfer`. Coroutines run one at a time between their
-awaits, so what they share needs no locks; the kernels they call release the GIL.
+Other threads post coroutines and get a `Transfer` for each. Between two awaits only one coroutine
+runs, so their shared state needs no locks; the kernels that they call release the GIL.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ RAISE_SECONDS = 300.0
 
 
 class Transfer(Generic[T]):
-    """One job of the mover. It settles once; whatever it leased stays leased until then."""
+    """One job of the mover. It settles once; its leased blocks stay leased until then."""
 
     def __init__(self, mover: Mover, what: str, future: concurrent.futures.Future[T]) -> None:
         self._mover, self.what, self._future = mover, what, future
 
     def settled(self) -> bool:
-        """True once the job has ended, well or not. Never blocks."""
+        """True once the job has ended, with or without an error. Never blocks."""
         return self._future.done()
 
     def result(self) -> T:
         """Block until settled; return the job's value or raise its error.
 
         Raises:
-            WatchdogError: nothing ended for RAISE_SECONDS; lists what is in flight.
+            WatchdogError: no byte moved for RAISE_SECONDS; lists the transfers in flight.
         """
         if not self._future.done():
             self._mover.block(self.what, self._future)
         return self._future.result()
 
     def settle(self) -> BaseException | None:
-        """Block until settled, however long; return the error instead of raising it."""
+        """Block until settled, without a time limit; return the error instead of raising it."""
         while not self._future.done():
             try:
                 self._mover.block(self.what, self._future)
@@ -64,10 +64,10 @@ class Mover:
     """A daemon thread running an event loop.
 
     Args:
-        describe: called for the watchdog; returns one line per transfer in flight.
-        progress: called for the watchdog; a number that changes whenever bytes move.
+        describe: for the watchdog; returns one line per transfer in flight.
+        progress: for the watchdog; returns a number that changes whenever bytes move.
         timeline: where waits are recorded.
-        enter: called first on the new thread; None: it takes the device of the calling one.
+        enter: called first on the new thread; None: the new thread takes the device of the calling one.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Mover:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="zero-mover", daemon=True)
         self._thread.start()
-        self._entered.wait()  # so that whoever hands it a job knows whether the thread came to be what it should
+        self._entered.wait()  # so that `post` knows whether the thread could begin
         self._closed, self._pid = False, os.getpid()
         self._draining: concurrent.futures.Future[None] | None = None
 
@@ -95,7 +95,7 @@ class Mover:
         """Start `job` on the mover thread; returns at once.
 
         Raises:
-            StateError: the mover is closed or could not begin, or this process is a fork of the one that has it.
+            StateError: the mover is closed or could not begin, or this process was forked from the mover's process.
         """
         try:
             self._check_here(what)
@@ -111,23 +111,23 @@ class Mover:
         return Transfer(self, what, asyncio.run_coroutine_threadsafe(job, self._loop))
 
     def run(self, what: str, job: Coroutine[Any, Any, T]) -> T:
-        """`post` and wait."""
+        """`post`, and wait for the result."""
         return self.post(what, job).result()
 
     def call(self, action: Callable[[], object]) -> None:
-        """Have the mover call `action`, behind what it was handed before; returns at once."""
+        """Let the mover call `action`, after all that it was given before; returns at once."""
         self._loop.call_soon_threadsafe(action)
 
     def block(self, what: str, future: concurrent.futures.Future[Any]) -> None:
         """Wait for `future`; the time counts as exposed.
 
-        Warns after WARN_SECONDS in which no byte moved, and raises after RAISE_SECONDS of it: a long
-        job that gets on is none of the watchdog's business, nor is one that waits for others while
-        nothing is in flight here.
+        Warns after WARN_SECONDS in which no byte moved, and raises after RAISE_SECONDS. The watchdog ignores
+        a long job whose bytes still move, and a job that waits for other ranks while no transfer is in flight
+        here.
 
         Raises:
-            WatchdogError: lists what is in flight.
-            StateError: called on the mover thread, or in a fork.
+            WatchdogError: lists the transfers in flight.
+            StateError: called on the mover thread, or in a forked process.
         """
         self._check_here(what)
         self._check_not_mine(what)
@@ -154,7 +154,7 @@ class Mover:
         return threading.current_thread() is self._thread
 
     def end_soon(self, then: Callable[[], None]) -> None:
-        """`close` for the mover thread itself, which cannot wait for itself: `then` runs once all is done."""
+        """`close` for the mover thread itself, which cannot wait for itself: `then` runs once all jobs are done."""
 
         async def end() -> None:
             await self._drain()
@@ -165,12 +165,12 @@ class Mover:
         self._ending = self._loop.create_task(end())
 
     def close(self) -> None:
-        """Let what runs finish, then end the thread. Idempotent; after an interrupt it can be called again."""
+        """Let running jobs finish, then end the thread. Idempotent; after an interrupt it can be called again."""
         if not self._thread.is_alive():
             return
         self._check_not_mine("closing the mover")
         self._closed = True
-        if self._draining is None:  # a second one would wait for the first, and the first for it
+        if self._draining is None:  # two draining tasks would wait for each other
             self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
         self.block("closing the mover", self._draining)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -178,7 +178,7 @@ class Mover:
         self._loop.close()
 
     def _check_here(self, what: str) -> None:
-        """A child of fork has the mover's memory and not its thread: it would wait for ever."""
+        """A forked child has the mover's memory but not its thread: it would wait for ever."""
         if os.getpid() != self._pid:
             raise StateError(
                 f"{what}: this process ({os.getpid()}) was forked from the one that has the engine ({self._pid}), and "
@@ -194,7 +194,7 @@ class Mover:
         try:
             self._enter()
         except BaseException as error:
-            self._failure = error  # the loop runs all the same: what closes the mover needs it
+            self._failure = error  # the loop runs nevertheless: `close` needs it
         finally:
             self._entered.set()
         self._loop.run_forever()
@@ -206,6 +206,6 @@ class Mover:
 
 
 def _ended(future: concurrent.futures.Future[Any], seconds: float) -> bool:
-    """Wait up to `seconds` for `future`; True once it has ended, well or not."""
+    """Wait up to `seconds` for `future`; True once it has ended, with or without an error."""
     done, _ = concurrent.futures.wait([future], timeout=seconds)
     return bool(done)

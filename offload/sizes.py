@@ -1,4 +1,4 @@
-"""Sizes everybody shares: pages, alignment, and how bytes are printed."""
+"""Common sizes: pages and alignment; and how bytes are printed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 """Transparent huge pages: they double the disk's throughput on I/O buffers."""
 ALIGN_BYTES = 64
-"""Start of every parameter inside its flat unit: one cache line, one AVX-512 register."""
+"""Alignment of every parameter inside its flat unit: one cache line, one AVX-512 register."""
 BLOCK_NUMEL = 4096
 """Elements per norm block; every shard is a multiple of it, so every plane range is page-aligned."""
 

@@ -1,4 +1,4 @@
-"""Counters of what moved and what it cost. Plain numbers; one writer each."""
+"""Counters of seconds, plain numbers with one writer each; and a mark for waits for other ranks or a device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ELSEWHERE: set[object] = set()
 
 @contextmanager
 def awaiting_others() -> Iterator[None]:
-    """Around a wait for another rank or for a device: it may take any time, and another watch judges it."""
+    """Use it around a wait for another rank or a device: it may take any time, and another watchdog watches it."""
     token = object()
     _ELSEWHERE.add(token)
     try:
@@ -45,5 +45,5 @@ def awaiting_others() -> Iterator[None]:
 
 
 def others_are_awaited() -> bool:
-    """True while any thread is in such a wait."""
+    """True while any thread is inside `awaiting_others`."""
     return bool(_ELSEWHERE)

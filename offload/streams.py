@@ -1,17 +1,17 @@
-"""The order of work on a device: streams of our own beside the user's, and fences between them.
+"""The order of work on a device: the engine's own streams in addition to the user's, and fences between them.
 
-[Note: streams] The user's streams compute: a hook runs with that stream current on which the model's work around it
-runs. Four are ours: one copies to the device, one copies to the host, on the third the mover works with what lives on
-the device, and collectives run on the fourth. A fence is a mark behind all that a stream has been given so far.
-Streams wait for fences; the host waits only where it needs the bytes itself: memory that it is going to read, or to
-overwrite.
+[Note: streams] The user's streams compute: in a hook, the current stream is the one that runs the model's work around
+the hook. The engine has four streams: one copies to the device, one copies to the host, the mover works on the third
+with memory of the device, and collectives run on the fourth. A fence marks the end of all work that a stream has been
+given so far. Streams wait for fences; the host waits only if it needs the bytes itself, before it reads or overwrites
+memory.
 
-[Note: a device that fails] An error shows where somebody waits for the device, and nothing that was given to it comes
-to its end. So the first one is kept: whoever uses the streams afterwards gets it, and nobody waits in vain for memory
-behind a fence that is never passed.
+[Note: a device that fails] The error of a device appears only when a thread waits for it, and work given to the device
+never finishes. So the first error is kept: all later users of the streams get it, and no thread waits for memory
+whose fence would never pass.
 
-[Note: one logic] A machine without a GPU has no streams: there `Streams` copies at once and no fence exists. The same
-callers run with copies that lag behind in the tests.
+[Note: one logic] A machine without a GPU has no streams: there `Streams` copies at once and there are no fences. The
+tests run the same callers with copies that are late.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Mark(Protocol):
     """A point in the order of a stream's work."""
 
     def query(self) -> bool:
-        """True once the stream has come so far. Never blocks."""
+        """True once the stream has passed this point. Never blocks."""
 
 
 Fence: TypeAlias = "Mark | None"
@@ -44,14 +44,14 @@ Fence: TypeAlias = "Mark | None"
 
 
 class Leased(Protocol):
-    """Something to give back."""
+    """An object that can be released."""
 
     def release(self) -> None:
-        """Do so."""
+        """Return the object to its owner."""
 
 
 class Streams:
-    """Those of a device that is the host itself: everything has happened when a call returns."""
+    """The streams of a device that is the host itself: all work has finished when a call returns."""
 
     shared = True
     """The device's memory is the host's: the disk and the CPU's kernels can address it."""
@@ -74,46 +74,46 @@ class Streams:
     # ---- any thread ---------------------------------------------------------------------------
 
     def fence(self) -> Fence:
-        """Behind all that the calling thread's current stream has been given."""
+        """A fence after all work so far on the calling thread's current stream."""
         return None
 
     def behind_copies_in(self) -> Fence:
-        """Behind every copy to the device so far."""
+        """A fence after all copies to the device so far."""
         return None
 
     def behind_updates(self) -> Fence:
-        """Behind all that the mover has given the device so far."""
+        """A fence after all work so far that the mover has given the device."""
         return None
 
     def collective(self, *after: Fence) -> AbstractContextManager[None]:
-        """Inside, the calling thread's current stream is that of collectives, which waits for `after` first."""
+        """Inside, the calling thread's current stream is the one for collectives; it first waits for `after`."""
         return nullcontext()
 
     def wait(self, *fences: Fence) -> None:
-        """Let the calling thread's current stream wait for them. The thread itself goes on."""
+        """Let the calling thread's current stream wait for the fences. The thread itself does not wait."""
 
     def wait_to_use(self, tensor: torch.Tensor, *after: Fence) -> None:
-        """As `wait`; nobody gets the memory of `tensor` before that stream has come past what it is given with it.
+        """As `wait`; the memory of `tensor` is not reused before that stream has finished its work with it.
 
-        Dropped, memory of torch's allocator goes back behind the stream that it was allocated on, however far others
-        are. For the stream of the allocation itself this costs nothing.
+        When a tensor is dropped, torch's allocator reuses its memory in the order of the stream that it was allocated
+        on, even if other streams still use it. For the allocating stream itself this call costs nothing.
         """
         self.wait(*after)
 
     def follow(self, stream: Any) -> Any:
-        """The calling thread's current stream, made to wait for all that `stream` has been given.
+        """Returns the calling thread's current stream, after making it wait for all work of `stream` so far.
 
         Args:
-            stream: what an earlier call returned, or None.
+            stream: the result of an earlier call, or None.
         """
         return None
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
-        """Copy once the device has come to `after`; returns a fence behind the copy. Until then both stay as they are.
+        """Copy once the device has passed `after`; returns a fence after the copy. Until it, leave both unchanged.
 
         Args:
-            target: (N,) of the device.
-            source: (N,) of the same dtype, of the host (pinned: else the thread may have to wait) or the device.
+            target: (N,) on the device.
+            source: (N,) of the same dtype, on the host (pinned: else the thread may have to wait) or the device.
             after: fences.
         """
         with self._timeline.span(COPIES, f"to {target.device}", source.nbytes):
@@ -127,15 +127,15 @@ class Streams:
     # ---- the mover's loop ---------------------------------------------------------------------
 
     def enter(self) -> None:
-        """The calling thread is the mover: what it gives the device goes to a stream of its own."""
+        """Make the calling thread the mover: its work on the device then runs on the mover's stream."""
 
     async def reached(self, *fences: Fence) -> None:
-        """Return once all are passed; the loop goes on meanwhile."""
+        """Return once all fences have passed; the loop runs other tasks meanwhile."""
 
     async def compute_on_host(self, work: Callable[[], None]) -> None:
-        """Run `work`, kernels on memory of the host. Where the device is another one the loop goes on meanwhile.
+        """Run `work`, kernels on host memory. If the device is not the host, the loop runs other tasks meanwhile.
 
-        One at a time: each takes as many cores as it is worth.
+        One work at a time: each uses as many cores as are useful for it.
         """
         if self.shared:
             work()
@@ -145,7 +145,7 @@ class Streams:
         await asyncio.get_running_loop().run_in_executor(self._host, work)
 
     def release(self, block: Leased, *fences: Fence) -> None:
-        """Give `block` back once all are passed; returns at once. Raises StateError if the device has failed."""
+        """Release `block` once all fences have passed; returns at once. Raises StateError if the device has failed."""
         waiting = tuple(fence for fence in fences if fence is not None)
         if not waiting or self._failure is not None:
             block.release()
@@ -156,7 +156,7 @@ class Streams:
             self._reaper = asyncio.ensure_future(self._reap())
 
     def close(self) -> None:
-        """Wait until the device is idle: its memory is about to be freed."""
+        """Wait until the device is idle, since its memory is about to be freed."""
         if self._host is not None:
             self._host.shutdown()
 
@@ -166,7 +166,7 @@ class Streams:
             try:
                 await self.reached(*fences)
             except Exception as error:
-                # The block goes back all the same: who waits for it shall meet the error, and not the watchdog.
+                # The block is released nevertheless: its next user must get this error, and not the watchdog's.
                 self._note_failure(error)
             self._leaving.popleft()
             block.release()
@@ -176,7 +176,7 @@ class Streams:
 
 
 class DeviceStreams(Streams):
-    """Those of one accelerator."""
+    """The streams of one accelerator."""
 
     shared = False
 
@@ -184,7 +184,7 @@ class DeviceStreams(Streams):
         super().__init__(timeline)
         self._device, self._module = device, module_of(device)
         self._in, self._out, self._updates, self._collectives = (self._module.Stream(device) for _ in range(4))
-        self._collects = False  # Work of other ranks may lie before a fence.
+        self._collects = False  # True: work of other ranks may come before a fence.
         self._waiters = ThreadPoolExecutor(thread_name_prefix="zero-fence", initializer=use, initargs=(device,))
 
     def fence(self) -> Fence:
@@ -237,22 +237,22 @@ class DeviceStreams(Streams):
         self._module.set_stream(self._updates)
 
     async def reached(self, *fences: Fence) -> None:
-        """See `Streams`. A thread sleeps in the driver for each; polling would cost the loop its time."""
+        """See `Streams`. For each fence a thread sleeps in the driver; polling would take the loop's time."""
         self.check()
         waiting: list[Any] = [fence for fence in fences if fence is not None]
         try:
             for fence in waiting:
                 if not fence.query():
-                    with awaiting_others() if self._collects else nullcontext():  # perhaps behind a slower rank
+                    with awaiting_others() if self._collects else nullcontext():  # perhaps for a slower rank
                         await asyncio.get_running_loop().run_in_executor(self._waiters, fence.synchronize)
         except Exception as error:
             self._note_failure(error)
             raise
 
     def close(self) -> None:
-        """See `Streams`. Waits for the user's streams too: they may still compute with our memory.
+        """See `Streams`. Waits for the user's streams too: they may still compute with the engine's memory.
 
-        Raises what the device says if it has failed and nobody was told; threads are given back all the same.
+        Raises the device's error if it has failed and no caller got it; the threads end in any case.
         """
         super().close()
         try:
@@ -274,7 +274,7 @@ class DeviceStreams(Streams):
         return copied
 
     def _record(self, copied: Any, name: str, begin_ns: int, nbytes: int) -> None:
-        """Note a copy from when it was asked for until it is done; only while somebody records."""
+        """Record a copy from its request to its end; only while the timeline is on."""
         try:
             copied.synchronize()
         except Exception as error:
@@ -296,7 +296,7 @@ class DeviceStreams(Streams):
 
 
 def open_streams(device: torch.device, timeline: Timeline | None = None) -> Streams:
-    """The streams of `device`; copies are noted in `timeline`."""
+    """The streams of `device`; copies are recorded in `timeline`."""
     return DeviceStreams(device, timeline) if is_accelerator(device) else Streams(timeline)
 
 

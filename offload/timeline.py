@@ -1,8 +1,8 @@
-"""What happened when: spans of computation, transfers and waits, kept while somebody asks for them.
+"""A record of spans: when computation, transfers and waits began and ended. Kept only while recording is on.
 
-One `Timeline` per engine. While it is off, recording costs one attribute test. While it is on, a span
-is noted once, when it ends: appends to the buffer are atomic, so lanes need no lock. The
-buffer is bounded: once it is full the oldest spans go, and their number is told.
+One `Timeline` per engine. While it is off, recording costs one attribute test. While it is on, a span is
+added once, when it ends: appends to the buffer are atomic, so lanes need no lock. The buffer is bounded:
+once it is full, the oldest spans are dropped, and their number is reported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from offload.errors import StateError
 
 Lane = Literal["compute", "stalls", "updates", "reads", "writes", "copies", "collectives"]
 LANES: tuple[Lane, ...] = get_args(Lane)
-"""In the order of the picture. Collectives stay empty with one rank."""
+"""In the order of the picture. With one rank there are no spans of collectives."""
 COMPUTE: Lane = "compute"
 STALLS: Lane = "stalls"
 UPDATES: Lane = "updates"
@@ -30,28 +30,28 @@ SPANS_MAX = 1 << 17
 
 
 class Span(NamedTuple):
-    """Something that took time. Times are `time.perf_counter_ns`."""
+    """One activity with its begin and end, from `time.perf_counter_ns`."""
 
     lane: Lane
     name: str
     begin_ns: int
     end_ns: int
     nbytes: int
-    """Bytes moved; of an update, those of its weights; 0 where that says nothing."""
+    """Bytes moved; for an update, the bytes of its weights; 0 if the number has no meaning."""
     serial: int
-    """Spans recorded before it since the recording began."""
+    """Number of spans recorded earlier in this recording."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a timeline held when it was turned off."""
+    """The content of a timeline when it was turned off."""
 
     spans: tuple[Span, ...]
     """In the order in which they ended, none beginning before `begin_ns`."""
     begin_ns: int
     end_ns: int
     dropped: int
-    """Spans that were older than the buffer is long."""
+    """Number of old spans that the full buffer has dropped."""
 
 
 class Timeline:
@@ -68,7 +68,7 @@ class Timeline:
         self._begin_ns = 0
 
     def start(self) -> None:
-        """Forget what was recorded and begin anew.
+        """Drop all recorded spans and begin a new recording.
 
         Raises:
             StateError: it is on.
@@ -81,7 +81,7 @@ class Timeline:
         self.on = True
 
     def stop(self) -> Recording:
-        """End the recording and hand it over. What is still under way is not in it.
+        """End the recording and return it. Spans that have not ended are not in it.
 
         Raises:
             StateError: it is off.
@@ -96,11 +96,11 @@ class Timeline:
         return Recording(spans, self._begin_ns, end_ns, dropped)
 
     def span(self, lane: Lane, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        """A context to be timed. Recorded if the timeline is on at both its ends, whether it raises or not."""
+        """A context that is timed. It is recorded if the timeline is on at both its ends, also if it raises."""
         return _Running(self, lane, name, nbytes) if self.on else _OFF
 
     def add(self, lane: Lane, name: str, begin_ns: int, nbytes: int = 0) -> None:
-        """Record what began at `begin_ns` (time.perf_counter_ns) and ends now; nothing while off."""
+        """Record a span that began at `begin_ns` (time.perf_counter_ns) and ends now; does nothing while off."""
         if self.on:
             span = Span(lane, name, begin_ns, time.perf_counter_ns(), nbytes, next(self._serials))
             self._spans.append(span)

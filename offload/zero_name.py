@@ -1,7 +1,7 @@
-"""Whose `zero` is it? Other distributions install a package and a command of that name too.
+"""Checks whether `import zero` finds our package: other distributions install a package and a command of that name too.
 
-What they install can lie before ours on `sys.path`, or over our files. Our package then cannot say so itself, so this
-module stands outside of it: the commands and the alias `deepspeed` ask it first.
+Their package can be before ours on `sys.path`, or overwrite our files. Our package then cannot report this itself, so
+this module is outside of it: the commands and the alias `deepspeed` call it first.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGE, OURS = "zero", "zero-infinity"
-BEGINNING = '"""zero-infinity: '  # Of our package's file. Where another one was installed over it, the folder is ours.
+BEGINNING = '"""zero-infinity: '  # Our package's file begins so. If another one overwrote it, the folder is still ours.
 MEND = f"pip uninstall {PACKAGE}, then pip install --force-reinstall --no-deps with the wheel or checkout of {OURS}"
 
 
 def trouble() -> str:
-    """Why `import zero` does not find our package: what is found, where, and what to do. Empty if it does."""
+    """Why `import zero` does not find our package: which package is found, where, and the fix. Empty if it does."""
     spec = find_spec(PACKAGE)
     if spec is None:
         return f"`import {PACKAGE}` finds nothing: {OURS} is not installed for {sys.executable}; install it there"
@@ -44,7 +44,7 @@ def _owners() -> str:
 
 def claims() -> list[str]:
     """Other distributions, with their versions, that have a package or a command of our name. Reads all metadata."""
-    from importlib import metadata  # which takes longer to import than `import deepspeed` may
+    from importlib import metadata  # imported late: it takes longer than `import deepspeed` may take
 
     packages = metadata.packages_distributions().get(PACKAGE, ())
     commands = [e.dist.name for e in metadata.entry_points(group="console_scripts", name=PACKAGE) if e.dist]
@@ -65,6 +65,6 @@ def main() -> int:
     if wrong:
         print(f"{OURS}: {wrong}", file=sys.stderr)
         return 1
-    # By name: this layer does not import what stands on it, and here it may be somebody else's.
+    # By name: this layer does not import the layer above, and the package found may not be ours.
     run: Callable[[], int] = importlib.import_module(f"{PACKAGE}.tools.cli").main
     return run()
