@@ -1,7 +1,7 @@
 """The C side of zero-infinity: memory, file I/O and kernels behind one header, opened with cffi.
 
 Importing this package compiles nothing, starts nothing and never fails; `load()` does the work and
-says what is missing.
+reports missing parts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TYPES = (
     *("zn_aio **", "zn_aio_completion[]", "zn_aio_fault *", "zn_aio_options *", "zn_aio_request *", "zn_aio_stats *"),
     *("zn_moments *", "zn_segment *", "zn_segment[]", "zn_square_sum *"),
 )
-"""What callers make and cast to by name."""
+"""The types that callers create and cast to by name."""
 
 
 class NativeUnavailable(RuntimeError):
@@ -56,13 +56,13 @@ class Native:
     def __post_init__(self) -> None:
         """Have cffi look up all names and types now.
 
-        It does so at first use, under a lock. A collection of garbage in the middle of that may end an engine that
-        nobody holds, on the same thread, and what ends it calls functions: they must not need the lock.
+        By default it does so at first use, under a lock. During that, garbage collection on the same thread may close
+        an unreferenced engine, which calls functions of the library: these calls must not need the lock.
         """
         for ctype in TYPES:
             self.ffi.typeof(ctype)
         for name in dir(self.lib):
-            getattr(self.lib, name, None)  # the header is of all libraries, and each has a part of its functions
+            getattr(self.lib, name, None)  # each library has only some of the header's functions
 
 
 def load() -> Native:

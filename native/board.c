@@ -1,4 +1,4 @@
-/* Numbers that processes tell each other through shared memory. */
+/* Numbers that processes publish to each other in shared memory. */
 #include <stdint.h>
 
 #include "zn_abi.h"

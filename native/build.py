@@ -1,7 +1,7 @@
 """Build the native libraries in place: `python -m native.build [--werror]`.
 
 Needs the standard library only, because it runs inside isolated package builds. The hash of every
-source and flag is compiled in; `native.load()` compares it with the sources beside the library.
+source and flag is compiled in; `native.load()` compares it with the sources in the library's folder.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ REBUILD_COMMAND = "python -m native.build"
 
 @dataclass(frozen=True)
 class Library:
-    """One shared library: what it is made of and how."""
+    """One shared library: its sources, and how it is built."""
 
     name: str
     sources: tuple[str, ...]
     """Glob patterns, relative to the package, of the files handed to the compiler."""
     includes: tuple[str, ...]
-    """Glob patterns of the files those include; part of the hash."""
+    """Glob patterns of the files that the sources include; part of the hash."""
     compilers: tuple[str, ...]
     """Candidates in order of preference; the first found on PATH is used."""
     environment_key: str
@@ -48,7 +48,7 @@ LIBZN = Library(
     compilers=("gcc", "cc", "clang"),
     environment_key="CC",
     # No -march: the instruction set is chosen at run time; contraction would make the bits depend on that choice.
-    # Never unloaded: helpers of kernels wait in it for the next one, also while Python ends.
+    # Never unloaded (nodelete): helper threads wait in its code for the next kernel, also while Python ends.
     flags=(
         *("-std=c11", "-D_GNU_SOURCE", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
         *("-Wall", "-Wextra", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wl,-z,defs,-z,nodelete"),
@@ -61,7 +61,7 @@ LIBZN_CUDA = Library(
     includes=("include/*.h", "cuda/*.cuh"),
     compilers=("nvcc",),
     environment_key="NVCC",
-    # IEEE division and square root and no fused multiply-add: the GPU has to agree with the CPU bit for bit.
+    # IEEE division and square root, and no fused multiply-add: the GPU must give the same bits as the CPU.
     flags=(
         *("-std=c++17", "-O3", "--cudart", "static", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false"),
         *("-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=[sm_90,compute_90]"),
@@ -102,14 +102,14 @@ def find_compiler(library: Library) -> list[str] | None:
 
 
 def is_current(library: Library, package: Path = PACKAGE) -> bool:
-    """True when the library is there and was built from the present sources. Does not open it."""
+    """True when the library exists and was built from the present sources. Does not open it."""
     path = package / library.name
     return path.is_file() and source_hash(library, package).encode() in path.read_bytes()
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One process at a time; the folder itself carries the lock, so that no lock file is left behind."""
+    """One process at a time; the lock is on the folder itself, so that no lock file is left behind."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -119,7 +119,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _compile(library: Library, compiler: list[str], package: Path, werror: bool) -> None:
-    """Compile to a temporary file beside the target, then rename: readers see the old library or the new one."""
+    """Compile to a temporary file in the same folder, then rename it: readers see the old library or the new one."""
     sources = [str(path.relative_to(package)) for path in expand(library.sources, package)]
     descriptor, temporary = tempfile.mkstemp(prefix=f".{library.name}.", dir=package)
     os.close(descriptor)
@@ -143,7 +143,7 @@ def build(library: Library, package: Path = PACKAGE, *, werror: bool = False) ->
     """Build one library inside `package` unless it is current. Safe against concurrent builds.
 
     Returns:
-        What was done: "built ...", "... is current" or "skipped: ..." (no compiler or no sources).
+        A report: "built ...", "... is current" or "skipped: ..." (no compiler or no sources).
 
     Raises:
         BuildError: the compiler failed.

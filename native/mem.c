@@ -1,4 +1,4 @@
-/* Host memory by mapping: exact sizes, huge pages where the kernel grants them, and pages of NaN. */
+/* Host memory by mapping: exact sizes, huge pages if the kernel grants them, and pages of NaN. */
 #include <errno.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -38,7 +38,7 @@ static int32_t touch(char *map, int64_t nbytes) {
   while (madvise(map, (size_t)nbytes, MADV_POPULATE_WRITE) != 0) {
     if (errno == EINTR || errno == EAGAIN) continue;
     if (errno != EINVAL) return -ENOMEM;
-    /* Kernels before 5.14 do not know the advice. What is shared may hold somebody's bytes already. */
+    /* Kernels before 5.14 do not know the advice. Shared pages may already hold bytes: an atomic "or 0" keeps them. */
     for (int64_t at = 0; at < nbytes; at += page_bytes()) __atomic_fetch_or(map + at, 0, __ATOMIC_RELAXED);
     return 0;
   }
@@ -65,7 +65,7 @@ int32_t zn_mem_share(void **out, int32_t fd, int64_t nbytes, int32_t flags) {
   if (!is_mappable(nbytes)) return -EINVAL;
   nbytes = round_up(nbytes, page_bytes());
   bool huge = (flags & ZN_MEM_HUGE) != 0;
-  /* The kernel can only use huge pages where the address and the place in the file are aligned alike. */
+  /* The kernel can use huge pages only if the address and the file offset have the same alignment. */
   char *map = map_aligned(nbytes, huge ? HUGE_PAGE_BYTES : page_bytes(), PROT_NONE, MAP_NORESERVE);
   if (map == NULL) return -ENOMEM;
   if (mmap(map, (size_t)nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
@@ -111,7 +111,7 @@ static int poison_file(int64_t nbytes) {
   return fd;
 }
 
-/* Lay the same block over the whole range, one mapping after the other. */
+/* Map the same block again and again, until the mappings cover the whole range. */
 static int32_t poison_range(char *range, int64_t nbytes, int64_t block_bytes) {
   int fd = poison_file(block_bytes);
   if (fd < 0) return fd;
@@ -132,7 +132,7 @@ int32_t zn_mem_poison(void **out, int64_t nbytes) {
   if (range == MAP_FAILED) return -ENOMEM;
   int64_t block_bytes = round_up((nbytes + POISON_MAPS_MAX - 1) / POISON_MAPS_MAX, HUGE_PAGE_BYTES);
   int32_t status = 0;
-  /* A process may be close to its limit of mappings: then fewer, larger blocks. */
+  /* If the process is close to its limit of mappings, use fewer and larger blocks. */
   for (;; block_bytes *= 8) {
     if (block_bytes > nbytes) block_bytes = nbytes;
     status = poison_range(range, nbytes, block_bytes);

@@ -1,4 +1,4 @@
-/* What every function of the library shares: the hash of the sources, and the text of a status. */
+/* Common to the whole library: the hash of the sources, and the text of a status. */
 #include <stdint.h>
 #include <string.h>
 

@@ -1,13 +1,13 @@
-/* What the files of the asynchronous I/O engine share.
+/* Common declarations of the asynchronous I/O engine.
  *
  *   engine.c   the calls of zn_abi.h: the request table, its lock, completions
  *   pump.c     the I/O thread: cuts requests into chunks, resumes, retries, completes
  *   fault.c    injected faults, between the pump and the backend
- *   uring.c kaio.c threads.c   backends: each ends in one table of functions
- *   registry.c   what io_uring was told about in advance
+ *   uring.c kaio.c threads.c   backends: each defines one table of functions at its end
+ *   registry.c   memory that is registered with io_uring
  *
- * A request is cut into chunks; a chunk is moved by one transfer, or by several when the kernel
- * moves less than asked. Only the I/O thread touches chunks and the backend. */
+ * A request is cut into chunks; a chunk is moved by one transfer, or by several when the kernel moves
+ * fewer bytes than requested. Only the I/O thread accesses chunks and the backend. */
 #ifndef ZN_AIO_H
 #define ZN_AIO_H
 
@@ -25,7 +25,7 @@ enum { ZN_DIRECT_BYTES = 4096 };
 /* ---- backends ----------------------------------------------------------------------------- */
 
 typedef struct {
-  int32_t slot; /* names the transfer in its event */
+  int32_t slot; /* identifies the transfer in its event */
   int32_t op;
   int32_t fd;
   int64_t offset, nbytes;
@@ -42,12 +42,12 @@ typedef struct zn_queue zn_queue; /* each backend defines its own */
 typedef struct {
   const char *name;
   int32_t (*probe)(void);
-  /* `depth` transfers are outstanding at most, with slots 0..depth-1. */
+  /* At most `depth` transfers are in flight, with slots 0..depth-1. */
   int32_t (*open)(zn_queue **out, int32_t depth, int32_t threads);
-  int (*event_fd)(zn_queue *queue); /* readable while `reap` has something to report */
-  /* True: it moves through registered memory. */
+  int (*event_fd)(zn_queue *queue); /* readable while `reap` has events to report */
+  /* Returns true if the transfer uses registered memory. */
   bool (*enqueue)(zn_queue *queue, const zn_transfer *transfer);
-  /* Hand what was enqueued to the kernel, in one batch. Returns how many could not be started:
+  /* Submit all enqueued transfers to the kernel, in one batch. Returns how many could not be started:
    * `reap` reports those with the reason. */
   int32_t (*flush)(zn_queue *queue);
   int32_t (*reap)(zn_queue *queue, zn_event *out, int32_t max); /* never blocks */
@@ -70,8 +70,8 @@ typedef enum { ZN_FAULT_NONE, ZN_FAULT_FAIL, ZN_FAULT_SHORT, ZN_FAULT_DELAY } zn
 bool zn_fault_is_valid(const zn_aio_fault *plan);
 void zn_fault_reset(zn_fault_state *state, const zn_aio_fault *plan);
 
-/* What happens to the next transfer of `nbytes`. A short one gets `*asked_bytes` to move, of which
- * `*hidden_bytes` are to be taken back from the count the kernel reports. `is_direct`: the file was
+/* Decides what happens to the next transfer of `nbytes`. A short transfer moves only `*asked_bytes`, and
+ * the caller subtracts `*hidden_bytes` from the count that the kernel reports. `is_direct`: the file was
  * opened with O_DIRECT. */
 zn_fault_kind zn_fault_draw(zn_fault_state *state, int32_t op, int64_t nbytes, bool is_direct,
                             int64_t *asked_bytes, int64_t *hidden_bytes);
@@ -81,12 +81,12 @@ zn_fault_kind zn_fault_draw(zn_fault_state *state, int32_t op, int64_t nbytes, b
 typedef struct zn_request {
   TAILQ_ENTRY(zn_request) link;
   zn_aio_request spec;
-  int64_t cut_bytes; /* handed to chunks so far */
+  int64_t cut_bytes; /* assigned to chunks so far */
   int64_t moved_bytes;
   int64_t fail_offset;
   int32_t status;
   int32_t chunks_in_flight;
-  bool is_cut; /* every chunk has been started, or none will be any more */
+  bool is_cut; /* no further chunk will be started: all have been, or the request has failed */
 } zn_request;
 
 typedef struct zn_chunk {
@@ -96,11 +96,11 @@ typedef struct zn_chunk {
   int64_t offset, nbytes;
   int64_t done_bytes;    /* where the next transfer begins */
   int64_t reached_bytes; /* moved so far; O_DIRECT resumes below it, on an aligned byte */
-  int64_t asked_bytes, hidden_bytes; /* of the transfer under way */
-  int64_t due_ns;                    /* held back until then */
-  int64_t result;                    /* of a transfer that never reached the backend */
+  int64_t asked_bytes, hidden_bytes; /* of the transfer in flight */
+  int64_t due_ns;                    /* a held chunk starts at this time */
+  int64_t result;                    /* of a transfer that was not passed to the backend */
   int32_t tries;                     /* since the last byte moved */
-  bool is_exempt;                    /* was held back by a fault: the transfer itself gets none */
+  bool is_exempt;                    /* was delayed by a fault: the transfer itself gets no further fault */
 } zn_chunk;
 
 TAILQ_HEAD(zn_request_list, zn_request);
@@ -113,7 +113,7 @@ typedef struct {
 } zn_meter;
 
 typedef struct {
-  zn_aio_stats counts; /* its times stay 0; the meters have them */
+  zn_aio_stats counts; /* its times stay 0; the meters hold the times */
   zn_meter any, read, write;
 } zn_account;
 
@@ -123,7 +123,7 @@ struct zn_aio {
   zn_queue *queue;
   zn_request *requests;
   zn_chunk *chunks;
-  zn_event *events; /* where reap writes */
+  zn_event *events; /* filled by reap */
   pthread_t thread;
   int event_fd, wake_fd;
 
@@ -136,13 +136,13 @@ struct zn_aio {
   int64_t accepted;
   int32_t waiters;
   bool is_event_raised; /* event_fd is readable */
-  bool is_asleep;       /* the I/O thread needs wake_fd to notice what is new */
+  bool is_asleep;       /* the I/O thread notices changes only through wake_fd */
   bool is_stopping;
   bool has_new_fault;
   zn_aio_fault new_fault;
   zn_account account;
 
-  /* The I/O thread's own. */
+  /* Used by the I/O thread only. */
   struct zn_request_list active, finished;
   struct zn_chunk_list free_chunks, ready, held, ended;
   zn_account live;
@@ -155,7 +155,7 @@ void *zn_pump_run(void *aio);
 /* Nanoseconds of CLOCK_MONOTONIC. */
 int64_t zn_now_ns(void);
 
-/* Report one completion; `lock` is held. The caller raises the event once it is through. */
+/* Report one completion; `lock` is held. The caller raises the event after its last report. */
 void zn_report_locked(zn_aio *aio, const zn_aio_completion *completion);
 void zn_raise_event_locked(zn_aio *aio);
 

@@ -82,7 +82,7 @@ static void release(zn_aio *aio) {
   free(aio);
 }
 
-/* Signals belong to the program's own threads. */
+/* The engine's threads block all signals: handlers must run on the program's own threads. */
 static int32_t start_threads(zn_aio *aio) {
   sigset_t every, before;
   sigfillset(&every);
@@ -139,7 +139,7 @@ static bool is_valid_request(const zn_aio_request *request) {
   if (request->fd < 0 || request->nbytes < 0) return false;
   if (request->op == ZN_AIO_SYNC) return true;
   if (request->op != ZN_AIO_READ && request->op != ZN_AIO_WRITE) return false;
-  /* io_uring would take -1 for "where the file is now". */
+  /* io_uring would take offset -1 as the file's current position. */
   return request->offset >= 0 && request->offset <= INT64_MAX - request->nbytes;
 }
 
@@ -193,7 +193,7 @@ static int32_t take_locked(zn_aio *aio, zn_aio_completion *out, int32_t max) {
     eventfd_read(aio->event_fd, &ignored);
     aio->is_event_raised = false;
   }
-  /* Whoever else waits would wait for nothing. */
+  /* Nothing is in flight any more: wake the other waiters. */
   if (aio->taken == aio->accepted && aio->waiters > 0) pthread_cond_broadcast(&aio->arrived);
   return count;
 }

@@ -1,4 +1,4 @@
-/* Injected faults: a seeded decision per transfer, so that a failing run can be repeated. */
+/* Injected faults: one seeded decision per transfer, so that a failing run can be repeated. */
 #include <errno.h>
 
 #include "aio.h"
@@ -30,7 +30,7 @@ void zn_fault_reset(zn_fault_state *state, const zn_aio_fault *plan) {
   *state = (zn_fault_state){.plan = *plan, .random = plan->seed};
 }
 
-/* O_DIRECT needs aligned transfers, so a cut within a page is played by hiding part of the count. */
+/* O_DIRECT needs aligned transfers, so a cut inside a page is simulated by hiding part of the count. */
 static bool cut(zn_fault_state *state, int64_t nbytes, bool is_direct, int64_t *asked_bytes,
                 int64_t *hidden_bytes) {
   if (!is_direct) {

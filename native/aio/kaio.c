@@ -1,4 +1,4 @@
-/* Linux kernel AIO (what libaio wraps) by system call: io_submit in batches, an eventfd to wait on. */
+/* Linux kernel AIO (which libaio wraps) by system calls: io_submit in batches, an eventfd to wait on. */
 #include <errno.h>
 
 #include "aio.h"
@@ -92,7 +92,7 @@ static bool kaio_enqueue(zn_queue *queue, const zn_transfer *transfer) {
   return false;
 }
 
-/* A transfer that io_submit rejects is over at once; its error is reported like any other. */
+/* A transfer that io_submit rejects ends at once; its error is reported like any other. */
 static void refuse(zn_queue *queue, const struct iocb *block, int32_t status) {
   int64_t result = status;
   /* Before 4.18 there was no asynchronous fdatasync. */
@@ -109,7 +109,7 @@ static int32_t kaio_flush(zn_queue *queue) {
     if (taken > 0) {
       begin += (int32_t)taken;
     } else {
-      /* An errno is about the first of the batch only. */
+      /* An errno concerns only the first transfer of the batch. */
       refuse(queue, queue->batch[begin++], taken == 0 ? -EAGAIN : -errno);
     }
   }
@@ -121,7 +121,7 @@ static int32_t kaio_reap(zn_queue *queue, zn_event *out, int32_t max) {
   int32_t count = 0;
   while (count < max && queue->refused_count > 0) out[count++] = queue->refused[--queue->refused_count];
   if (count == max) return count;
-  /* Cleared first: a completion between the two calls raises it again. */
+  /* Clear the event first: a completion between the two calls then raises it again, and is not missed. */
   eventfd_t ignored;
   eventfd_read(queue->event_fd, &ignored);
   struct timespec now = {0};

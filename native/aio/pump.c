@@ -1,9 +1,9 @@
-/* The I/O thread. It alone touches chunks and the backend, so nothing here takes a lock but `exchange`.
+/* The I/O thread. Only this thread accesses chunks and the backend, so only `exchange` takes a lock.
  *
  * Each round: exchange requests and completions with the callers, start chunks while slots are free,
- * hand them to the kernel in one batch, sleep until something arrives, settle what arrived. Requests
- * are served in the order they came, chunk after chunk: the first record of several is there first,
- * and its update can begin while the others are still being read. */
+ * submit them to the kernel in one batch, sleep until an event arrives, settle the transfers that ended.
+ * Requests are served in the order of their arrival, chunk after chunk: so the first of several records
+ * is complete first, and its update can begin while the others are still being read. */
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -57,20 +57,20 @@ static bool is_direct(int fd) {
   return flags >= 0 && (flags & O_DIRECT) != 0;
 }
 
-/* Take the request out of the turn: no further chunk of it starts. */
+/* Remove the request from `active`: no further chunk of it starts. */
 static void stop_cutting(zn_aio *aio, zn_request *request) {
   if (request->is_cut) return;
   request->is_cut = true;
   TAILQ_REMOVE(&aio->active, request, link);
 }
 
-/* The chunk is over. The request completes with its last chunk, never before. */
+/* The chunk has ended. The request completes with its last chunk, never before. */
 static void retire(zn_aio *aio, zn_chunk *chunk, int32_t status, int64_t fail_offset) {
   zn_request *request = chunk->request;
   account_end(&aio->live, request->spec.op, chunk->reached_bytes);
   request->moved_bytes += chunk->reached_bytes;
-  /* Of several failures the one nearest to the start of the file is told, whichever came first:
-   * chunks before it go on, so it does not depend on the order in which transfers end. */
+  /* Of several failures, report the one with the lowest file offset: chunks below it continue, so the
+   * result does not depend on the order in which transfers end. */
   if (status != 0 && (request->status == 0 || fail_offset < request->fail_offset)) {
     request->status = status;
     request->fail_offset = fail_offset;
@@ -80,7 +80,7 @@ static void retire(zn_aio *aio, zn_chunk *chunk, int32_t status, int64_t fail_of
   if (--request->chunks_in_flight == 0 && request->is_cut) TAILQ_INSERT_TAIL(&aio->finished, request, link);
 }
 
-/* Its request has failed at a byte before it. */
+/* The request has failed at or before the chunk's next byte, so the chunk need not be moved. */
 static bool is_moot(const zn_chunk *chunk) {
   return chunk->request->status != 0 && chunk->offset + chunk->done_bytes >= chunk->request->fail_offset;
 }
@@ -90,7 +90,7 @@ static void hold(zn_aio *aio, zn_chunk *chunk, int64_t pause_ns) {
   TAILQ_INSERT_TAIL(&aio->held, chunk, link);
 }
 
-/* Try the same bytes again, `status` being what the chunk fails with once there were enough tries. */
+/* Try the same bytes again; after TRIES_MAX tries the chunk fails with `status`. */
 static void retry(zn_aio *aio, zn_chunk *chunk, int32_t status) {
   if (++chunk->tries > TRIES_MAX) {
     retire(aio, chunk, status, chunk->offset + chunk->done_bytes);
@@ -104,12 +104,12 @@ static void retry(zn_aio *aio, zn_chunk *chunk, int32_t status) {
   }
 }
 
-/* Part of the chunk moved: go on behind it. */
+/* Part of the chunk was moved: continue after that part. */
 static void resume(zn_aio *aio, zn_chunk *chunk, int64_t moved_bytes, int64_t reached_bytes) {
   const bool is_read = chunk->request->spec.op == ZN_AIO_READ;
   if (reached_bytes <= chunk->reached_bytes && moved_bytes < chunk->asked_bytes) {
-    /* Nothing new although more was asked for. A read that stops at the same byte twice is at the
-     * end of the file (an O_DIRECT one starts below that byte, so it need not return 0). */
+    /* No new byte although more were requested. A read that stops at the same byte twice is at the end
+     * of the file (an O_DIRECT read starts below that byte, so it may return more than 0). */
     if (!is_read) {
       retry(aio, chunk, -EIO);
     } else {
@@ -127,7 +127,7 @@ static void resume(zn_aio *aio, zn_chunk *chunk, int64_t moved_bytes, int64_t re
 
 /* A transfer has ended with `result`: bytes moved, or -errno. */
 static void settle(zn_aio *aio, zn_chunk *chunk, int64_t result) {
-  /* A count that the kernel itself cut short is told as it is. */
+  /* If the kernel itself moved fewer bytes, its count is used without a change. */
   const int64_t hidden_bytes = result == chunk->asked_bytes ? chunk->hidden_bytes : 0;
   const int64_t reached_bytes = chunk->done_bytes + result - hidden_bytes;
   if (result == -EINTR || result == -EAGAIN) {
@@ -215,7 +215,7 @@ static void start(zn_aio *aio, zn_chunk *chunk) {
   if (aio->backend->enqueue(aio->queue, &transfer)) aio->live.counts.registered++;
 }
 
-/* Held chunks that are due become ready; those that a failure has made moot need not wait. */
+/* Held chunks that are due become ready; chunks that are moot after a failure do so at once. */
 static void release_held(zn_aio *aio) {
   if (TAILQ_EMPTY(&aio->held)) return;
   const int64_t now_ns = zn_now_ns();
@@ -239,10 +239,10 @@ static zn_aio_completion completion_of(const zn_request *request) {
   };
 }
 
-/* Report what has finished, take what was submitted. False: the engine closes. */
+/* Report finished requests, and take new ones. False: the engine closes. */
 static bool exchange(zn_aio *aio) {
   pthread_mutex_lock(&aio->lock);
-  /* Requests of no bytes are counted where they are accepted. */
+  /* Requests of 0 bytes were counted when they were accepted, so keep that count. */
   aio->live.counts.requests = aio->account.counts.requests;
   aio->account = aio->live;
   const bool has_news = !TAILQ_EMPTY(&aio->finished);
@@ -276,7 +276,7 @@ static struct timespec *held_timeout(const zn_aio *aio, struct timespec *timeout
   return timeout;
 }
 
-/* Sleep until the backend has events, callers have news or a held chunk is due. True: events. */
+/* Sleep until the backend has events, callers have new requests or a held chunk is due. True: events. */
 static bool sleep_for_events(zn_aio *aio) {
   struct timespec timeout;
   struct pollfd fds[2] = {
@@ -290,12 +290,12 @@ static bool sleep_for_events(zn_aio *aio) {
 }
 
 static void settle_events(zn_aio *aio) {
-  /* Every outstanding transfer fits, so one call takes all there is. */
+  /* `events` has room for all transfers in flight, so one call takes all events. */
   const int32_t count = aio->backend->reap(aio->queue, aio->events, aio->options.queue_depth);
   for (int32_t i = 0; i < count; i++) settle(aio, &aio->chunks[aio->events[i].slot], aio->events[i].result);
 }
 
-/* Only those that ended before: settling may start a retry that ends the same way. */
+/* Settle only the chunks that had ended before this call: a settled chunk may be retried and end again. */
 static void settle_ended(zn_aio *aio) {
   struct zn_chunk_list ended = TAILQ_HEAD_INITIALIZER(ended);
   TAILQ_CONCAT(&ended, &aio->ended, link);
@@ -306,7 +306,7 @@ static void settle_ended(zn_aio *aio) {
   }
 }
 
-/* Hand chunks to the kernel while slots are free. Returns how many it refused. */
+/* Submit chunks to the kernel while slots are free. Returns how many it refused. */
 static int32_t start_chunks(zn_aio *aio) {
   const bool one_by_one = (aio->options.flags & ZN_AIO_SINGLE_SUBMIT) != 0;
   const bool may_cut = (aio->options.flags & ZN_AIO_IN_WAVES) == 0 || aio->live.any.active == 0;

@@ -1,6 +1,6 @@
 /* Registered buffers of an io_uring ring: a sparse table, filled and emptied entry by entry.
  *
- * A chunk that lies in no single entry moves the plain way, so nothing here has to succeed. */
+ * A chunk that does not lie in one entry is moved without it, so no call here has to succeed. */
 #include "registry.h"
 
 #if defined(__linux__) && defined(__has_include)
@@ -28,8 +28,8 @@ enum { ENTRIES = 256, ENTRY_BYTES_MAX = 1 << 30 };
 struct zn_registry {
   int ring_fd;
   pthread_mutex_t lock;
-  struct iovec entries[ENTRIES]; /* no length: free */
-  int32_t used;                  /* entries from here on were never filled */
+  struct iovec entries[ENTRIES]; /* length 0: free */
+  int32_t used;                  /* entries from this index on were never filled */
 };
 
 zn_registry *zn_registry_open(int ring_fd) {
@@ -62,7 +62,7 @@ static int32_t replace(zn_registry *registry, int32_t entry, struct iovec range)
   return 0;
 }
 
-/* Forget every entry that lies within the range. */
+/* Remove every entry that lies within the range. */
 static int32_t forget(zn_registry *registry, const char *begin, const char *end) {
   int32_t status = 0;
   for (int32_t i = 0; i < registry->used; i++) {

@@ -6,14 +6,14 @@
 
 #include "aio.h"
 
-/* Both rings hold `depth` entries, because no more transfers are ever outstanding. */
+/* Both rings hold `depth` entries, because at most so many transfers are in flight. */
 struct zn_queue {
   pthread_mutex_t lock;
   pthread_cond_t work;
   zn_transfer *todo;
   zn_event *done;
   int32_t depth, threads;
-  int64_t enqueued; /* the I/O thread's own: written to `todo`, not yet shown to the workers */
+  int64_t enqueued; /* used by the I/O thread only: written to `todo`, perhaps not yet visible to the workers */
   int64_t posted, started, ended, reaped;
   int event_fd;
   bool is_stopping;
@@ -97,7 +97,7 @@ static int32_t threads_probe(void) { return 0; }
 static int threads_event_fd(zn_queue *queue) { return queue->event_fd; }
 
 static bool threads_enqueue(zn_queue *queue, const zn_transfer *transfer) {
-  /* The entry is free: at most `depth` transfers are outstanding, and workers copy theirs out. */
+  /* The entry is free: at most `depth` transfers are in flight, and workers copy their entry first. */
   queue->todo[queue->enqueued++ % queue->depth] = *transfer;
   return false;
 }

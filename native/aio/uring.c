@@ -1,4 +1,4 @@
-/* io_uring by system call: one ring, batched submission, completions read from shared memory. */
+/* io_uring by system calls: one ring, batched submission, completions read from shared memory. */
 #include <errno.h>
 
 #include "aio.h"
@@ -33,7 +33,7 @@ struct zn_queue {
   size_t rings_bytes, sqes_bytes;
   unsigned *sq_tail, *sq_array, *cq_head, *cq_tail;
   unsigned sq_mask, cq_mask, tail;
-  unsigned enqueued; /* entries behind `tail` that the kernel has not taken */
+  unsigned enqueued; /* the last entries before `tail`, which the kernel has not taken yet */
   struct io_uring_cqe *cqes;
   zn_event *refused;
   int32_t refused_count;
@@ -71,7 +71,7 @@ static int32_t map_rings(zn_queue *queue, const struct io_uring_params *params) 
   return 0;
 }
 
-/* READ and WRITE came with Linux 5.6, as did the question itself. */
+/* READ and WRITE exist since Linux 5.6, and so does IORING_REGISTER_PROBE. */
 static int32_t check_operations(int fd) {
   const uint8_t needed[] = {IORING_OP_READ, IORING_OP_WRITE, IORING_OP_FSYNC};
   struct io_uring_probe *known = calloc(1, sizeof *known + PROBE_OPS * sizeof(struct io_uring_probe_op));
@@ -144,7 +144,7 @@ static bool uring_enqueue(zn_queue *queue, const zn_transfer *transfer) {
   return memory >= 0;
 }
 
-/* The kernel looks at the ring only while we are in io_uring_enter: what it left can be taken back. */
+/* The kernel reads the ring only during io_uring_enter: entries that it did not take can be taken back. */
 static void take_back(zn_queue *queue, int32_t status) {
   for (; queue->enqueued > 0; queue->enqueued--) {
     const unsigned index = (queue->tail - queue->enqueued) & queue->sq_mask;

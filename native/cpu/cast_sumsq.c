@@ -1,5 +1,5 @@
-/* Cast and block sums in one pass over memory: each block is summed while the cast has left it in
- * the first-level cache, with the kernels of the row in use. */
+/* Cast and block sums in one pass over memory: each block is summed while it is still in the first-level
+ * cache after its cast, with the kernels of the row in use. */
 #include <errno.h>
 
 #include "kernels.h"

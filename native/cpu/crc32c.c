@@ -21,8 +21,9 @@ static uint32_t crc32c_table(uint32_t crc, const unsigned char *in, int64_t nbyt
 }
 
 #if defined(__x86_64__)
-/* The instruction takes 3 cycles and can begin in each, so three runs of LANE_BYTES go side by side. What the first
- * left is moved past those behind it: over LANE_BYTES zeros, a linear map of 32 bits, which is a table for each byte. */
+/* The instruction takes 3 cycles, and one can start in each cycle, so three runs of LANE_BYTES are summed in parallel.
+ * To combine them, the checksum of a run is advanced over the next run as over LANE_BYTES zeros: a linear map of 32
+ * bits, kept as one table per byte. */
 enum { LANES = 3, LANE_BYTES = 8192 };
 
 static uint32_t past_lane[4][256];
@@ -72,7 +73,7 @@ __attribute__((target("sse4.2"))) static uint32_t crc32c_sse42(uint32_t crc, con
 uint32_t zn_cpu_crc32c(uint32_t crc, const void *in, int64_t nbytes) {
   crc = ~crc;
 #if defined(__x86_64__)
-  /* The scalar choice takes the table as well, so that a test can compare the two. */
+  /* With the scalar kernels the table is used too, so that a test can compare both. */
   if (strcmp(zn_cpu_isa(), "scalar") != 0 && __builtin_cpu_supports("sse4.2")) return ~crc32c_sse42(crc, in, nbytes);
 #endif
   return ~crc32c_table(crc, in, nbytes);

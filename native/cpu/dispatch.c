@@ -1,11 +1,11 @@
-/* One table row of kernels per instruction set; the best one this CPU has is picked at first use. */
+/* One table row of kernels per instruction set; the best one for this CPU is chosen at first use. */
 #include <errno.h>
 #include <stdatomic.h>
 
 #include "kernels.h"
 #include "moments.h"
 
-/* Elements per fixed-width loop (whole cache lines of every array) and how far ahead to prefetch. */
+/* Elements per fixed-width loop (whole cache lines of every array), and the prefetch distance in elements. */
 enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256 };
 
 #define ZN_JOIN_NAME(name, isa) name##_##isa
@@ -70,7 +70,7 @@ static int supported_avx512(void) {
 
 /* Columns in the order of the dtype constants: f32, bf16, f16. */
 #define ZN_COLUMNS(kernel, isa) {kernel##_f32_##isa, kernel##_bf16_##isa, kernel##_f16_##isa}
-/* [rule][which states there are, a bit each]; where there is none, the rule has not these. */
+/* [rule][bit mask of the states]; an empty entry: the rule does not allow these states. */
 #define ZN_UPDATES(isa)                                                                                   \
   {[ZN_ADAM][3] = update_adam_##isa,                 [ZN_LION][1] = update_lion_##isa,                    \
    [ZN_SGD][0] = update_sgd_##isa,                   [ZN_SGD][1] = update_sgd_momentum_##isa,             \
@@ -103,12 +103,12 @@ static const zn_cpu_kernels rows[] = {
 };
 enum { ROW_COUNT = sizeof rows / sizeof rows[0] };
 
-/* Every thread that races to fill this in writes the same pointer. */
+/* All threads that race to set this write the same pointer. */
 static _Atomic(const zn_cpu_kernels *) active;
 
 static const zn_cpu_kernels *best_row(void) {
   int row = 0;
-  while (!rows[row].supported()) row++; /* the scalar row always is */
+  while (!rows[row].supported()) row++; /* the scalar row is always supported */
   return &rows[row];
 }
 
@@ -135,6 +135,6 @@ int32_t zn_cpu_isa_select(const char *name) {
     atomic_store_explicit(&active, &rows[row], memory_order_release);
     return 0;
   }
-  /* Known elsewhere, but not compiled in here. */
+  /* Known names that were not compiled in. */
   return strcmp(name, "avx2") == 0 || strcmp(name, "avx512") == 0 ? -ENOTSUP : -EINVAL;
 }

@@ -1,4 +1,4 @@
-/* The exported kernels but the updates: check the arguments, find the row's function, split the range. */
+/* The exported kernels except the updates: check the arguments, find the row's function, split the range. */
 #include <errno.h>
 
 #include "kernels.h"

@@ -1,5 +1,5 @@
-/* What the files of this folder share: the table of kernels, the work split, and float conversions
- * that give the same bits on every instruction set. */
+/* Common declarations of this folder: the table of kernels, the work split, and float conversions that give
+ * the same bits on every instruction set. */
 #ifndef ZN_CPU_KERNELS_H
 #define ZN_CPU_KERNELS_H
 
@@ -29,24 +29,23 @@ typedef struct {
   float grad_scale;
 } zn_update_arrays;
 
-/* The states of a run of elements: pointers to the first one. What is rounded to bf16 goes by the hash of `counter` +
- * element. */
+/* The states of a run of elements: pointers to the first one. Rounding to bf16 uses the hash of `counter` + element. */
 typedef struct {
   void *planes[ZN_PLANES];
   int32_t bf16;
   uint32_t counter;
 } zn_states_run;
 
-/* How a block of 8-bit moments is rounded: to nearest, or by the hash of `counter` + element. */
+/* How a block of 8-bit moments is rounded: to nearest, or with the hash of `counter` + element. */
 typedef struct {
   int32_t to_nearest;
   uint32_t counter;
 } zn_rounding;
 
-/* All kernels work on elements [begin, end) of arrays given by their start. */
+/* All kernels work on elements [begin, end) of arrays; the pointers are to element 0. */
 typedef void zn_update_kernel(const zn_update_arrays *arrays, zn_states_run run, const zn_segment *segment,
                               int64_t begin, int64_t end);
-/* One block of 8-bit moments, from and to fp32. */
+/* Convert one block of 8-bit moments to fp32, and back. */
 typedef void zn_block_load_kernel(float *exp_avg, float *exp_avg_sq, const zn_moments *moments, int64_t block);
 typedef void zn_block_store_kernel(const zn_moments *moments, const float *exp_avg, const float *exp_avg_sq,
                                    int64_t block, zn_rounding rounding);
@@ -58,7 +57,7 @@ typedef void zn_sumsq_kernel(zn_square_sum *sums, const void *in, int64_t begin,
 typedef void zn_reduce_kernel(void *stored, const void *const *sources, int64_t count, float scale, int64_t begin,
                               int64_t end);
 
-/* What becomes of a sum over ranks: stored in the dtype of the sources, as fp32, or added to fp32. */
+/* How a sum over ranks is stored: in the dtype of the sources, as fp32, or added to fp32. */
 enum { ZN_REDUCE_SAME = 0, ZN_REDUCE_WIDE = 1, ZN_REDUCE_ADD = 2, ZN_REDUCES = 3 };
 
 typedef struct {
@@ -87,7 +86,7 @@ static inline int zn_is_dtype(int32_t dtype) { return dtype >= ZN_F32 && dtype <
 
 /* ---- conversions -------------------------------------------------------------------------- */
 
-/* A NaN's payload depends on operand order, which compilers choose; so every NaN written is the
+/* A NaN's payload depends on operand order, which compilers choose; so all NaN are written as the
  * canonical one. */
 #define ZN_NAN_F32 0x7FC00000u
 #define ZN_NAN_BF16 0x7FC0u
@@ -95,7 +94,7 @@ static inline int zn_is_dtype(int32_t dtype) { return dtype >= ZN_F32 && dtype <
 #define ZN_INF_F32 0x7F800000u
 #define ZN_MAGNITUDE_F32 0x7FFFFFFFu
 
-/* Ask for the cache lines of `nbytes` from `at` on; past the end of an array it is a hint that nothing follows. */
+/* Prefetch the cache lines of `nbytes` from `at` on. Past the end of an array the hint has no effect. */
 #define ZN_FETCH(at, nbytes, will_write)                   \
   for (int64_t line = 0; line < (nbytes); line += 64)      \
   __builtin_prefetch((const void *)((uintptr_t)(at) + (uintptr_t)line), will_write)
@@ -117,8 +116,8 @@ ZN_INLINE uint32_t zn_canonical_bits(float value) { return value == value ? zn_b
 
 ZN_INLINE float zn_canonical(float value) { return value == value ? value : zn_float(ZN_NAN_F32); }
 
-/* a * b + c rounded once, without an instruction for it. The product is exact in fp64; their sum is rounded to odd
- * there, which the rounding to fp32 does not see. */
+/* a * b + c rounded once, without an fma instruction. The product is exact in fp64; the sum is rounded to odd in fp64,
+ * so that the second rounding, to fp32, gives the same result as a single one. */
 ZN_INLINE float zn_fmaf(float a, float b, float c) {
 #ifdef __FP_FAST_FMAF
   return __builtin_fmaf(a, b, c);
@@ -127,7 +126,7 @@ ZN_INLINE float zn_fmaf(float a, float b, float c) {
   const double error = (product - (sum - part)) + ((double)c - part);
   int64_t bits;
   memcpy(&bits, &sum, sizeof bits);
-  const int64_t away = (error > 0.0) - (error < 0.0); /* none of inf and NaN */
+  const int64_t away = (error > 0.0) - (error < 0.0); /* 0 for inf and NaN */
   bits += bits & 1 ? 0 : sum < 0.0 ? -away : away;
   double odd;
   memcpy(&odd, &bits, sizeof odd);
@@ -143,14 +142,14 @@ ZN_INLINE uint16_t zn_to_bf16(float value) {
   return (uint16_t)((bits & ZN_MAGNITUDE_F32) > ZN_INF_F32 ? ZN_NAN_BF16 : rounded);
 }
 
-/* Integer and exact float steps only, so that it is the same on CPUs with and without F16C. */
+/* Only integer and exact float operations, so that the result is the same on CPUs with and without F16C. */
 ZN_INLINE float zn_from_f16(uint16_t half) {
   uint32_t magnitude = (uint32_t)(half & 0x7FFFu) << 13;
   uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
   uint32_t exponent = magnitude & (0x7C00u << 13);
   uint32_t normal = magnitude + ((127u - 15u) << 23);
   uint32_t special = normal + ((128u - 16u) << 23);
-  /* A subnormal gets an implicit one, which the exact subtraction takes away again. */
+  /* A subnormal number gets an implicit leading one, which the exact subtraction removes again. */
   uint32_t subnormal = zn_bits(zn_float(normal + (1u << 23)) - zn_float(113u << 23));
   uint32_t bits = exponent == 0 ? subnormal : normal;
   bits = exponent == (0x7C00u << 13) ? special : bits;
@@ -162,15 +161,15 @@ ZN_INLINE uint16_t zn_to_f16(float value) {
   uint32_t magnitude = bits & ZN_MAGNITUDE_F32;
   uint32_t sign = (bits >> 16) & 0x8000u;
   uint32_t normal = (magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-  /* Adding 0.5 puts the last place of a binary16 subnormal at the last place of the sum, so that
-   * the addition rounds it. */
+  /* Adding 0.5 puts the last place of a binary16 subnormal at the last place of the sum, so that the
+   * addition does the rounding. */
   uint32_t subnormal = zn_bits(zn_float(magnitude) + 0.5f) - zn_bits(0.5f);
   uint32_t half = magnitude < (113u << 23) ? subnormal : normal;
   half = (magnitude >= (143u << 23) ? 0x7C00u : half) | sign;
   return (uint16_t)(magnitude > ZN_INF_F32 ? ZN_NAN_F16 : half);
 }
 
-/* `dtype` is a constant wherever these are used, so only one branch is compiled. */
+/* `dtype` is a constant in all uses, so only one branch is compiled. */
 ZN_INLINE float zn_load(const void *in, int dtype, int64_t i) {
   if (dtype == ZN_F32) return ((const float *)in)[i];
   if (dtype == ZN_BF16) return zn_from_bf16(((const uint16_t *)in)[i]);
@@ -183,8 +182,8 @@ ZN_INLINE void zn_store(void *out, int dtype, int64_t i, float value) {
   else ((uint16_t *)out)[i] = zn_to_f16(value);
 }
 
-/* The exact split: rounding the magnitude half away from zero makes the remainder the low 16 bits
- * read as a signed number, so every fp32 but the other NaNs comes back. */
+/* The exact split: if the magnitude is rounded half away from zero, the remainder is the low 16 bits, read as
+ * a signed number. So every fp32 is restored, except NaNs other than the canonical one. */
 ZN_INLINE float zn_join_one(uint16_t weight, int16_t remainder) {
   return zn_float(((uint32_t)weight << 16) + (uint32_t)(int32_t)remainder);
 }

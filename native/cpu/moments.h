@@ -1,5 +1,5 @@
-/* Narrow moments, one element at a time: bf16 and 8-bit codes as zn_moments describes them. Integer
- * steps and single fp32 operations only, so that every instruction set gives the same bits. */
+/* Narrow moments, one element at a time: bf16 and 8-bit codes as described at zn_moments. Only integer and
+ * single fp32 operations, so that every instruction set gives the same bits. */
 #ifndef ZN_CPU_MOMENTS_H
 #define ZN_CPU_MOMENTS_H
 
@@ -7,8 +7,8 @@
 
 /* ---- rounding ----------------------------------------------------------------------------- */
 
-/* A bijection of 32-bit integers whose output bits each depend on every input bit. The low half
- * rounds exp_avg, the high half exp_avg_sq. */
+/* A bijection of 32-bit integers; each output bit depends on every input bit. The low half is used to round
+ * exp_avg, the high half for exp_avg_sq. */
 ZN_INLINE uint32_t zn_hash(uint32_t x) {
   x ^= x >> 16;
   x *= 0x7FEB352Du;
@@ -18,31 +18,31 @@ ZN_INLINE uint32_t zn_hash(uint32_t x) {
   return x;
 }
 
-/* What element `coordinate` of a space hashes in `step`; the next element hashes the next number. */
+/* The number to hash for element `coordinate` of a space in `step`; the next element has the next number. */
 ZN_INLINE uint32_t zn_counter(int64_t coordinate, int64_t step) {
   return (uint32_t)coordinate + zn_hash((uint32_t)step + 0x9E3779B9u);
 }
 
-/* 16 bits for a master that is rounded to its weight. The complement runs through the hashes from the other end, so that
- * an element's weight and moments are rounded by different ones. */
+/* 16 bits to round a master to its weight. The complement of the counter is hashed, so that an element's weight and
+ * moments are rounded with different hashes. */
 ZN_INLINE uint32_t zn_noise_of_master(uint32_t counter) { return zn_hash(~counter) >> 16; }
 
-/* In place of a hash: half a unit for both moments rounds to nearest. */
+/* Used in place of a hash: half a unit for both moments, which rounds to nearest. */
 #define ZN_NOISE_NEAREST 0x80008000u
 
-/* `noise` counts 2^-16 of the last place. */
+/* `noise` is in units of 2^-16 of the last place. */
 ZN_INLINE uint16_t zn_round_bf16(float value, uint32_t noise) {
   return (uint16_t)(value == value ? (zn_bits(value) + noise) >> 16 : ZN_NAN_BF16);
 }
 
 /* ---- 8-bit codes -------------------------------------------------------------------------- */
 
-/* From the knee up codes are steps of 2^19 in the bits of the ratio, below it of 2^20. */
+/* Above the knee, codes are steps of 2^19 in the bits of the ratio; below it, steps of 2^20. */
 enum { ZN_STEP_FINE = 19, ZN_STEP_COARSE = 20, ZN_KNEE_CODE_AVG = 63, ZN_KNEE_CODE_SQ = 127 };
 #define ZN_ONE_F32 0x3F800000u
 #define ZN_KNEE_AVG ((127u - 4u) << 23)
 #define ZN_KNEE_SQ ((127u - 8u) << 23)
-/* The smallest ratio but 0 that has a code, and 2^16 / its value. */
+/* The smallest ratio other than 0 that has a code, and 2^16 / its value. */
 #define ZN_LEAST_AVG (ZN_KNEE_AVG - ((ZN_KNEE_CODE_AVG - 1u) << ZN_STEP_COARSE))
 #define ZN_LEAST_AVG_INVERSE (65536.0f * 4096.0f / 1.25f)
 
@@ -62,8 +62,8 @@ ZN_INLINE float zn_decode_sq(uint8_t code) {
   return zn_float(zn_ratio_of_code(code, ZN_KNEE_CODE_SQ, ZN_KNEE_SQ));
 }
 
-/* The code of a ratio, rounded by `noise`, which counts 2^-16 of a code. Between two codes the bits of
- * a float are linear in its value, so that rounding at random keeps the mean. */
+/* The code of a ratio, rounded by `noise`, in units of 2^-16 of a code. Between two codes the bits of a float
+ * are linear in its value, so that random rounding keeps the mean. */
 ZN_INLINE int32_t zn_code_of_ratio(uint32_t ratio, int32_t knee_code, uint32_t knee, uint32_t noise) {
   int32_t over = (int32_t)(ratio - knee), half = over >> (ZN_STEP_COARSE - ZN_STEP_FINE);
   int32_t fine = over > half ? over : half; /* `half` below the knee */
@@ -99,9 +99,9 @@ ZN_INLINE float zn_scale_of(uint32_t magnitude_max) {
   return zn_float(magnitude_max < ZN_SCALE_MIN_BITS ? 0u : magnitude_max);
 }
 
-/* What makes a ratio of a magnitude: one unit in the last place above 1 / scale, so that the largest
- * has the ratio 1 in spite of rounding, and the block keeps its scale when it is stored again. 0 for
- * blocks that get the codes 0: of a scale of 0, and of NaN, which makes every value NaN. */
+/* The factor from a magnitude to its ratio: one unit in the last place above 1 / scale, so that the largest
+ * magnitude has the ratio 1 in spite of rounding, and the block keeps its scale when it is stored again. It is
+ * 0 for blocks whose codes are all 0: with a scale of 0, or of NaN, which makes every value NaN. */
 ZN_INLINE float zn_inverse_of(float scale) {
   return scale > 0.0f ? zn_float(zn_bits(1.0f / scale) + 1u) : 0.0f;
 }

@@ -1,8 +1,8 @@
-/* One loop on several threads. Helpers are shared by all callers: starting a thread costs 20 us and more, waking one a
- * few. One that finds nothing to do for IDLE_NANOSECONDS ends, so nothing is left running; a child of fork has none,
- * and starts its own. A caller waits for those that work for it, and not for those that come too late. All take part
- * after part from one counter: when another thread of the process computes on one of the cores, the others take what
- * it cannot. */
+/* One loop on several threads. All callers share the helper threads: to start a thread costs 20 us and more, to wake
+ * one costs a few. A helper without work for IDLE_NANOSECONDS ends, so none is left running; a child of fork has no
+ * helpers, and starts its own. A caller waits only for helpers that have joined its work, not for late ones. All
+ * threads take one part after the other from one counter: if another computation slows one core down, threads on the
+ * other cores take more parts. */
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -19,16 +19,16 @@ typedef struct zn_work {
   const void *context;
   int64_t begin, end;
   _Atomic int64_t next; /* where the next part begins; a multiple of ZN_BLOCK_NUMEL */
-  int wanted, active;   /* helpers that may still join, and those that work: under the lock, as is what follows */
-  pthread_cond_t left;  /* the last active one has */
+  int wanted, active;   /* helpers that may still join, and those at work; these and the rest are under the lock */
+  pthread_cond_t left;  /* the last active helper has left */
   struct zn_work *older;
 } zn_work;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t called = PTHREAD_COND_INITIALIZER; /* there is work that wants helpers */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static zn_work *newest; /* of those that want helpers */
-static int helpers, useful; /* how many there are, and how many those who call now have asked for */
+static zn_work *newest; /* the newest work that wants helpers */
+static int helpers, useful; /* present helpers, and helpers wanted by all present callers */
 
 static void take_parts(zn_work *work) {
   for (;;) {
@@ -39,14 +39,14 @@ static void take_parts(zn_work *work) {
   }
 }
 
-/* Let no further helper join. Under the lock. */
+/* Remove the work from the list, so that no further helper joins. Under the lock. */
 static void close_to_helpers(zn_work *work) {
   zn_work **link = &newest;
   while (*link && *link != work) link = &(*link)->older;
   if (*link) *link = work->older;
 }
 
-/* Wait for work as long as a helper does; NULL: there is none. Under the lock. */
+/* Wait for work up to IDLE_NANOSECONDS; NULL: there is none. Under the lock. */
 static zn_work *awaited(void) {
   struct timespec until;
   clock_gettime(CLOCK_REALTIME, &until);
@@ -72,7 +72,8 @@ static void *help(void *unused) {
   return unused;
 }
 
-/* Signals are for the threads of who loaded this. Under the lock; false: there can be no more threads. */
+/* Helpers block all signals: handlers must run on the program's own threads. Under the lock; false: no more threads
+ * can be started. */
 static bool start_helper(void) {
   sigset_t all, before;
   sigfillset(&all);

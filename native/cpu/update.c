@@ -9,7 +9,7 @@ typedef struct {
   zn_update_kernel *update;
   zn_update_arrays arrays;
   void *planes[ZN_PLANES];   /* states, or NULL */
-  const zn_moments *moments; /* Adam's; NULL of others */
+  const zn_moments *moments; /* for Adam; else NULL */
   const zn_segment *segments;
   int64_t segment_count;
 } zn_update_call;
@@ -17,7 +17,7 @@ typedef struct {
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Elements [begin, end), with states that are fp32 or bf16, updated where they are. */
+/* Update elements [begin, end), with fp32 or bf16 states, in place. */
 static void update_in_place(const zn_update_call *call, int64_t begin, int64_t end) {
   const zn_moments *moments = call->moments;
   const int32_t bf16 = moments != NULL && moments->kind == ZN_MOMENTS_BF16;
@@ -32,7 +32,7 @@ static void update_in_place(const zn_update_call *call, int64_t begin, int64_t e
   }
 }
 
-/* One block of 8-bit moments, and the segments from `segment` on that reach into it. */
+/* Update one block of 8-bit moments, with the segments from `segment` on that overlap it. */
 static void update_block(const zn_update_call *call, const zn_segment *segment, int64_t begin) {
   float exp_avg[ZN_MOMENTS_BLOCK_NUMEL], exp_avg_sq[ZN_MOMENTS_BLOCK_NUMEL];
   const zn_moments *moments = call->moments;
@@ -50,7 +50,7 @@ static void update_block(const zn_update_call *call, const zn_segment *segment, 
     };
     call->update(&call->arrays, run, segment, from, to);
   }
-  if (!loaded) return; /* only who is skipped reaches into it, if anybody: not a bit changes */
+  if (!loaded) return; /* no segment, or only skipped ones, overlap the block: no bit may change */
   zn_rounding rounding = {0, zn_counter(moments->origin + begin, moments->step)};
   call->kernels->block_store(moments, exp_avg, exp_avg_sq, block, rounding);
 }
@@ -95,7 +95,7 @@ static int segments_valid(const zn_segment *segments, int64_t segment_count, int
   return position <= numel;
 }
 
-/* What is left to check and to fill in; `present` has a bit for each state that there is. */
+/* Check and fill in the rest of `call`, and run it; `present` has a bit for each state that is not NULL. */
 static int32_t update(zn_update_call *call, int32_t rule, int present, int32_t weight_dtype, int32_t master_f32,
                       int64_t numel, int32_t threads) {
   const zn_update_arrays *a = &call->arrays;

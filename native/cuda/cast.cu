@@ -1,4 +1,4 @@
-/* Casts, gradient accumulation and the exact split on the device: as the CPU, bit for bit. */
+/* Casts, gradient accumulation and the exact split on the device: the same bits as on the CPU. */
 #include "kernels.cuh"
 
 namespace {

@@ -1,4 +1,4 @@
-/* Page-locking of host memory, and what every library of this project exports. */
+/* Page-locking of host memory, and the functions that every library of this project exports. */
 #include <string.h>
 
 #include "kernels.cuh"
@@ -16,7 +16,7 @@ const char *zn_strerror(int32_t status) {
 int32_t zn_cuda_host_register(void *ptr, int64_t nbytes) {
   if (ptr == nullptr || nbytes < 1) return -EINVAL;
   const cudaError_t status = cudaHostRegister(ptr, (size_t)nbytes, cudaHostRegisterPortable);
-  /* A refusal must not surface again as the error of the next launch. */
+  /* Clear the error: it must not appear again as the error of the next launch. */
   if (status != cudaSuccess) cudaGetLastError();
   return (int32_t)status;
 }

@@ -1,6 +1,6 @@
-/* What the CUDA files share: float conversions and the launch habit. The arithmetic is that of
- * cpu/kernels.h, in the same order and with the same canonical NaN, so that both give the same bits;
- * the __f*_rn intrinsics keep the compiler from contracting or reordering it. */
+/* Common declarations of the CUDA files: float conversions and launch helpers. The arithmetic is the same as
+ * in cpu/kernels.h, in the same order and with the same canonical NaN, so that both give the same bits; the
+ * __f*_rn intrinsics prevent the compiler from contracting or reordering it. */
 #ifndef ZN_CUDA_KERNELS_CUH
 #define ZN_CUDA_KERNELS_CUH
 
@@ -10,7 +10,7 @@
 #include "../include/zn_abi.h"
 
 constexpr int ZN_THREADS = 256;
-/* Grids stride over longer ranges, so that counts past 2^31 need no more blocks than this. */
+/* The most blocks of a grid; it strides over longer ranges, so that this is enough for counts above 2^31. */
 constexpr int64_t ZN_GRID_MAX = 1 << 16;
 
 constexpr uint32_t ZN_NAN_F32 = 0x7FC00000u;
@@ -28,7 +28,7 @@ __device__ inline T zn_over_block(T value, Combine combine) {
   constexpr int WARPS = ZN_THREADS / 32;
   __shared__ T warps[WARPS];
   for (int lane = 16; lane > 0; lane /= 2) value = combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, lane));
-  __syncthreads(); /* the values of the call before have been read */
+  __syncthreads(); /* the values of the previous call must have been read */
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
   __syncthreads();
   value = warps[0];
@@ -88,7 +88,7 @@ __device__ inline float zn_load(const void *in, int64_t i) {
   return zn_from_f16(((const uint16_t *)in)[i]);
 }
 
-/* Store a value; returns what a load would give, without one. */
+/* Store a value; returns the value that a load would give, without a load. */
 template <int DTYPE>
 __device__ inline float zn_keep(void *out, int64_t i, float value) {
   if (DTYPE == ZN_F32) return ((float *)out)[i] = __uint_as_float(zn_canonical_bits(value));

@@ -1,4 +1,4 @@
-/* Narrow moments on the device: the rounding and the codes of cpu/moments.h, bit for bit. */
+/* Narrow moments on the device: rounding and codes with the same bits as cpu/moments.h. */
 #ifndef ZN_CUDA_MOMENTS_CUH
 #define ZN_CUDA_MOMENTS_CUH
 
@@ -82,8 +82,8 @@ __device__ inline float zn_inverse_of(float scale) {
   return scale > 0.0f ? __uint_as_float(__float_as_uint(__fdiv_rn(1.0f, scale)) + 1u) : 0.0f;
 }
 
-/* One element of a block of 8-bit moments for each of 256 threads. A NaN out of a product has the
- * device's payload, hence the canonical bits. */
+/* Each of 256 threads loads one element of a block of 8-bit moments. A NaN from a product has the device's
+ * payload, hence the canonical bits. */
 __device__ inline void zn_block_load(float &m, float &v, const zn_moments &moments, int64_t block) {
   const int64_t i = block * ZN_MOMENTS_BLOCK_NUMEL + threadIdx.x;
   const uint8_t avg = ((const uint8_t *)moments.exp_avg)[i], sq = ((const uint8_t *)moments.exp_avg_sq)[i];

@@ -1,5 +1,5 @@
-/* Device addresses that read as NaN and cost one granule of memory, however many there are. The driver maps the same
- * granule again and again; its calls are looked up at run time, so that the library opens where there is no driver. */
+/* Device address ranges of any length that read as NaN and cost one granule of memory. The driver maps the same
+ * granule again and again; its functions are looked up at run time, so that the library opens without a driver. */
 #include "kernels.cuh"
 
 #if defined(__has_include)
@@ -60,7 +60,7 @@ CUmemAllocationProp properties(int32_t device) {
   return wanted;
 }
 
-/* Maps one granule over all of the range and fills it; what was mapped when it fails stays for the caller to unmap. */
+/* Maps one granule over the whole range and fills it; on failure the caller must unmap the first `*mapped` bytes. */
 int32_t lay_out(const Driver &driver, CUdeviceptr range, int64_t nbytes, int64_t granule, int32_t device,
                 int64_t *mapped) {
   const CUmemAllocationProp wanted = properties(device);
@@ -71,7 +71,7 @@ int32_t lay_out(const Driver &driver, CUdeviceptr range, int64_t nbytes, int64_t
     status = driver.map(range + (CUdeviceptr)*mapped, (size_t)granule, 0, handle, 0);
     if (status == CUDA_SUCCESS) *mapped += granule;
   }
-  driver.release(handle); /* The mappings keep the memory. */
+  driver.release(handle); /* The mappings keep the memory alive. */
   if (status != CUDA_SUCCESS) return (int32_t)status;
   CUmemAccessDesc access = {};
   access.location = wanted.location;
@@ -85,7 +85,7 @@ int32_t lay_out(const Driver &driver, CUdeviceptr range, int64_t nbytes, int64_t
 
 int64_t zn_cuda_poison_granule(int32_t device) {
   const Driver &driver = the_driver();
-  /* The runtime makes the device's context, which the driver's calls need. */
+  /* cudaFree makes the runtime create the device's context, which the driver's calls need. */
   if (!driver.found || cudaFree(nullptr) != cudaSuccess) {
     cudaGetLastError();
     return -ENOSYS;
@@ -128,7 +128,7 @@ int32_t zn_cuda_poison_unmap(void *ptr, int64_t nbytes, int32_t device) {
   return (int32_t)driver.free_range((CUdeviceptr)ptr, (size_t)nbytes);
 }
 
-#else /* Built without the driver's header: whoever asks allocates instead. */
+#else /* Built without the driver's header: callers allocate memory instead. */
 
 int64_t zn_cuda_poison_granule(int32_t) { return -ENOSYS; }
 int32_t zn_cuda_poison_map(void **, int64_t, int32_t) { return -ENOSYS; }

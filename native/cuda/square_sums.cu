@@ -1,4 +1,4 @@
-/* Sums of squares of blocks on the device, alone or while casting: as the CPU, bit for bit. */
+/* Sums of squares of blocks on the device, alone or with a cast: the same bits as on the CPU. */
 #include "square_sums.cuh"
 
 namespace {
@@ -13,7 +13,7 @@ __global__ void sumsq_kernel(zn_square_sum *sums, const void *in, int64_t numel)
   }
 }
 
-/* The value that is summed is the one that was stored: scaled, rounded, and widened again. */
+/* The stored value is summed: scaled, rounded, and widened again. */
 template <int OUT_DTYPE, int IN_DTYPE>
 __global__ void cast_sumsq_kernel(void *out, zn_square_sum *sums, const void *in, int64_t numel, float scale) {
   for (int64_t block = blockIdx.x; block < zn_block_count(numel); block += gridDim.x) {

@@ -5,8 +5,8 @@
 #include "../include/zn_square_sum.h"
 #include "kernels.cuh"
 
-/* Sum a block whose element k is `take(k, load(k))`; all threads of the CUDA block call this together. Both are called
- * once per element, by one thread, which may store it in `take`: all its loads are under way before the first store. */
+/* Sum a block whose element k is `take(k, load(k))`; all threads of the CUDA block call this together. Both functions
+ * are called once per element, by one thread. `take` may store it: a thread starts all loads before its first store. */
 template <typename Load, typename Take>
 __device__ inline void zn_sum_block(zn_square_sum *out, int count, Load load, Take take) {
   constexpr int OWN = ZN_BLOCK_NUMEL / ZN_THREADS;

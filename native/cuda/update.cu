@@ -1,4 +1,4 @@
-/* Optimizer updates over flat device ranges: zn_cpu_adamw and zn_cpu_update, bit for bit. */
+/* Optimizer updates over flat device ranges: the same bits as zn_cpu_adamw and zn_cpu_update. */
 #include "moments.cuh"
 
 #define ZN_NAME(name) name
@@ -9,7 +9,7 @@
 
 namespace {
 
-/* Fills any present GPU. */
+/* Enough blocks to fill any GPU of today. */
 constexpr unsigned UPDATE_BLOCKS = 2048;
 
 enum Master { IN_WEIGHT, SPLIT, BESIDE_BF16, BESIDE_F16, ROUNDED };
@@ -17,11 +17,11 @@ enum Master { IN_WEIGHT, SPLIT, BESIDE_BF16, BESIDE_F16, ROUNDED };
 struct Arrays {
   void *weight, *master;
   int32_t rule, present;   /* the optimizer, and a bit for each of its states */
-  void *planes[ZN_PLANES]; /* of 8-bit codes only in `moments` */
+  void *planes[ZN_PLANES]; /* kernels take 8-bit codes from `moments` instead */
   zn_moments moments;      /* Adam's */
   const void *grad;
   float grad_scale;
-  bool aligned; /* runs of WIDE elements can be moved at once */
+  bool aligned; /* WIDE elements can be loaded and stored at once */
 };
 
 /* Elements that a thread moves with one load or store of each array: 16 bytes of fp32. */
@@ -90,7 +90,7 @@ __device__ void store_masters(const Arrays &a, int64_t i, const float (&w)[WIDTH
   }
 }
 
-/* Elements from `i` on; their states are in registers. */
+/* Update WIDTH elements from `i` on; their states are in registers. */
 template <int MASTER, int GRAD_DTYPE, int WIDTH>
 __device__ void update(const Arrays &a, int rule, int present, const zn_segment &s, int64_t i,
                        float (&states)[ZN_PLANES][WIDTH]) {
@@ -105,8 +105,8 @@ __device__ void update(const Arrays &a, int rule, int present, const zn_segment 
   store_masters<MASTER>(a, i, w);
 }
 
-/* The same, with fp32 or bf16 states. Of Adam the compiler knows the formula; the others, which memory bounds as well,
- * share a kernel. */
+/* The same, with fp32 or bf16 states in memory. For Adam the formula is known at compile time; the others, which memory
+ * bandwidth limits as well, share one kernel. */
 template <bool ADAM, int MASTER, int GRAD_DTYPE, int STATE_DTYPE, int WIDTH>
 __device__ void update_in_place(const Arrays &a, const zn_segment &s, int64_t i) {
   const int rule = ADAM ? (int)ZN_ADAM : a.rule, present = ADAM ? 3 : a.present;
@@ -130,15 +130,15 @@ __device__ void update_in_place(const Arrays &a, const zn_segment &s, int64_t i)
   }
 }
 
-/* Every block strides through every segment: the host does not see them (they lie on the device), and so a long one
- * gets the whole GPU whatever the others are. */
+/* Every block strides through every segment: the host cannot see their lengths (they lie on the device), and a long
+ * segment gets the whole GPU, independently of the others. */
 template <bool ADAM, int MASTER, int GRAD_DTYPE, int STATE_DTYPE>
 __global__ void in_place_kernel(Arrays arrays, const zn_segment *segments, int64_t segment_count) {
   const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, stride = (int64_t)gridDim.x * blockDim.x;
   for (int64_t n = 0; n < segment_count; n++) {
     const zn_segment segment = segments[n];
     if (segment.skip) continue;
-    /* Elements before the first whole run, whole runs, elements behind the last one. */
+    /* Elements before the first whole run, whole runs, elements after the last one. */
     int64_t first = segment.end, last = segment.end;
     if (arrays.aligned) {
       first = min((segment.begin + WIDE - 1) / WIDE * WIDE, segment.end);
@@ -164,7 +164,7 @@ __device__ int64_t segment_after(const zn_segment *segments, int64_t segment_cou
   return low;
 }
 
-/* 8-bit moments: one CUDA block for one block of elements at a time, one thread for each of them. */
+/* 8-bit moments: a CUDA block processes one block of elements at a time, with one thread per element. */
 template <int MASTER, int GRAD_DTYPE>
 __global__ void blocks_kernel(Arrays arrays, const zn_segment *segments, int64_t segment_count) {
   const int64_t block_count = arrays.moments.numel / ZN_MOMENTS_BLOCK_NUMEL;
@@ -173,7 +173,7 @@ __global__ void blocks_kernel(Arrays arrays, const zn_segment *segments, int64_t
     int64_t k = segment_after(segments, segment_count, begin);
     while (k < segment_count && segments[k].end <= i) k++;
     const bool mine = k < segment_count && segments[k].begin <= i && !segments[k].skip;
-    if (!__syncthreads_or(mine)) continue; /* not a bit changes */
+    if (!__syncthreads_or(mine)) continue; /* no bit may change */
     float states[ZN_PLANES][1] = {};
     zn_block_load(states[0][0], states[1][0], arrays.moments, block);
     if (mine) update<MASTER, GRAD_DTYPE>(arrays, ZN_ADAM, 3, segments[k], i, states);
@@ -220,10 +220,10 @@ bool moments_valid(const zn_moments *moments) {
          moments->origin % ZN_MOMENTS_BLOCK_NUMEL == 0;
 }
 
-/* Which states a rule may have: bit n says that those whose bits make n are right. */
+/* The allowed sets of states per rule: bit n is set if the set with bit mask n is allowed. */
 constexpr int32_t PRESENT[ZN_RULES] = {1 << 3, 1 << 1, 1 << 0 | 1 << 1, 1 << 1, 1 << 1 | 1 << 3 | 1 << 5 | 1 << 7};
 
-/* What is left to check; `arrays` lacks only what follows from the rest. */
+/* Check the rest of the arguments and launch; `arrays` is complete except for `aligned`, which is set here. */
 int32_t start(Arrays &arrays, int32_t weight_dtype, int32_t master_f32, int32_t grad_dtype, int64_t numel,
               const zn_segment *segments, int64_t segment_count, void *stream) {
   if (!zn_is_dtype(weight_dtype) || !zn_is_dtype(grad_dtype) || segment_count < 0) return -EINVAL;

@@ -1,7 +1,7 @@
 /* The C ABI of zero-infinity's native libraries.
  *
- * One text for three readers: gcc, nvcc and cffi (`ffi.cdef` takes the part between the two CDEF
- * lines as it is, so the compiler and Python cannot drift apart). Rules:
+ * gcc, nvcc and cffi all read this file (`ffi.cdef` reads the part between the two CDEF lines without
+ * changes, so the compilers and Python always have the same declarations). Rules:
  *
  *  - names start with zn_; handles are opaque; struct members have fixed widths; counts are int64_t
  *  - destinations first, then sources, count, options; threads or stream last
@@ -17,15 +17,15 @@
 extern "C" {
 #endif
 
-/* The libraries are built with -fvisibility=hidden; what is declared here is what they export. */
+/* The libraries are built with -fvisibility=hidden; they export only the functions declared here. */
 #pragma GCC visibility push(default)
 
 /* CDEF BEGIN */
 
 /* ---- common ------------------------------------------------------------------------------- */
 
-/* Hash of the sources this library was built from (hex, static storage). Python compares it with
- * the sources beside it and refuses a stale library. */
+/* Hash of the sources this library was built from (hex, static storage). Python compares it with the
+ * sources in the same folder and refuses a stale library. */
 const char *zn_source_hash(void);
 
 /* Text for a status: strerror for -errno, CUDA's text for a positive one (static storage). */
@@ -33,33 +33,33 @@ const char *zn_strerror(int32_t status);
 
 /* ---- memory ------------------------------------------------------------------------------- */
 
-/* ZN_MEM_HUGE asks for transparent huge pages (a wish: it may not be granted), ZN_MEM_TOUCH faults
- * every page in now, so that a steady step never does. */
+/* ZN_MEM_HUGE requests transparent huge pages (the kernel may refuse them); ZN_MEM_TOUCH faults every
+ * page in now, so that later steps have no page faults. */
 enum { ZN_MEM_HUGE = 1, ZN_MEM_TOUCH = 2 };
 
 /* Map exactly `nbytes` (rounded up to the page) of zeroed private memory, aligned to 2 MiB when
  * ZN_MEM_HUGE is set. -ENOMEM, or -EINVAL when nbytes < 1. */
 int32_t zn_mem_alloc(void **out, int64_t nbytes, int32_t flags);
 
-/* Map the first `nbytes` (rounded up to the page) of file `fd`, shared with whoever else maps it; flags as above. The
- * file has to be as long. The mapping outlives the descriptor. -EINVAL when nbytes < 1, -ENOMEM, or mmap's -errno. */
+/* Map the first `nbytes` (rounded up to the page) of file `fd`, shared with other processes; flags as above. The file
+ * must have that length. The mapping outlives the descriptor. -EINVAL when nbytes < 1, -ENOMEM, or mmap's -errno. */
 int32_t zn_mem_share(void **out, int32_t fd, int64_t nbytes, int32_t flags);
 
-/* Fault pages in for writing and leave their bytes as they are; `ptr` lies on a page. -EINVAL, or -ENOMEM. */
+/* Fault pages in for writing, without changing their bytes; `ptr` must lie on a page. -EINVAL, or -ENOMEM. */
 int32_t zn_mem_touch(void *ptr, int64_t nbytes);
 
-/* Unmap what zn_mem_alloc or zn_mem_share mapped; the same `nbytes`. */
+/* Unmap memory of zn_mem_alloc or zn_mem_share; with the same `nbytes`. */
 int32_t zn_mem_free(void *ptr, int64_t nbytes);
 
 /* Map `nbytes` (rounded up to the page) of private, writable pages that all read as 0xFF bytes,
  * which is NaN in every float type. All pages are backed by one small block, so the mapping costs
- * no memory until somebody writes to it. Freed with zn_mem_free. */
+ * no memory until a page is written to. Free it with zn_mem_free. */
 int32_t zn_mem_poison(void **out, int64_t nbytes);
 
 /* ---- a table that processes share ----------------------------------------------------------- */
 
-/* One number in memory that several processes map. Who reads a published number also sees all that its publisher had
- * written before (release and acquire). Cells lie on multiples of 8 bytes. */
+/* One number in memory that several processes map. A reader of a published number also sees everything that the
+ * publisher wrote before (release and acquire). Cells lie on multiples of 8 bytes. */
 void zn_board_publish(int64_t *cell, int64_t value);
 int64_t zn_board_read(const int64_t *cell);
 
@@ -71,14 +71,14 @@ int64_t zn_board_first_below(const int64_t *cell, int64_t stride, int64_t count,
 typedef struct zn_aio zn_aio;
 
 enum { ZN_AIO_READ = 0, ZN_AIO_WRITE = 1, ZN_AIO_SYNC = 2 };
-/* Options: hand each chunk to the kernel by a system call of its own; start the next queue_depth
- * chunks only when all earlier ones are over. Both are for comparing: they cost throughput. */
+/* Options: submit each chunk with its own system call; start the next queue_depth chunks only when all
+ * earlier ones have ended. Both are for comparisons: they cost throughput. */
 enum { ZN_AIO_SINGLE_SUBMIT = 1, ZN_AIO_IN_WAVES = 2 };
 enum { ZN_AIO_IO_URING = 0, ZN_AIO_LIBAIO = 1, ZN_AIO_THREADS = 2 };
 
 typedef struct {
   int32_t backend;      /* ZN_AIO_IO_URING, ZN_AIO_LIBAIO or ZN_AIO_THREADS */
-  int32_t queue_depth;  /* chunks in flight at most, 1..4096 */
+  int32_t queue_depth;  /* limit of chunks in flight, 1..4096 */
   int32_t threads;      /* workers of the threads backend, 1..64 (others ignore it) */
   int32_t requests_max; /* requests accepted and not yet reported, 1..65536 */
   int32_t flags;        /* ZN_AIO_SINGLE_SUBMIT | ZN_AIO_IN_WAVES, or 0 */
@@ -87,12 +87,12 @@ typedef struct {
 } zn_aio_options;
 
 typedef struct {
-  uint64_t tag;    /* comes back in the completion */
+  uint64_t tag;    /* returned in the completion */
   int32_t op;      /* ZN_AIO_READ, ZN_AIO_WRITE or ZN_AIO_SYNC (fdatasync; offset, nbytes 0) */
   int32_t fd;
   int64_t offset;  /* bytes from the start of the file */
   int64_t nbytes;
-  void *buffer;    /* stays valid and untouched until the completion has been taken */
+  void *buffer;    /* must stay valid and unchanged until the completion has been taken */
 } zn_aio_request;
 
 typedef struct {
@@ -108,41 +108,41 @@ typedef struct {
   int64_t requests, chunks;              /* finished so far */
   int64_t resumed, retried;              /* short transfers resumed; EINTR/EAGAIN retried */
   int64_t registered;                    /* transfers started through registered memory */
-  int64_t busy_ns, read_ns, write_ns;    /* time with anything / a read / a write in flight */
+  int64_t busy_ns, read_ns, write_ns;    /* time with any transfer / a read / a write in flight */
 } zn_aio_stats;
 
-/* A fault to inject below the chunk logic, so that resuming, retrying and reporting are the code
- * under test. Rates are per chunk, in 1/65536; drawn from a generator seeded with `seed`, so a run
- * can be repeated. All zero: no faults. */
+/* Faults injected below the chunk logic, so that tests exercise the real code that resumes, retries and
+ * reports. Rates are per chunk, in 1/65536; faults are drawn from a generator seeded with `seed`, so a
+ * run can be repeated. All zero: no faults. */
 typedef struct {
   uint64_t seed;
   int32_t status;        /* -errno that a failing transfer reports (-EIO, -ENOSPC, -EINTR, ...) */
   int32_t fail_rate;     /* transfers that fail with `status` */
   int32_t short_rate;    /* transfers cut short after a page or more (by less than a page when the
                             file allows it) */
-  int32_t delay_rate;    /* transfers held back for delay_us */
+  int32_t delay_rate;    /* transfers delayed by delay_us */
   int32_t delay_us;
-  int32_t op_mask;       /* bit ZN_AIO_READ / WRITE / SYNC: which operations are hit */
+  int32_t op_mask;       /* bit ZN_AIO_READ / WRITE / SYNC: which operations get faults */
   int64_t skip;          /* let this many matching transfers pass first */
   int64_t count_max;     /* stop after this many faults; 0: no limit */
 } zn_aio_fault;
 
-/* 0 when `backend` works on this kernel, else -errno that says why (-ENOSYS: not compiled in,
+/* 0 when `backend` works on this kernel, else the -errno of the failure (-ENOSYS: not compiled in,
  * -EPERM: blocked by seccomp or sysctl). Opens and closes a small queue to find out. */
 int32_t zn_aio_probe(int32_t backend);
 
-/* Open an engine. It owns one I/O thread (the threads backend: its workers), which keeps
- * `queue_depth` chunks in flight as long as requests wait, whatever the caller is doing.
- * All memory is taken here. -EINVAL on a bad option, else what zn_aio_probe would say. */
+/* Open an engine. It owns one I/O thread (the threads backend: its workers), which keeps `queue_depth`
+ * chunks in flight as long as requests wait, independently of the caller. All memory is allocated here.
+ * -EINVAL on a bad option, else as zn_aio_probe. */
 int32_t zn_aio_open(zn_aio **out, const zn_aio_options *options);
 
-/* Accept all `count` requests, or none: -EAGAIN when the table is full, -EINVAL when an fd is
- * negative, nbytes < 0, or op is unknown. Starts in order; may finish in any order. A request of 0
+/* Accept all `count` requests, or none: -EAGAIN when the table is full, -EINVAL when an fd is negative,
+ * nbytes < 0, or op is unknown. Requests start in order and may finish in any order. A request of 0
  * bytes completes at once. Any thread may call. */
 int32_t zn_aio_submit(zn_aio *aio, const zn_aio_request *requests, int32_t count);
 
-/* Take up to `max` completions; never blocks. Returns their number (>= 0). A request completes
- * once: in full or with an errno, and never before its last chunk has stopped moving. */
+/* Take up to `max` completions; never blocks. Returns their number (>= 0). A request completes once: in
+ * full or with an errno, and never while one of its chunks is in flight. */
 int32_t zn_aio_poll(zn_aio *aio, zn_aio_completion *out, int32_t max);
 
 /* Like poll, but waits for at least one: > 0, 0 when nothing is in flight, -ETIME after
@@ -157,11 +157,11 @@ int64_t zn_aio_in_flight(zn_aio *aio);
 
 int32_t zn_aio_stats_get(zn_aio *aio, zn_aio_stats *out);
 
-/* Tell the kernel in advance which memory requests will use: io_uring then pins its pages once, not
- * per transfer. Nothing depends on it; a chunk elsewhere, or across an end of what was registered,
- * moves the plain way. Any thread may call. Registered memory must not be unmapped before it is
- * unregistered or the engine is closed, and no request that uses it may be in flight then.
- * Unregistering forgets what was registered within the range.
+/* Register memory that requests will use: io_uring then pins its pages once, not per transfer. This is
+ * optional; a chunk that is not completely inside one registered range is moved as without registering.
+ * Any thread may call. Registered memory must not be unmapped before it is unregistered or the engine is
+ * closed, and no request that uses it may be in flight then. Unregistering removes all ranges that were
+ * registered within the given one.
  * 0, or -errno and nothing has changed: -ENOTSUP (not this backend, or before Linux 5.19), -ENOMEM or
  * -EPERM (RLIMIT_MEMLOCK), -EFAULT, -ENOSPC (256 ranges of up to 1 GiB), -EINVAL. */
 int32_t zn_aio_register_memory(zn_aio *aio, void *ptr, int64_t nbytes);
@@ -177,10 +177,10 @@ int32_t zn_aio_close(zn_aio *aio);
 
 enum { ZN_F32 = 0, ZN_BF16 = 1, ZN_F16 = 2 };
 
-/* Elements per norm block. Ranges that kernels get start on a multiple of it. */
+/* Elements per norm block. Ranges that are passed to kernels start on a multiple of it. */
 enum { ZN_BLOCK_NUMEL = 4096 };
 
-/* Optimizers, with their states in order; what is in brackets may be missing. */
+/* Optimizers, with their states in order; states in brackets may be missing. */
 enum {
   ZN_ADAM = 0,    /* exp_avg, exp_avg_sq; AdamW too */
   ZN_LION = 1,    /* exp_avg */
@@ -190,22 +190,22 @@ enum {
   ZN_RULES = 5
 };
 
-/* States of a rule at most. */
+/* The most states of a rule. */
 enum { ZN_PLANES = 3 };
 
-/* Of a segment of SGD: its momentum_buffer begins with this update; nesterov. */
+/* Flags of a segment for SGD: its momentum_buffer begins with this update; nesterov. */
 enum { ZN_FIRST = 1, ZN_NESTEROV = 2 };
 
 /* One run of elements that share hyper-parameters. Python derives the fp32 values below from
- * doubles and from the parameter's own step count t = 1, 2, ... Of Adam:
+ * doubles and from the parameter's own step count t = 1, 2, ... For Adam:
  *   step_size = lr / (1 - beta1^t) * sqrt(1 - beta2^t), eps = Adam's eps * sqrt(1 - beta2^t): both bias
- *   corrections, and one division less for each element than as they are usually written,
+ *   corrections, with one division less per element than in the usual form,
  *   decay = 1 - lr * weight_decay (decoupled), l2 = weight_decay (Adam's L2 term); the unused one
- *   is 1 or 0. A skipped segment (no gradient) leaves weight and state untouched.
- * Of the others: see zn_cpu_update. */
+ *   is 1 or 0. A skipped segment (no gradient) leaves weight and state unchanged.
+ * For the others: see zn_cpu_update. */
 typedef struct {
   int64_t begin, end; /* elements, relative to the pointers of the call; begin <= end */
-  int32_t skip;       /* 1: leave the range as it is */
+  int32_t skip;       /* 1: do not change the range */
   int32_t flags;
   float step_size, decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
 } zn_segment;
@@ -217,16 +217,16 @@ typedef struct {
  *                    block of 256 elements; exp_avg_scale and exp_avg_sq_scale have one float per block.
  *                    Codes are steps in the bits of the ratio, 16 per power of two near 1 and 8 below:
  *       exp_avg_sq   c = 0 .. 127 .. 255 is 1.125 * 2^-24 .. 2^-8 .. 1; never 0, since Adam divides
- *                    by its root: what is smaller becomes the smallest
+ *                    by its root: smaller values become the smallest code
  *       exp_avg      sign bit, and c = 0 is 0, 1 .. 63 .. 127 is 1.25 * 2^-12 .. 2^-4 .. 1
  *                    A block whose largest magnitude is below 2^-100 is all 0 (scale 0); one with an inf
  *                    or NaN is all NaN (scale NaN). All-zero bytes are moments of 0.
  *
  * Narrow moments (bf16, 8 bit) are widened, updated in fp32 and rounded back. With beta2 = 0.999 one
- * step may change exp_avg_sq by less than half a unit in its last place, so that rounding to nearest
- * would never let it decay. Hence they are rounded up or down at random, with the probability that
- * keeps the mean: 16 bits each of a hash of (coordinate, step) decide, so that the result depends on
- * neither threads nor how a space is cut. The weight is updated with the unrounded moments. */
+ * step may change exp_avg_sq by less than half a unit in its last place, so that with rounding to nearest
+ * it would never decay. Hence they are rounded up or down at random, with the probability that keeps the
+ * mean: each uses 16 bits of a hash of (coordinate, step), so that the result depends neither on threads
+ * nor on how a space is cut. The weight is updated with the unrounded moments. */
 enum { ZN_MOMENTS_F32 = 0, ZN_MOMENTS_BF16 = 1, ZN_MOMENTS_8BIT = 2 };
 
 /* Elements per scale. */
@@ -242,7 +242,7 @@ typedef struct {
   int64_t step;   /* optimizer step: feeds the rounding */
 } zn_moments;
 
-/* The name of the instruction set in use ("scalar", "avx2", "avx512"), picked at first use. */
+/* The name of the instruction set in use ("scalar", "avx2", "avx512"), chosen at first use. */
 const char *zn_cpu_isa(void);
 
 /* Use `name` from now on, "best" for the widest one: 0, or -ENOTSUP when this CPU lacks it, -EINVAL
@@ -267,18 +267,18 @@ int32_t zn_cpu_isa_select(const char *name);
  *                          zero; NaN becomes 0x7FC00000
  *   ZN_BF16/ZN_F16, master_f32 1  `master` points to fp32; weight gets its value rounded to nearest
  *                          even
- * `m` and `v` are the moments. Segments ascend and do not overlap. Elements outside every segment are left
- * alone; but with 8-bit moments a block that any unskipped segment reaches into is rounded anew as a
- * whole. `threads` >= 1 splits on blocks of 4096; the result does not depend on it. -EINVAL on an
- * unknown dtype or kind, a NULL that may not be, or segments that do not ascend inside the arrays. */
+ * `m` and `v` are the moments. Segments ascend and do not overlap. Elements outside of all segments do not
+ * change; but with 8-bit moments each block that an unskipped segment overlaps is rounded again as a whole.
+ * `threads` >= 1 splits on blocks of 4096; the result does not depend on it. -EINVAL on an unknown dtype or
+ * kind, a NULL that is not allowed, or segments that do not ascend inside the arrays. */
 int32_t zn_cpu_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
                      const zn_moments *moments, const void *grad, int32_t grad_dtype,
                      const zn_segment *segments, int64_t segment_count, float grad_scale,
                      int32_t threads);
 
-/* As zn_cpu_adamw, for the optimizers beside Adam: `planes` are ZN_PLANES states of `numel` elements, fp32, NULL where
- * there is none. Results are torch's, bit for bit, where torch has fused multiply-adds: fma(x, y, z) is x * y + z
- * rounded once.
+/* As zn_cpu_adamw, for the other optimizers: `planes` are ZN_PLANES states of `numel` elements, fp32, NULL for a
+ * missing state. Results equal torch's, bit for bit, on machines where torch uses fused multiply-adds: fma(x, y, z) is
+ * x * y + z rounded once.
  *
  *   g = (float)grad * grad_scale         g = fma(l2, w, g) (when l2 != 0)
  *   w = w * decay (when decay != 1)
@@ -292,13 +292,13 @@ int32_t zn_cpu_adamw(void *weight, int32_t weight_dtype, void *master, int32_t m
  *            b = b * beta1 + g / (sqrt(u) + eps)   w = fma(-step_size, b, w)   with a momentum_buffer, else
  *            w = w - step_size * g / (sqrt(u) + eps)
  *
- * -EINVAL also for Adam (which has zn_cpu_adamw), and for planes that the rule has not, or lacks. */
+ * -EINVAL also for Adam (use zn_cpu_adamw), for planes that the rule does not have, and for missing ones. */
 int32_t zn_cpu_update(int32_t rule, void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
                       float *const *planes, const void *grad, int32_t grad_dtype, int64_t numel,
                       const zn_segment *segments, int64_t segment_count, float grad_scale, int32_t threads);
 
-/* Moments as fp32, and fp32 as moments. Storing rounds to nearest, so that what was loaded comes back bit for
- * bit (`origin` and `step` are not used). Each array has `moments->numel` elements. */
+/* Convert moments to fp32, and fp32 to moments. Storing rounds to nearest, so that it restores loaded values bit
+ * for bit (`origin` and `step` are not used). Each array has `moments->numel` elements. */
 int32_t zn_cpu_moments_load(float *exp_avg, float *exp_avg_sq, const zn_moments *moments,
                             int32_t threads);
 int32_t zn_cpu_moments_store(const zn_moments *moments, const float *exp_avg,
@@ -320,9 +320,9 @@ int32_t zn_cpu_split(void *weight_bf16, int16_t *remainder, const float *in, int
 int32_t zn_cpu_join(float *out, const void *weight_bf16, const int16_t *remainder, int64_t numel,
                     int32_t threads);
 
-/* A sum of squares in two digits, high * 2^(48 bin) + low * 2^(48 (bin - 1)). `tagged` is high (below 2^59) and, from
- * that bit on, bin - ZN_SQUARE_BIN_MIN. With inf or NaN among the elements the tag is ZN_SQUARE_NONFINITE, their number
- * stands in high's place, and low is 0. */
+/* A sum of squares in two digits, high * 2^(48 bin) + low * 2^(48 (bin - 1)). `tagged` holds high in its low 59 bits,
+ * and above them the tag bin - ZN_SQUARE_BIN_MIN. With inf or NaN among the elements the tag is ZN_SQUARE_NONFINITE,
+ * their number replaces high, and low is 0. */
 enum { ZN_SQUARE_DIGIT_BITS = 48, ZN_SQUARE_BIN_MIN = -7, ZN_SQUARE_TAG_SHIFT = 59, ZN_SQUARE_NONFINITE = 15 };
 typedef struct {
   int64_t tagged, low;
@@ -332,7 +332,7 @@ typedef struct {
 int32_t zn_cpu_block_sumsq(zn_square_sum *sums, const void *in, int32_t in_dtype, int64_t numel,
                            int32_t threads);
 
-/* zn_cpu_cast and the block sums of what it stored, in one pass over memory: the bits of
+/* zn_cpu_cast and the block sums of the stored values, in one pass over memory: the same bits as
  * zn_cpu_cast(out, ...) followed by zn_cpu_block_sumsq(sums, out, ...). */
 int32_t zn_cpu_cast_sumsq(void *out, int32_t out_dtype, zn_square_sum *sums, const void *in,
                           int32_t in_dtype, int64_t numel, float scale, int32_t threads);
@@ -340,7 +340,7 @@ int32_t zn_cpu_cast_sumsq(void *out, int32_t out_dtype, zn_square_sum *sums, con
 /* The sum over ranks and its block sums, in one pass over memory. For each element, in fp32 and in this order:
  *   s = sources[0][i];  s = s + sources[1][i]; ...  s = s * scale;  stored[i] = s, or stored[i] + s with `add`
  * `stored` is fp32 or has the dtype of the sources (rounded to nearest even); `add` needs fp32. It may be one of the
- * sources. `sums` are those of zn_cpu_block_sumsq(..., stored, ...) afterwards. The result does not depend on
+ * sources. `sums` equal those of a later zn_cpu_block_sumsq(..., stored, ...). The result does not depend on
  * `threads`. -EINVAL when source_count < 1, for dtypes that do not fit, or a NULL. */
 int32_t zn_cpu_reduce_ranks(void *stored, int32_t stored_dtype, zn_square_sum *sums,
                             const void *const *sources, int64_t source_count, int32_t in_dtype,
@@ -351,19 +351,19 @@ uint32_t zn_cpu_crc32c(uint32_t crc, const void *in, int64_t nbytes);
 
 /* ---- kernels on CUDA (the second library; device pointers, one stream) --------------------- */
 
-/* Page-lock host memory that zn_mem_alloc mapped, for copies that do not stop the stream. */
+/* Page-lock host memory of zn_mem_alloc, so that copies do not stop the stream. */
 int32_t zn_cuda_host_register(void *ptr, int64_t nbytes);
 int32_t zn_cuda_host_unregister(void *ptr);
 
-/* Device addresses that read as NaN in every float type and share one granule of memory, for `device`, the current
- * one. `nbytes` is a multiple of the granule. zn_cuda_poison_granule: its bytes, or -ENOSYS where the driver cannot
- * map memory so: allocate instead. The device must be done with a range before it is unmapped. */
+/* Device addresses that read as NaN in every float type and share one granule of memory; `device` must be the current
+ * one. `nbytes` is a multiple of the granule. zn_cuda_poison_granule: its bytes, or -ENOSYS if the driver cannot map
+ * memory so: then allocate it. All work of the device with a range must have finished before it is unmapped. */
 int64_t zn_cuda_poison_granule(int32_t device);
 int32_t zn_cuda_poison_map(void **out, int64_t nbytes, int32_t device);
 int32_t zn_cuda_poison_unmap(void *ptr, int64_t nbytes, int32_t device);
 
-/* As the CPU functions of the same name, bit for bit. `segments` is a device pointer (and therefore
- * not checked); `moments` and `planes` are host pointers to device pointers. */
+/* The same bits as the CPU functions of the same name. `segments` is a device pointer (and therefore not
+ * checked); `moments` and `planes` are host pointers to device pointers. */
 int32_t zn_cuda_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
                       const zn_moments *moments, const void *grad, int32_t grad_dtype,
                       const zn_segment *segments, int64_t segment_count, float grad_scale,

@@ -1,8 +1,10 @@
-/* What each optimizer does to one element: for the CPU, where it is included once per instruction set, and for CUDA.
+/* The update of one element for each optimizer: for the CPU, where it is included once per instruction set, and for
+ * CUDA.
  *
- * A row is a case of `update_one`; its states are a, b, c in the order of zn_abi.h, of which `planes` has a bit each.
- * `rule` and `planes` are constants on the CPU. Every operation is rounded on its own but ZN_FMAF, which is rounded
- * once: torch computes x.add(y, alpha), addcmul and lerp so. The order is torch's; Adam's is the header's.
+ * Each optimizer is a case of `update_one`; its states are a, b, c in the order of zn_abi.h, and `planes` has a bit for
+ * each. `rule` and `planes` are constants on the CPU. Every operation is rounded on its own, except ZN_FMAF, which is
+ * rounded once, as torch does in x.add(y, alpha), addcmul and lerp. The order of operations is torch's; for Adam it is
+ * the one in zn_abi.h.
  *
  * The includer defines ZN_NAME, ZN_INLINE, ZN_FMAF and ZN_SQRTF. */
 
@@ -36,7 +38,7 @@ ZN_INLINE void ZN_NAME(update_one)(int rule, int planes, const zn_segment *s, fl
       break;
     case ZN_RMSPROP: {
       float square = *a = ZN_FMAF(s->one_minus_beta2 * g, g, *a * s->beta2);
-      if (planes & 4) { /* lerp, from the end that is nearer */
+      if (planes & 4) { /* lerp, from the nearer end */
         const float share = s->one_minus_beta2, way = g - *c;
         *c = share < 0.5f ? ZN_FMAF(share, way, *c) : ZN_FMAF(share - 1.0f, way, g);
         square = ZN_FMAF(-*c, *c, square);

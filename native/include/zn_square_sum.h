@@ -2,14 +2,14 @@
  *
  * [Note: digits] The square of an fp32 is exact in fp64. It is written in two digits of ZN_SQUARE_DIGIT_BITS bits: a
  * multiple of 2^(48 bin) and one of 2^(48 (bin - 1)), which is rounded. Digits are integers, and integers add up
- * exactly in any order. The bin of a sum is that of its largest element. Of two sums with different bins the larger
- * bin counts, and digits below its second one are dropped: what is rounded to the second digit from the start has none
- * of those, since the square of an element of a lower bin is below half of a higher bin's unit. So a sum over any parts
- * is the sum of all squares, each rounded to a multiple of 2^(48 (bin - 1)) of the largest one: an error of at most
- * 2^-47 of the largest square for each element.
+ * exactly in any order. The bin of a sum is the bin of its largest element. If two sums with different bins are added,
+ * the larger bin is used, and digits below its second one are dropped. The result is the same as if all squares had
+ * been rounded to the second digit of the larger bin from the start: the square of an element of a lower bin is below
+ * half of a higher bin's unit. So a sum over any parts is the sum of all squares, each rounded to a multiple of
+ * 2^(48 (bin - 1)) of the largest one: an error of at most 2^-47 of the largest square for each element.
  *
  * A digit is cut off by adding a number so large that the unit of the digit is its last place; the low bits of the sum
- * then are the digit. (Demmel and Nguyen, "Parallel Reproducible Summation", have bins and cuts of this kind.) */
+ * are then the digit. (Demmel and Nguyen, "Parallel Reproducible Summation", use bins and cuts of this kind.) */
 #ifndef ZN_SQUARE_SUM_H
 #define ZN_SQUARE_SUM_H
 
@@ -30,16 +30,16 @@ ZN_BOTH uint64_t zn_bits64(double value) {
   return bits;
 }
 
-/* The bin of a sum whose largest element is `most` (finite, not negative): the least one with
+/* The bin of a sum whose largest element is `most` (finite, not negative): the smallest bin with
  * most^2 < 2^(48 (bin + 1) - 1). */
 ZN_BOTH int64_t zn_square_bin(float most) {
   int64_t exponent = (int64_t)(zn_bits64((double)most) >> 52) - 1023; /* most < 2^(exponent + 1), subnormals too */
   if (most == 0) return ZN_SQUARE_BIN_MIN;
-  /* Division rounds to zero, so it gets no negative numbers. */
+  /* Division rounds toward zero, so the dividend is made non-negative. */
   return (2 * exponent + 2 - ZN_SQUARE_DIGIT_BITS * ZN_SQUARE_BIN_MIN) / ZN_SQUARE_DIGIT_BITS + ZN_SQUARE_BIN_MIN;
 }
 
-/* 1.5 * 2^52 units of the digit of `bin`: what is added to cut one off, of either sign. */
+/* 1.5 * 2^52 units of the digit of `bin`: added to a number of either sign, it cuts off that digit. */
 ZN_BOTH double zn_square_anchor(int64_t bin) {
   uint64_t bits = (uint64_t)(ZN_SQUARE_DIGIT_BITS * bin + 52 + 1023) << 52 | 1ull << 51;
   double anchor;
