@@ -30,7 +30,7 @@ class Library:
 
     name: str
     sources: tuple[str, ...]
-    """Glob patterns, relative to the package, of the files handed to the compiler."""
+    """Glob patterns, relative to the package, of the files that are passed to the compiler."""
     includes: tuple[str, ...]
     """Glob patterns of the files that the sources include; part of the hash."""
     compilers: tuple[str, ...]
@@ -73,7 +73,7 @@ LIBRARIES = (LIBZN, LIBZN_CUDA)
 
 
 class BuildError(RuntimeError):
-    """A compiler that ran and failed, or a folder that cannot be written."""
+    """The compiler failed, or the folder cannot be written."""
 
 
 def expand(patterns: tuple[str, ...], package: Path) -> list[Path]:

@@ -14,7 +14,7 @@ PACKED = "packed by zero-infinity"
 
 
 def make_archive(value: Any) -> torch.Tensor:
-    """torch.save's bytes of `value`, uint8."""
+    """The torch.save archive of `value`, as uint8."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8)

@@ -137,7 +137,7 @@ class WatchdogError(ZeroInfinityError, TimeoutError):
 
 
 class RankDivergenceError(ZeroInfinityError, RuntimeError):
-    """Ranks no longer do the same; the message names each rank and what it did where they first differ."""
+    """Ranks no longer do the same; the message names each rank and its operation at the first difference."""
 
 
 class RankLostError(RankDivergenceError):

@@ -26,7 +26,7 @@ READS: Lane = "reads"
 WRITES: Lane = "writes"
 COPIES: Lane = "copies"
 SPANS_MAX = 1 << 17
-"""Spans kept at most; about 250 bytes each."""
+"""The most spans that are kept; about 250 bytes each."""
 
 
 class Span(NamedTuple):

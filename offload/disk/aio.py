@@ -1,4 +1,4 @@
-"""Asynchronous file I/O: the best backend that works here, behind one interface."""
+"""Asynchronous file I/O: opens the best backend that works here; all have one interface."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ CHUNK_BYTES_MAX = 1 << 30
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AioOptions:
     backend: str = "auto"  # "auto" takes the best that works: io_uring, libaio, threads, aiofiles.
-    queue_depth: int = 32  # Chunks in flight at most.
-    chunk_bytes: int = 2 << 20  # Largest transfer handed to the kernel; a multiple of the page.
+    queue_depth: int = 32  # The most chunks in flight.
+    chunk_bytes: int = 2 << 20  # Largest transfer submitted to the kernel; a multiple of the page.
     threads: int = 4  # Workers of the threads and aiofiles backends; the others ignore it.
     requests_max: int = 4096  # Requests accepted at once; further ones wait.
-    single_submit: bool = False  # Hand chunks to the kernel one system call each (native backends); costs throughput.
+    single_submit: bool = False  # Submit each chunk with its own system call (native backends); costs throughput.
     overlap_events: bool = True  # Chunks start as soon as a slot is free; False: after all earlier ones (native).
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class AioStats:
     write_bytes: int
     requests: int  # Finished, successful or not.
     chunks: int
-    resumed: int  # Transfers that moved less than asked and were continued.
+    resumed: int  # Transfers that moved fewer bytes than requested and were continued.
     retried: int  # Transfers repeated after EINTR or EAGAIN.
     registered: int  # Transfers started through registered memory.
     busy_seconds: float  # With any transfer in flight; `read_seconds`, `write_seconds`: with one of that kind.
@@ -77,12 +77,12 @@ class AioFault:
 
     errno: int = errno_names.EIO  # Positive errno that a failing transfer reports.
     fail_rate: float = 0.0
-    short_rate: float = 0.0  # Transfers that move less than asked.
+    short_rate: float = 0.0  # Transfers that move fewer bytes than requested.
     delay_rate: float = 0.0
     delay_seconds: float = 0.0
     ops: tuple[Op, ...] = OPS
     skip: int = 0  # Matching transfers that pass before the first fault.
-    count_max: int = 0  # Faults at most; 0: no limit.
+    count_max: int = 0  # The most faults; 0: no limit.
     seed: int = 0
 
     def __post_init__(self) -> None:

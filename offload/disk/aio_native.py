@@ -76,7 +76,7 @@ def _text(library: native.Native, status: int) -> str:
 
 
 class NativeAio(Aio):
-    """Made by `open_native`. Bound to one event loop at a time: the one that used it last."""
+    """An engine of `open_native`. It is bound to one event loop at a time: the one that used it last."""
 
     def __init__(self, library: native.Native, handle: Any, backend: str, options: AioOptions) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ class DeviceIdentity:
     size_bytes: int
     file_system: str
     kernel: str
-    engine: str  # Hash of the I/O engine's sources: a new engine is measured anew.
+    engine: str  # Hash of the I/O engine's sources: a changed engine is measured again.
 
     @property
     def key(self) -> str:

@@ -19,7 +19,7 @@ ROUND_STRIPES_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class StripePiece:
-    """Part of a transfer that lies in one file, contiguous there."""
+    """A part of a transfer that is contiguous in one file."""
 
     file: int
     file_offset: int

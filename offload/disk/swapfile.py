@@ -25,12 +25,12 @@ from offload.errors import ConfigError, StateError, StorageError
 from offload.sizes import PAGE_BYTES, align_up
 
 RUN_FOLDER_PREFIX = "zero-infinity-"
-STARTING_SECONDS = 60.0  # A run folder that is younger may belong to a job between creating and unlinking its file.
+STARTING_SECONDS = 60.0  # A younger run folder may belong to a job that has not yet unlinked its file.
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Part of a transfer that lies in one file, contiguous there."""
+    """A part of a transfer that is contiguous in one file."""
 
     fd: int
     path: str
@@ -241,7 +241,7 @@ def _reopened(descriptor: int, flags: int) -> int:
     try:
         own = os.open(f"/proc/self/fd/{descriptor}", flags)
     except OSError:
-        return descriptor  # without /proc
+        return descriptor  # there is no /proc
     os.close(descriptor)
     return own
 
@@ -312,7 +312,7 @@ def remove_stale_runs(folder: Path) -> None:
 
 
 def _reserve(file: SwapFile, nbytes: int, offset: int) -> None:
-    """Make the first `nbytes` of the file exist; `offset` is where the new part of the swap space begins."""
+    """Reserve the first `nbytes` of the file; `offset`: of the new part of the swap space, for the error."""
     try:
         os.posix_fallocate(file.fd, 0, nbytes)
     except OSError as error:

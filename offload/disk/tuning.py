@@ -36,7 +36,7 @@ CONFIRM_SECONDS_MAX = 4.0
 FILL_SECONDS_MAX = 3.0
 ROUNDS = 7
 WINS_SHARE_MIN = 6 / 7  # Six of seven rounds: by chance alone this happens in one of 16.
-MARGIN = 1.05  # How much faster than the incumbent a setting must be to replace it, in the median.
+MARGIN = 1.05  # To replace the incumbent, a setting must be faster by this factor, in the median.
 CHUNK_BYTES = tuple(kib << 10 for kib in (512, 1024, 2048, 4096, 8192))
 QUEUE_DEPTHS = (8, 16, 32, 64)
 
@@ -48,7 +48,7 @@ class Measurement:
     question: str
     setting: Setting
     mixed_bytes_per_second: float
-    ratio: float  # To the incumbent: median over rounds; above 1 is faster.
+    ratio: float  # Speed relative to the incumbent: median over rounds; above 1 is faster.
     wins: int  # Rounds in which it was faster than the incumbent.
     rounds: int
 
@@ -104,7 +104,7 @@ def default_setting() -> Setting:
 
 
 def probe(folder: Path) -> Tuning:
-    """Measure the device below `folder`, for up to half a minute, however slow it is.
+    """Measure the device below `folder`, for up to half a minute, even if it is slow.
 
     Raises ConfigError: no room for the file, or no native backend works here; StorageError: the disk failed.
     """

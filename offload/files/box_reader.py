@@ -38,7 +38,7 @@ class StoredBox:
 class _Entry:
     block: Block | None
     reading: asyncio.Task[torch.Tensor]
-    data: torch.Tensor | None = None  # Once read.
+    data: torch.Tensor | None = None  # Set once the box is read.
     asked: bool = False  # Set by the calling thread; the block is reclaimed only once the reader has set `used`.
     used: bool = False
 

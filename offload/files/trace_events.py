@@ -17,7 +17,7 @@ from offload.timeline import COMPUTE, LANES, READS, STALLS, WRITES, Lane, Record
 
 ROWS_MAX = 1000  # Thread numbers reserved per lane.
 BIN_NS_MIN = 1_000_000
-BINS_MAX = 1000  # Points of a throughput curve at most.
+BINS_MAX = 1000  # The most points of a throughput curve.
 COUNTERS: Mapping[str, Lane] = {"NVMe read GB/s": READS, "NVMe write GB/s": WRITES}
 
 

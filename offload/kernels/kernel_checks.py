@@ -81,7 +81,7 @@ def check_moments(moments: Moments, numel: int, device: torch.device) -> None:
 
 
 def check_sums(into: Tensor | None, src: Tensor) -> Tensor:
-    """Where the sums of the blocks of `src` go: `into`, or a new tensor. Raises TypeError."""
+    """The tensor for the block sums of `src`: `into`, or a new one. Raises TypeError."""
     shape = (row_count(src.numel()), 2)
     if into is None:
         return torch.empty(shape, dtype=torch.int64, device=src.device)

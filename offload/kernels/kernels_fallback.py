@@ -22,13 +22,13 @@ from offload.sizes import BLOCK_NUMEL
 
 TILE_NUMEL = 32 * BLOCK_NUMEL
 DEVICE_TILE_NUMEL = 256 * BLOCK_NUMEL
-"""Fewer launches; the scratch memory is still no more than a few MiB."""
+"""Larger tiles need fewer launches; the scratch memory is still no more than a few MiB."""
 CRC_LANES = 4096
 CRC_POLYNOMIAL = 0x82F63B78
 
 
 def to_fp32(value: float) -> float:
-    """`value` rounded to the nearest fp32, which is what the C structs hold."""
+    """`value` rounded to the nearest fp32, the type in the C structs."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
@@ -248,8 +248,8 @@ def _crc_bytes(states: np.ndarray, columns: np.ndarray) -> np.ndarray:
 def crc32c(data: np.ndarray, crc: int) -> int:
     """CRC-32C of a flat uint8 array, continued from `crc`.
 
-    The array is cut into rows whose checksums advance side by side. CRC is linear, so they are then
-    chained: advance the state over one row of zeros, add (xor) the row's own checksum.
+    The array is cut into rows, and the checksums of all rows are computed in parallel. CRC is linear, so they are
+    then combined: advance the state over one row of zeros, and add (xor) the row's own checksum.
     """
     state = crc ^ 0xFFFFFFFF
     row_bytes = len(data) // CRC_LANES

@@ -1,4 +1,4 @@
-"""Flat storages whose memory comes and goes while every view of them stays valid.
+"""Flat storages that are bound to memory and unbound, while every view of them stays valid.
 
 `bind` gives a storage the memory of a block, `unbind` takes it away; all tensors over the storage, also
 those that autograd saved, see the change. While unbound, the storage points at poison: readable memory

@@ -21,7 +21,7 @@ class Extents:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes not allocated, in however many runs."""
+        """Bytes that are not allocated, over all free runs."""
         return self.capacity_bytes - self.used_bytes
 
     @property
@@ -32,8 +32,8 @@ class Extents:
     def allocate(self, nbytes: int) -> int | None:
         """Offset of a new extent of `nbytes` (rounded up to the alignment); None if no run fits.
 
-        Best fit keeps holes of one size for blocks of that size, which is what a model of equal
-        layers asks for: a released layer's hole is taken by the next layer exactly.
+        Best fit keeps holes of one size for blocks of that size. This suits a model of equal layers:
+        the next layer exactly fills the hole of a released layer.
         """
         need = align_up(max(nbytes, 1), self._align_bytes)
         best = min(
@@ -51,7 +51,7 @@ class Extents:
         return begin
 
     def free(self, offset: int) -> None:
-        """Give an extent back; merges it with free neighbours.
+        """Free an extent; merges it with free neighbours.
 
         Raises StateError: `offset` is not an allocated extent.
         """

@@ -32,7 +32,7 @@ class Home:
     """uint8, of as many bytes as the plane needs for [begin, end); None when the home is the swap space."""
     swap_offset: int = -1
     host_offset: int = -1
-    """Where `memory` begins in the plane's host memory, if it does."""
+    """Where `memory` begins in the plane's host memory; -1 if it is not there."""
 
 
 @dataclass(slots=True)

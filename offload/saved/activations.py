@@ -101,7 +101,7 @@ class ActivationCounters:
 
 
 class ActivationStore:
-    """Keeps tensors of one device. Any thread may call it. `pieces`: where the bytes go."""
+    """Keeps tensors of one device. Any thread may call it. `pieces`: stores their bytes."""
 
     def __init__(self, pieces: PieceStore, device: torch.device, streams: Streams) -> None:
         self._pieces, self._device, self._streams = pieces, device, streams

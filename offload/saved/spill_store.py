@@ -33,7 +33,7 @@ class SpilledPiece:
 
     begin: int
     end: int
-    block: Block | None  # Memory that holds them, or that they are read into.
+    block: Block | None  # Memory that holds the bytes, or into which they are read.
     fence: Fence = None  # After the last copy from or to the block.
     offset: int = -1  # In the swap space.
     write: Transfer[None] | None = None
@@ -335,4 +335,4 @@ def _passed(fence: Fence) -> bool:
 
 
 def _nothing() -> None:
-    """More pieces follow."""
+    """Used as `copied` for all pieces but the last."""

@@ -118,7 +118,7 @@ def _proven(index: int, tokens: Sequence[bytes], share: Share, proof: Sequence[i
 
 
 def close_received(index: int, received: Sequence[Sequence[int]]) -> None:
-    """Close what `exchange_descriptors` returned on peer `index`, without its own."""
+    """Close the descriptors that `exchange_descriptors` returned on peer `index`, except its own."""
     for peer, descriptors in enumerate(received):
         for descriptor in descriptors if peer != index else ():
             os.close(descriptor)

@@ -9,7 +9,7 @@ error at that point.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # what `signal` wraps, without making enums: ten times faster
+import _signal  # type: ignore[import-not-found]  # `signal` wraps it and makes enums: ten times slower
 import functools
 import signal
 import threading
@@ -86,7 +86,7 @@ uninterrupted = _Uninterrupted()
 
 
 def whole(function: Function) -> Function:
-    """`function` runs to its end before any signal's handler."""
+    """Decorator: `function` runs inside `uninterrupted`, and signal handlers after it."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
