@@ -109,7 +109,9 @@ class Streams:
         return None
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
-        """Copy once the device has passed `after`; returns a fence after the copy. Until it, leave both unchanged.
+        """Copy once the device has passed `after`; returns a fence after the copy.
+
+        Leave both tensors unchanged until that fence has passed.
 
         Args:
             target: (N,) on the device.

@@ -49,7 +49,7 @@ def _slowdown(device: str) -> float:
         for dtype in (torch.float32, torch.bfloat16):
             seconds[dtype] = layer_seconds(torch.device(device), dtype)
 
-    # On one thread: several threads wait for each other after each product, on a busy machine longer than it takes.
+    # One thread: several would wait for each other after each product, on a busy machine for longer than it takes.
     run_alone(measure, 1)
     return seconds[torch.bfloat16] / seconds[torch.float32]
 

@@ -4,8 +4,8 @@
 those that autograd saved, see the change. While unbound, the storage points at poison: readable memory
 that is NaN everywhere, so that a missed fetch gives NaN and not a crash.
 
-Torch builds without `UntypedStorage._swap_data_ptr_`, and accelerators whose memory torch cannot
-address, resize a storage that torch owns, and copy; that costs a second copy of the bound memory.
+Without `UntypedStorage._swap_data_ptr_` in a torch build, and for accelerators whose memory torch cannot
+address, both functions resize a storage that torch owns, and copy; that costs a second copy of the memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Host memory with an owner: exact-size mappings on huge pages.
 
-A mapping lives as long as the last tensor over it. So closing an engine never leaves a tensor that a user
-kept as a dangling pointer; it only drops the engine's own references.
+A mapping lives as long as the last tensor over it. So a tensor that a user kept stays valid after an engine
+is closed: closing only drops the engine's own references.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def map_host(nbytes: int, *, touched: bool = True) -> memoryview:
     Raises BudgetError: the kernel refused the mapping.
 
     Args:
-        nbytes: the least length.
+        nbytes: the minimum length.
         touched: all pages are faulted in at once; else each page at its first use, and until then it costs nothing.
     """
     nbytes = align_up(max(nbytes, 1), PAGE_BYTES)
@@ -56,7 +56,7 @@ def map_shared(descriptor: int, nbytes: int, *, touched: bool) -> memoryview:
 
     Args:
         descriptor: of a file in memory of at least that length; not needed afterwards.
-        nbytes: the least length.
+        nbytes: the minimum length.
         touched: all pages are faulted in at once.
     """
     nbytes = align_up(max(nbytes, 1), PAGE_BYTES)

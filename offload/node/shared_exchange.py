@@ -1,7 +1,7 @@
 """Exchanges gradients in shared memory: each peer offers its flat gradient and reads its own slice of all flats.
 
-[Note: who writes where] Nothing is copied before it is summed. Only the peers whose part a slice is read it; if this
-is a single peer, it may write its sum into the slice while the other peers still read theirs.
+[Note: who writes where] Nothing is copied before it is summed. A slice is read only by the peers that have this part;
+if this is a single peer, it may write its sum into the slice while the other peers still read their slices.
 """
 
 from __future__ import annotations

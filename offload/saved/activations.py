@@ -243,7 +243,7 @@ class ActivationStore:
         kept.pieces = self._pieces.put(bytes_of(tensor, begin, end), kept.copied)
         self._by_number[kept.number] = weakref.ref(kept)
         if not packed:
-            # The weak reference prevents that another storage gets this key; it does not keep the memory.
+            # The weak reference reserves the key, so that no other storage gets it; it does not keep the memory.
             kept.source = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             kept.key = storage_key(tensor)
             self._by_key[kept.key] = weakref.ref(kept)

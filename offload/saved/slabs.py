@@ -9,7 +9,7 @@ from offload.memory.arena import Arena, Block
 from offload.memory.free_ranges import Extents
 from offload.sizes import PAGE_BYTES, align_up
 
-STEP_BYTES = 16 << 20  # The least bytes that are added at once.
+STEP_BYTES = 16 << 20  # The minimum that is added at once.
 GROWTH = 4  # At least this fraction of the capacity (1/4) is added: a few steps reach any size.
 
 

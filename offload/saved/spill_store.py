@@ -23,7 +23,7 @@ from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Fence, Streams
 
 PIECE_BYTES = 8 << 20
-PIECES_IN_FLIGHT = 8  # Size of the memory through which pieces are written to the disk and read back.
+PIECES_IN_FLIGHT = 8  # Room, in pieces, of the memory through which pieces are written to the disk and read back.
 COPIES_IN_FLIGHT = 4  # Device pieces kept alive for copies in flight; beyond it the stream waits for the oldest copy.
 
 

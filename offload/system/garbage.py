@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def no_collection() -> Iterator[None]:
     """No garbage collection runs inside. For short work that makes very many objects.
 
-    Their number would trigger full collections, and each visits all objects that torch has made: 0.1 to 0.4 s.
+    So many objects would trigger full collections, and each visits all objects that torch has made: 0.1 to 0.4 s.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -86,7 +86,7 @@ uninterrupted = _Uninterrupted()
 
 
 def whole(function: Function) -> Function:
-    """Decorator: `function` runs inside `uninterrupted`, and signal handlers after it."""
+    """Decorator: runs `function` inside `uninterrupted`, so that signal handlers run after it."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
