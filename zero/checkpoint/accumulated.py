@@ -1,8 +1,8 @@
-"""Gradients of a step that is not complete: saved by each rank as it has them, and loaded by the same ranks only.
+"""Gradients of an incomplete step: each rank saves its own, and only the same ranks load them.
 
-What ranks have collected between two steps is no tensor of the model: below stage 2 each rank has a sum of its own,
-above it slices of one. So the same number of ranks, at a stage that collects alike, goes on exactly; others are
-refused.
+The gradients collected between two steps are no tensors of the model: below stage 2 each rank has a sum of its own, at
+stages 2 and 3 it has slices of one common sum. So the same number of ranks, at a stage that collects in the same way,
+continues exactly; any other combination is refused.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from zero.params.placement import Placement
 
 
 def add_accumulated(extents: Extents, parts: Assembly, placement: Placement) -> dict[str, Any] | None:
-    """Write what this rank has collected since the last step, if anything.
+    """Write the gradients that this rank has collected since the last step, if any.
 
-    Returns what `load_accumulated` needs besides; None if there is nothing.
+    Returns the further information that `load_accumulated` needs; None if nothing has been collected.
     """
     gradients, rank = parts.gradients, placement.rank
     waiting = gradients.waiting()
@@ -45,9 +45,9 @@ def add_accumulated(extents: Extents, parts: Assembly, placement: Placement) -> 
 
 
 def check_accumulated(parts: Assembly, placement: Placement, saved: list[int], told: dict[str, Any] | None) -> None:
-    """Raise ConfigError if these gradients cannot go on here.
+    """Raise ConfigError if the accumulation cannot continue here from the saved gradients.
 
-    `saved`: `ranks_shape` when they were saved; `told`: by `add_accumulated` of the same rank then.
+    `saved`: `ranks_shape` when they were saved; `told`: the result of `add_accumulated` of the same rank then.
     """
     mine = ranks_shape(placement)
     if saved != mine:
@@ -67,7 +67,7 @@ def check_accumulated(parts: Assembly, placement: Placement, saved: list[int], t
 
 
 def load_accumulated(parts: Assembly, placement: Placement, told: dict[str, Any], source: Source) -> None:
-    """Take up the gradients that `check_accumulated` has accepted; nothing has been collected here."""
+    """Load the gradients that `check_accumulated` has accepted; nothing must have been collected here yet."""
     here = {state.unit.name: state for state in parts.gradients.states()}
     for name, unit in told["units"].items():
         state, index = here[name], unit["index"]

@@ -1,12 +1,12 @@
-"""Asynchronous saves: training goes on while state is written.
+"""Asynchronous saves: training continues while state is written.
 
-[Note: copy on write] A save takes the state as of the last step. Sub-groups are written one after the other, those that
-are due first updated. When a later step wants to update one that has not been taken, its old values are brought into
-blocks of memory first, on their way to the file, whose room was reserved before: nothing is written twice, and an
-update waits at most for memory that is being written.
+[Note: copy on write] A save takes the state as of the last step. Sub-groups are written one after the other; a pending
+update of a sub-group is done first. When a later step wants to update a sub-group that has not been taken, its old
+values are first read into blocks of memory, from which they are written to the file. The room in the file was reserved
+before. So nothing is written twice, and an update waits at most for memory that is being written.
 
-[Note: several ranks] Collectives happen when a save begins, and when the next one does. Meanwhile each rank says by a
-file that its part is written, or has failed, and the first rank looks for those.
+[Note: several ranks] Collectives run only when a save begins, and when the next one begins. In between each rank makes
+a file that says that its part is written, or has failed, and the first rank looks for these files.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from zero.params.layout import SubGroup
 
 logger = logging.getLogger("zero")
 
-AT_ONCE = 2  # Extents taken at once: while one is written the next is read.
+AT_ONCE = 2  # Extents in flight: while one is written the next is read.
 LOOK_SECONDS = 0.05
-PATIENCE_SECONDS = 600.0  # How long the first rank waits for the others' parts once its own is written.
+PATIENCE_SECONDS = 600.0  # The first rank waits so long for the other ranks' parts once its own is written.
 
 
 class BackgroundSave:
-    """One save under way; its room is reserved. `describe`: what is logged at the end."""
+    """One save in progress; its room on the disk is reserved. `describe`: the text that is logged at the end."""
 
     def __init__(self, save: CheckpointSave, parts: Assembly, *, save_latest: bool, describe: str) -> None:
         self._save, self._part, self._updates = save, save.part, parts.stepper.updates
         self._pipeline, self._describe, self._save_latest = parts.stepper.pipeline, describe, save_latest
         self._extent_of = {extent.group: extent for extent in self._part.extents if extent.group is not None}
-        self._taking: dict[int, asyncio.Task[None]] = {}  # id(extent) -> what brings it into memory.
+        self._taking: dict[int, asyncio.Task[None]] = {}  # id(extent) -> the task that reads it into memory.
         self._stores: list[asyncio.Task[None]] = []
         self._failed = False
-        self._as_of = self._updates.arguments  # Of the last step, whose updates come before the save.
+        self._as_of = self._updates.arguments  # Arguments of the last step; the save contains its updates.
         self._pipeline.before = self._before_update
         self._began = time.perf_counter()
         self._worker = Worker("zero-checkpoint")  # from here on Python does not exit before the save has ended
@@ -59,7 +59,7 @@ class BackgroundSave:
         return self._transfer.settled()
 
     def end(self) -> BaseException | None:
-        """Block until the checkpoint is whole, or say why it will not be."""
+        """Block until the checkpoint is complete. Returns the error if the save has failed."""
         return self._transfer.settle()
 
     # ---- on the mover's loop ------------------------------------------------------------------
@@ -80,7 +80,7 @@ class BackgroundSave:
                 await self._assemble()
             logger.info("%s in %.1f s, beside training", self._describe, time.perf_counter() - self._began)
         except BaseException as error:
-            # Who never calls the engine again shall hear of it too.
+            # Logged as well, since the error is only raised by the next call of the engine, which may never happen.
             logger.warning("checkpoint %s could not be saved: %s", self._save.tag, error)
             raise
         finally:
@@ -105,7 +105,7 @@ class BackgroundSave:
             self._failed = True
             raise
         finally:
-            # When one has failed others are still under way: they need the memory and the file until they end.
+            # When one extent has failed others are still in flight: they need the memory and the file until they end.
             await asyncio.gather(*self._taking.values(), return_exceptions=True)
             results = await asyncio.gather(*self._stores, return_exceptions=True)
         for result in results:
@@ -119,8 +119,10 @@ class BackgroundSave:
 
     async def _bring(self, extent: Extent) -> None:
         group = extent.group
-        # A later step begins only when nothing is due: what is due then is none of ours. It may begin now, on another
-        # thread, which sets the arguments first: what was busy before they are looked at is of that step, or older.
+        # Only updates of the last step (`_as_of`) or older belong to the save. A later step begins only when no update
+        # is pending, so updates pending after that are not ours. It may begin right now on another thread, which sets
+        # `arguments` first. So `is_busy` is asked before `arguments` is compared: if they are still those of the last
+        # step, the group was busy with an update of that step, or an older one.
         if group is not None and self._updates.is_busy(group) and self._updates.arguments is self._as_of:
             await self._updates.finish([group])
         self._stores += await self._part.writer.encode(extent)
@@ -129,7 +131,7 @@ class BackgroundSave:
         extent = self._extent_of.get(group)
         if extent is None or arguments is self._as_of or self._failed:
             return
-        await asyncio.wait([self._take(extent)])  # if it fails the save does, and not the step
+        await asyncio.wait([self._take(extent)])  # if it fails, the save fails, and not the step
 
     async def _assemble(self) -> None:
         until = time.monotonic() + PATIENCE_SECONDS
@@ -147,12 +149,12 @@ class BackgroundSave:
 
 
 class CheckpointState(StepListener):
-    """What an engine knows of its checkpoints between calls: the one under way, and what happens to values meanwhile.
+    """An engine's knowledge of its checkpoints between calls: the save in progress, and changes of values meanwhile.
 
     Attributes:
-        half_loaded: the checkpoint of which some values have been loaded and some have not; "" for none.
+        half_loaded: the checkpoint of which only a part of the values has been loaded; "" for none.
         mixed: names of those values.
-        frozen_sums: of the weights that are not trained, until they may have changed.
+        frozen_sums: checksums of the weights that are not trained; None once these may have changed.
         changed: units in memory that changed by other means than a step: between the last two steps, and since.
     """
 
@@ -165,7 +167,7 @@ class CheckpointState(StepListener):
 
     @contextmanager
     def loading(self, folder: str, values: frozenset[str], *, everything: bool) -> Iterator[None]:
-        """Values of these names are replaced inside: if that fails they are of two models, until others are loaded."""
+        """Inside, values of these names are replaced. If that fails, they are mixed until others are loaded."""
         before, mixed, snapshots = self.half_loaded, self.mixed, self._run.parts.snapshots
         self.half_loaded, self.mixed = folder, mixed | values
         yield
@@ -181,17 +183,17 @@ class CheckpointState(StepListener):
         return self._behind is not None and not self._behind.settled
 
     def wait_for_checkpoint(self) -> None:
-        """Return once the checkpoint that is being written is there as a whole.
+        """Return once the checkpoint that is being written is complete.
 
-        Raises StorageError: it could not be written; what was there before is as it was. Raises StateError: another
-        rank's part could not be.
+        Raises StorageError: it could not be written; older checkpoints are as they were. Raises StateError: another
+        rank's part could not be written.
         """
         error = self.end()
         if error is not None:
             raise error
 
     def end(self) -> BaseException | None:
-        """As `wait_for_checkpoint`, with the error returned."""
+        """Like `wait_for_checkpoint`, but returns the error."""
         behind = self._behind
         error = None if behind is None else behind.end()
         self._behind = None  # an interrupt that ends the wait does not end the save
@@ -222,7 +224,8 @@ class CheckpointState(StepListener):
 
     @override
     def weights_change(self, index: int) -> None:
-        # The save takes the old ones first. Its error waits for the next call: here it would replace the change.
+        # The save has to take the old weights first. An error of the save is left to the next call, which raises it:
+        # raised here it would prevent the change.
         if self._behind is not None:
             self._behind.end()
         parts = self._run.parts

@@ -1,11 +1,11 @@
-"""The form of a checkpoint on the disk: torch.distributed.checkpoint's, and a manifest that says what is whole.
+"""The form of a checkpoint on the disk: that of torch.distributed.checkpoint, and a manifest that marks it complete.
 
-`.metadata` is torch's own: which tensors there are, under which names, and in which boxes they lie in data files; plain
-torch reads it. `manifest.json`, written after everything else, names every file, its size, and where payloads lie with
-their checksums. docs/checkpoints-format.md is the page for users.
+`.metadata` is torch's own file, which plain torch reads: it lists the tensors, their names, and the boxes in which they
+lie in data files. `manifest.json`, written after everything else, lists every file, its size, and the position and
+checksum of each payload. docs/checkpoints-format.md is the page for users.
 
-[Note: boxes] What torch calls a chunk is a box: offsets and sizes in a tensor. Ours are contiguous in row-major order:
-a range of the flattened tensor is a few of them, and each is one run of bytes.
+[Note: boxes] A box (torch: chunk) is a part of a tensor, given by offsets and sizes. Our boxes are contiguous in
+row-major order: a range of the flattened tensor consists of a few boxes, and each box is one run of bytes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from offload.errors import ConfigError, StorageError
 from offload.files.durable import Files
 from offload.kernels import kernels
 
-MODEL = "model."  # Before a parameter's or a buffer's name: its value, the fp32 master where there is one.
-# Before a parameter's name and that of one of its states: a plane's (`exp_avg`, ...) or a number's (`STEP`, ...).
+MODEL = "model."  # Prefix of a parameter's or a buffer's name: its value, the fp32 master where there is one.
+# Prefix of a parameter's name and the name of one of its states: a plane (`exp_avg`, ...) or a number (`STEP`, ...).
 OPTIMIZER = "optim.state."
 STEP = "step"
 METADATA_FILE, MANIFEST_FILE = ".metadata", "manifest.json"
-PIECE_NUMEL = 2 << 20  # Elements of a box at most.
-RUN_BYTES = (16 << 20) + (64 << 10)  # Of a write at most, and of a read.
+PIECE_NUMEL = 2 << 20  # A box has at most so many elements.
+RUN_BYTES = (16 << 20) + (64 << 10)  # A write, or a read, has at most so many bytes.
 FORMAT: Literal["zero-infinity checkpoint"] = "zero-infinity checkpoint"
-SHARED = "../.frozen/"  # Before a digest and the name of a file: weights that several checkpoints share.
+SHARED = "../.frozen/"  # Prefix of a digest and a file's name: weights that several checkpoints share.
 CHECKSUM = "crc32c"  # Key of the checksum over all other keys.
 VERSION = 1  # Raised when an older reader would misread what a newer one writes.
 
@@ -56,9 +56,9 @@ class Box(NamedTuple):
 
 
 def boxes_of(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """Elements [begin, end) of the flattened tensor in as few boxes as each can be made long, in order.
+    """Elements [begin, end) of the flattened tensor as boxes, in order; each box is as long as possible.
 
-    A tensor without elements is one empty box, of [0, 0).
+    A tensor without elements is one empty box, [0, 0).
     """
     if math.prod(shape) == 0:
         yield Box((0,) * len(shape), tuple(shape), 0)
@@ -78,7 +78,7 @@ def boxes_of(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
 
 
 def short_boxes(shape: Sequence[int], begin: int, end: int, numel_max: int) -> Iterator[Box]:
-    """As `boxes_of`, in boxes of at most `numel_max` elements, of whole rows of the first dimension where they fit."""
+    """Like `boxes_of`, with at most `numel_max` elements a box: whole rows of the first dimension where they fit."""
     row = max(math.prod(shape[1:]), 1)
     while begin < end or (begin == end and math.prod(shape) == 0):
         stop = min(begin + numel_max, end)
@@ -91,7 +91,7 @@ def short_boxes(shape: Sequence[int], begin: int, end: int, numel_max: int) -> I
 
 
 def begin_of(shape: Sequence[int], offsets: Sequence[int]) -> int:
-    """Where the element at `offsets` is in the flattened tensor."""
+    """The position in the flattened tensor of the element at `offsets`."""
     position = 0
     for size, offset in zip(shape, offsets, strict=True):
         position = position * size + offset
@@ -113,9 +113,9 @@ class WrittenBox(NamedTuple):
     shape: tuple[int, ...]  # Of the whole tensor.
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    begin: int  # Of the archive in the file.
-    nbytes: int  # Of the archive.
-    payload: int  # Of the payload in the file.
+    begin: int  # Position of the archive in the file.
+    nbytes: int  # Size of the archive.
+    payload: int  # Position of the payload in the file.
     payload_bytes: int
     crc: int
 
@@ -124,8 +124,8 @@ def make_metadata(files: Mapping[str, Iterable[WrittenBox]], aliases: Mapping[st
     """The `.metadata` file of a checkpoint.
 
     Args:
-        files: name of each data file -> what is in it.
-        aliases: further name of a tensor -> the name it was written under.
+        files: name of each data file -> the boxes in it.
+        aliases: further name of a tensor -> the name under which it was written.
     """
     from torch.distributed.checkpoint import metadata as dcp  # see Note: late
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -166,8 +166,8 @@ def _path(name: str) -> tuple[str, ...]:
     return (name,)
 
 
-# Note: late. These classes bring sympy and torch's distributed tensors along, more than a third of what `import zero`
-# would cost, so they are imported when the first checkpoint is written or read.
+# Note: late. These classes import sympy and torch's distributed tensors, which would take more than a third of the time
+# of `import zero`, so they are imported only when the first checkpoint is written or read.
 _MADE_OF = {
     "torch.distributed.checkpoint.metadata": frozenset(
         {
@@ -188,7 +188,7 @@ _MADE_OF = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what metadata consists of, and nothing else: files may come from elsewhere."""
+    """Makes only objects of the classes that metadata consists of, since the file may be from an untrusted source."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _MADE_OF.get(module, ()):
@@ -197,9 +197,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(data: bytes, path: str) -> list[tuple[str, WrittenBox]]:
-    """What `make_metadata` was given: (data file, box) of each tensor. Payloads and checksums the manifest says.
+    """The inverse of `make_metadata`: (data file, box) of each tensor. Payloads and checksums are in the manifest.
 
-    Raises ConfigError: it is damaged, or would make something that metadata does not consist of.
+    Raises ConfigError: it is damaged, or names a class that metadata does not consist of.
     """
     from torch.distributed.checkpoint import metadata as dcp  # see Note: late
 
@@ -240,7 +240,7 @@ class Manifest(BaseModel):
 
     tag: str
     global_steps: int
-    time: float  # When the save began, in seconds since 1970; later than that of every checkpoint that was there.
+    time: float  # When the save began, in seconds since 1970; later than the time of every checkpoint then there.
     world_size: int
     files: dict[str, FileEntry]  # By name; the manifest is not among them.
 
@@ -250,12 +250,12 @@ class Manifest(BaseModel):
 
 
 def _checksum(content: dict[str, Any]) -> int:
-    """CRC-32C of the manifest without it."""
+    """CRC-32C of the manifest without the checksum itself."""
     return kernels.crc32c(bytes_tensor(json.dumps(content).encode()))
 
 
 def write_manifest(files: Files, folder: Path, manifest: Manifest) -> None:
-    """The last file of a checkpoint: with it the folder is whole."""
+    """Write the last file of a checkpoint: with it the checkpoint is complete."""
     files.write_bytes(folder / MANIFEST_FILE, manifest.to_json())
 
 
@@ -296,7 +296,7 @@ def read_manifest(files: Files, folder: Path) -> Manifest:
 
 
 def _is_ours(name: str) -> bool:
-    """A file in the folder; or one of the weights that several checkpoints share, beside it."""
+    """True for a file in the folder, and for a file of the weights that several checkpoints share."""
     inside = name.removeprefix(SHARED)
     if inside != name:
         digest, _, inside = inside.partition("/")
@@ -306,9 +306,9 @@ def _is_ours(name: str) -> bool:
 
 
 def check_files(files: Files, folder: Path, manifest: Manifest) -> None:
-    """Hold the files of a folder against its manifest, by presence and size; what they contain is seen when it is read.
+    """Check that the files of the manifest exist and have its sizes. Their content is checked when it is read.
 
-    Raises ConfigError: names the files that are not as they should be.
+    Raises ConfigError: names the files that are wrong.
     """
     wrong = []
     for name, entry in manifest.files.items():

@@ -1,8 +1,8 @@
 """A checkpoint of DeepSpeed as a `Source`: ZeRO stages 1, 2 and 3, any number of ranks, read by range.
 
-Stages 1 and 2 (and BF16_Optimizer, which has the same form) flatten each param group and cut it into equal parts, one a
-rank. Stage 3 cuts each parameter into equal parts; a rank's parts of a sub-group lie end to end. Nothing is gathered:
-where an element lies follows from the shapes.
+Stages 1 and 2 (and BF16_Optimizer, which has the same form) flatten each param group and cut it into equal parts, one
+for each rank. Stage 3 cuts each parameter into equal parts; a rank's parts of a sub-group lie one after the other.
+Nothing is gathered: the position of an element follows from the shapes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zero.checkpoint.deepspeed_files import (
 )
 from zero.checkpoint.source import Opened, Saved
 
-EXTRA = "_extra_state"  # How modules call what they add to a state dict and what is no parameter.
+EXTRA = "_extra_state"  # End of the names under which modules add other things than parameters to a state dict.
 Shapes = Mapping[str, torch.Size]
 # Keys of model_states that are DeepSpeed's; the others are the user's client state.
 OWN_KEYS = frozenset(
@@ -41,7 +41,7 @@ OWN_KEYS = frozenset(
         *("ds_config", "ds_version", "universal_checkpoint_info"),
     ]
 )
-# Keys of param groups that choose between implementations, or are no option.
+# Keys of param groups that choose between implementations, or are not options.
 SWITCHES = frozenset(
     [
         *("step", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
@@ -55,21 +55,21 @@ class Values(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is read as."""
+        """The dtype that `read` gives."""
 
     def read(self, begin: int, out: torch.Tensor) -> None:
-        """Elements from `begin` on into all of `out`. Raises StorageError."""
+        """Fill `out` with the elements from `begin` on. Raises StorageError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A tensor in the parts of several ranks.
+    """A tensor that is sharded over the parts of several ranks.
 
-    Element i is in part `(first + i) // part_numel`, at `base + (first + i) % part_numel` there. Tensors that were
-    flattened together and then shared out have one `part_numel` and each a `first`; tensors of which each was shared
-    out have each a `base`, and `first` 0.
+    Element i is in part `(first + i) // part_numel`, there at `base + (first + i) % part_numel`. Tensors that were
+    flattened together and then sharded have a common `part_numel`, and a `first` each. Tensors that were sharded one by
+    one have a `base` each, and `first` is 0.
 
-    `parts`: a region a rank. `dtype`: what it is read as; at least as wide as the regions.
+    `parts`: one region for each rank. `dtype`: the dtype that `read` gives; at least as wide as the regions.
     """
 
     parts: Sequence[Region]
@@ -125,23 +125,23 @@ class SpreadSource:
         return out
 
     def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
-        """Nothing is read ahead."""
+        """Does nothing: there is no read-ahead."""
 
     def close(self) -> None:
-        """Nothing is open between two reads."""
+        """Does nothing: no file is open between two reads."""
 
 
 Found = dict[str, tuple[torch.Size, Values]]  # Name of our logical form -> shape and values.
 
 
 def trained_values(ranks: Sequence[RankFile], shapes: Sequence[Shapes], head: Contents) -> Found:
-    """Masters, moments and step counts of the parameters that the optimizer has.
+    """Masters, moments and step counts of the optimizer's parameters.
 
-    Raises ConfigError: a rank has fewer elements than its parameters take.
+    Raises ConfigError: a rank has fewer elements than its parameters need.
 
     Args:
         ranks: every rank's optim_states.
-        shapes: `param_shapes`: by flat group, the parameters in it, in order.
+        shapes: `param_shapes`: for each flat group, its parameters, in order.
         head: the first model_states.
     """
     found: Found = {}
@@ -154,13 +154,13 @@ def trained_values(ranks: Sequence[RankFile], shapes: Sequence[Shapes], head: Co
             if step is not None:
                 found[state_name(name, STEP)] = (torch.Size(), Same(step, torch.int64))
                 if not ranks[0].parts[place].kinds:
-                    # Adam makes its moments in its first step.
+                    # Adam makes its moments in its first step: before it, all are 0.
                     found.update({state_name(name, kind): (group[name], Same(0.0, torch.float32)) for kind in KINDS})
     return found
 
 
 def _cut_whole(ranks: Sequence[RankFile], place: int, group: Shapes) -> dict[str, tuple[int, int, int]]:
-    """Name -> (elements a part, first element in the group, 0), of a group that was flattened and cut."""
+    """Name -> (elements of a part, first element in the group, 0), for a group that was flattened and cut."""
     part_numel = ranks[0].parts[place].master.numel + ranks[0].parts[place].padding
     alignment = ranks[0].alignment
     gaps = alignment[place] if alignment else [0] * len(group)
@@ -177,7 +177,7 @@ def _cut_whole(ranks: Sequence[RankFile], place: int, group: Shapes) -> dict[str
 
 
 def _cut_each(ranks: Sequence[RankFile], group: Shapes) -> dict[str, tuple[int, int, int]]:
-    """Name -> (elements a part, 0, where in a rank's part of the group), of parameters that were cut each."""
+    """Name -> (elements of a part, 0, position in a rank's part of the group), for parameters cut one by one."""
     places, base = {}, 0
     for name, shape in group.items():
         part_numel = -(-shape.numel() // len(ranks))
@@ -187,7 +187,7 @@ def _cut_each(ranks: Sequence[RankFile], group: Shapes) -> dict[str, tuple[int, 
 
 
 def check_sub_groups(ranks: Sequence[RankFile], shapes: Sequence[Shapes]) -> None:
-    """Stage 3: raise ConfigError if a rank has fewer elements of a sub-group than its parameters take."""
+    """Stage 3: raise ConfigError if a rank has fewer elements of a sub-group than its parameters need."""
     for place, group in enumerate(shapes):
         needed = sum(-(-shape.numel() // len(ranks)) for shape in group.values())
         for rank in ranks:
@@ -205,7 +205,7 @@ def _check_parts(rank: RankFile, place: int, needed: int) -> None:
 
 
 def _planes(ranks: Sequence[RankFile], place: int, name: str) -> dict[str, list[Region]]:
-    """Key -> each rank's region: the weights, and the moments if they are Adam's."""
+    """Key -> each rank's region: the weights, and the moments if the optimizer is Adam."""
     planes = {MODEL + name: [rank.parts[place].master for rank in ranks]}
     if ranks[0].parts[place].moments.keys() >= set(KINDS):
         for kind in KINDS:
@@ -214,7 +214,7 @@ def _planes(ranks: Sequence[RankFile], place: int, name: str) -> dict[str, list[
 
 
 def _step(rank: RankFile, place: int, head: Contents) -> int | None:
-    """Steps that Adam has taken; None of another optimizer."""
+    """Number of steps that Adam has taken; None for another optimizer."""
     part = rank.parts[place]
     if not part.kinds:
         options = next((group for group in rank.groups if place in group["params"]), {"betas": ()})
@@ -225,14 +225,14 @@ def _step(rank: RankFile, place: int, head: Contents) -> int | None:
 
 
 def frozen_values(models: Sequence[TorchFile], stage: int, others: set[str]) -> Found:
-    """Frozen parameters: whole in the module below stage 3, each rank's part apart from it at stage 3.
+    """Frozen parameters: below stage 3 they are whole in the module, at stage 3 each rank has saved its part.
 
-    Raises ConfigError: a rank has not got its part.
+    Raises ConfigError: a rank's part is missing.
 
     Args:
-        models: every rank's model_states at stage 3, else the one there is.
+        models: every rank's model_states at stage 3, else the only one.
         stage: of ZeRO.
-        others: names in the module that are something else.
+        others: names in the module that are no frozen parameters.
     """
     head = models[0].contents
     if stage < 3:
@@ -262,17 +262,18 @@ def _fragment(model: TorchFile, name: str, numel: int) -> Region:
 
 
 def whole(file: TorchFile, tensor: torch.Tensor) -> Spread:
-    """A tensor that lies in one file as it is."""
+    """A tensor that lies unsharded in one file."""
     return Spread([file.region(tensor)], max(tensor.numel(), 1), tensor.dtype)
 
 
 def open_deepspeed_folder(path: Path | str) -> Opened:
-    """Open the folder of a tag; nothing is read but what describes it.
+    """Open the folder of a tag; only its description is read, no values.
 
-    Its `source` has the names of our own checkpoints, its `state` the keys, and besides `loss_scaler` (a dict, or None)
-    and `deepspeed` (the version that wrote it). There are no collected gradients, no sums of what it leaves out, and
-    nothing of one rank's own. `client` raises ConfigError if there is an object of a class that is not loaded. Raises
-    ConfigError: a file is missing or damaged, ranks do not agree, or it is a kind of checkpoint that is not read.
+    Its `source` has the same names as our own checkpoints, its `state` the same keys, and also `loss_scaler` (a dict,
+    or None) and `deepspeed` (the version that wrote it). It has no collected gradients, no checksums of left-out
+    weights, and no state of single ranks. `client` raises ConfigError if there is an object of a class that is not
+    loaded. Raises ConfigError: a file is missing or damaged, ranks do not agree, or it is a kind of checkpoint that is
+    not read.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -305,7 +306,10 @@ def open_deepspeed_folder(path: Path | str) -> Opened:
 
 
 def _aliases(head: Contents, stage: int) -> dict[str, str]:
-    """Tied name -> first name. Below stage 3 they were told by address, which all tensors without elements share."""
+    """Tied name -> first name.
+
+    Below stage 3 DeepSpeed finds tied tensors by address. Tensors without elements share one, so they are left out.
+    """
     tied = {str(name): str(first) for name, first in (head.get("shared_params") or {}).items()}
     module = head["module"]
     return {name: first for name, first in tied.items() if stage == 3 or name not in module or module[name].numel()}
@@ -317,7 +321,7 @@ def _described(head: Contents, trained: set[str], frozen: Found, aliases: Mappin
     return {
         "parameters": [*(name for name in module if name in names), *sorted(names - set(module))],
         "frozen": still,
-        # It is not said whether frozen ones were left out: without any, none are asked for.
+        # The file does not say whether frozen parameters were left out: if it has none, none are required.
         "has_frozen": bool(still),
         "dtypes": {
             name: str(value.dtype).removeprefix("torch.")
@@ -358,7 +362,7 @@ def _model(folder: Path, stage: int, rank: int) -> TorchFile:
 
 
 def _check_agreement(ranks: Sequence[RankFile], models: Sequence[TorchFile], flat_groups: int) -> None:
-    """A folder into which two runs wrote, or of which a part was not copied, is found here."""
+    """Raise ConfigError if two runs have written into the folder, or if a part of it was not copied."""
     for rank in ranks:
         told = (rank.stage, rank.ranks, len(rank.parts))
         wanted = (ranks[0].stage, ranks[0].ranks, flat_groups)
@@ -385,7 +389,7 @@ def _check_agreement(ranks: Sequence[RankFile], models: Sequence[TorchFile], fla
 
 
 def _counters(head: Contents) -> dict[str, Any]:
-    """DeepSpeed counts steps and samples; micro-batches follow from its config."""
+    """DeepSpeed counts steps and samples; the number of micro-batches is computed from its config."""
     steps = number(head["global_steps"])
     config = head.get("ds_config") or {}
     accumulation = config.get("gradient_accumulation_steps")
@@ -403,7 +407,7 @@ def _counters(head: Contents) -> dict[str, Any]:
 
 
 def _groups(rank: RankFile, shapes: Sequence[Shapes]) -> list[dict[str, Any]]:
-    """The param groups with names; several flat groups of stage 3 are one of them."""
+    """The param groups, with names; at stage 3 one param group consists of several flat groups."""
     if not rank.groups:
         return [{"params": list(group)} for group in shapes]
     groups = []
@@ -422,7 +426,7 @@ def _plain(value: Any) -> Any:
 
 
 def _client(model: TorchFile) -> Callable[[], dict[str, Any]]:
-    """`Opened.client`, made at once: the file does not stay mapped. What is wrong with it is said when asked."""
+    """`Opened.client`. The values are read now, since the file does not stay mapped; an error is raised when called."""
     users = {key: value for key, value in model.contents.items() if key not in OWN_KEYS}
     found: dict[str, Any] | ConfigError
     try:

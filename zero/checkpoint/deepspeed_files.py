@@ -1,7 +1,8 @@
-"""The files of a DeepSpeed checkpoint: which there must be, and what each rank's say. Written for what 0.19.8 writes.
+"""The files of a DeepSpeed checkpoint: which are required, and the content of each rank's, as 0.19.8 writes them.
 
-A folder has `[zero_pp_rank_K_]mp_rank_00_model_states.pt` (one, or one a rank at stage 3), `[bf16_]zero_pp_rank_K_
-mp_rank_00_optim_states.pt` (one a rank) and, with the optimizer on NVMe, `offloaded_tensors/rankK/*.tensor.swp`.
+A folder has `[zero_pp_rank_K_]mp_rank_00_model_states.pt` (one; at stage 3 one for each rank), `[bf16_]zero_pp_rank_K_
+mp_rank_00_optim_states.pt` (one for each rank) and, with the optimizer on NVMe,
+`offloaded_tensors/rankK/*.tensor.swp`.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ Contents = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank holds of one flat group.
+    """One rank's part of one flat group.
 
     Attributes:
-        padding: elements that were cut off behind it.
+        padding: number of elements that were cut off at its end.
         moments: kind -> region; empty before the first step.
-        step: None if it is not said here.
-        kinds: of state that its optimizer keeps.
+        step: None if the file does not have it here.
+        kinds: the kinds of state that its optimizer keeps.
     """
 
     master: Region
@@ -53,7 +54,7 @@ class RankFile:
     ranks: int
     parts: Sequence[Part]
     groups: Sequence[Contents]  # The optimizer's param_groups; empty if they were not saved.
-    alignment: Sequence[Sequence[int]] | None  # By flat group: padding elements behind each parameter.
+    alignment: Sequence[Sequence[int]] | None  # For each flat group: number of padding elements after each parameter.
     loss_scaler: Any
 
 
@@ -69,7 +70,7 @@ def optim_paths(folder: Path) -> dict[int, Path]:
     """Rank -> its optim_states file.
 
     Raises:
-        ConfigError: there are none, those of two runs lie side by side, or it is a kind of checkpoint that is not read.
+        ConfigError: there are none, the folder has files of two runs, or it is a kind of checkpoint that is not read.
     """
     names = sorted(entry.name for entry in folder.iterdir())
     for prefix, what in OTHER_FILES.items():
@@ -94,17 +95,17 @@ def optim_paths(folder: Path) -> dict[int, Path]:
 
 
 def model_path(folder: Path, stage: int, rank: int) -> Path:
-    """Where a rank's model_states are: below stage 3 all are in one file."""
+    """The file of a rank's model_states; below stage 3 it is the same file for all ranks."""
     return folder / (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt")
 
 
 def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
-    """What a rank's optim_states file says. Raises ConfigError."""
+    """The content of a rank's optim_states file. Raises ConfigError."""
     file = TorchFile(path, f"the optimizer states of rank {rank}")
     saved = require(file, "optimizer_state_dict")
     if "ds_zero_partition_groups" in saved:
         raise ConfigError(f"{path}: checkpoints of expert parallelism (AutoEP) are not read")
-    # BF16_Optimizer, which stage 1 uses where gradients are summed in fp32, says no stage.
+    # BF16_Optimizer, which stage 1 uses where gradients are summed in fp32, does not save the stage.
     stage = number(saved.get("zero_stage", 1))
     optimizer, masters = (
         ("optimizer_state_dict", "fp32_flat_groups")
@@ -119,7 +120,7 @@ def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
     states = dict(enumerate(base)) if elastic else base["state"]
     groups = [] if elastic else base["param_groups"]
     steps = _group_steps(groups, len(saved[masters]), saved.get("base_optimizer_state_step"))
-    # What BF16_Optimizer says of padding was not cut off.
+    # BF16_Optimizer saves `group_paddings` too, but does not cut the padding off.
     paddings = saved.get("group_paddings", []) if "zero_stage" in saved and stage < 3 else []
     swap = folder / "offloaded_tensors" / f"rank{rank:02d}"
     parts = [
@@ -135,7 +136,7 @@ def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
 
 
 def _group_steps(groups: Sequence[Contents], flat_groups: int, common: Any) -> list[int | None]:
-    """Some optimizers keep the number of steps in the param group."""
+    """Number of steps of each flat group: some optimizers keep it in the param group."""
     steps: list[int | None] = [None if common is None else number(common)] * flat_groups
     for group in groups:
         for place in group["params"]:
@@ -152,7 +153,7 @@ def _part(file: TorchFile, swap: Path, master: torch.Tensor, state: Contents, pa
 
 
 def _region(file: TorchFile, swap: Path, tensor: torch.Tensor) -> Region:
-    """Where it lies: in the file, or in a swap file that was copied, of which the name is told by an attribute."""
+    """The region of a tensor: in the file, or in a copied swap file, which the tensor's attribute `ds_id` names."""
     name = getattr(tensor, "ds_id", None)
     if tensor.numel() or name is None:
         return file.region(tensor)
@@ -166,7 +167,7 @@ def _region(file: TorchFile, swap: Path, tensor: torch.Tensor) -> Region:
 
 
 def require(file: TorchFile, *keys: str) -> Any:
-    """The value of the first key, once all are there. Raises ConfigError."""
+    """The value of the first key. Raises ConfigError: one of the keys is missing."""
     if not isinstance(file.contents, dict) or not all(key in file.contents for key in keys):
         got = ", ".join(map(str, file.contents)) if isinstance(file.contents, dict) else type(file.contents).__name__
         raise ConfigError(f"{file.path}: expected a dict with {', '.join(keys)}, got {got}. {COPY}")
@@ -174,12 +175,12 @@ def require(file: TorchFile, *keys: str) -> Any:
 
 
 def number(value: Any) -> int:
-    """A count, which may be a tensor or an enum of DeepSpeed's."""
+    """A count as an int; it may be saved as a tensor, or as an enum of DeepSpeed."""
     return int(known(value)) if isinstance(value, Stranger) else int(value)
 
 
 def known(stranger: Stranger) -> Any:
-    """What DeepSpeed's own objects stand for: enums their value, others their attributes."""
+    """Replace an object of DeepSpeed: an enum by its value, others by their attributes."""
     if not stranger.name.startswith("deepspeed."):
         return stranger
     return stranger.state if stranger.state is not None else stranger.args[0] if stranger.args else None

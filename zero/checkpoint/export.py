@@ -1,6 +1,6 @@
-"""Weights out of a checkpoint, without an engine and on any machine: one chunk in memory at a time.
+"""Export weights from a checkpoint, without an engine and on any machine: one chunk in memory at a time.
 
-Into files that everybody reads, or a state dict; under the names that DeepSpeed's `zero_to_fp32` has.
+The weights become common weights files, or a state dict. The functions have the names of DeepSpeed's `zero_to_fp32`.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class SavedWeights:
     """A model's parameters and buffers in a checkpoint, in one dtype.
 
-    What is trained comes from its fp32 master; as bf16 or fp16 it is rounded as the engine rounds, so it equals the
-    weights that the engine computes with, bit for bit. Quantised storage and integers stay what they are. Raises
-    ConfigError: the checkpoint has not all parameters.
+    Trained weights are read from their fp32 masters. As bf16 or fp16 they are rounded as the engine rounds, so they
+    equal the weights that the engine computes with, bit for bit. Quantised storage and integers are unchanged. Raises
+    ConfigError: the checkpoint does not have all parameters.
 
     Args:
         source: the checkpoint.
-        state: its `state`: `parameters`, `aliases`, `frozen` and `buffers` are looked at, as far as they are there.
+        state: its `state`: `parameters`, `aliases`, `frozen` and `buffers` are used, as far as they are there.
         dtype: of floating values.
-        exclude_frozen: leave out what is not trained.
+        exclude_frozen: leave out weights that are not trained.
 
     Attributes:
         tensors: in model order; tied ones under their first name.
         aliases: tied name -> first name.
-        frozen: names of what has no master, buffers too.
+        frozen: names of the tensors without a master, buffers too.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class SavedWeights:
         ]
 
     def read(self, tensor: Tensor) -> Iterator[torch.Tensor]:
-        """Its values from first to last, 1-D, each piece good until the next. Raises StorageError, ConfigError."""
+        """Its values in order, as 1-D pieces, each valid until the next one. Raises StorageError, ConfigError."""
         for begin, end in self._ranges(tensor):
             values = self._source.read(MODEL + tensor.name, begin, end)
             if tensor.dtype == torch.bfloat16 and tensor.name not in self.frozen:
@@ -92,7 +92,7 @@ class SavedWeights:
                 yield values.to(tensor.dtype)
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
-        """Tell the source what will be read, in that order."""
+        """Announce to the source the tensors that will be read, in that order."""
         self._source.expect([(MODEL + t.name, begin, end) for t in tensors for begin, end in self._ranges(t)])
 
     def _ranges(self, tensor: Tensor) -> Iterator[tuple[int, int]]:
@@ -110,9 +110,9 @@ def export(
     max_shard_size: int | str | None = MAX_SHARD_SIZE,
     exclude_frozen: bool = False,
 ) -> list[Shard]:
-    """Write a checkpoint's weights as files that `from_pretrained` reads; the files that were written.
+    """Write a checkpoint's weights as files that `from_pretrained` reads. Returns the files that were written.
 
-    Raises ConfigError: the checkpoint is damaged, or has not all parameters. Raises StorageError: the disk has no room,
+    Raises ConfigError: the checkpoint is damaged, or lacks parameters. Raises StorageError: the disk has no room,
     or a transfer failed; no file has appeared.
 
     Args:
@@ -122,7 +122,7 @@ def export(
         dtype: of floating values: float32 (the exact masters), or bfloat16 or float16 (the engine's weights).
         filename: of the file, or of the index; one in .bin, .pt or .pth makes archives of torch.save.
         max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
-        exclude_frozen: leave out what is not trained.
+        exclude_frozen: leave out weights that are not trained.
     """
     weights = SavedWeights(source, state, dtype, exclude_frozen=exclude_frozen)
     filename = checked_name(filename)
@@ -133,14 +133,14 @@ def export(
 
 
 def rounded(master: torch.Tensor) -> torch.Tensor:
-    """Half away from zero, as the engine's weights are."""
+    """Round to bf16, half away from zero, as the engine's weights are rounded."""
     weight, remainder = (torch.empty(master.numel(), dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
     kernels.split(weight, remainder, master.float())
     return weight
 
 
 class LazyTensor:
-    """A tensor that is read when it is asked for. `shape, dtype`: of the tensor."""
+    """A tensor that is read only by `contiguous`. `shape, dtype`: of the tensor."""
 
     def __init__(self, weights: SavedWeights, tensor: Tensor) -> None:
         self._weights, self._tensor = weights, tensor
@@ -161,14 +161,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Any]:
     """The fp32 state dict of a checkpoint, for `load_state_dict` of an ordinary model.
 
-    Masters are exact; what was not trained is widened to fp32, integers and quantised storage stay what they are. Tied
-    parameters are there under all their names, as one tensor.
+    Masters are exact. Weights that were not trained are widened to fp32; integers and quantised storage are unchanged.
+    Tied parameters are there under all their names, as one tensor.
 
     Args:
         checkpoint_dir: folder of checkpoints, or one of them.
         tag: which; None: the one that `latest` names.
-        exclude_frozen_parameters: leave out what is not trained; so does a checkpoint that was saved without.
-        lazy_mode: the values are read by `.contiguous()` of each, from files that stay open meanwhile.
+        exclude_frozen_parameters: leave out weights that are not trained; a checkpoint saved without them has none.
+        lazy_mode: `.contiguous()` of each entry reads its values, from files that stay open meanwhile.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is damaged.
@@ -188,9 +188,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, tag: str | None = None) -> Model:
-    """Move an ordinary model to the CPU and give it a checkpoint's weights, those whose names it has.
+    """Move an ordinary model to the CPU and give it those weights of a checkpoint whose names it has.
 
-    Returns the model. Raises ConfigError: there is no such checkpoint, or it is damaged; or an engine keeps the model's
+    Returns the model. Raises ConfigError: there is no such checkpoint, it is damaged, or an engine holds the model's
     values. Raises StorageError: a read failed.
     """
     kept = next((name for name, parameter in model.named_parameters() if is_kept(parameter)), None)
@@ -202,7 +202,7 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, t
     values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     for name, held in model.state_dict().items():
-        if name in values and held.dtype == torch.bfloat16:  # the engine's weights, and not what torch rounds to
+        if name in values and held.dtype == torch.bfloat16:  # as the engine rounds, which torch does not
             values[name] = rounded(values[name].flatten()).view_as(values[name])
     model.load_state_dict(values, strict=False)
     return model
@@ -222,13 +222,13 @@ def convert_zero_checkpoint_to_state_dict(
     Args:
         checkpoint_dir: folder of checkpoints, or one of them.
         output_dir: made if it is not there; gets `model.safetensors`, or shards and their index, and the model's
-            config.json and tokenizer files where they lie beside the checkpoint. The name of a file
-            (`OUT/pytorch_model.bin`, `OUT/mine.safetensors`) says where and in which form instead, of weights alone.
+            config.json and tokenizer files if they lie in or around the checkpoint. Instead it may be the name of a
+            file (`OUT/pytorch_model.bin`, `OUT/mine.safetensors`), in whose form the weights alone are written.
         dtype: of floating values: float32, bfloat16, float16, or the name of one.
         max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
         safe_serialization: False: archives of torch.save, `pytorch_model.bin`. (DeepSpeed's default.)
         tag: which; None: the one that `latest` names.
-        exclude_frozen_parameters: leave out what is not trained.
+        exclude_frozen_parameters: leave out weights that are not trained.
 
     Raises:
         ConfigError: there is no such checkpoint, it is damaged, or an argument is not available.

@@ -1,15 +1,15 @@
-"""The checkpoints in one folder: which there are, which one is loaded, and how one takes its name as a whole.
+"""The checkpoints in one folder: listing them, choosing the one to load, and naming a new one only when it is complete.
 
-`save_dir/TAG/` each, and the text file `save_dir/latest`, which names one. A checkpoint is written beside and renamed
-when it is whole. Names that begin with a dot are ours, not a user's tags:
+Each checkpoint is a folder `save_dir/TAG/`, and the text file `save_dir/latest` names one of them. A checkpoint is
+written under a hidden name and renamed when it is complete. Names that begin with a dot are ours, not a user's tags:
 
     .TAG.partial    is being written; its job holds a lock on the file `lock` in it
     .TAG.replaced   the old TAG while a new one takes its place; counts as TAG while that is missing or damaged
-    .TAG.removed    on its way out
+    .TAG.removed    is being removed
     .lock           held while names change: one process at a time
 
-So at any moment what `latest` names can be loaded, and what a job left that died is known by its name and swept away by
-the next save.
+So the checkpoint that `latest` names can be loaded at any moment. The remains of a job that died have one of these
+names, and the next save removes them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ LATEST, LOCK = "latest", ".lock"
 PARTIAL, REPLACED, REMOVED = "partial", "replaced", "removed"
 OWNER = "lock"  # In a partial folder: locked by the job that writes there.
 LOCK_SECONDS = 60.0  # Names change within milliseconds, but an old checkpoint may be removed meanwhile.
-NEXT_SECONDS = 1e-3  # A checkpoint is later than those that are there, by this at least, whatever the clock says.
-TAG_BYTES_MAX = 200  # File systems end at 255, and we write around it.
+NEXT_SECONDS = 1e-3  # A checkpoint's time is later than all existing ones by at least this, even if the clock is wrong.
+TAG_BYTES_MAX = 200  # File systems allow 255 for a name, and we add to the tag.
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Found:
     tag: str
     folder: Path
     manifest: Manifest
-    notes: tuple[str, ...] = ()  # For the user: why it is this one and not the one that was to be expected.
+    notes: tuple[str, ...] = ()  # For the user: why it is this checkpoint and not the expected one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Partial:
 
 
 def folder_named(value: str | os.PathLike[str], what: str) -> Path:
-    """The folder that an argument names. Raises ConfigError: it names none; it is a ValueError too.
+    """The folder that an argument names. Raises ConfigError (which is also a ValueError): it names none.
 
     `what`: the call and its argument, for the error.
     """
@@ -94,30 +94,30 @@ def check_tag(tag: object) -> str:
 class Checkpoints:
     """The checkpoints of one `save_dir`.
 
-    Looking takes no lock, and finds all of a checkpoint while others save; one process at a time writes and removes.
-    `save_dir`: need not exist.
+    Reading takes no lock, and sees complete checkpoints while others save. Only one process at a time writes and
+    removes. `save_dir`: need not exist.
     """
 
     def __init__(self, save_dir: Path | str, files: Files | None = None) -> None:
         self.save_dir, self._files = Path(save_dir), files if files is not None else Files()
 
     def read_latest(self) -> str | None:
-        """What the file `latest` says, whether there is such a checkpoint or not; None without the file."""
+        """The tag in the file `latest`, which need not be the tag of an existing checkpoint; None without the file."""
         path = self.save_dir / LATEST
         return self._files.read_bytes(path).decode(errors="replace").strip() if self._files.exists(path) else None
 
     def tags(self) -> list[str]:
-        """Checkpoints of this engine, whole or not, the one saved last first. No folders of others."""
+        """Tags of this engine's checkpoints, complete or not, the newest first. No other folders."""
         found = [(manifest.time, tag) for tag in self._names() if (manifest := self._manifest(tag)) is not None]
         return [tag for _, tag in sorted(found, reverse=True)]
 
     def newest_valid(self, tag: object = None, without: Collection[str] = ()) -> Found | None:
-        """The checkpoint to load: the one asked for, else the one `latest` names, else the newest that is whole.
+        """The checkpoint to load: the requested one, else the one `latest` names, else the newest complete one.
 
-        Returns None when nothing was asked for and there is nothing. Raises ConfigError: the one asked for is not there
-        or damaged, or there are only damaged ones; says which is whole.
+        Returns None when none was requested and there is none. Raises ConfigError: the requested one is missing or
+        damaged, or there are only damaged ones; the message names a complete one.
 
-        `tag`: loads this one or none; `without`: tags that are known to be damaged.
+        `tag`: the requested checkpoint; `without`: tags that are known to be damaged.
         """
         if tag is not None:
             return self._asked_for(check_tag(tag))
@@ -149,7 +149,7 @@ class Checkpoints:
         return sorted(names | set(self._hidden_tags(REPLACED)))
 
     def _places(self, tag: str) -> list[Path]:
-        """Where the checkpoint is: under its name, or aside while it is replaced."""
+        """The folders that hold the checkpoint: under its name, or `.TAG.replaced` while it is replaced."""
         return [f for f in (self.save_dir / tag, self._hidden(tag, REPLACED)) if self._files.exists(f)]
 
     def _manifest(self, tag: str) -> Manifest | None:
@@ -162,7 +162,7 @@ class Checkpoints:
         return None
 
     def _whole(self, tag: str, wrong: list[str]) -> Found | None:
-        """The checkpoint if it has all its files; else what is wrong is added to `wrong`."""
+        """The checkpoint if it has all its files; else None, and the problems are added to `wrong`."""
         places = self._places(tag)
         if not places:
             wrong.append(f"there is no checkpoint {tag!r} in {self.save_dir}")
@@ -211,9 +211,9 @@ class Checkpoints:
     # ---- writing and removing, by one process at a time ---------------------------------------------
 
     def begin(self, tag: object) -> Partial:
-        """A new folder to write a checkpoint in. Sweeps away what jobs left that died.
+        """A new folder to write a checkpoint in. Removes the remains of jobs that died.
 
-        Raises ConfigError: a bad tag, or a folder of that name that is not ours to replace. Raises StateError: another
+        Raises ConfigError: a bad tag, or a folder of that name that we must not replace. Raises StateError: another
         process is writing that tag now. Raises StorageError: the disk refused; nothing is left.
         """
         tag = check_tag(tag)
@@ -239,15 +239,15 @@ class Checkpoints:
             return Partial(tag, folder, started, lock)
 
     def partial_folder(self, tag: str) -> Path:
-        """Where `begin` makes the folder of a tag: the ranks besides the first write there too."""
+        """The folder that `begin` makes for a tag; ranks other than the first write there without calling `begin`."""
         return self._hidden(tag, PARTIAL)
 
     def commit(self, partial: Partial, save_latest: bool = True) -> Path:
-        """Give a checkpoint its name, in place of an older one of that name; then `latest`. Returns the folder.
+        """Give a checkpoint its name, in place of an older one of that name; then update `latest`. Returns the folder.
 
-        Every file in it was synced and its manifest written. If it fails, call `abandon`; an old one can be loaded.
-        Raises ConfigError: files are not as the manifest says; StorageError: the disk refused. `partial`: from `begin`;
-        its lock is free afterwards, also when this fails.
+        Every file in it must be synced, and its manifest written. If this fails, call `abandon`; an old checkpoint can
+        still be loaded. Raises ConfigError: files differ from the manifest; StorageError: the disk refused. `partial`:
+        from `begin`; its lock is released, also when this fails.
         """
         files = self._files
         target, latest, staged = self.save_dir / partial.tag, self.save_dir / LATEST, None
@@ -272,9 +272,10 @@ class Checkpoints:
         return target
 
     def abandon(self, partial: Partial) -> None:
-        """Remove a checkpoint that will not be finished. Nothing to do after `commit`.
+        """Remove a checkpoint that will not be finished. Does nothing after `commit`.
 
-        What cannot be removed is left to the next save: why this one failed is what the user should hear.
+        Files that cannot be removed are left to the next save, so that the user sees why this one has failed, and no
+        second error.
         """
         try:
             with contextlib.suppress(StorageError):
@@ -283,9 +284,10 @@ class Checkpoints:
             partial.lock.close()
 
     def keep_last(self, count: int) -> list[str]:
-        """Remove the oldest checkpoints of this engine until `count` whole ones are left; returns the removed tags.
+        """Remove the oldest checkpoints of this engine until `count` complete ones are left; returns the removed tags.
 
-        The one that `latest` names stays, besides them if need be. A damaged one goes when it is older than those kept.
+        The one that `latest` names is kept, in addition to them if needed. A damaged one is removed when it is older
+        than those kept.
         """
         if count < 1:
             raise ConfigError(f"keep_last: expected the number of checkpoints to keep, at least 1, got {count}")
@@ -312,7 +314,7 @@ class Checkpoints:
         self._files.remove(folder, first=(MANIFEST_FILE,))
 
     def _discard(self, tag: str) -> None:
-        """Remove a checkpoint whose name is taken away first, so that whoever looks sees all of it or nothing."""
+        """Rename a checkpoint, then remove it, so that readers see all of it or nothing."""
         for place in self._places(tag):
             aside = self._hidden(tag, REMOVED)
             self._remove(aside)
@@ -320,10 +322,10 @@ class Checkpoints:
             self._remove(aside)
 
     def _put(self, folder: Path, target: Path, tag: str) -> None:
-        """Rename `folder` to `target`; what was there counts where it is aside."""
+        """Rename `folder` to `target`; the old `target` is renamed first, and still counts under its hidden name."""
         files = self._files
         if files.exists(target):
-            # The one aside, left by a job that died, may be the only one that is whole.
+            # A `.TAG.replaced` left by a job that died may be the only complete one: then it must not be overwritten.
             replaced = self._hidden(tag, REPLACED)
             good = files.exists(replaced) and not self._is_whole(target)
             aside = self._hidden(tag, REMOVED) if good else replaced
@@ -332,7 +334,7 @@ class Checkpoints:
         files.rename(folder, target)
 
     def _check_replaceable(self, tag: str) -> None:
-        """Whatever has our manifest, damaged too, and empty folders."""
+        """Raise ConfigError unless the folder has our manifest (even a damaged one), is empty, or is not there."""
         folder = self.save_dir / tag
         if self._files.exists(folder / MANIFEST_FILE) or not self._files.exists(folder):
             return
@@ -343,7 +345,7 @@ class Checkpoints:
             )
 
     def _sweep(self, tag: str) -> None:
-        """Remove what jobs left that died; what cannot be removed is no reason not to save."""
+        """Remove the remains of jobs that died. A failure to remove them must not prevent the save."""
         with contextlib.suppress(StorageError):
             for name in self._hidden_tags(REMOVED):
                 self._remove(self._hidden(name, REMOVED))
@@ -356,7 +358,10 @@ class Checkpoints:
                     self._files.remove(self.save_dir / name)
 
     def _sweep_partial(self, folder: Path, mine: bool) -> None:
-        """Unless its job lives. Where nobody can lock, a job may live, but not one that writes the same tag."""
+        """Remove it unless its job is alive.
+
+        On a file system without locks any job may be alive, but none that writes the same tag (`mine`).
+        """
         owner = folder / OWNER
         if self._files.exists(owner):
             lock = self._files.lock(owner)
@@ -368,7 +373,7 @@ class Checkpoints:
         self._remove(folder)
 
     def _sweep_replaced(self, tag: str) -> None:
-        """Back to its name, or away if that is taken by a whole one."""
+        """Rename it back to its tag, or remove it if the folder of that name is complete."""
         replaced, target = self._hidden(tag, REPLACED), self.save_dir / tag
         if not self._files.exists(target):
             self._files.rename(replaced, target)
@@ -379,13 +384,13 @@ class Checkpoints:
 def open_checkpoint(
     load_dir: Path, tag: Any = None, files: Files | None = None, without: Collection[str] = ()
 ) -> Opened | None:
-    """The checkpoint of a save_dir that is to be loaded; None if there is none and none was asked for.
+    """The checkpoint of a save_dir that is to be loaded; None if there is none and none was requested.
 
-    Raises ConfigError: the one asked for is missing or damaged.
+    Raises ConfigError: the requested one is missing or damaged.
 
     Args:
         load_dir: folder of checkpoints.
-        tag: which; None: the one that `latest` names, or the newest that is whole.
+        tag: which; None: the one that `latest` names, or the newest complete one.
         without: tags that are known to be damaged.
     """
     disk = files if files is not None else Files()
@@ -411,7 +416,7 @@ def open_folder(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) 
     """A checkpoint to read outside an engine. Raises ConfigError: there is none, or it is damaged.
 
     Args:
-        checkpoint_dir: `save_dir/TAG`; or `save_dir`, for the one that `latest` names, or the newest that is whole.
+        checkpoint_dir: `save_dir/TAG`; or `save_dir`, for the one that `latest` names, or the newest complete one.
         tag: which one in `checkpoint_dir`.
     """
     folder, disk = folder_named(checkpoint_dir, "checkpoint_dir"), Files()

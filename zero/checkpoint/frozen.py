@@ -1,9 +1,10 @@
-"""Weights that are not trained: in every checkpoint, once for all of them, or not at all but for their checksums.
+"""Weights that are not trained: saved in every checkpoint, once for all checkpoints, or only as checksums.
 
-[Note: once] They are a checkpoint of their own, `save_dir/.frozen/DIGEST`, named by what they are. Others point into
-it, and plain torch follows. One that no checkpoint points into any more goes when old checkpoints go.
+[Note: once] They are a checkpoint of their own, `save_dir/.frozen/DIGEST`, named by a digest of their checksums. Other
+checkpoints refer to its files, and plain torch follows these references. A shared checkpoint that no other refers to
+any more is removed when old checkpoints are removed.
 
-[Note: reference] Nothing is written. Whoever loads has built the model from the same base, and that is verified.
+[Note: reference] The weights are not written. The user loads into a model built from the same base, which is verified.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from zero.exchange.exchange import Exchange
 FOLDER = ".frozen"  # Of a save_dir.
 NAMES_SHOWN = 3
 
-Stamp = tuple[tuple[str, int, int, int], ...]  # (name, and what `Files.stamp` says) of each file.
+Stamp = tuple[tuple[str, int, int, int], ...]  # (name, and the result of `Files.stamp`) of each file.
 Sums = Mapping[str, tuple[str, int, int]]  # Parameter's name -> dtype, bytes and CRC-32C of all of it.
 
 
@@ -63,13 +64,13 @@ def frozen_extents(parts: Assembly, exchange: Exchange, indices: frozenset[int] 
 
 
 def frozen_sums(parts: Assembly, exchange: Exchange, known: Sums | None = None) -> dict[str, tuple[str, int, int]]:
-    """Checksums of the weights that are not trained, as they are stored, whatever ranks hold of them. All come here.
+    """Checksums of the weights that are not trained, as stored, independent of the sharding. Called on all ranks.
 
     Args:
-        parts: whose.
+        parts: of the engine.
         exchange: of all ranks.
-        known: what an earlier call has returned. Only what is always bound is summed anew: a forward writes to it, or
-            `.data` does, without anybody's knowing.
+        known: the result of an earlier call. Then only persistent units, which are always bound, are summed again: a
+            forward, or `.data`, may write to them unnoticed.
     """
     bound = (unit for unit in parts.layout.units if unit.persistent and not unit.trainable)
     indices = None if known is None else frozenset(slot.index for unit in bound for slot in unit.slots)
@@ -78,7 +79,7 @@ def frozen_sums(parts: Assembly, exchange: Exchange, known: Sums | None = None) 
     extents = frozen_extents(parts, exchange, indices)
 
     async def forget(offset: int, data: torch.Tensor) -> None:
-        """They are only looked at."""
+        """Store nothing: only the checksums are wanted."""
 
     writer = ExtentWriter(parts.layout, parts.storage, forget)
     try:
@@ -103,7 +104,7 @@ def digest_of(sums: Sums) -> str:
 
 
 def check_reference(sums: Sums, saved: Sums) -> None:
-    """Raise ConfigError unless the weights that are not trained are those that the checkpoint was made with."""
+    """Raise ConfigError unless the weights that are not trained are the ones that the checkpoint refers to."""
     wrong = [name for name, told in saved.items() if name in sums and tuple(sums[name]) != tuple(told)]
     wrong += [name for name in saved if name not in sums]
     if wrong:
@@ -123,7 +124,7 @@ class SharedFrozen:
         self.folders = Checkpoints(save_dir / FOLDER, files)
 
     def stamp(self, digest: str) -> Stamp:
-        """Changes when somebody writes to one of its files; empty if it is not there as a whole."""
+        """A value that changes when one of its files is written to; empty if it is missing or incomplete."""
         folder = self.folders.save_dir / digest
         try:
             manifest = read_manifest(self._files, folder)
@@ -133,7 +134,7 @@ class SharedFrozen:
             return ()
 
     def verify(self, digest: str, rank: int, ranks: int) -> None:
-        """Compare this rank's share of what is there with its checksums; all ranks together look at everything.
+        """Compare this rank's share of the tensors with their checksums; all ranks together check all tensors.
 
         Raises ConfigError: it is damaged; StorageError: it cannot be read.
         """

@@ -1,7 +1,7 @@
-"""`engine.load_checkpoint`: values go from the folder straight into the planes, by range.
+"""`engine.load_checkpoint`: values are read from the folder directly into the planes, by range.
 
-[Note: any layout] A checkpoint holds logical tensors. Each rank reads the elements that its own slices hold, in the
-order of its own planes, so stage, tier and number of ranks of who saved do not matter.
+[Note: any layout] A checkpoint holds logical tensors. Each rank reads the elements of its own slices, in the order of
+its own planes, so the stage, the tier and the number of ranks of the job that saved do not matter.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ NAMES_SHOWN = 4
 Small = dict[str, dict[str, torch.Tensor]]  # Name of a parameter -> its small states, by name.
 Numbers = dict[int, dict[str, torch.Tensor]]  # id(parameter) -> the numbers that belong to its states, by name.
 
-# Client state; what this rank, or in its place the first one, had of its own; and what goes where.
+# Client state; the state of this rank; the same, or that of the first rank if this one has none; then what to load.
 Checked = tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, "Wanted", Numbers, Small]
 
 
 class Wanted:
-    """What of a source goes into which parameter; checked before a value changes.
+    """Maps values of a source to parameters; checked before a value changes.
 
-    Raises ConfigError: names what is missing, too much, or of another shape.
+    Raises ConfigError: names the values that are missing, unknown, or of another shape.
 
     Args:
         source: has the values.
         strict: every parameter and buffer must have a value, and every value a place.
-        optimizer: its states are wanted too, and step counts.
-        known_frozen: the source leaves out what is not trained.
-        elsewhere: names of parameters and buffers that other stages of a pipeline have.
+        optimizer: its states and step counts are loaded too; None: they are not.
+        known_frozen: the source leaves out weights that are not trained.
+        elsewhere: names of parameters and buffers of other stages of a pipeline.
     """
 
     def __init__(
@@ -109,29 +109,29 @@ class Wanted:
         self.missing, self.unexpected = missing, unexpected
 
     def replaced(self) -> frozenset[str]:
-        """What values of the model and of its states are written, by the parameters' first names."""
+        """The values of the model and of its states that are replaced, by the parameters' first names."""
         first = {leaf.index: leaf.names[0] for leaf in self._parts.leaves}
         return frozenset([MODEL + first[i] for i in self.names] + [OPTIMIZER + first[i] for i in self.stateful])
 
     def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
-        """Values as `Adoption` reads them."""
+        """Values, in the form that `Adoption` reads."""
         index = self._parts.index_of[id(parameter)]
         name = self.names[index]
         for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
             kinds = self._states_of(index, name) if state and index in self.stateful else []
             weight, *states = self._read([MODEL + name, *kinds], lo, hi)
-            if index in self._in_bf16 and weight.dtype == torch.float32:  # a master, of a weight not trained here
+            if index in self._in_bf16 and weight.dtype == torch.float32:  # a master, but not trained here
                 weight = rounded(weight)
             yield Piece(lo, weight, states=tuple(states) if state and index in self.stateful else None)
 
     def _read(self, names: list[str], begin: int, end: int) -> list[torch.Tensor]:
-        """All of them, good until the next are read."""
+        """Elements [begin, end) of all these tensors, valid until the next call."""
         further = range(len(names) - 1, -1, -1)
         values = ((self._source.read(name, begin, end), reads) for name, reads in zip(names, further, strict=True))
         return [value if reads <= GOOD_READS else value.clone() for value, reads in values]
 
     def in_order(self, places: Iterable[tuple[Unit, Slot, int, int]]) -> Iterator[tuple[str, int, int]]:
-        """What `pieces` will read of the source for elements [begin, end) of these."""
+        """The (name, begin, end) that `pieces` will read from the source for elements [begin, end) of these slots."""
         for unit, slot, begin, end in places:
             if slot.index not in self.names:
                 continue
@@ -150,7 +150,7 @@ class Wanted:
                     buffer.copy_(values.view(buffer.shape))
 
     def numbers(self, kinds: Iterable[str]) -> dict[int, dict[str, torch.Tensor]]:
-        """id(parameter) -> the numbers of these names that belong to its states, of those that have states."""
+        """id(parameter) -> the numbers of these names that belong to its states, for parameters that have states."""
         kinds = [STEP, *(kind for kind in kinds if kind != STEP)]
         wanted = [(i, kind, state_name(self.names[i], kind)) for i in sorted(self.stateful) for kind in kinds]
         known = [(index, kind, name) for index, kind, name in wanted if name in self._source.tensors]
@@ -162,7 +162,7 @@ class Wanted:
         return found
 
     def small(self, numbers: Numbers, optimizer: ZeroOptimizer) -> Small:
-        """Small states of the parameters that this rank has, by the parameters' names.
+        """Small states of the parameters that this rank owns, by the parameters' names.
 
         Raises ConfigError: they are missing in the source, or of another shape.
         """
@@ -191,7 +191,7 @@ class Wanted:
         return found_states
 
     def _warn_of_states_left(self, optimizer: ZeroOptimizer) -> None:
-        """Say which states the source has and the optimizer does not keep, as where Adam's come to plain SGD."""
+        """Log the states that the source has but the optimizer does not keep, as when SGD loads states of Adam."""
         if self._parts.exchange.placement.rank != 0:
             return
         index_of = {self.names[index]: index for index in self.stateful}
@@ -211,19 +211,19 @@ class Wanted:
             )
 
     def _has_states(self, index: int, name: str) -> bool:
-        # A rule without planes has nothing but the count; averages may begin here.
+        # A rule without planes has only the step count. Averages (EMA) may be missing: they begin at the weights then.
         kinds = [kind for kind in self._kinds[index] if kind != EMA] or (STEP,)
         return all(state_name(name, kind) in self._source.tensors for kind in kinds)
 
     def _states_of(self, index: int, name: str) -> list[str]:
-        """What the parameter's state planes are read from; an average that the source has not begins at the weights."""
+        """The tensors to read for the parameter's state planes; a missing average begins at the weights."""
         names = {kind: state_name(name, kind) for kind in self._kinds[index]}
         if EMA in names and names[EMA] not in self._source.tensors:
             names[EMA] = MODEL + name
         return list(names.values())
 
     def _warn_of_averages(self) -> None:
-        """Say how many averages the source has not."""
+        """Log how many averages the source lacks."""
         begun = [i for i in sorted(self.stateful) if MODEL + self.names[i] in self._states_of(i, self.names[i])]
         if begun and self._parts.exchange.placement.rank == 0:
             logger.warning(
@@ -233,7 +233,7 @@ class Wanted:
             )
 
     def _check_optimizer(self) -> None:
-        """Raise ConfigError if the source has states, and all of them are another optimizer's."""
+        """Raise ConfigError if the source has states, but only those of another optimizer."""
         if self.stateful:
             return
         theirs = {name.rpartition(".")[2] for name in self._source.tensors if name.startswith(OPTIMIZER)} - {STEP}
@@ -256,7 +256,7 @@ def load_values(parts: Assembly, wanted: Wanted, source: Source) -> None:
 
 
 def _short(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) in ranges as boxes are cut, so that those of the same layout need not be put together."""
+    """[begin, end) cut as boxes are cut, so that with the same layout no two boxes have to be joined."""
     return ((box.begin, box.begin + box.numel) for box in short_boxes(shape, begin, end, PIECE_NUMEL))
 
 
@@ -273,7 +273,7 @@ def _check_shape(name: str, saved: Saved, wanted: torch.Tensor) -> None:
 
 
 def mismatch(what: str, missing: Sequence[str], unexpected: Sequence[str], advice: str) -> str:
-    """An error's text: `what` does not fit together, these names, what to do."""
+    """The text of an error: `what` does not fit together, which names differ, and the advice."""
     said = [f"{what} do not fit together."]
     for words, names in (("missing in the checkpoint", missing), ("unknown to the model", unexpected)):
         if names:
@@ -283,9 +283,9 @@ def mismatch(what: str, missing: Sequence[str], unexpected: Sequence[str], advic
 
 
 class LoadCheckpoints:
-    """Of one engine.
+    """Loads checkpoints into one engine.
 
-    `saves`: brings the engine between two steps, and has the disk; `state`: what is known of checkpoints between calls.
+    `saves`: brings the engine between two steps, and has the disk; `state`: knowledge of checkpoints between calls.
     """
 
     def __init__(self, run: Run, steps: Steps, saves: SaveCheckpoints, state: CheckpointState) -> None:
@@ -303,18 +303,18 @@ class LoadCheckpoints:
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from a checkpoint, of any stage, tier and number of ranks. All ranks come here.
+        """Continue from a checkpoint of any stage, tier and number of ranks. All ranks call this.
 
-        Everything is checked before a value changes. Gradients collected so far are forgotten.
+        Everything is checked before a value changes. Gradients collected so far are dropped.
 
         Args:
             load_dir: folder of checkpoints.
-            tag: which; None: the one that `latest` names, or the newest that is whole; one that proves to be damaged
-                while it is read is followed by the next, and the log says so.
+            tag: which; None: the one that `latest` names, or the newest complete one. If that proves to be damaged
+                while it is read, the next one is loaded, with a warning in the log.
             load_module_strict: False loads what fits by name.
             load_optimizer_states: states, step counts, the options of param groups and the loss scale.
             load_lr_scheduler_states: of `engine.lr_scheduler`.
-            load_module_only: weights and buffers, and nothing else.
+            load_module_only: load weights and buffers, and nothing else.
             custom_load_fn: not available: must be None.
 
         Returns:
@@ -322,8 +322,8 @@ class LoadCheckpoints:
 
         Raises:
             ConfigError: the checkpoint is damaged or does not fit; says what was expected and what was found.
-            StorageError: a read failed. Some values may be the new ones then, as with a ConfigError that names a
-                checksum; every other call is refused until a checkpoint is loaded.
+            StorageError: a read failed. Then some values may be the new ones, as after a ConfigError that names a
+                checksum, and every other call is refused until a checkpoint is loaded.
             StateError: inside forward, backward or `GatheredParameters`.
         """
         if custom_load_fn is not None:
@@ -355,7 +355,7 @@ class LoadCheckpoints:
         return None, {}
 
     def _say(self, opened: Opened, *, only_module: bool) -> None:
-        """Whoever goes on in the wrong folder, or from the beginning, is to see it at once."""
+        """Log the folder and the step, so that a user who continues from the wrong folder or step sees it at once."""
         if self._run.exchange.everyone.placement.rank == 0:
             what = "weights alone" if only_module else f"step {self._run.global_steps}"
             logger.log(NOTICE, "zero: going on from %s: %s", opened.folder, what)
@@ -391,7 +391,7 @@ class LoadCheckpoints:
 
         def check() -> Checked:
             client, mine = opened.client(), opened.rank_state(parts.exchange.everyone.placement.rank)
-            # Where fewer ranks have saved, the first one's position in the data is the others' too.
+            # If fewer ranks have saved, the first rank's state (the position in the data) is used for the others.
             told = mine if mine is not None else opened.rank_state(0)
             left_out = not state["has_frozen"]
             wanted = Wanted(source, parts, strict=strict, optimizer=updater, known_frozen=left_out, elsewhere=elsewhere)

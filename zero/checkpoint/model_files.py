@@ -1,7 +1,7 @@
-"""What `from_pretrained` needs beside weights: the model's configuration and its tokenizer's files.
+"""The files that `from_pretrained` needs besides weights: the model's configuration and its tokenizer's files.
 
-An engine's checkpoint holds tensors and not these; clients such as the Trainer save them around it. They are found by
-name, so that nothing of the checkpoint itself (states, random numbers, arguments) comes along.
+An engine's checkpoint does not hold them; clients such as the Trainer save them around it. They are found by name, so
+that no files of the checkpoint itself (states, random numbers, arguments) are copied with them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PATTERNS = (
 
 
 def find_model_files(checkpoint: Path, model: Path | None = None) -> dict[str, Path]:
-    """Name -> path of the files that lie in `model`, else in the folder of a checkpoint or around it.
+    """Name -> path of the files in `model`, else in the folder of a checkpoint or in its parent.
 
     Raises ConfigError: `model` is no folder with a config.json.
     """
     if model is not None and not (model / CONFIG).is_file():
         raise ConfigError(f"--model: expected a folder with the model's {CONFIG}, got {model}")
     found: dict[str, Path] = {}
-    # Of one name in both, that of the checkpoint's own folder counts.
+    # If both folders have a file of the same name, the one in the checkpoint's own folder counts.
     for folder in (checkpoint, checkpoint.parent) if model is None else (model,):
         for pattern in PATTERNS:
             for path in sorted(folder.glob(pattern)):
@@ -37,9 +37,9 @@ def find_model_files(checkpoint: Path, model: Path | None = None) -> dict[str, P
 
 
 def copy_model_files(files: dict[str, Path], out: Path, *, replace: bool = False) -> list[str]:
-    """Copy what `find_model_files` has found; the names of what was copied.
+    """Copy the files that `find_model_files` has found. Returns the names of those that were copied.
 
-    `replace`: also over what is there already, since the user has said where they are.
+    `replace`: overwrite existing files, since the user has named the folder of the new ones.
     """
     copied = []
     for name, path in files.items():

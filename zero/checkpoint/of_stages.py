@@ -1,6 +1,6 @@
 """Checkpoints of a pipeline: each stage has a part of the names, a checkpoint has all of them.
 
-So what one number of stages has saved, another loads, and an engine without a pipeline too if its names are the same.
+So a checkpoint can be loaded with another number of stages, or without a pipeline if the model has the same names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LISTS, TABLES = ("parameters", "frozen", "buffers"), ("aliases", "dtypes")
 
 
 def whole_state(everyone: Exchange, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the stages have in common, with the names of all of them. All ranks come here."""
+    """The common state of all stages, with the names of all of them. All ranks call this."""
     mine = {key: state[key] for key in (*LISTS, *TABLES)}
     mine["groups"] = [group["params"] for group in state["groups"]]
     answers = everyone.agree("names of all stages", json.dumps([mine, state["has_frozen"]]).encode())
@@ -36,7 +36,7 @@ def whole_state(everyone: Exchange, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_stage(state: dict[str, Any], parts: Assembly) -> tuple[frozenset[str], dict[str, Any]]:
-    """Names of parameters and buffers of all stages, and what of `whole_state` is about this one. All ranks come."""
+    """Names of parameters and buffers of all stages, and this stage's part of `whole_state`. All ranks call this."""
     if not parts.exchange.is_stage:
         return frozenset(), state
     own = {name for leaf in parts.leaves for name in leaf.names}

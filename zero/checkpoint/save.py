@@ -1,8 +1,8 @@
-"""One save of one engine: every rank writes its part, the first one makes a whole of them.
+"""One save of one engine: every rank writes its part, and the first rank makes a complete checkpoint of the parts.
 
-[Note: order of a save] The first rank makes a hidden folder; each writes its data file into it, syncs it, and says what
-is in it; the first writes the metadata and the manifest, and gives the folder its name. Whatever fails on one rank
-fails on all, and what was there before is as it was.
+[Note: order of a save] The first rank makes a hidden folder. Each rank writes its data file into it, syncs it, and
+writes a list of the file's content. Then the first rank writes the metadata and the manifest, and gives the folder its
+name. A failure on one rank fails the save on all ranks, and older checkpoints are as they were.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ class CheckpointSave:
 
     def __init__(self, parts: Assembly, exchange: Exchange, save_dir: Path, tag: str, files: Files) -> None:
         self._parts, self.placement, self.tag = parts, exchange.placement, tag
-        self.keep_last: int | None = None  # How many checkpoints stay; None: all.
-        self.tools: Mapping[str, str] = {}  # Name -> text of scripts to lie beside `latest`.
+        self.keep_last: int | None = None  # The number of checkpoints to keep; None: all.
+        self.tools: Mapping[str, str] = {}  # Name -> text of scripts to write into the folder that has `latest`.
         self._files, self._together = files, Together(exchange)
         self._folders = Checkpoints(save_dir, files)
         self._aliases: dict[str, str] = {}
-        # Files of other folders that this checkpoint consists of too, and the boxes in them.
+        # Files in other folders that are also part of this checkpoint, and the boxes in them.
         self.beside: tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]] = {}, {}
         self._partial: Partial | None = None
         self._global_steps = 0
         self._part: RankPart | None = None
 
     def begin(self, extents: Extents, state: Mapping[str, Any]) -> RankPart:
-        """Make the folder and this rank's file in it, with room for all.
+        """Make the folder and this rank's file in it, with all its room reserved.
 
         Raises StorageError: there is no room; StateError: it failed on another rank.
 
-        `extents`: what this rank writes; ended. `state`: what all ranks have in common.
+        `extents`: the extents that this rank writes, after `end`. `state`: the common state of all ranks.
         """
         self._global_steps = state["global_steps"]
         self._aliases = {MODEL + alias: MODEL + name for alias, name in state.get("aliases", {}).items()}
         folder = self._folders.partial_folder(self.tag)
 
-        # What a rank has made is kept at once: if it fails on another one, `close` gives it back.
+        # Results are stored in `self` at once: if another rank fails, `close` can still release them.
         def make() -> None:
             self._partial = self._folders.begin(self.tag)
 
@@ -78,11 +78,11 @@ class CheckpointSave:
         return self.part
 
     def write(self) -> None:
-        """Write this rank's part, to last. Raises as `begin`."""
+        """Write this rank's part and sync it. Raises the same errors as `begin`."""
         self._together.do("writing a checkpoint", self.part.write)
 
     def commit(self, *, save_latest: bool) -> None:
-        """Make it whole. Raises as `begin`."""
+        """Complete the checkpoint. Raises the same errors as `begin`."""
         self._together.first("ending a checkpoint", lambda: self.assemble(save_latest=save_latest))
 
     @property
@@ -97,7 +97,7 @@ class CheckpointSave:
             self._files.write_bytes(path, f"{type(error).__name__}: {error}")
 
     def missing_parts(self) -> list[int]:
-        """The first rank's: which parts are not written yet. Raises StateError: one will not come."""
+        """On the first rank: the ranks that have not written their parts yet. Raises StateError: one has failed."""
         folder, ranks = self._folders.partial_folder(self.tag), range(self.placement.world_size)
         names = set(self._files.listing(folder))
         for rank in ranks:
@@ -107,7 +107,7 @@ class CheckpointSave:
         return [rank for rank in ranks if list_file(rank) not in names]
 
     def assemble(self, *, save_latest: bool) -> None:
-        """The first rank's: all parts are written. Raises StorageError, ConfigError."""
+        """On the first rank, once all parts are written: complete the checkpoint. Raises StorageError, ConfigError."""
         partial, files = self._partial, self._files
         if partial is None:
             raise StateError("checkpoint: nothing was begun")
@@ -151,14 +151,14 @@ class CheckpointSave:
             SharedFrozen(self._folders.save_dir, self._files).remove_unused(left)
 
     def close(self) -> None:
-        """Give everything back; what was not made whole is removed."""
+        """Release everything; an incomplete checkpoint is removed."""
         part, self._part = self._part, None
         if part is not None:
             part.close()
         self.give_up()
 
     def give_up(self) -> None:
-        """Remove what was not made whole; nothing to do after `assemble`."""
+        """Remove an incomplete checkpoint; does nothing after `assemble`."""
         partial, self._partial = self._partial, None
         if partial is not None:
             self._folders.abandon(partial)

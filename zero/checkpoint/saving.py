@@ -1,4 +1,4 @@
-"""`engine.save_checkpoint`: what is saved is captured between two steps, and written at once or beside training."""
+"""`engine.save_checkpoint`: state is captured between two steps, and written at once or while training continues."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ logger = logging.getLogger("zero")
 
 
 class SaveCheckpoints:
-    """Of one engine.
+    """Saves checkpoints of one engine.
 
     Args:
-        state: what is known of checkpoints between calls.
+        state: knowledge of checkpoints between calls.
 
     Attributes:
         files: the disk that checkpoints lie on.
-        checkpoint_tools: name -> text of scripts that lie beside the checkpoints of a folder, for clients that look for
-            them.
+        checkpoint_tools: name -> text of scripts that are written into the folder of checkpoints, for clients that look
+            for them.
     """
 
     def __init__(self, run: Run, steps: Steps, changes: ModelChanges, state: CheckpointState) -> None:
         self._run, self._steps, self._changes, self._state = run, steps, changes, state
         self.files = Files()
         self.checkpoint_tools: Mapping[str, str] = MappingProxyType({})
-        self._shared_stamp: Stamp = ()  # Of the files with frozen weights that were verified last, or written.
+        self._shared_stamp: Stamp = ()  # Of the files with frozen weights that were last verified or written.
 
     @names_file_limit("save_checkpoint")
     @no_collection()
@@ -69,17 +69,17 @@ class SaveCheckpoints:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save all that training goes on from, in the form of torch.distributed.checkpoint. All ranks come here.
+        """Save everything needed to continue, in the form of torch.distributed.checkpoint. All ranks call this.
 
-        It loads at every stage, on every tier, with any number of ranks, and with plain torch. It is there as a whole
-        or not at all, whatever happens meanwhile.
+        It loads at every stage, on every tier, with any number of ranks, and with plain torch. The checkpoint appears
+        complete or not at all, even if the job dies meanwhile.
 
         Args:
             save_dir: folder of checkpoints, which all nodes see; the checkpoint is `save_dir/tag`.
-            tag: its name; None: "global_step" and the number of steps taken. One of that name is replaced.
+            tag: its name; None: "global_step" and the number of steps taken. An older one of that name is replaced.
             client_state: any picklable object under any name; `load_checkpoint` returns it. The first rank's counts.
             save_latest: the file `save_dir/latest` names it from now on.
-            exclude_frozen_parameters: leave out what is not trained.
+            exclude_frozen_parameters: leave out weights that are not trained.
 
         Returns:
             True.
@@ -87,7 +87,7 @@ class SaveCheckpoints:
         Raises:
             ConfigError: no folder is named; a bad tag, or ranks have different ones and `checkpoint.tag_validation` is
                 "fail".
-            StorageError: not enough room, or the disk refused; what was there before is as it was.
+            StorageError: not enough room, or the disk refused; older checkpoints are as they were.
             StateError: inside forward, backward or `GatheredParameters`; or it failed on another rank.
         """
         folder = folder_named(save_dir, "save_checkpoint: save_dir")
@@ -96,7 +96,7 @@ class SaveCheckpoints:
         frozen = self._save_frozen(folder, left_out=exclude_frozen_parameters)
         parts = self._run.parts
         if self._run.updater is not None and self._run.updater.keeps_small:
-            self._steps.synchronize()  # small states are taken now, and updates make them
+            self._steps.synchronize()  # small states are captured now, so the updates that change them must be done
         state, extents = self._capture(client_state or {}, frozen)
         behind = self._may_save_behind(state)
         if not behind:
@@ -120,7 +120,7 @@ class SaveCheckpoints:
         return True
 
     def _may_save_behind(self, state: Mapping[str, Any]) -> bool:
-        """True when training may go on while this is written; else the log says why not."""
+        """True when training may continue while this is written; else the log says why not."""
         if not self._run.config.checkpoint.async_save:
             return False
         why, changed = "", sorted(frozenset.union(*self._state.changed))
@@ -129,7 +129,7 @@ class SaveCheckpoints:
         elif state["accumulating"] is not None:
             why = "gradients have been collected since the last step, and they change with the next backward"
         elif changed:
-            # The next forward may do it again, and nobody would hear of it before.
+            # The next forward may modify them again, and the save could not notice it in time to take the old values.
             why = f"weights have been modified where they live ({changed[0]})"
         told = [answer.decode() for answer in self._run.exchange.agree("saving beside training", why.encode())]
         why = next(filter(None, told), "")
@@ -138,7 +138,7 @@ class SaveCheckpoints:
         return not why
 
     def between_steps(self, what: str) -> None:
-        """Nothing of the model is in use, and no other checkpoint is being written."""
+        """Make sure that no part of the model is in use, and that no other checkpoint is being written."""
         self._steps.check_open(what)
         self._run.parts.check_between(what)
         self._state.wait_for_checkpoint()
@@ -146,13 +146,13 @@ class SaveCheckpoints:
         modified = any(bound.bound and bound.differs for bound in self._run.parts.bound)
         told = self._run.exchange.agree("weights modified in place", b"yes" if modified else b"no")
         if b"yes" in told:  # one rank's edit in `GatheredParameters` is made in place on that rank only
-            # What has been modified in place is stored when its unit is let go; ranks bring it back together.
+            # Weights modified in place are stored when their unit is released; all ranks gather it again together.
             self._steps.release_bound()
             self._steps.ready(what)
         self._run.parts.gradients.settle()
 
     def _save_frozen(self, save_dir: Path, *, left_out: bool) -> FrozenPart:
-        """What becomes of the weights that are not trained; writes what checkpoints share of them. All ranks come."""
+        """Decide how the weights that are not trained are saved; writes the shared ones. All ranks call this."""
         mode, parts = self._run.config.checkpoint.frozen, self._run.parts
         if left_out or mode == "always" or parts.exchange.is_stage or not frozen_indices(parts):
             return FrozenPart(inside=not left_out)
@@ -172,7 +172,7 @@ class SaveCheckpoints:
         return FrozenPart(inside=False, beside=shared.entries(digest))
 
     def _may_share(self, shared: SharedFrozen, digest: str) -> bool:
-        """Are they there, undamaged? All ranks come here; what they know of already is not read again."""
+        """True if they are there, undamaged. Files verified before are not read again. All ranks call this."""
         stamp, placement = shared.stamp(digest), self._run.exchange.placement
         told = "known" if stamp and stamp == self._shared_stamp else "there" if stamp else "missing"
         answers = self._run.exchange.agree("shared weights", told.encode())
@@ -195,7 +195,7 @@ class SaveCheckpoints:
         return not found
 
     def _capture(self, client_state: Mapping[str, Any], frozen: FrozenPart) -> tuple[dict[str, Any], Extents]:
-        """What all ranks have in common, and all that this rank writes."""
+        """The common state of all ranks, and everything that this rank writes."""
         parts, placement = self._run.parts, self._run.exchange.placement
         indices = frozen_indices(parts)
         own = parts.exchange.everyone.saves
@@ -231,7 +231,7 @@ class SaveCheckpoints:
     def _blobs(
         self, state: dict[str, Any], client_state: Mapping[str, Any], accumulated: dict[str, Any] | None
     ) -> dict[str, torch.Tensor]:
-        """What this rank saves besides tensors, as archives. Raises ConfigError if objects of users cannot be saved."""
+        """Objects that this rank saves besides tensors, as archives. Raises ConfigError: a user's cannot be saved."""
         rank = self._run.exchange.everyone.placement.rank
         values: dict[str, Callable[[], Any]] = {f"{RANK}.{rank}": lambda: rank_state(self._run, accumulated)}
         if rank == 0:

@@ -1,4 +1,4 @@
-"""What can be loaded: tensors by name, read by range. Our folders and those of DeepSpeed are two sources."""
+"""Sources to load from: tensors by name, read by range. Our own folders and those of DeepSpeed are two kinds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zero.checkpoint.dcp_format import (
     read_metadata,
 )
 
-# Names of what is no tensor: common to all ranks, any object that users gave, and "rank.K" of each rank's own.
+# Names of objects that are no tensors: the common state of all ranks, the users' objects, and "rank.K" of each rank.
 STATE, CLIENT, RANK = "state", "client", "rank"
 
 
@@ -38,13 +38,13 @@ class Saved:
 
 
 GOOD_READS = 3
-"""What a source has read stays as it is while at most so many others are."""
+"""The result of a read stays valid during so many further reads."""
 
 
 class Source(Protocol):
     """Values by name.
 
-    `tensors`: name -> what it is. `model.NAME`, `optim.state.NAME.step`, and as Adam has them `.exp_avg` and
+    `tensors`: name -> shape and dtype. Names are `model.NAME`, `optim.state.NAME.step`, and for Adam `.exp_avg` and
     `.exp_avg_sq`; other optimizers have states of other names.
     """
 
@@ -53,14 +53,14 @@ class Source(Protocol):
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the flattened tensor, 1-D, on the host, in the saved dtype.
 
-        Good for `GOOD_READS` further reads. Raises StorageError: a read failed; ConfigError: what was read is damaged.
+        Valid during `GOOD_READS` further reads. Raises StorageError: a read failed; ConfigError: the data is damaged.
         """
 
     def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
-        """(name, begin, end) of what will be read, in that order: a source may read ahead."""
+        """Announce the (name, begin, end) of all reads, in their order, so that the source can prefetch them."""
 
     def close(self) -> None:
-        """Give back what is open. Idempotent."""
+        """Close all files. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ class Opened:
 
     folder: Path
     source: Source
-    state: dict[str, Any]  # What all ranks had in common.
+    state: dict[str, Any]  # The common state of all ranks.
     client: Callable[[], dict[str, Any]]  # `client_state`, `lr_scheduler`; ours may have `extra_states`, and any class.
-    rank_state: Callable[[int], dict[str, Any] | None]  # What a rank had of its own; None if there was no such rank.
-    tag: str = ""  # Of one of ours.
+    rank_state: Callable[[int], dict[str, Any] | None]  # The state of one rank; None if there was no such rank.
+    tag: str = ""  # Only of our own checkpoints.
 
     def close(self) -> None:
-        """Give back what is open. Idempotent."""
+        """Close all files. Idempotent."""
         self.source.close()
 
     def __enter__(self) -> Opened:
@@ -87,16 +87,16 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    begin: int  # Of its elements in the flattened tensor.
+    begin: int  # Range of its elements in the flattened tensor.
     end: int
     stored: StoredBox
 
 
 class FolderSource:
-    """A `Source` over one checkpoint folder. Every box that is read is held against its checksum.
+    """A `Source` over one checkpoint folder. Every box that is read is verified by its checksum.
 
     Raises ConfigError: the metadata is damaged, or does not fit the manifest; names the file and the tensor.
-    `manifest`: of the folder, checked.
+    `manifest`: of the folder, already checked.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, files: Files) -> None:
@@ -143,9 +143,9 @@ class FolderSource:
         self._reader.expect(boxes)
 
     def blob(self, name: str, *, trusted: bool = False) -> Any:
-        """What was saved with torch.save under `name`.
+        """The object that was saved with torch.save under `name`.
 
-        Raises ConfigError: there is none, or it is damaged, or it holds what only `trusted` may make.
+        Raises ConfigError: there is none, it is damaged, or it has a class that is only loaded with `trusted`.
 
         `name`: one of `blobs`; `trusted`: objects of any class may be made, which runs code that the file names.
         """

@@ -1,4 +1,4 @@
-"""The files of one model, as `save_pretrained` of transformers would have them: which tensor goes where, and writing.
+"""The weights files of one model, in the form of transformers' `save_pretrained`: planning and writing them.
 
 They are written piece by piece, by one process or by the first of several ranks.
 """
@@ -21,11 +21,11 @@ from zero.config.numbers import parse_bytes
 from zero.exchange.together import Relay
 
 MAX_SHARD_SIZE = "5GB"
-SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"  # What transformers calls the file of a model, or its index.
+SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"  # Names of transformers for a model's file or its index.
 
 logger = logging.getLogger("zero")
 
-Values = Callable[[Tensor], Iterator[torch.Tensor]]  # A tensor's values, piece by piece, each good until the next.
+Values = Callable[[Tensor], Iterator[torch.Tensor]]  # A tensor's values, in pieces, each valid until the next one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Shard:
 def plan_shards(
     tensors: Sequence[Tensor], filename: str, max_shard_size: int | str | None, late: Collection[str] = ()
 ) -> list[Shard]:
-    """Cut a model into files: as many tensors in a row as fit; one that is too large has a file of its own.
+    """Split a model into files, each with as many consecutive tensors as fit; a too large tensor has its own file.
 
     Raises ConfigError: `max_shard_size` is no number of bytes.
 
@@ -50,7 +50,7 @@ def plan_shards(
         tensors: in model order.
         filename: of the file, or of the index.
         max_shard_size: bytes, or text such as "5GB"; None: one file.
-        late: names that come last in their file, among those of a dtype.
+        late: names that are placed last in their file, among the tensors of the same dtype.
     """
     stem, suffix = os.path.splitext(filename)
     limit_bytes = bytes_of(max_shard_size)
@@ -75,7 +75,7 @@ def plan_shards(
 
 
 def index_of(shards: Iterable[Shard]) -> dict[str, Any] | None:
-    """What `model.safetensors.index.json` says; None for one file, which needs none."""
+    """The content of `model.safetensors.index.json`; None for a single file, which needs no index."""
     files = {
         name: shard.filename
         for shard in shards
@@ -89,7 +89,7 @@ def index_of(shards: Iterable[Shard]) -> dict[str, Any] | None:
 
 
 def bytes_of(max_shard_size: int | str | None) -> int:
-    """The number that it stands for. Raises ConfigError."""
+    """The limit as a number of bytes. Raises ConfigError."""
     if max_shard_size is None:
         return 1 << 62
     try:
@@ -99,9 +99,9 @@ def bytes_of(max_shard_size: int | str | None) -> int:
 
 
 def checked_name(filename: str) -> str:
-    """The name that somebody wants a file of weights to have, with .safetensors if it says no other form.
+    """The requested name of a weights file; `.safetensors` is added if it has no known suffix.
 
-    Raises ConfigError: it is no plain name.
+    Raises ConfigError: it is not a plain name.
     """
     path = PurePath(filename)
     if not path.name or path.name != filename:
@@ -115,11 +115,11 @@ def write_together(relay: Relay, folder: Path, filename: str, shards: list[Shard
     Raises StorageError: the disk has no room, or a transfer failed, on any rank.
 
     Args:
-        relay: of ranks that all read `values`, of which the first one writes.
+        relay: of ranks that all read `values`; the first rank writes.
         folder: made if it is not there.
         filename: of the file, or of the index.
-        shards: of `plan_shards`.
-        values: of each tensor.
+        shards: from `plan_shards`.
+        values: gives the values of each tensor.
     """
     total_bytes = sum(shard.nbytes for shard in shards)
     draft: WeightsDraft | None = None
@@ -143,7 +143,7 @@ def write_together(relay: Relay, folder: Path, filename: str, shards: list[Shard
 
 
 def _write(draft: WeightsDraft | None, shard: Shard, values: Values, relay: Relay) -> None:
-    """One file, where there is a draft of it; elsewhere its values are only read."""
+    """Write one file, on the rank that has the draft; on other ranks its values are only read."""
     file: WeightsWriter | None = None
     with relay.keeping():
         file = draft.file(shard.filename, shard.tensors) if draft is not None else None

@@ -1,4 +1,4 @@
-"""Weights of a live engine, whatever its stage, tier and number of ranks, as the files that everybody reads."""
+"""Export weights of a live engine, at any stage, tier and number of ranks, as common weights files."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class NamedTensor:
 
     name: str
     tensor: torch.Tensor  # A parameter, whose values may be elsewhere, or a buffer.
-    first: str  # The name under which the same tensor came first; its own for most.
+    first: str  # The first name of the same tensor; equal to `name` unless it is tied.
     opaque: bool  # Quantised storage, whose dtype is not ours to choose.
 
 
 def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[NamedTensor]:
-    """What `state_dict` would hold, in its order; tied parameters under each of their names.
+    """The entries of `state_dict`, in its order; tied parameters under each of their names.
 
     Raises ConfigError: a parameter is a tensor subclass that wraps others.
     """
@@ -74,19 +74,19 @@ class ExportWeights:
     ) -> bool:
         """Write the weights that the model computes with, as files that `from_pretrained` reads.
 
-        All ranks come here, the first one writes. No more than a few blocks are in memory. Tied parameters are
+        All ranks call this, the first one writes. Only a few blocks are in memory at a time. Tied parameters are
         stored once, under their first name; buffers are stored as in a state dict. Files of an earlier model of that
         name in the folder are replaced once the new ones are complete.
 
         Args:
             save_dir: made if it is not there.
-            save_filename: of the file, or of the index. "pytorch_model.bin", and any other name in .bin, .pt or .pth,
+            save_filename: of the file, or of the index. A name that ends in .bin, .pt or .pth ("pytorch_model.bin")
                 makes archives of torch.save, which hold tied parameters under all their names.
-            exclude_frozen_parameters: leave out what is not trained.
+            exclude_frozen_parameters: leave out weights that are not trained.
             max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
 
         Returns:
-            False: nothing was written, since at stage 3 `stage3_gather_16bit_weights_on_model_save` is off.
+            True; False if nothing was written, since at stage 3 `stage3_gather_16bit_weights_on_model_save` is off.
 
         Raises:
             StateError: inside forward, backward or `GatheredParameters`.
@@ -116,9 +116,9 @@ class ExportWeights:
         exclude_frozen_parameters: bool = False,
         max_shard_size: int | str | None = MAX_SHARD_SIZE,
     ) -> bool:
-        """As `save_16bit_model`, but the exact fp32 masters; what is not trained is widened, codes stay codes.
+        """Like `save_16bit_model`, but writes the exact fp32 masters.
 
-        Returns True.
+        Weights that are not trained are widened; quantised codes are unchanged. Returns True.
         """
         self._save_weights(
             folder_named(save_dir, "save_dir"), save_filename, exclude_frozen_parameters, max_shard_size, masters=True
@@ -132,7 +132,7 @@ class ExportWeights:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """The model's own state dict: values that are elsewhere are not in it; see `_zero3_consolidated_16bit_...`."""
+        """The model's own state dict, without offloaded or sharded values; see `_zero3_consolidated_16bit_...`."""
         values = self._run.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
             for name, parameter in self._run.module.named_parameters(remove_duplicate=False):
@@ -143,9 +143,9 @@ class ExportWeights:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
-        """A state dict of copies in host memory, on the first rank; None on others. All ranks come here.
+        """A state dict of copies in host memory, on the first rank; None on others. All ranks call this.
 
-        Tied parameters are one tensor under each of their names. At any stage. Raises StateError: inside forward,
+        Tied parameters are one tensor under each of their names. Works at any stage. Raises StateError: inside forward,
         backward or `GatheredParameters`; StorageError: a transfer failed, on any rank.
         """
         entries = self._resting_entries("a consolidated state dict", exclude_frozen=exclude_frozen_parameters)
@@ -166,7 +166,7 @@ class ExportWeights:
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
-        """DeepSpeed's name for it where it does not matter what is partitioned."""
+        """DeepSpeed's name of `_zero3_consolidated_16bit_state_dict` that does not depend on the stage."""
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     @names_file_limit("saving weights")
@@ -191,7 +191,8 @@ class ExportWeights:
                 )
                 for name, entry in by_name.items()
             ]
-            # One sub-group's states are in memory at a time: reading a frozen weight in between would let go of them.
+            # One sub-group's states are in memory at a time. Reading a frozen weight in between would release them, so
+            # frozen weights are placed last.
             late = {name for name, entry in by_name.items() if not entry.tensor.requires_grad}
             shards = plan_shards(tensors, filename, max_shard_size, late)
 
@@ -201,7 +202,7 @@ class ExportWeights:
             write_together(relay, folder, filename, shards, values)
 
     def _resting_entries(self, what: str, *, exclude_frozen: bool) -> list[NamedTensor]:
-        """Take up changes of the model, and wait until the planes hold its values."""
+        """Follow changes of the model, and wait until the planes hold its values."""
         self._steps.ready(what)
         self._run.parts.check_between(what)
         self._changes.follow()
@@ -209,10 +210,10 @@ class ExportWeights:
 
     @contextmanager
     def _reader(self, relay: Relay, *, masters: bool) -> Iterator[PlaneReader]:
-        """The planes, at rest inside the context. Nothing changes: a graph that was made before still counts."""
+        """A reader of the planes, which are at rest inside the context. No value changes: old graphs stay valid."""
         parts = self._run.parts
         parts.stepper.finish()
-        parts.coordinator.release_all()  # what forward has modified in place is stored
+        parts.coordinator.release_all()  # this stores weights that forward has modified in place
         streams = parts.storage.streams
         streams.wait(streams.behind_copies_in(), streams.behind_updates())
         stored = parts.stored()

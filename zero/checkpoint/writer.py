@@ -1,10 +1,9 @@
-"""What one rank contributes to a checkpoint: which boxes of which tensors, and its data file, written run by run.
+"""One rank's part of a checkpoint: its boxes of tensors, and its data file, which is written run by run.
 
-[Note: order] A sub-group is one extent: its weights and its record are looked at once, and all that is made of them
-follows one another in the file. Of a parameter's run the master comes first, then the states, piece by piece, so
-whoever loads reads forwards too.
+[Note: order] A sub-group is one extent: its weights and its record are read once, and their boxes are contiguous in the
+file. For each piece of a parameter the master is written first, then the states, so that a load reads forwards too.
 
-[Note: replicas] Ranks that hold the same slice take turns, extent by extent.
+[Note: replicas] Ranks that hold the same slice write its extents in turns.
 """
 
 from __future__ import annotations
@@ -54,26 +53,26 @@ from zero.store.storage import Storage
 from zero.store.stored_values import stage_group
 
 BLOCKS = 8  # Runs in memory at once.
-EXTENTS_AT_ONCE = 4  # While some are written the next are read and encoded: fewer leave the disk without work.
-ENCODERS = 2  # Threads. One encodes 5 GB/s; a disk that takes as much would wait for it.
+EXTENTS_AT_ONCE = 4  # While some are written the next are read and encoded: with fewer the disk is sometimes idle.
+ENCODERS = 2  # Threads. One thread encodes 5 GB/s; a disk of that speed would have to wait for it.
 
 MASTER, WEIGHT, STATE, OTHER = "master", "weight", "state", "other"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One box of one tensor, and where its values are."""
+    """One box of one tensor, and the place of its values."""
 
-    name: str  # Of the tensor in the checkpoint.
+    name: str  # The tensor's name in the checkpoint.
     dtype: torch.dtype
     box: Box
     shape: tuple[int, ...]  # Of the whole tensor.
-    kind: str  # `MASTER`, `WEIGHT` (as it is stored), `STATE`, or `OTHER`: of `values`.
-    state: int = 0  # Of a `STATE`: which of the optimizer's planes.
+    kind: str  # `MASTER`, `WEIGHT` (as it is stored), `STATE`, or `OTHER` (in `values`).
+    state: int = 0  # For `STATE`: the index of the optimizer's state plane.
     unit: Unit | None = None
     coordinate: int = 0  # Of the box's first element.
-    values: Plane | torch.Tensor | None = None  # Of an `OTHER`: a plane over coordinates, or the whole, flat.
-    is_blob: bool = False  # The bytes are an archive already.
+    values: Plane | torch.Tensor | None = None  # For `OTHER`: a plane over coordinates, or the whole tensor, flat.
+    is_blob: bool = False  # The bytes are already an archive.
 
     @property
     def nbytes(self) -> int:
@@ -82,9 +81,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What follows one another in the file, and is made of one look at the planes."""
+    """Runs that are contiguous in the file, and are made from one read of the planes."""
 
-    group: SubGroup | None  # None: what is looked at box by box.
+    group: SubGroup | None  # None: the values are read box by box.
     runs: tuple[PackedRun[Part], ...]
 
     @property
@@ -93,13 +92,13 @@ class Extent:
 
 
 class Extents:
-    """All that this rank writes of the planes.
+    """All extents that this rank writes.
 
     Args:
         groups: the plan's sub-groups.
         leaves: the model's parameters, by their index in the layout.
         wanted: called with a parameter's index: False leaves it out.
-        states: names of the state planes that a trained unit's parameters have.
+        states: names of the state planes of a trained unit's parameters.
     """
 
     def __init__(
@@ -115,20 +114,20 @@ class Extents:
         with torch._C.DisableTorchFunctionSubclass():
             self._shapes = [tuple(leaf.parameter.shape) for leaf in leaves]
         turn = placement.replica_ranks.index(placement.rank)
-        self.nbytes = 0  # Of the file so far: whole pages.
+        self.nbytes = 0  # Size of the file so far, in whole pages.
         self._others: list[Part] = []
         everything = list(self._everything(groups))
         mine = [self._placed(*found) for found in everything[turn :: len(placement.replica_ranks)]]
         self.extents = [extent for extent in mine if extent.runs]
 
     def add(self, name: str, values: torch.Tensor) -> None:
-        """A tensor of its own, in host memory, which stays as it is until it is written."""
+        """Add a separate tensor in host memory, which must not change until it is written."""
         flat, shape = values.contiguous().reshape(-1), tuple(values.shape)
         boxes = short_boxes(shape, 0, flat.numel(), PIECE_NUMEL)
         self._others += [Part(name, flat.dtype, box, shape, OTHER, 0, None, box.begin, flat) for box in boxes]
 
     def add_plane(self, name: str, dtype: torch.dtype, plane: Plane, unit: Unit) -> None:
-        """What a plane holds for a unit, as a tensor of (shard_numel,)."""
+        """Add a plane's values of a unit, as a tensor of (shard_numel,)."""
         shape = (unit.shard_numel,)
         bounds = ((lo, min(lo + PIECE_NUMEL, unit.shard_numel)) for lo in range(0, unit.shard_numel, PIECE_NUMEL))
         boxes = [Box((lo,), (hi - lo,), lo) for lo, hi in bounds]
@@ -139,7 +138,7 @@ class Extents:
         self._others += [Part(name, archive.dtype, box, (), OTHER, 0, None, 0, archive, is_blob=True)]
 
     def end(self) -> None:
-        """Place what was added; nothing comes after."""
+        """Place the added tensors; nothing may be added afterwards."""
         extent = self._placed(None, self._others)
         self._others = []
         if extent.runs:
@@ -165,7 +164,7 @@ class Extents:
         lo, hi = unit.within(slot)
         lo, hi = max(lo, begin), min(hi, end)
         origin = unit.origin + slot.offset_numel - slot.first_numel  # where the parameter's first element would be
-        if not slot.numel:  # nothing, where the unit begins: some group of the first rank has that
+        if not slot.numel:  # an empty box at the unit's begin, so that one sub-group of the first rank writes it
             lo = hi = origin = unit.begin
         if lo >= hi and (slot.numel or not begin <= unit.begin < end or unit.first_numel):
             return
@@ -181,20 +180,20 @@ class Extents:
 
 
 def archive(part: Part) -> Container:
-    """What surrounds the part's bytes in the file."""
+    """The container of the part's bytes in the file."""
     return BARE if part.is_blob else container(part.dtype, part.box.sizes)
 
 
 class ExtentWriter:
-    """Encodes extents, in any order; everything on the loop of the storage's mover.
+    """Encodes extents, in any order; it runs on the loop of the storage's mover.
 
     Args:
-        storage: which holds them.
-        store: called with (offset in the file, bytes) of each run; they are free when it returns.
+        storage: holds the values.
+        store: called with (offset in the file, bytes) of each run; the bytes may be reused when it returns.
         register: see `Arena`.
 
     Attributes:
-        checksums: payload's offset in the file -> (bytes, CRC-32C), of what has been encoded.
+        checksums: payload's offset in the file -> (bytes, CRC-32C), for everything encoded so far.
     """
 
     def __init__(
@@ -210,10 +209,10 @@ class ExtentWriter:
         )
         self._encoders = Worker("zero-checkpoint-encoder", ENCODERS)
         self.checksums: dict[int, tuple[int, int]] = {}
-        self.stopped = False  # `write_all` begins no further extent.
+        self.stopped = False  # True: `write_all` begins no further extent.
 
     async def write_all(self, extents: Iterable[Extent]) -> None:
-        """Write extents as the planes are now. Raises StorageError."""
+        """Write extents with the planes' present values. Raises StorageError."""
         waiting = iter(extents)
 
         async def take_turns() -> None:
@@ -225,13 +224,13 @@ class ExtentWriter:
         await settle_all([asyncio.ensure_future(take_turns()) for _ in range(EXTENTS_AT_ONCE)])
 
     async def write(self, extent: Extent) -> None:
-        """Write one extent as the planes are now. Raises StorageError."""
+        """Write one extent with the planes' present values. Raises StorageError."""
         await settle_all(await self.encode(extent))
 
     async def encode(self, extent: Extent) -> list[asyncio.Task[None]]:
-        """Take one extent as the planes are now, which may change once this returns.
+        """Encode one extent with the planes' present values; the planes may change once this returns.
 
-        Returns what stores it, under way; each may raise StorageError. Raises StorageError: a read failed.
+        Returns the running tasks that store it; each may raise StorageError. Raises StorageError: a read failed.
         """
         if extent.group is None:
             return await self._encode_runs(extent, None)
@@ -256,7 +255,7 @@ class ExtentWriter:
                     block.release()
                     raise
                 stores.append(asyncio.create_task(self._store(run, block)))
-                await asyncio.sleep(0)  # it starts now, while the next run is made
+                await asyncio.sleep(0)  # the task starts now, while the next run is made
         except BaseException:
             await asyncio.gather(*stores, return_exceptions=True)
             raise
@@ -265,13 +264,13 @@ class ExtentWriter:
     async def _lease(self, nbytes: int) -> Block:
         if nbytes <= RUN_BYTES:
             return await self._arena.lease_when_free(nbytes, "checkpoint")
-        # One box, of a user's state say, that is larger than all others may be.
+        # One box, for example of a user's state, that is larger than the limit of all others.
         return Arena("checkpoint", nbytes, "nothing: it is as large as the state", torch.device("cpu")).lease(
             nbytes, ""
         )
 
     async def _make(self, run: PackedRun[Part], memory: torch.Tensor, staged: StagedGroup | None) -> None:
-        """Put a run into `memory`; what only computes is done on a thread of its own."""
+        """Fill `memory` with a run; pure computation is done on an encoder thread."""
         fillings = [await self._filling(place.item, place.payload_in(memory), staged) for place in run.places]
 
         def encode() -> None:
@@ -283,7 +282,7 @@ class ExtentWriter:
 
         if self._storage.streams.shared:
             await self._encoders.run(encode)
-        else:  # a device's work is ordered by the stream that this thread has
+        else:  # the device's work is ordered by the current stream of this thread, so no other thread may issue it
             encode()
 
     async def _store(self, run: PackedRun[Part], block: Block) -> None:
@@ -293,7 +292,7 @@ class ExtentWriter:
             block.release()
 
     async def _filling(self, part: Part, target: torch.Tensor, staged: StagedGroup | None) -> Callable[[], None]:
-        """What puts the values of one box into `target` (uint8, of the host); they are in memory when this returns."""
+        """A function that fills `target` (uint8, on the host) with one box, whose values are then already in memory."""
         lo, hi = part.coordinate, part.coordinate + part.box.numel
         if lo == hi:
             return lambda: None
@@ -322,7 +321,7 @@ class ExtentWriter:
 
 
 def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: int, target: torch.Tensor) -> None:
-    """The fp32 values of which `weight` and the remainder from element `first` on are the parts."""
+    """Join `weight` and the remainder from element `first` on to fp32 values in `target`."""
     part = None if remainder is None else remainder[first : first + weight.numel()]
     if part is None or part.dtype == torch.float32:
         copy_alone(target, weight if part is None else part)
@@ -334,7 +333,7 @@ def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: in
 
 
 def _fill_state(record: Record, which: int, begin: int, end: int, target: torch.Tensor) -> None:
-    """Elements [begin, end) of one of the record's state planes, in fp32."""
+    """Fill `target` with elements [begin, end) of one of the record's state planes, in fp32."""
     planes = record.states.planes
     if planes:
         copy_alone(target, planes[which][begin:end])
@@ -343,17 +342,17 @@ def _fill_state(record: Record, which: int, begin: int, end: int, target: torch.
 
 
 def data_file(rank: int) -> str:
-    """Its name, as torch.distributed.checkpoint has it."""
+    """The name of a rank's data file, as torch.distributed.checkpoint names it."""
     return f"__{rank}_0.distcp"
 
 
 def list_file(rank: int) -> str:
-    """What tells the first rank what is in a rank's file; gone once the checkpoint is whole."""
+    """The file that lists the content of a rank's data file for the first rank; removed in a complete checkpoint."""
     return f".written-{rank}.json"
 
 
 def failure_file(rank: int) -> str:
-    """What tells the first rank that a rank's part will not come."""
+    """The file that reports to the first rank that a rank's part has failed."""
     return f".failed-{rank}"
 
 
@@ -364,10 +363,10 @@ def plan_extents(
     own: Callable[[str], bool],
     optimizer: ZeroOptimizer | None,
 ) -> Extents:
-    """What this rank writes of the model: its part of the planes, and of the first rank buffers and step counts.
+    """The extents that this rank writes: its part of the planes; on the first rank also buffers and step counts.
 
-    `wanted`: parameters, by index; `own`: buffers, by name.
-    `optimizer`: has the numbers that belong to states; None: all are 0. If it keeps small states, no update is due.
+    `wanted`: selects parameters, by index; `own`: selects buffers, by name.
+    `optimizer`: has the numbers of the states; None: all are 0. If it keeps small states, no update may be pending.
     """
     extents = Extents(parts.layout, parts.plan.sub_groups, parts.leaves, placement, wanted, parts.plan.states_of)
     if placement.rank == 0:
@@ -390,9 +389,9 @@ def plan_extents(
 
 
 class RankPart:
-    """One rank's data file on its way to the disk. Raises StorageError: the disk has no room; nothing is left.
+    """One rank's data file while it is written. Raises StorageError: the disk has no room; nothing is left.
 
-    `extents`: what is written; ended. `folder`: of the checkpoint in the making.
+    `extents`: the extents to write, after `end`. `folder`: of the unfinished checkpoint.
     """
 
     def __init__(self, parts: Assembly, extents: Extents, folder: Path, rank: int, files: Files) -> None:
@@ -412,19 +411,19 @@ class RankPart:
         self._files.written(self.file, offset, data)
 
     def write(self) -> None:
-        """Write everything, to last. Raises StorageError."""
+        """Write everything and sync it. Raises StorageError."""
         self._writing = self._mover.post("writing a checkpoint", self.writer.write_all(self.extents))
         self._writing.result()
         self.finish()
 
     def finish(self) -> None:
-        """Everything is written: make it last, and say what it is. Blocks; any thread. Raises StorageError."""
+        """After all writes: sync the file and write its list. Blocks; any thread. Raises StorageError."""
         self.file.sync()
         boxes = list(written_boxes(self.extents, self.writer.checksums))
         self._files.write_bytes(self._folder / list_file(self._rank), json.dumps([self.file.nbytes, boxes]))
 
     def close(self) -> None:
-        """Give back the file and the memory. If an interrupt has ended `write`, what is under way ends first."""
+        """Release the file and the memory. If an interrupt has ended `write`, wait for transfers in flight first."""
         self.writer.stopped = True
         if self._writing is not None:
             self._writing.settle()
@@ -455,9 +454,9 @@ def written_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, 
 
 
 def read_list(files: Files, path: Path) -> tuple[FileEntry, list[WrittenBox]]:
-    """What a rank has said with `RankPart.finish`.
+    """The list that a rank has written with `RankPart.finish`.
 
-    Raises ConfigError: it is not there: the folder is not the same one on all nodes.
+    Raises ConfigError: it is missing, since the folder is not shared by all nodes.
     """
     if not files.exists(path):
         raise ConfigError(
