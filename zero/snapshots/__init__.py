@@ -1,1 +1,1 @@
-"""Snapshots on NVMe, and what they and checkpoints keep of a run besides tensors."""
+"""Snapshots on NVMe, and the state of a run besides its tensors, which snapshots and checkpoints save."""

@@ -1,16 +1,17 @@
-"""Snapshots on NVMe: which of two slots counts is what is written, and hardly anything else.
+"""Snapshots on NVMe: each value has two slots, and a snapshot mainly writes which of the two counts.
 
-[Note: when] A step is due for a snapshot when it is fixed: what is small (counters, random states, buffers) is taken
-then. Its updates go on behind the step, beside the next forward, as they always do. The snapshot is committed when they
-are all stored, and that is before the next step is fixed: until then nothing else writes to the slots. What is always
-on the device could be edited by the model meanwhile; it is written as soon as it is updated.
+[Note: when] Whether a step is due for a snapshot is decided when the step is fixed. Small state (counters, random
+states, buffers) is captured then. The step's updates continue during the next forward, as always. The snapshot is
+committed when all of them are stored, which is before the next step is fixed; until then nothing else writes to the
+slots. The model could edit values that are always on the device meanwhile, so these are written as soon as they are
+updated.
 
-[Note: void] Whoever changes weights between the two by other means than a step makes the snapshot void: it would hold
-the change, and the program that goes on from it would make it again. The next step is due instead, and some snapshots
-are then committed inside the step.
+[Note: void] A change of weights by other means than a step, between fixing and commit, makes the snapshot void: the
+snapshot would contain the change, and the program that continues from it would make it again. The next step is due
+instead, and some snapshots are then committed inside their step.
 
-[Note: ranks] Each rank writes its manifest, all meet, the first one commits, all meet again. Only then a slot of the
-snapshot before is written to. In between nothing is written at all, whatever fails.
+[Note: ranks] Each rank writes its manifest, all ranks meet, the first one commits, all meet again. Only then a slot of
+the previous snapshot may be written to. Between the two meetings nothing is written, even if something fails.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 
-WARY_SNAPSHOTS = 10  # After a void one so many are committed inside their step.
+WARY_SNAPSHOTS = 10  # After a void snapshot the next so many are committed inside their step.
 NAMES_MAX = 4  # Parameters that an error names.
 
 
@@ -49,13 +50,13 @@ class Pending:
 
     step: int
     state: Callable[[], bytes]
-    bound: bool = False  # What is always on the device is written.
-    written: bool = False  # Everything that lives in memory is.
+    bound: bool = False  # Values that are always on the device are written.
+    written: bool = False  # All values that live in memory are written.
     void: bool = False
 
 
 class SnapshotsTogether(Together):
-    """Where one rank finds no snapshot that it can use, the configuration is wrong for all."""
+    """If one rank finds no usable snapshot, all ranks raise ConfigError."""
 
     keeps, otherwise = (), ConfigError
 
@@ -64,13 +65,13 @@ class Snapshots:
     """The snapshots of one engine.
 
     Args:
-        every: steps.
-        facts: what the layout is, for those who come later.
-        found: a snapshot that counts, of this layout.
+        every: number of steps from one snapshot to the next.
+        facts: description of the layout; a later engine compares it with its own.
+        found: the committed snapshot of an earlier engine, with this layout.
 
     Attributes:
-        unloaded: there is a snapshot of before that this engine has not gone on from; nothing is committed.
-        committed_step: of the last one; None: none.
+        unloaded: there is an earlier snapshot from which this engine has not continued; nothing is committed.
+        committed_step: step of the last committed snapshot; None: there is none.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Snapshots:
         self.pending: Pending | None = None
         self.committed_step: int | None = None if found is None else int(found.body["step"])
         self._missed, self._frozen, self._wary = False, False, 0
-        self._damaged = False  # The snapshot that was to be loaded could not be read.
+        self._damaged = False  # The last load could not read the snapshot.
         self.seconds = 0.0  # Spent on snapshots so far, on the training thread.
 
     def open_swap(self, capacity_bytes: int, speeds: Sequence[float] | None) -> SnapshotSwap:
@@ -92,14 +93,14 @@ class Snapshots:
         return SnapshotSwap(self._files, capacity_bytes, speeds, geometry)
 
     def attach(self, storage: Storage) -> None:
-        """The storage is made, and empty: what a snapshot of before names is read only from here on."""
+        """Take the new, empty storage. If there is an earlier snapshot, its slots are only read from here on."""
         self._storage = storage
         if self._found is not None:
             for plane, slots in zip(storage.twice, self._found.body["slots"], strict=True):
                 plane.named(slots)
 
     def close(self) -> None:
-        """Let go of the files, where no storage does."""
+        """Close the files, if no storage was made that does so."""
         self._files.close()
 
     def due(self, step: int) -> bool:
@@ -107,11 +108,11 @@ class Snapshots:
 
     @property
     def at_once(self) -> bool:
-        """True when the pending one is to be committed inside its step."""
+        """True when the pending snapshot is to be committed inside its step."""
         return self.pending is not None and self._wary > 0
 
     def begin(self, step: int, state: Callable[[], bytes]) -> None:
-        """A step is fixed; nobody has seen its weights yet. `state`: what goes with the planes, once it is updated."""
+        """A step is fixed, and its weights are not in use yet. `state`: makes the other state, after the updates."""
         self.pending = Pending(step, state)
 
     def void(self) -> None:
@@ -120,7 +121,7 @@ class Snapshots:
             self.pending.void = True
 
     def write_bound(self) -> None:
-        """What is always on the device is as of the step, and nobody has touched it. Raises StorageError."""
+        """Write the values that are always on the device, while they still are the step's. Raises StorageError."""
         if self.pending is not None and not self.pending.bound:
             began = time.perf_counter()
             self._write_through(persistent=True)
@@ -128,10 +129,10 @@ class Snapshots:
             self.seconds += time.perf_counter() - began
 
     def commit(self) -> None:
-        """Make the pending snapshot, if there is one, the one that counts. All updates of its step are stored.
+        """Commit the pending snapshot, if there is one. All updates of its step must be stored.
 
-        All ranks come here. Raises StorageError: something could not be written, here or on another rank; the one
-        before still counts. The next call tries again.
+        All ranks call this. Raises StorageError: something could not be written, here or on another rank; the previous
+        snapshot still counts. The next call tries again.
         """
         pending = self.pending
         if pending is None:
@@ -143,12 +144,12 @@ class Snapshots:
         except StorageError as error:
             failure = error
         if self._meet("snapshot written", failure, pending):
-            self._freeze(True)  # from here on it may count, until all know that it does
+            self._freeze(True)  # from here on it may be committed; frozen until all ranks know that it is
             self._settle(pending)
         self.seconds += time.perf_counter() - began
 
     def _prepare(self, pending: Pending) -> None:
-        """Everything that the manifest names is on stable storage, and so is the manifest."""
+        """Put everything that the manifest names, and the manifest, on stable storage."""
         storage = self._there
         if storage.disk is None or any(plane.stranded for plane in storage.twice):
             raise StateError("snapshot: something is not on the disk yet")
@@ -171,7 +172,7 @@ class Snapshots:
         self._files.prepare(self._number + 1, body, pending.state())
 
     def _meet(self, what: str, failure: StorageError | None, pending: Pending) -> bool:
-        """Are all ranks as far? False: the snapshot is void somewhere.
+        """True once all ranks have come here. False: the snapshot is void on some rank.
 
         Raises StorageError: this rank's failure; StateError: another rank's.
         """
@@ -198,7 +199,7 @@ class Snapshots:
             plane.frozen = frozen
 
     def _settle(self, pending: Pending) -> None:
-        """The first rank commits; once all know, slots of the snapshot before are free."""
+        """The first rank commits. Once all ranks know, the slots of the previous snapshot are free."""
         failure = None
         if self._exchange.placement.rank == 0:
             try:
@@ -220,7 +221,7 @@ class Snapshots:
         storage = self._there
         spaces = storage.layout.spaces
         for number, plane in enumerate(storage.twice):
-            # Weights come first, a plane a space; a state in memory belongs to no unit.
+            # `twice` begins with the weights, one plane for each space; the planes of states are not split by unit.
             space = spaces[number] if number < len(spaces) else None
             pairs = []
             if space is not None:
@@ -235,11 +236,12 @@ class Snapshots:
                 storage.mover.run("writing a snapshot of what is in memory", job)
 
     def load(self, check: Callable[[bytes], None]) -> bytes | None:
-        """Let the planes hold what the last snapshot holds; returns what was kept with it. None: there is none.
+        """Restore the planes from the last snapshot; returns the state saved with it. None: there is no snapshot.
 
-        The engine is at rest; all ranks come here. Weights that other ranks or devices hold are to be brought in anew.
-        `check` is called with what was kept before anything changes. Raises StorageError: something cannot be read, or
-        is damaged; the planes hold nothing of use. Raises ConfigError: so it is on another rank.
+        The engine must be at rest; all ranks call this. Afterwards the caller has to fetch weights again that other
+        ranks or devices hold. `check` is called with the saved state before any value changes. Raises StorageError:
+        something cannot be read, or is damaged; the planes hold no usable values then. Raises ConfigError: the same on
+        another rank.
         """
         if self._frozen:
             self.commit()
@@ -268,12 +270,12 @@ class Snapshots:
         return manifest.state
 
     def replaced(self) -> None:
-        """All values are a checkpoint's now: a snapshot that could not be read is none that the next would replace."""
+        """A checkpoint has replaced all values: now the next snapshot may replace one that could not be read."""
         if self._damaged:
             self.unloaded = self._damaged = False
 
     def _read(self, storage: Storage, manifest: Manifest) -> None:
-        """Let the planes hold what the manifest names. Raises StorageError."""
+        """Restore the planes from the slots that the manifest names. Raises StorageError."""
         unknown = [[""] * len(slots) for slots in manifest.body["slots"]]
         found = manifest.body.get("block_checksums", unknown)
         if found is unknown:
@@ -287,7 +289,7 @@ class Snapshots:
             storage.mover.run("going back to a snapshot", plane.return_to_kept(storage.arena, checksums, whose))
 
     def check_loaded(self) -> None:
-        """Raise StateError if a step would lead to a snapshot that replaces one nobody has gone on from."""
+        """Raise StateError if there is a snapshot from which nobody has continued: the next one would replace it."""
         if self.unloaded:
             raise StateError(
                 f"step: the snapshot {self._files.name!r} of step {self.committed_step} is in {self._files.root}, and "
@@ -308,7 +310,7 @@ def _space_of(storage: Storage, plane: TwoSlotPlane) -> Space:
 
 
 def _names(space: Space, begin: int, end: int) -> str:
-    """For errors: the parameters in [begin, end) of the space."""
+    """The parameters in [begin, end) of the space, for error messages."""
     slots = [(unit, slot) for unit in space.overlapping(begin, end) for slot in unit.slots]
     spans = [(slot.name, *unit.within(slot)) for unit, slot in slots]
     names = [name for name, lo, hi in spans if lo < end and begin < hi]
@@ -317,10 +319,10 @@ def _names(space: Space, begin: int, end: int) -> str:
 
 
 def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Exchange) -> Snapshots | None:
-    """The snapshots that a configuration asks for; None: none. All ranks come here, before their storage is made.
+    """The snapshots that a configuration asks for; None: none. All ranks call this before their storage is made.
 
     Raises ConfigError: the folder cannot be used, another job uses it, or it holds a snapshot of another layout;
-    StorageError: what is there cannot be read.
+    StorageError: an existing snapshot cannot be read.
     """
     wish = config.zero_optimization.offload_optimizer.snapshot
     if not plan.snapshots or wish is None:
@@ -343,7 +345,7 @@ def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Exchang
 
 
 def _leave(files: SnapshotFiles) -> None:
-    """Whatever is there is none of ours."""
+    """Close the files of an engine that could not be made; an existing snapshot is kept."""
     files.committed = True
     files.close()
 
@@ -351,7 +353,7 @@ def _leave(files: SnapshotFiles) -> None:
 def _found(
     files: SnapshotFiles, head: dict[str, Any] | None, facts: dict[str, Any], exchange: Exchange
 ) -> Manifest | None:
-    """This rank's manifest of the snapshot that counts. Raises ConfigError: a rank has none, or of another layout."""
+    """This rank's manifest of the committed snapshot. Raises ConfigError: a rank has none, or one of another layout."""
     if head is None:
         return None
     where = f"offload_optimizer.snapshot: {files.name!r} (step {head['step']}) in {files.root}"
@@ -362,7 +364,7 @@ def _found(
     if manifest is None:
         raise ConfigError(f"{where}: rank {files.rank} finds no part of it in {files.folders[0]}; {mend}")
     theirs = manifest.body["facts"]
-    keys = {**theirs, **facts}  # some are there only where there is something to say
+    keys = {**theirs, **facts}  # some facts are only there if they differ from the default
     differ = [
         f"{key}: {theirs.get(key)} then, {facts.get(key)} now" for key in keys if theirs.get(key) != facts.get(key)
     ]
@@ -372,7 +374,7 @@ def _found(
 
 
 def facts_of(layout: Layout, plan: Plan, exchange: Exchange) -> dict[str, Any]:
-    """What has to be the same for the bytes to mean the same."""
+    """The facts that must be equal for the bytes of a snapshot to have the same meaning."""
     units = [
         [u.name, str(u.dtype), u.trainable, u.numel, u.shard_numel, u.begin]
         + [[slot.names, list(slot.shape), slot.offset_numel, slot.first_numel] for slot in u.slots]

@@ -1,7 +1,7 @@
-"""What an engine keeps besides its planes: counters, hyper-parameters, random numbers, the place in the data.
+"""State of an engine besides its planes: counters, hyper-parameters, random states, the position in the data.
 
-[Note: three parts] What is common to all ranks; what each rank has of its own; and what users and schedulers give us,
-which may be any picklable object. The first two consist of what torch.load(weights_only=True) makes.
+[Note: three parts] The state that is common to all ranks; the state of each rank; and objects of users and schedulers,
+which may be any picklable objects. The first two consist of types that torch.load(weights_only=True) accepts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("zero")
 
 
 def common_state(engine: Run, config: Config, leaves: Iterable[Leaf], dtypes: Mapping[str, str]) -> dict[str, Any]:
-    """The part that all ranks have in common. `dtypes`: first name of each parameter -> what it is computed in."""
+    """The common part of all ranks. `dtypes`: first name of each parameter -> the dtype that it is computed in."""
     leaves = list(leaves)
     return {
         "global_steps": engine.global_steps,
@@ -49,7 +49,7 @@ def common_state(engine: Run, config: Config, leaves: Iterable[Leaf], dtypes: Ma
 
 
 def rank_state(engine: Run, accumulated: dict[str, Any] | None) -> dict[str, Any]:
-    """The part of one rank: random numbers, where it is in its data, and what it has of a step that is not complete."""
+    """The part of one rank: random states, the position in its data, and its gradients of an incomplete step."""
     loader: Any = engine.training_dataloader
     logits = engine.attention_logits
     return {
@@ -61,7 +61,7 @@ def rank_state(engine: Run, accumulated: dict[str, Any] | None) -> dict[str, Any
 
 
 def client_part(engine: Run, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part that may be any object."""
+    """The part that may consist of any objects."""
     scheduler = engine.lr_scheduler
     return {
         "client_state": dict(client_state),
@@ -71,11 +71,11 @@ def client_part(engine: Run, client_state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_counters(engine: Run, state: Mapping[str, Any]) -> None:
-    """A step is under way if `state` says that gradients were collected: then it goes on, else one begins."""
+    """If `state` says that gradients were collected, the incomplete step continues; else a new one begins."""
     engine.global_steps, engine.micro_steps = int(state["global_steps"]), int(state["micro_steps"])
     engine.step_began = engine.micro_steps
     if state.get("accumulating") is not None:
-        # What was saved before `step_began` was there had steps at multiples of the micro-batches.
+        # Checkpoints from before `step_began` existed: there every step had the same number of micro-batches.
         begun = engine.micro_steps % int(state["config"]["gradient_accumulation_steps"])
         engine.step_began = int(state.get("step_began", engine.micro_steps - begun))
     engine.collecting_began = engine.step_began
@@ -84,9 +84,10 @@ def restore_counters(engine: Run, state: Mapping[str, Any]) -> None:
 
 
 def restore_rank(engine: Run, state: Mapping[str, Any], *, own: bool) -> None:
-    """Random numbers go on, and so does the data. Raises ConfigError: the loader does not take the position.
+    """Restore random states and the position in the data. Raises ConfigError: the loader does not take the position.
 
-    `engine`: its `training_dataloader` is told. `own`: it is this rank's; False takes the position in the data alone.
+    `engine`: its `training_dataloader` gets the position. `own`: `state` is of this rank; False: only the position is
+    taken.
     """
     if own:
         restore_random_state(state["rng"], engine.device)
@@ -108,7 +109,7 @@ def restore_rank(engine: Run, state: Mapping[str, Any], *, own: bool) -> None:
 
 
 def check_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of: Mapping[int, str]) -> None:
-    """Raise ConfigError unless the param groups are those that were saved."""
+    """Raise ConfigError unless the param groups have the same parameters as the saved ones."""
     mine = [[name_of[id(p)] for p in group["params"] if id(p) in name_of] for group in optimizer.param_groups]
     theirs = [list(group["params"]) for group in saved]
     if [set(names) for names in mine] == [set(names) for names in theirs]:
@@ -128,12 +129,12 @@ def check_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of:
             )
 
 
-# Whether they are set says which states there are, or which rule it is: then those of the live groups hold.
+# These options decide which states exist, or which rule is used. If they differ, the live group's values are kept.
 SHAPING = ("momentum", "centered", "amsgrad", "decoupled")
 
 
 def restore_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]]) -> None:
-    """Hyper-parameters as they were, but for `SHAPING`; the live groups and their lists stay the same objects."""
+    """Restore hyper-parameters, except `SHAPING`; the live groups and their lists stay the same objects."""
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         for key, value in options.items():
             live = group.get(key)
@@ -144,7 +145,7 @@ def restore_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]]) -> Non
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of Python, numpy and torch, on the CPU and the device."""
+    """Random states of Python, numpy and torch, on the CPU and the device."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state = {
         "python": random.getstate(),
@@ -163,7 +164,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Undo what came after `random_state`."""
+    """The inverse of `random_state`."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = state["numpy"]
@@ -179,7 +180,7 @@ def _groups(optimizer: ZeroOptimizer | None, leaves: Iterable[Leaf]) -> list[dic
     name_of = {id(leaf.parameter): leaf.names[0] for leaf in leaves}
     return [
         {
-            # What only its own class makes stays as whoever loads has it.
+            # Options of other types are not saved: a load keeps the values of the live group.
             **{key: _plain(value) for key, value in group.items() if key != "params" and _is_plain(value)},
             "params": [name_of[id(p)] for p in group["params"] if id(p) in name_of],
         }
@@ -188,7 +189,7 @@ def _groups(optimizer: ZeroOptimizer | None, leaves: Iterable[Leaf]) -> list[dic
 
 
 def _is_plain(value: Any) -> bool:
-    """True if any reader makes it."""
+    """True if `_plain` can represent the value without its repr."""
     if isinstance(value, Mapping):
         return all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple)):
@@ -198,7 +199,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The value in types that any reader makes; what is none of them is named by its repr."""
+    """The value in plain types, which any reader accepts; a value of another type becomes its repr."""
     if isinstance(value, np.generic):  # a schedule made with numpy leaves its numbers in the param groups
         value = value.item()
     if value is None or isinstance(value, torch.Tensor):

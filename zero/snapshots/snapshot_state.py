@@ -1,4 +1,4 @@
-"""What a run is beside its planes: counters, hyper-parameters, random states, buffers. Small, and of one rank."""
+"""State of a run besides its planes: counters, hyper-parameters, random states, buffers. Small, and for one rank."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 def capture(run: Run, names: dict[int, str], norm: float | None) -> Callable[[], bytes]:
-    """All of it as it is now, as `restore` takes it. `names`: id(parameter) -> its first name.
+    """Capture the present state, in the form that `restore` takes. `names`: id(parameter) -> its first name.
 
-    Returns what makes the bytes: small states are those of the moment when it is called, after the step's updates.
+    Returns a function that makes the bytes. It captures small states only when called, after the step's updates.
     """
     state: dict[str, Any] = {
         "counters": {name: getattr(run, name) for name in COUNTERS},
@@ -59,12 +59,12 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> Callable[[],
 
 
 def check(run: Run, names: dict[int, str], data: bytes) -> None:
-    """Raise StateError if the param groups are others than those of what `capture` has taken."""
+    """Raise StateError if the param groups are not the ones that `capture` has saved."""
     _check_groups(run, names, _opened(data)[2])
 
 
 def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
-    """(everything else, small states, param groups) of what `capture` has taken."""
+    """(everything else, small states, param groups) from the bytes of `capture`."""
     state, small = read_archive(bytes_tensor(data), "the state of a snapshot"), {}
     if REST in state:
         small, state = state[SMALL], read_archive(state[REST], "the state of a snapshot")
@@ -72,7 +72,7 @@ def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, Any], list[dict[str,
 
 
 def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
-    """Put back what `capture` has taken, and `check` has looked at; returns the norm of the last step's gradients."""
+    """Restore the state of `capture`, after `check`; returns the norm of the last step's gradients."""
     state, small, groups = _opened(data)
     restore_counters(run, state["counters"])
     run.scaler.load_state_dict(state.get("loss_scaler"))
@@ -86,7 +86,7 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
         run.updater.progress.update({keys[n]: _unpacked(p, scalars) for n, p in state["progress"].items()})
         run.updater.take_small(small, names)
     if "lr_scheduler" in state and hasattr(run.lr_scheduler, "load_state_dict"):
-        # Classes are trusted: a snapshot is of this very job, and its checksum was right.
+        # Classes are trusted, since a snapshot is of this very job, and its checksum was right.
         run.lr_scheduler.load_state_dict(unpack_any(state["lr_scheduler"], "the state of the scheduler"))
     buffers = dict(run.module.named_buffers())
     with torch.no_grad():
@@ -102,7 +102,7 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
 
 
 def _packed(progress: Progress) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
-    """In types that an archive may hold: numbers, planes that are there, and what is None."""
+    """In types that an archive may hold: numbers, names of present planes, and names of numbers that are None."""
     numbers = {n: scalar.tensor() for n, scalar in progress.scalars if scalar.value is not None}
     return numbers, list(progress.present), [n for n, scalar in progress.scalars if scalar.value is None]
 
