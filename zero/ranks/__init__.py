@@ -1,1 +1,1 @@
-"""Processes that agree: who they are, in which order they talk, and what ends a wait."""
+"""Communication of ranks: their discovery, the agreed order of their collectives, and how a wait ends."""

@@ -1,4 +1,4 @@
-"""torch.distributed under one set of names: the only place that knows how its versions call things."""
+"""torch.distributed under one set of names: the only module that knows the names of its versions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from offload.accelerator import KINDS, kind_of, use
 from offload.system.interrupts import uninterrupted
 
 Handle: TypeAlias = Any  # A torch process group.
-Work: TypeAlias = Any  # A collective under way.
-# A slice that gloo broadcasts. To gather, it makes a copy of all slices: from here on that takes longer, up to three
-# times, and a part of the copy's memory stays with C's allocator.
+Work: TypeAlias = Any  # A collective in flight.
+# Slices of at least this size are gathered by broadcasts with gloo. Its gather makes a copy of all slices: from this
+# size on that takes longer, up to three times, and C's allocator keeps a part of the copy's memory.
 BROADCAST_BYTES_MIN = 256 << 10
-POLL_SECONDS = 0.25  # Between looks of who waits whether the ranks still work together.
+POLL_SECONDS = 0.25  # A waiting rank checks so often that the ranks still work together.
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
@@ -43,13 +43,13 @@ def own_rank() -> int:
 
 
 def uses_nccl(device: torch.device, group: Handle | None) -> bool:
-    """True when collectives on `device` are NCCL's, or what its kind has instead: they run on a stream."""
+    """True when collectives on `device` run on a stream: those of NCCL, or of the equivalent library of its kind."""
     kind = kind_of(device)
     return kind is not None and kind.collects() and kind.collectives in str(dist.get_backend_config(group))
 
 
 def name_for(device: torch.device) -> str:
-    """The backend whose collectives run on a stream of the device: NCCL, or what its kind has instead."""
+    """The backend whose collectives run on a stream of the device: NCCL, or the equivalent library of its kind."""
     return KINDS[device.type].collectives
 
 
@@ -68,13 +68,13 @@ def new_group(
 ) -> Handle:
     """A process group of global ranks; every rank of the default group calls this in the same order.
 
-    Torch cannot be told to give up before the timeout, so it works on a thread of its own: `check` is called every few
-    moments and may raise; then the thread is left alone and ends when it may.
+    Torch cannot be interrupted before the timeout, so a separate thread makes the group. Meanwhile `check` is called
+    regularly and may raise; then the thread is abandoned and ends at some later time.
 
     Args:
         name: of its backend.
-        parent: the group whose timeout it has; None: the default group.
-        timeout: for making it, instead.
+        parent: the group from which it takes its timeout; None: the default group.
+        timeout: used instead while the group is made.
         device: the calling thread's.
     """
     made: Future[Handle] = Future()
@@ -99,7 +99,7 @@ def inherit_timeout(handle: Handle, parent: Handle | None) -> None:
 
 
 def _timeout_of(group: Handle | None) -> timedelta | None:
-    """None: torch's default."""
+    """The group's timeout; None: torch's default."""
     handle: Any = group if group is not None else dist.group.WORLD
     for device in ("cpu", *KINDS):
         with contextlib.suppress(Exception):
@@ -109,7 +109,7 @@ def _timeout_of(group: Handle | None) -> timedelta | None:
 
 
 def has_cpu(group: Handle | None) -> bool:
-    """True when the group's collectives work on tensors of the host."""
+    """True when the group's collectives work on host tensors."""
     handle: Any = group if group is not None else dist.group.WORLD
     try:
         handle._get_backend(torch.device("cpu"))
@@ -119,15 +119,15 @@ def has_cpu(group: Handle | None) -> bool:
 
 
 def keys_of(store: Any, prefix: str) -> Any:
-    """The store with keys of its own."""
+    """The store with a prefix for all keys."""
     c10d: Any = dist.distributed_c10d
     return c10d.PrefixStore(prefix, store)
 
 
 def own_connection(store: Any, seconds: float) -> Any:
-    """The store through another connection, so that a thread that waits for a key holds up nobody else.
+    """The store through a separate connection, so that a thread that waits for a key does not block others.
 
-    `store`: any; one that cannot be cloned is returned as it is. `seconds`: for connecting.
+    `store`: any; one that cannot be cloned is returned unchanged. `seconds`: timeout of the connection.
     """
     if not hasattr(store, "clone"):
         return store
@@ -140,14 +140,14 @@ def own_connection(store: Any, seconds: float) -> Any:
 
 
 def abort(handle: Handle, device: torch.device) -> None:
-    """End what NCCL has under way; gloo cannot."""
+    """Abort NCCL's collectives in flight; gloo has no abort."""
     with contextlib.suppress(Exception):
         if uses_nccl(device, handle):
             handle._get_backend(device).abort()
 
 
 def end_group(handle: Handle) -> None:
-    """Give a group back, if torch still has it."""
+    """Destroy a group, if torch still has it."""
     with contextlib.suppress(Exception):
         dist.destroy_process_group(handle)
 
@@ -158,12 +158,12 @@ def store_of(group: Handle | None) -> Any:
 
 
 def all_gather(whole: Tensor, own: Tensor, handle: Handle) -> Work:
-    """Begin; `own` may be a slice of `whole`."""
+    """Launch an all-gather; `own` may be a slice of `whole`."""
     return _all_gather(whole, own, group=handle, async_op=True)
 
 
 def fill_slices(whole: Tensor, own: Tensor, handle: Handle) -> list[Work]:
-    """As `all_gather`, where `own` is this rank's slice of `whole`; all of what it returns has to end."""
+    """Like `all_gather`, where `own` is this rank's slice of `whole`; the caller waits for all the returned work."""
     if own.device.type != "cpu" or own.nbytes < BROADCAST_BYTES_MIN:
         return [all_gather(whole, own, handle)]
     return [
@@ -172,22 +172,22 @@ def fill_slices(whole: Tensor, own: Tensor, handle: Handle) -> list[Work]:
 
 
 def reduce_scatter(own: Tensor, whole: Tensor, handle: Handle) -> Work:
-    """Begin; sums."""
+    """Launch a reduce-scatter that sums."""
     return _reduce_scatter(own, whole, group=handle, async_op=True)
 
 
 def exchange(received: Tensor, sent: Tensor, handle: Handle) -> Work:
-    """Begin: slice r of `sent` goes to rank r, slice r of `received` comes from it."""
+    """Launch an all-to-all: slice r of `sent` is sent to rank r, slice r of `received` is received from it."""
     return dist.all_to_all_single(received, sent, group=handle, async_op=True)
 
 
 def broadcast(tensor: Tensor, source: int, handle: Handle) -> Work:
-    """Begin; `source` is a global rank."""
+    """Launch a broadcast; `source` is a global rank."""
     return dist.broadcast(tensor, source, group=handle, async_op=True)
 
 
 def when_done(work: Work, then: Callable[[], None]) -> None:
-    """Call `then` once, from any thread, when the work has ended, well or not."""
+    """Call `then` once, from any thread, when the work has ended or failed."""
 
     def ended(future: Any) -> None:
         then()
@@ -196,7 +196,7 @@ def when_done(work: Work, then: Callable[[], None]) -> None:
 
 
 def completion(work: Work) -> asyncio.Future[None]:
-    """A future of the running loop, settled when the work has ended on the host, well or not."""
+    """A future of the running loop, settled when the work has ended on the host or failed."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -205,7 +205,7 @@ def completion(work: Work) -> asyncio.Future[None]:
             done.set_result(None)
 
     def tell() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: no task waits
             loop.call_soon_threadsafe(settle)
 
     when_done(work, tell)
@@ -213,7 +213,7 @@ def completion(work: Work) -> asyncio.Future[None]:
 
 
 def finish(work: Work, check: Callable[[], None]) -> None:
-    """Block until the work has ended on the host; `check` is called every few moments and may raise."""
+    """Block until the work has ended on the host; `check` is called regularly and may raise."""
     done = threading.Event()
     when_done(work, done.set)
     while not done.wait(POLL_SECONDS):
@@ -229,5 +229,5 @@ def slices(flat: Tensor, numel: int) -> tuple[Tensor, ...]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor as (nbytes,) uint8: what only moves needs no dtype that the backend knows."""
+    """A view of a contiguous tensor as (nbytes,) uint8: to move bytes, the backend need not know the dtype."""
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,12 +1,13 @@
 """The collectives of one engine: one order on all ranks, sums in rank order, errors instead of hangs.
 
-[Note: agreed order] Whoever decides that something is to be gathered or reduced takes a `Ticket` at that moment. Ranks
-that run the same program take the same tickets. The jobs behind them become ready in any order, as disks and memory
-have it; they are launched in the order of the tickets.
+[Note: agreed order] The thread that decides to gather or reduce something takes a `Ticket` at that moment. Ranks that
+run the same program take the same tickets. The jobs of the tickets become ready in any order, depending on disks and
+memory, but they are launched in the order of the tickets.
 
-[Note: headers] gloo ends the process when two ranks' messages differ in size, and mixes values when they do not. So
-before each collective its ranks exchange their places in the order and the hash of all that came before: a few bytes,
-while the collective before it moves its data. NCCL compares nothing on the way; there the watch and `agree` find it.
+[Note: headers] If ranks launch different collectives, gloo ends the process when their messages differ in size, and
+mixes values when the sizes are equal. So before each collective its ranks exchange their places in the order and a hash
+of all entries up to there: a few bytes, while the previous collective moves its data. With NCCL no headers are
+exchanged; there the watch and `agree` find a difference.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from zero.ranks.process_groups import Lines, open_lines
 from zero.ranks.sequence import Log, Order, Ticket, pack_header
 from zero.ranks.watch import Wait, Watch
 
-GIVE_UP_SECONDS = 10.0  # How long work under way may take to end once its connections are shut.
+GIVE_UP_SECONDS = 10.0  # Time for work in flight to end once its connections are shut.
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Group:
 
 @dataclass(slots=True)
 class Payload:
-    """What collectives of one kind have handled on this rank: whole flat tensors, before any cut."""
+    """Totals of one kind of collectives on this rank, counted as whole flat tensors, before slicing."""
 
     calls: int = 0
     numel: int = 0
@@ -65,14 +66,14 @@ class Comm:
     Args:
         device: where the tensors of collectives live.
         streams: of that device; closed with this.
-        process_group: whose ranks take part; None: torch's default group, or this process alone if there is none.
-        deadline_seconds: a wait without evidence of anything wrong is warned about after so long.
-        fixed_order: sums are made by the caller, in rank order, on NCCL too (gloo: always).
-        teams: global ranks of this group and of all that are made beside it, by all ranks at once; empty: there is no
-            other.
+        process_group: the participating ranks; None: torch's default group, or this process alone if there is none.
+        deadline_seconds: after so long, a wait without evidence of a problem is logged as a warning.
+        fixed_order: the caller makes the sums, in rank order, with NCCL too (with gloo: always).
+        teams: global ranks of this group and of the other groups that all ranks make at the same time; empty: there is
+            no other.
 
     Attributes:
-        timeline: where collectives are noted.
+        timeline: records collectives.
     """
 
     def __init__(
@@ -112,9 +113,9 @@ class Comm:
         )
 
     def group(self, ranks: Sequence[int]) -> Group:
-        """This rank's group. All ranks call it together, each with the group that it is in; groups do not overlap.
+        """This rank's group. All ranks call it together, each with its own group; groups do not overlap.
 
-        `ranks`: in the order of their slices. Where every rank is a group of its own, nothing is exchanged.
+        `ranks`: in the order of their slices. If every rank is a group of one, nothing is exchanged.
         """
         key = tuple(ranks)
         if self.rank not in key or len(set(key)) != len(key) or not set(key) <= set(range(self.world_size)):
@@ -132,7 +133,7 @@ class Comm:
         return self._groups[key]
 
     def group_among(self, groups: Sequence[Sequence[int]]) -> Group:
-        """This rank's of several groups that do not overlap; alone if it is in none. All ranks give the same list."""
+        """This rank's group in a list that is equal on all ranks; a group of one if it is in none. No overlaps."""
         own = Group((self.rank,), 0)
         for ranks in map(tuple, groups):
             handle = self._open(ranks)
@@ -150,14 +151,14 @@ class Comm:
             except BaseException as error:
                 raise self._explained(error, what) from error
 
-    # ---- what the mover runs ------------------------------------------------------------------
+    # ---- run by the mover ------------------------------------------------------------------
 
     def ticket(self, kind: str, unit: int, name: str) -> Ticket:
-        """A place in the agreed order, for the thread that decides: the same calls in the same order on all ranks.
+        """A place in the agreed order, taken by the deciding thread: all ranks make the same calls in the same order.
 
         Args:
-            kind: "gather" or "reduce", say.
-            unit: its index; -1 if it is about none.
+            kind: for example "gather" or "reduce".
+            unit: index of the unit; -1: none.
             name: of the unit's module, for messages.
         """
         self._fate.check()
@@ -166,12 +167,12 @@ class Comm:
     async def all_gather(self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence) -> Fence:
         """Fill `flat` with every rank's slice.
 
-        Returns behind the gathering. Raises RankDivergenceError: the ranks do not do the same; this and every later
-        call raise it.
+        Returns a fence that is passed after the gather. Raises RankDivergenceError: the ranks do not do the same; this
+        and every later call raise it.
 
         Args:
             flat: (size * N,), contiguous; slice `group.index` of N elements is valid on entry, all are on exit.
-            after: fences behind which `flat` may be read and written.
+            after: fences after which `flat` may be read and written.
         """
         if group.size == 1:
             return self._alone(ticket, after)
@@ -183,15 +184,15 @@ class Comm:
     async def reduce_scatter(
         self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence, into: Tensor | None = None
     ) -> list[Tensor]:
-        """What adds up, in this order, to this rank's slice of the sum over the group.
+        """The summands of this rank's slice of the sum over the group; the caller adds them in this order.
 
-        Returns (N,) each: one a rank, in rank order, or one in all where the backend may add (`fixed_order` False).
-        Ready for the stream that is current on the mover.
+        Returns tensors of (N,): one for each rank, in rank order, or a single one if the backend may add (`fixed_order`
+        False). They are ready for the current stream of the mover.
 
         Args:
-            flat: (size * N,), contiguous; stays as it is.
-            after: fences behind which `flat` may be read, and `into` written.
-            into: (size * N,) of the same dtype for what arrives; None allocates. With `fixed_order` False its first N.
+            flat: (size * N,), contiguous; it is not changed.
+            after: fences after which `flat` may be read, and `into` written.
+            into: (size * N,) of the same dtype to receive into; None allocates. With `fixed_order` False: its first N.
         """
         if group.size == 1:
             self.streams.wait(self._alone(ticket, after))
@@ -211,17 +212,17 @@ class Comm:
         self._fate.check()
 
     def waiting(self, what: str) -> AbstractContextManager[Any]:
-        """A context in which this rank waits for others by other means, such as memory that they share.
+        """A context in which this rank waits for others by other means, such as shared memory.
 
-        Inside, a rank that has failed or left ends the fate of all, so call `check` while waiting.
+        Inside, if a rank fails or leaves, `check` raises on all ranks, so call it while waiting.
         """
         return self._waiting(self._log.count, what)
 
     @contextmanager
     def all_of(self, kind: str) -> Iterator[None]:
-        """What ranks do inside with messages of their own, in groups of this: what fails on one ends it for all.
+        """A context in which ranks exchange their own messages, in parts of this group: a failure on one ends all.
 
-        A RankLostError raised inside means that such a message failed: the error that comes out says why.
+        A RankLostError raised inside means that such a message failed: the error that leaves the context says why.
         Raises RankDivergenceError: another rank has failed, also in an earlier call.
 
         `kind`: the same words on every rank.
@@ -230,7 +231,7 @@ class Comm:
         try:
             with self._waiting(ticket.place, str(ticket)):
                 yield
-        except RankLostError as error:  # of which nobody knows yet whose fault it is
+        except RankLostError as error:  # the rank that caused it is not known yet
             raise self._explained(RuntimeError(str(error)), str(ticket)) from error
         except BaseException as error:
             self._failed(error, ticket)
@@ -239,15 +240,15 @@ class Comm:
             self._order.passed(ticket.number)
 
     def end(self, error: BaseException) -> None:
-        """Ranks outside of this group no longer work together with it: its own waits end too. Any thread."""
+        """Ranks outside this group no longer work together with it: end the waits in this group too. Any thread."""
         self._fate.end(again(error))
 
     def ends_with(self, other: Comm) -> None:
-        """What ends `other` ends this."""
+        """An error that ends `other` ends this too."""
         other._fate.tell(self.end)
 
     def cancel(self, ticket: Ticket, error: BaseException) -> None:
-        """This rank cannot take part in `ticket`: the ranks that wait for it are told why. Any thread."""
+        """This rank cannot take part in `ticket`: report the reason to the ranks that wait for it. Any thread."""
         self._failed(error, ticket)
 
     def _alone(self, ticket: Ticket, after: tuple[Fence, ...]) -> Fence:
@@ -269,7 +270,7 @@ class Comm:
     async def _run(
         self, ticket: Ticket, group: Group, flat: Tensor, after: tuple[Fence, ...], start: Callable[[], list[Any]]
     ) -> Fence:
-        """Launch in turn, all of it at once, and wait; a fence behind it."""
+        """Launch all works of `start` at the ticket's turn, and wait. Returns a fence after them."""
         self._loop = asyncio.get_running_loop()
         try:
             if not self._nccl:
@@ -288,7 +289,7 @@ class Comm:
                         await self._done(works, str(ticket))
                 with self.streams.collective():
                     for work in works:
-                        work.wait()  # NCCL's: of the stream, not of this thread
+                        work.wait()  # with NCCL the current stream waits, not this thread
                     fence = self.streams.fence()
                 if self._nccl:
                     wait.fence = fence
@@ -298,7 +299,7 @@ class Comm:
             raise
 
     async def _compare(self, ticket: Ticket, group: Group) -> None:
-        """Return if the group's ranks are about to do the same."""
+        """Return if the group's ranks are about to launch the same collective; else raise."""
         own = pack_header(ticket.place, ticket.digest)
         whole = torch.empty(group.size * len(own), dtype=torch.uint8)
         mine = whole[group.index * len(own) : (group.index + 1) * len(own)]
@@ -326,21 +327,21 @@ class Comm:
         counter.numel += flat.numel()
         counter.nbytes += flat.nbytes
 
-    # ---- what blocks --------------------------------------------------------------------------
+    # ---- blocking calls --------------------------------------------------------------------------
 
     def agree(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Every rank's payload, in rank order. Blocks; any thread but the mover's; all ranks call it at the same place.
 
-        Raises RankDivergenceError: what the ranks have decided to do up to here differs.
+        Raises RankDivergenceError: the decisions of the ranks up to here differ.
 
         `what`: the same words on every rank; `payload`: any bytes, up to a few hundred at the price of one message.
         """
         return self._meeting.agree(what, payload)
 
     def broadcast(self, tensors: Sequence[Tensor], source_rank: int) -> None:
-        """Make tensors on every rank what they are on `source_rank`, in few messages. Blocks, as `agree`.
+        """Copy the values of tensors from `source_rank` to every rank, in few messages. Blocks, like `agree`.
 
-        `tensors`: of any device, dtype and shape; alike on all ranks. `source_rank`: where the values come from.
+        `tensors`: of any device, dtype and shape, which must be equal on all ranks.
         """
         self._meeting.broadcast(tensors, source_rank)
 
@@ -351,13 +352,13 @@ class Comm:
             yield wait
 
     def _explained(self, error: BaseException, what: str) -> BaseException:
-        """The error to raise in the place of `error`. Blocks until ranks have been asked."""
+        """The error to raise instead of `error`. Blocks until the watch has asked the other ranks."""
         if self._fate.failure is None and self._watch is not None:
             self._watch.ask(error, what).result()
         return again(self._fate.end(error))
 
     async def _explained_later(self, error: BaseException, what: str) -> BaseException:
-        """As `_explained`, for the mover."""
+        """Like `_explained`, for the mover."""
         if self._fate.failure is None and self._watch is not None:
             await asyncio.wrap_future(self._watch.ask(error, what))
         return again(self._fate.end(error))
@@ -370,7 +371,7 @@ class Comm:
         self._fate.end(error)
 
     def _ended(self, error: BaseException) -> None:
-        """Ranks no longer work together: let the other threads know."""
+        """The ranks no longer work together: notify the other threads."""
         if self._watch is not None:
             self._watch.tell_soon()
         if self._loop is not None and not self._loop.is_closed():
@@ -378,7 +379,8 @@ class Comm:
 
     def _give_up(self, error: BaseException) -> None:
         self._order.fail(error)
-        # The connections are shut, so what is under way ends, and its memory is nobody's. If not, it is given up.
+        # The connections are shut, so work in flight ends and no longer uses its memory. If it does not end, its waits
+        # are abandoned.
         asyncio.get_running_loop().call_later(GIVE_UP_SECONDS, self._abandon, error)
 
     def _abandon(self, error: BaseException) -> None:
@@ -387,7 +389,7 @@ class Comm:
                 ended.set_exception(RuntimeError(str(error)))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave: a rank that waits for this one is told so, and why if there is an `error`. Gives the groups back.
+        """Leave, and destroy the groups. Ranks that wait for this one learn of it, and of the `error` if there is one.
 
         Idempotent.
         """
@@ -399,9 +401,9 @@ class Comm:
 
 
 def _leave(pid: int, watch: Watch | None, lines: Lines | None, fate: Fate) -> None:
-    """Of an engine that is closed or dropped, or whose process ends."""
+    """Runs when an engine is closed or dropped, or when its process ends."""
     if os.getpid() != pid:
-        return  # a child by fork, such as a data loader's worker: nothing of this is its own
+        return  # a forked child, such as a data loader's worker: it must not touch its parent's groups
     fate.closed = True
     if watch is not None and lines is not None:
         watch.stop()

@@ -1,7 +1,7 @@
-"""What all ranks do together while they wait: agreeing on bytes, and spreading tensors from one rank.
+"""Blocking exchanges of all ranks: agreeing on bytes, and broadcasting tensors from one rank.
 
-It has a process group of its own, so it does not matter what the mover has under way. Each exchange begins with the
-place in the log and its hash: ranks that have decided differently find out before any value is used.
+It has its own process group, so it is independent of the mover's collectives in flight. Each exchange begins with the
+place in the log and its hash: ranks that have decided differently notice it before any value is used.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from zero.ranks.failure import Fate
 from zero.ranks.sequence import HEADER, Log, pack_header
 
 CHUNK_BYTES = 64 << 20  # Largest message of a broadcast.
-INLINE_BYTES = 480  # A payload of `agree` up to this size goes with its header.
+INLINE_BYTES = 480  # A payload of `agree` up to this size is sent with its header.
 LENGTH = struct.Struct("<q")
 
-# (error of the backend, what failed) -> the error to raise in its place. Blocks until more is known.
+# (error of the backend, what failed) -> the error to raise instead. Blocks until more is known.
 Explain: TypeAlias = Callable[[BaseException, str], BaseException]
 
 
 class Meeting:
-    """One rank's side. Any thread that may block; all ranks in the same order.
+    """One rank's side. Called on any thread that may block; all ranks make the same calls in the same order.
 
     Args:
         handle: a gloo group of the members; None for one rank.
-        log: where each is written down.
+        log: gets an entry for each exchange.
         fate: checked before and while waiting.
-        waiting: a context in which this rank waits for what its argument says.
-        explain: of errors.
+        waiting: makes the context for a wait at a place of the log, with words for messages.
+        explain: see `Explain`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Meeting:
             return self._exchange("agree", what, payload)
 
     def broadcast(self, tensors: Sequence[Tensor], source_rank: int) -> None:
-        """Give tensors the values they have on `source_rank`; they are alike on all ranks but for these."""
+        """Give tensors the values of `source_rank`; their shapes and dtypes are equal on all ranks."""
         self._fate.check()
         if len(self._members) == 1:
             return

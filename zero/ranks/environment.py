@@ -1,7 +1,7 @@
-"""Which rank this process is, from what its launcher has put into the environment.
+"""The rank of this process, from the environment variables of its launcher.
 
-The first launcher whose variables are there decides: torchrun (and whoever sets the same), Slurm's srun, MPI. A
-launcher inside another, such as torchrun started by srun on each node, comes first in this order.
+The first launcher whose variables are set decides: torchrun (and launchers that set the same variables), Slurm's srun,
+MPI. In this order an inner launcher, such as a torchrun that srun starts on each node, is found before the outer one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 class RankPlace:
     """One process among all that train together."""
 
-    source: str  # Who said so; "" if nobody did: one process alone.
+    source: str  # The launcher that says so; "" without one: a single process.
     rank: int = 0
     world_size: int = 1
     local_rank: int | None = None  # Among the processes of its machine; None: not known.
@@ -32,7 +32,7 @@ class RankPlace:
 
     @property
     def alone(self) -> bool:
-        """Nobody started it as one of several."""
+        """True when no launcher has started this process as one of several."""
         return not self.source
 
 
@@ -57,16 +57,16 @@ MPI = (
 
 
 def find_place(environ: Mapping[str, str], port: int, *, mpi: bool = True) -> RankPlace:
-    """What the environment says of this process.
+    """The place of this process, from the environment.
 
-    Raises ConfigError: variables that are missing, are no numbers, or contradict each other; all of them at once.
+    Raises ConfigError: variables are missing, not numbers, or contradict each other; names all of them.
 
-    `port`: of rank 0, where MASTER_PORT does not say; `mpi`: look for MPI too.
+    `port`: of rank 0, if MASTER_PORT is not set; `mpi`: look for MPI too.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _with_master(environ, port, _read(environ, TORCHRUN), "")
     if "SLURM_PROCID" in environ and ("SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ):
-        # Without a step it is the batch script itself, which Slurm gives the variables of its first task.
+        # Without a step this is the batch script itself, to which Slurm gives the variables of its first task.
         return _with_master(environ, port, _read(environ, SLURM), first_host(_node_list(environ)))
     for names in MPI if mpi else ():
         if names.rank in environ and names.world_size in environ:
@@ -85,7 +85,7 @@ def find_place(environ: Mapping[str, str], port: int, *, mpi: bool = True) -> Ra
 
 
 def variables(place: RankPlace) -> dict[str, str]:
-    """The environment as torchrun would have made it, for whoever looks there."""
+    """The environment variables that torchrun would have set, for code that reads them."""
     found: dict[str, object] = {"RANK": place.rank, "WORLD_SIZE": place.world_size}
     if place.local_rank is not None:
         found["LOCAL_RANK"] = place.local_rank
@@ -144,7 +144,7 @@ def _number(environ: Mapping[str, str], name: str, problems: list[str], *, requi
 
 
 def _with_master(environ: Mapping[str, str], port: int, place: RankPlace, known: str) -> RankPlace:
-    """With the address of rank 0; MASTER_ADDR and MASTER_PORT come first."""
+    """Add the address of rank 0; MASTER_ADDR and MASTER_PORT take precedence."""
     address = environ.get("MASTER_ADDR") or known or (LOOPBACK if place.world_size == 1 else "")
     if not address:
         raise ConfigError(
@@ -158,7 +158,7 @@ def _with_master(environ: Mapping[str, str], port: int, place: RankPlace, known:
 
 
 def _cloud_master(environ: Mapping[str, str]) -> str:
-    """Host of rank 0 as Azure ML and SageMaker name it where they start MPI; empty elsewhere."""
+    """Host of rank 0 from the variables of Azure ML and SageMaker, which start MPI; empty elsewhere."""
     for name in ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE"):
         if environ.get(name):
             return environ[name].partition(":")[0]
@@ -170,7 +170,7 @@ def _cloud_master(environ: Mapping[str, str]) -> str:
 
 
 def _mpi() -> Any:
-    """mpi4py's MPI if it is there; importing it starts MPI, so only where MPI has started this process."""
+    """mpi4py's MPI if installed. The import starts MPI, so call this only if MPI has started this process."""
     try:
         from mpi4py import MPI
     except ImportError:
@@ -179,7 +179,7 @@ def _mpi() -> Any:
 
 
 def _mpi_master() -> str:
-    """Host of rank 0, told by itself; empty without mpi4py."""
+    """Host of rank 0, which rank 0 broadcasts; empty without mpi4py."""
     mpi = _mpi()
     if mpi is None:
         return ""
@@ -187,7 +187,7 @@ def _mpi_master() -> str:
 
 
 def _from_mpi4py() -> RankPlace | None:
-    """Of a program that has imported mpi4py itself and runs as several."""
+    """The place of a program that has imported mpi4py itself and runs as several processes."""
     if "mpi4py.MPI" not in sys.modules:
         return None
     world = _mpi().COMM_WORLD

@@ -1,4 +1,4 @@
-"""Whether the ranks still work together: the first error that says they do not ends it for good."""
+"""Whether the ranks still work together: the first error that shows they do not ends it permanently."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from offload.errors import PeerError, RankDivergenceError, StateError
 
 
 class Fate:
-    """Of one engine's collectives on this rank. Any thread."""
+    """The state of one engine's collectives on this rank: working, failed or closed. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._told: list[weakref.WeakMethod[Callable[[BaseException], None]]] = []
-        self.failure: BaseException | None = None  # What ended it.
+        self.failure: BaseException | None = None  # The error that ended it.
         self.closed = False
 
     def tell(self, listener: Callable[[BaseException], None]) -> None:
-        """Call a bound method when it ends, from whichever thread that is. Its object is not kept alive."""
+        """Register a bound method to call at the end, on the thread that ends it. Its object is not kept alive."""
         self._told.append(weakref.WeakMethod(listener))
 
     def check(self) -> None:
-        """Raises unless all is well."""
+        """Raise if it has failed, or is closed."""
         if self.failure is not None:
             raise again(self.failure)
         if self.closed:
             raise StateError("collectives: the engine is closed")
 
     def end(self, error: BaseException) -> BaseException:
-        """All is over because of `error`, unless it is already; returns what it is over for."""
+        """End it with `error`, unless it has ended before; returns the error that has ended it."""
         with self._lock:
             first = self.failure is None
             if first:
@@ -44,7 +44,7 @@ class Fate:
 
 
 def again(error: BaseException) -> BaseException:
-    """The same error for another caller: an exception object carries one traceback."""
+    """A copy of the error for another caller, since an exception object carries only one traceback."""
     if isinstance(error, RankDivergenceError):
         return type(error)(*error.args)
     return RankDivergenceError(f"the ranks no longer work together since: {type(error).__name__}: {error}")
@@ -52,9 +52,9 @@ def again(error: BaseException) -> BaseException:
 
 @contextmanager
 def ranks_named(what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
-    """An error that names peers names ranks too.
+    """Inside, an error that names peers is raised again with their ranks.
 
-    `what`: they do together; `ranks`: peer -> its rank; None: peers have their ranks' numbers.
+    `what`: the common operation; `ranks`: peer -> its rank; None: the numbers of peers are ranks.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""`zero.init_distributed`: join the other ranks, however they were started."""
+"""`zero.init_distributed`: join the other ranks, with any launcher."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def init_distributed(  # noqa: PLR0913 - the signature is DeepSpeed's
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make torch's default process group, and this process's GPU the current one. An existing group is left alone.
+    """Make torch's default process group, and make this process's GPU the current one. An existing group is kept.
 
-    The ranks come from the arguments, or from the environment of torchrun, Slurm's srun or MPI. A process that nobody
-    started as one of several gets a group of one.
+    The ranks are taken from the arguments, or from the environment of torchrun, Slurm's srun or MPI. A process that was
+    not started as one of several gets a group of one.
 
     Args:
-        dist_backend: "nccl", "gloo" or another of torch's; None: NCCL on GPUs, gloo for what lies on the CPU.
+        dist_backend: "nccl", "gloo" or another backend of torch; None: NCCL on GPUs, gloo for tensors on the CPU.
         auto_mpi_discovery: look for MPI too.
-        distributed_port: of rank 0, where MASTER_PORT does not say.
+        distributed_port: of rank 0, if MASTER_PORT is not set.
         verbose: log what was found, on rank 0.
         timeout: for every wait of the group; None: DEEPSPEED_TIMEOUT minutes, else 30.
         init_method: torch's, such as "tcp://host:port"; None: MASTER_ADDR and MASTER_PORT.
         dist_init_required: False: the group has to exist already.
         config: accepted; DeepSpeed's keyword.
-        rank: of this process; -1: see above.
-        world_size: as `rank`.
+        rank: of this process; -1: from the environment.
+        world_size: number of ranks; -1: from the environment.
 
     Raises:
         ConfigError: arguments and environment are incomplete or contradict each other.
-        StateError: the ranks did not come together.
+        StateError: the ranks could not join.
     """
     if not dist.is_available():
         raise StateError("init_distributed: this torch was built without torch.distributed")
@@ -77,11 +77,10 @@ def init_distributed(  # noqa: PLR0913 - the signature is DeepSpeed's
 
 
 def join_if_started(port: int = PORT) -> None:
-    """`init_distributed` for a process that torchrun or MPI has started as one of several, if nobody has called it yet.
+    """Call `init_distributed` if torchrun or MPI has started this process as one of several, and there is no group yet.
 
-    Slurm's variables are also there in an interactive step whose other tasks run nothing: there it has to be called.
-    Raises ConfigError: the environment is incomplete or contradicts itself; StateError: the ranks did not come
-    together.
+    With Slurm the user has to call it: its variables are also set in an interactive step whose other tasks run nothing.
+    Raises ConfigError: the environment is incomplete or contradicts itself; StateError: the ranks could not join.
     """
     if not dist.is_available() or dist.is_initialized():
         return
@@ -91,10 +90,10 @@ def join_if_started(port: int = PORT) -> None:
 
 
 def join_or_stay_alone(port: int = PORT) -> None:
-    """`join_if_started`; a process that nobody has started as one of several gets a group of one.
+    """Like `join_if_started`, but a process that was not started as one of several gets a group of one.
 
-    Clients of an engine call torch.distributed right after they have made it. The group needs no port and no other
-    process, and chooses no GPU; it is torch's, so it stays until `destroy_process_group`. Raises as `join_if_started`.
+    Clients call torch.distributed right after they have made an engine. The group of one needs no port and no other
+    process, and chooses no GPU. It is torch's, so it exists until `destroy_process_group`. Raises the same errors.
     """
     join_if_started(port)
     if dist.is_available() and not dist.is_initialized():
@@ -102,9 +101,9 @@ def join_or_stay_alone(port: int = PORT) -> None:
 
 
 def choose_backend(wish: str | None) -> str:
-    """The backend of the default group. Raises ConfigError: it is not there, or has no device here.
+    """The backend of the default group. Raises ConfigError: torch does not have it, or it has no device here.
 
-    `wish`: the user's; None: the fitting one.
+    `wish`: the user's; None: the one for this machine.
     """
     kind = chosen_kind()
     if wish is None:
@@ -121,12 +120,12 @@ def choose_backend(wish: str | None) -> str:
 
 
 def parts_of(name: str) -> list[str]:
-    """The backends of "gloo", or of "cpu:gloo" and others behind commas."""
+    """The backends in "gloo", or in a list such as "cpu:gloo,cuda:nccl"."""
     return [part.rpartition(":")[2] for part in name.split(",")]
 
 
 def _given(place: RankPlace, rank: int, world_size: int, port: int) -> RankPlace:
-    """With what the caller says of rank and world size."""
+    """Take the caller's rank and world size into account."""
     if rank < 0 and world_size < 0:
         return place
     if rank < 0 or world_size < 1 or rank >= world_size:
@@ -145,7 +144,7 @@ def _given(place: RankPlace, rank: int, world_size: int, port: int) -> RankPlace
 
 
 def _take_gpu(place: RankPlace, backend: str) -> None:
-    """Each rank of a machine has a GPU of its own."""
+    """Make the GPU of this local rank the current one."""
     kind = chosen_kind()
     if kind is None:
         return
@@ -182,7 +181,7 @@ def _join(place: RankPlace, backend: str, init_method: str | None, timeout: time
             backend, init_method=init_method, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
     except (RuntimeError, ValueError) as error:
-        # ConnectionError and torch's own are RuntimeErrors; what they print names neither the rank nor the source.
+        # ConnectionError and torch's own errors are RuntimeErrors; their text names neither the rank nor the source.
         text = (str(error).splitlines() or [type(error).__name__])[0]
         hint = " (MASTER_PORT or distributed_port chooses another port)" if "in use" in str(error) else ""
         raise StateError(
@@ -192,7 +191,7 @@ def _join(place: RankPlace, backend: str, init_method: str | None, timeout: time
 
 
 def _leave_alone() -> None:
-    """The process ends: NCCL warns of a group that is left behind, and one of one rank has nobody to wait for."""
+    """Destroy a group of one at exit: NCCL warns of groups that still exist, and here no other rank must be awaited."""
     if dist.is_initialized() and dist.get_world_size() == 1:
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The process groups of one engine: how its ranks come together, and how they part when they cannot go on together."""
+"""The process groups of one engine: how its ranks open them, and how they cut them after a failure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from zero.ranks.sequence import Log
 from zero.ranks.status import Position, StatusBoard, home
 from zero.ranks.watch import Watch
 
-OPENING_SECONDS = 20.0  # For ranks that are all known to come.
+OPENING_SECONDS = 20.0  # Timeout for opening a group when all its ranks are known to take part.
 PRESENCE = struct.Struct("<q256s")
-CONNECTING_SECONDS = 10.0  # For one more connection to a store that has answered just before.
+CONNECTING_SECONDS = 10.0  # Timeout for a further connection to a store that has just answered.
 
 
 class Lines:
@@ -29,10 +29,10 @@ class Lines:
 
     Args:
         device: where NCCL's collectives run.
-        parent: whose ranks and timeout they have; None: torch's default group.
-        board: where ranks show their connections.
-        teams: the global ranks of this and of all groups like it, that open their groups at the same time; empty:
-            all ranks are in this one.
+        parent: group with their ranks and timeout; None: torch's default group.
+        board: ranks publish their connections there.
+        teams: the global ranks of this group and of all similar groups that open theirs at the same time; empty: all
+            ranks are in this one.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Lines:
         self._ends: dict[str, set[Connection]] = {}
 
     def open(self, ranks: Sequence[int], name: str) -> Any:
-        """A new group of global ranks; every rank opens the same ones in the same order, after all have met.
+        """A new group of global ranks; all ranks have met before, and open the same groups in the same order.
 
         `name`: of its backend.
         """
@@ -63,7 +63,7 @@ class Lines:
             return None
         self._handles.append(handle)
         if name == "gloo":
-            # Ranks connect by the first message at the latest.
+            # Ranks connect by the first message at the latest, so send one: then the new connections are known.
             told = torch.zeros(len(ranks), dtype=torch.uint8)
             backend.finish(backend.all_gather(told, told[:1].clone(), handle), self._fate.check)
             backend.inherit_timeout(handle, self._parent)
@@ -73,7 +73,7 @@ class Lines:
         return handle
 
     def _everywhere(self, ranks: Sequence[int]) -> list[Sequence[int]]:
-        """The same group in each team: torch makes a group only if every rank of the default group comes along."""
+        """The same group in each team: torch makes a group only if every rank of the default group calls it."""
         own = next((team for team in self._teams if ranks[0] in team), None)
         if own is None:
             return [ranks]
@@ -81,18 +81,18 @@ class Lines:
         return [[team[place] for place in places] for team in self._teams]
 
     def cut(self) -> None:
-        """End whatever is under way, here and on the ranks at the other ends."""
+        """End all collectives in flight, here and on the ranks at the other ends."""
         for name, found in self._ends.items():
             try:
                 theirs = self._board.ends(name)
                 shut(end for end in found if end.ends[::-1] in theirs)
-            except Exception:  # the board is gone: what came to be with the group is all that is known
+            except Exception:  # the board is gone: shut all connections that were made while the group opened
                 shut(found)
         for handle in self._handles:
             backend.abort(handle, self._device)
 
     def close(self) -> None:
-        """Give the groups back. Idempotent."""
+        """Destroy the groups. Idempotent."""
         for handle in reversed(self._handles):
             backend.end_group(handle)
         self._handles.clear()
@@ -108,7 +108,7 @@ def open_lines(
     deadline_seconds: float,
     teams: Sequence[Sequence[int]] = (),
 ) -> tuple[Lines, Watch, Any]:
-    """The groups, the watch and the group for meetings of an engine with several ranks. All ranks come here.
+    """The groups, the watch and the control group of an engine with several ranks. All ranks call this.
 
     Raises RankLostError: a rank has ended meanwhile.
 
@@ -118,7 +118,7 @@ def open_lines(
     rank = members.index(backend.own_rank())
     try:
         store = backend.store_of(parent)
-        engine = store.add(f"zero/engines/{rank}", 1)  # the same number on all ranks: they make engines in one order
+        engine = store.add(f"zero/engines/{rank}", 1)  # equal on all ranks: they make engines in the same order
         own = backend.own_connection(backend.keys_of(store, f"zero/{engine}"), CONNECTING_SECONDS)
         board = StatusBoard(own, rank, len(members))
         lines = Lines(device, parent, board, fate, teams)
@@ -142,7 +142,7 @@ def open_lines(
 
 
 def _roll_call(members: Sequence[int], parent: Any, fate: Fate) -> dict[int, Position]:
-    """Wait until every rank has come here. Where its process is, is known from now on, whatever the store does."""
+    """Wait for every rank. From then on its process is known, even if the store no longer answers."""
     if not backend.has_cpu(parent):
         return {}
     mine = tensor_of(PRESENCE.pack(os.getpid(), home().encode()[:256]))

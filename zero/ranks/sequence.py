@@ -1,8 +1,8 @@
-"""The agreed order: what each rank has decided to do with the others, numbered and hashed.
+"""The agreed order: the collectives that each rank has decided on, numbered and hashed.
 
-Every rank writes down each collective when it decides to do it. Ranks that run the same program write the same: equal
-hashes at equal places. Where they differ, the entries themselves tell who did what. Collectives are launched by number,
-whichever job is ready first.
+Every rank logs each collective when it decides on it. Ranks that run the same program have the same log: equal hashes
+at equal places. If the hashes differ, the entries show what each rank did. Collectives are launched in the order of
+their numbers, even if a later job is ready first.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import NamedTuple
 from zero.ranks.failure import again
 
 ENTRIES_KEPT = 2048
-DIGEST_EVERY = 64  # Every so many entries the digest is kept, to be compared while nobody waits.
+DIGEST_EVERY = 64  # Every so many entries the digest is kept, so that ranks can compare them while none waits.
 DIGESTS_KEPT = 32
 DIGEST_BYTES = 8
 
 
 class SequenceEntry(NamedTuple):
-    """One thing that all ranks do together."""
+    """One collective of all ranks."""
 
     kind: str
-    unit: int  # Index of the unit it is about; -1: none.
+    unit: int  # Index of its unit; -1: none.
     name: str
 
     def __str__(self) -> str:
@@ -43,15 +43,15 @@ class Ticket:
     kind: str
     unit: int
     name: str
-    place: int = field(default=0, repr=False)  # In the log of everything.
-    digest: bytes = field(default=b"", repr=False)  # Of everything up to and with it.
+    place: int = field(default=0, repr=False)  # In the log, which has other entries too.
+    digest: bytes = field(default=b"", repr=False)  # Of all entries up to this one, inclusive.
 
     def __str__(self) -> str:
         return str(SequenceEntry(self.kind, self.unit, self.name))
 
 
 class Log:
-    """What this rank has decided so far. Any thread."""
+    """The decisions of this rank so far. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,12 +61,12 @@ class Log:
         self._tickets = 0
 
     def add(self, kind: str, unit: int, name: str) -> tuple[int, bytes]:
-        """Write one down; returns its place and the digest of everything up to and with it."""
+        """Add an entry; returns its place and the digest of all entries up to it, inclusive."""
         with self._lock:
             return self._add(SequenceEntry(kind, unit, name))
 
     def ticket(self, kind: str, unit: int, name: str) -> Ticket:
-        """Write a collective of the mover down."""
+        """Add a collective of the mover."""
         with self._lock:
             place, digest = self._add(SequenceEntry(kind, unit, name))
             number, self._tickets = self._tickets, self._tickets + 1
@@ -78,12 +78,12 @@ class Log:
             return f"number {self.count - 1}, {self._kept[-1]}" if self._kept else "nothing"
 
     def digests(self) -> list[tuple[int, str]]:
-        """(count, digest of so many entries) at regular places, and now."""
+        """(count, digest of the first `count` entries) at regular places, and at the end."""
         with self._lock:
             return [*self._digests, (self.count, self._digest.hex())]
 
     def tail(self) -> tuple[int, list[SequenceEntry]]:
-        """(place of the first one, the last ENTRIES_KEPT of them)."""
+        """The last ENTRIES_KEPT entries, as (place of the first of them, entries)."""
         with self._lock:
             return self.count - len(self._kept), list(self._kept)
 
@@ -98,7 +98,7 @@ class Log:
 
 
 class Order:
-    """The next number to be launched, and who waits for theirs. The mover's loop only."""
+    """The next number to be launched, and the tasks that wait for their turn. The mover's loop only."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -107,7 +107,7 @@ class Order:
         self._failure: BaseException | None = None
 
     async def turn(self, number: int) -> None:
-        """Return once every smaller number has passed. Raises RankDivergenceError: what `fail` was told."""
+        """Return once every smaller number has passed. Raises RankDivergenceError: the error given to `fail`."""
         if self._failure is not None:
             raise again(self._failure)
         if number == self.next:
@@ -119,7 +119,7 @@ class Order:
             del self._waiting[number]
 
     def passed(self, number: int) -> None:
-        """It is launched, or will never be."""
+        """Mark a number as launched, or as one that will never be launched."""
         self._passed.add(number)
         while self.next in self._passed:
             self._passed.discard(self.next)
@@ -129,7 +129,7 @@ class Order:
             follower.set_result(None)
 
     def fail(self, error: BaseException) -> None:
-        """Nothing is launched any more; who waits gets `error`."""
+        """Launch nothing any more; waiting tasks raise `error`."""
         self._failure = error
         for follower in self._waiting.values():
             if not follower.done():
@@ -140,14 +140,14 @@ HEADER = struct.Struct(f"<q{DIGEST_BYTES}s")
 
 
 def pack_header(place: int, digest: bytes) -> bytes:
-    """What ranks compare: HEADER.size bytes."""
+    """The header that ranks compare: HEADER.size bytes."""
     return HEADER.pack(place, digest)
 
 
 def difference(tails: Mapping[int, tuple[int, Sequence[SequenceEntry]]]) -> str | None:
-    """Where the logs of ranks first differ, in words; None while what they share is equal.
+    """Where the logs of ranks first differ, in words; None while their common entries are equal.
 
-    `tails`: of each rank, what `Log.tail` gave there.
+    `tails`: rank -> result of its `Log.tail`.
     """
     if len(tails) < 2:
         return None

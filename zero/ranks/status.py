@@ -1,6 +1,6 @@
-"""The board on which ranks tell each other where they are: a few keys in the store of the process group.
+"""The board on which ranks publish their positions: a few keys in the store of the process group.
 
-Reading never waits for anybody: a rank that has told nothing is left out.
+A read never waits for another rank: a rank that has published nothing is left out.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WORKS, FAILED, GONE = "works", "failed", "gone"
 class Position:
     state: str = WORKS  # WORKS, FAILED, or GONE once it has closed its engine or ended.
     error: str = ""  # Why it has failed.
-    lost: bool = False  # It failed because of a rank that has left.
-    count: int = 0  # Entries of its log.
-    last: str = "nothing"  # The last of them, in words.
+    lost: bool = False  # It failed because another rank has left.
+    count: int = 0  # Number of entries in its log.
+    last: str = "nothing"  # The last entry, in words.
     digests: list[tuple[int, str]] = field(default_factory=list)  # (count, digest) at some places of its log.
     # (place, what, seconds so far) of the collectives it is in, the oldest first.
     waits: list[tuple[int, str, float]] = field(default_factory=list)
     beat: int = 0  # Grows while the process lives.
-    home: str = ""  # Where its process id means something.
+    home: str = ""  # Host and PID namespace, in which `pid` is valid.
     pid: int = 0
 
     def __str__(self) -> str:
@@ -49,8 +49,8 @@ class StatusBoard:
     """One rank's view.
 
     Args:
-        store: torch's, with keys of its own for the engine, and a connection of its own if possible.
-        world_size: ranks in all.
+        store: of torch, with a prefix for the engine's keys, and with a separate connection if possible.
+        world_size: number of all ranks.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -63,7 +63,7 @@ class StatusBoard:
         self._ask("set", f"zero/position/{self._rank}", json.dumps(asdict(position)))
 
     def positions(self, ranks: Sequence[int] | None = None) -> dict[int, Position]:
-        """Of other ranks; None: all of them."""
+        """Positions of other ranks; None: of all others."""
         wanted = [rank for rank in (range(self._world_size) if ranks is None else ranks) if rank != self._rank]
         told = self._read([f"zero/position/{rank}" for rank in wanted])
         return {rank: Position(**json.loads(text)) for rank, text in zip(wanted, told, strict=True) if text is not None}
@@ -77,12 +77,12 @@ class StatusBoard:
         return int(self._ask("add", "zero/call", 0))
 
     def tell_log(self, call: int, first: int, entries: Sequence[SequenceEntry]) -> None:
-        """Show the last entries of this rank's log, as it is after that call."""
+        """Publish the last entries of this rank's log, as an answer to that call."""
         text = json.dumps([call, first, entries])
         self._ask("set", f"zero/log/{self._rank}", zlib.compress(text.encode()))
 
     def logs(self) -> dict[int, tuple[int, int, list[SequenceEntry]]]:
-        """(call, place of the first, entries) of the ranks, this one too."""
+        """Rank -> (call, place of the first entry, entries), including this rank."""
         told = self._read([f"zero/log/{rank}" for rank in range(self._world_size)])
         logs = {rank: json.loads(zlib.decompress(text)) for rank, text in enumerate(told) if text is not None}
         return {
@@ -102,7 +102,7 @@ class StatusBoard:
         return [self._ask("get", key) if self._ask("check", [key]) else None for key in keys]
 
     def _ask(self, operation: str, *arguments: Any) -> Any:
-        """One call of the store. After one that failed there is no other: each would print the library's own woes."""
+        """One call of the store. After a failure no further call is made: each would print the library's own errors."""
         if self._silence is not None:
             raise self._silence
         try:
@@ -113,7 +113,7 @@ class StatusBoard:
 
 
 def home() -> str:
-    """Equal for processes that see each other by their ids."""
+    """Host and PID namespace: equal for processes that can see each other by process id."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -121,7 +121,7 @@ def home() -> str:
 
 
 def has_died(position: Position) -> bool:
-    """True when the process is surely gone. False says nothing."""
+    """True when the process has certainly ended. False: it is not known."""
     if not position.home or position.home != home():
         return False
     try:

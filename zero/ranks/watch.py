@@ -1,13 +1,15 @@
-"""The watch: a thread that tells the other ranks where this one is, and finds out why a wait does not end.
+"""The watch: a thread that publishes this rank's position for the others, and finds out why a wait does not end.
 
 [Note: evidence] A rank may be slow for any length of time: it loads data, computes, saves. So a long wait alone is no
-error, only worth a warning; the timeout of the process group ends it. These are proof:
-- The logs of two ranks differ at some place. Ranks never return from that, whatever they do next.
-- A rank says that it has failed, or it has closed its engine, or its process is gone, before it came so far.
-Every rank shows its position all the time, and its log when somebody asks. Who has waited for a few seconds asks.
+error, only a reason for a warning; the timeout of the process group ends it. These are proofs of an error:
+- The logs of two ranks differ at some place. Such ranks can never agree again.
+- A rank reports a failure, or has closed its engine, or its process has ended, before it reached the awaited place.
+Every rank publishes its position all the time, and its log on request. A rank requests logs when it has waited for a
+few seconds.
 
-[Note: ending a wait] gloo offers no way to give up a message. Once it is certain that it cannot come, this rank tells
-why on the board, and shuts the connections: the waits end here and on the other ranks, which look at the board then.
+[Note: ending a wait] gloo has no way to cancel a message. Once it is certain that a message cannot arrive, this rank
+publishes the reason on the board and shuts the connections: the waits end here and on the other ranks, which then look
+at the board.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from zero.ranks.status import FAILED, GONE, WORKS, Position, StatusBoard, has_di
 
 logger = logging.getLogger("zero")
 
-LOG_SECONDS = 5.0  # How long the logs of other ranks are waited for once it is certain that something is wrong.
-EVIDENCE_SECONDS = 4.0  # A lost connection may stay unexplained so long; ranks that fail tell the board first.
-COMPARE_SECONDS = 5.0  # How often digests are compared with a neighbour's while all is well.
-STORE_SECONDS = 5.0  # A store that has not answered for so long has ended.
+LOG_SECONDS = 5.0  # Limit of the wait for logs of other ranks once an error is certain.
+EVIDENCE_SECONDS = 4.0  # Limit of the search for a lost connection's reason; failing ranks write to the board first.
+COMPARE_SECONDS = 5.0  # Interval at which digests are compared with a neighbour's while there is no problem.
+STORE_SECONDS = 5.0  # A store that has not answered for so long is treated as ended.
 
 
 @dataclass(slots=True)
@@ -45,18 +47,18 @@ class Wait:
     place: int
     what: str
     since: float
-    fence: Fence = None  # Of collectives of a device: passed when it is over.
+    fence: Fence = None  # For collectives on a device: passed when the collective is done.
     warned: float = 0.0
 
 
 class Watch:
-    """Of one engine on this rank.
+    """The watch of one engine on this rank.
 
     Args:
         fate: ended with the error once there is proof.
-        world_size: ranks in all.
-        deadline_seconds: a wait is warned about after so long; the board is looked at after a tenth of it.
-        cut: called once after a failure has been told: it ends what is under way.
+        world_size: number of all ranks.
+        deadline_seconds: after so long a wait is logged as a warning; the board is read after a tenth of it.
+        cut: called once after a failure has been published: it ends the collectives in flight.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Watch:
 
     @contextlib.contextmanager
     def waiting(self, place: int, what: str) -> Iterator[Wait]:
-        """Inside, this rank is in a collective; with a fence set on what is yielded, until that is passed."""
+        """Inside, this rank is in a collective. If a fence is set on the yielded `Wait`, until the fence is passed."""
         key, wait = next(self._keys), Wait(place, what, time.monotonic())
         self._waits[key] = wait
         try:
@@ -101,7 +103,7 @@ class Watch:
                 del self._waits[key]
 
     def ask(self, error: BaseException, what: str) -> Future[BaseException]:
-        """Why did `what` fail with `error` here? The answer is the error to raise; it has ended the fate by then."""
+        """Ask why `what` failed with `error` here. The result is the error to raise; by then it has ended the fate."""
         question: Future[BaseException] = Future()
         self._questions.append((error, what, question))
         self._wake.set()
@@ -110,7 +112,7 @@ class Watch:
         return question
 
     def meet(self, others: dict[int, Position]) -> None:
-        """Where the processes of other ranks are."""
+        """Take the processes of other ranks, as found when they met."""
         self._met = others
 
     @property
@@ -124,11 +126,11 @@ class Watch:
             time.sleep(0.01)
 
     def tell_soon(self) -> None:
-        """Something has changed that others should know at once."""
+        """Publish a change at once, which other ranks should know."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Tell that this rank is gone, and end the thread. Idempotent."""
+        """Publish that this rank has left, and end the thread. Idempotent."""
         self._stopped = True
         self._wake.set()
         if self._thread is not threading.current_thread():
@@ -137,7 +139,7 @@ class Watch:
     # ---- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):  # a device that fails is told of by who waits for it
+        with contextlib.suppress(Exception):  # a failing device is reported by the thread that waits for it
             self._enter()
         while not self._stopped:
             self._wake.wait(self._patience_seconds / 3)
@@ -149,7 +151,7 @@ class Watch:
         self._answer_all()
 
     def _guarded(self) -> None:
-        """One round. A store that does not answer is a finding only for who waits for other ranks."""
+        """One round. A store that does not answer is an error only while this rank waits for other ranks."""
         try:
             self._tell()
             self._break()
@@ -163,7 +165,7 @@ class Watch:
                 self._break()
 
     def _tell(self) -> None:
-        """Show the position if it has changed, and the log if somebody has asked."""
+        """Publish the position, and the log if another rank has requested it."""
         position, failure = self._self, self._fate.failure
         now, waits = time.monotonic(), self._in_progress()
         position.state = FAILED if failure is not None else GONE if self._stopped else WORKS
@@ -188,7 +190,7 @@ class Watch:
         for key, wait in list(self._waits.items()):
             try:
                 passed = wait.fence is not None and wait.fence.query()
-            except Exception as error:  # the device has failed: no fence of it will be passed, and no other rank is why
+            except Exception as error:  # the device failed: none of its fences will be passed; no other rank is why
                 self._fate.end(
                     RankLostError(f"rank {self._rank}: {wait.what}: its device failed: {type(error).__name__}: {error}")
                 )
@@ -202,7 +204,7 @@ class Watch:
         return [wait for wait in self._in_progress() if now - wait.since > self._patience_seconds]
 
     def _look(self) -> None:
-        """Is there proof that a wait will not end, or that ranks have parted?"""
+        """Look for proof that a wait will not end, or that the ranks' logs differ."""
         now, blocked, found = time.monotonic(), self._blocked(), None
         if blocked:
             self._board.call()
@@ -219,11 +221,11 @@ class Watch:
             self._break()
 
     def _others(self) -> dict[int, Position]:
-        """Where each other rank is; one that has told nothing is where it was met, if it was."""
+        """The position of each other rank; of one that has published nothing, the position from `meet`, if any."""
         return {**self._met, **self._board.positions()}
 
     def _lost(self, positions: dict[int, Position], wait: Wait) -> RankDivergenceError | None:
-        """An error if a rank will never come to where this one waits."""
+        """An error if a rank will never reach the place where this one waits."""
         waited = time.monotonic() - wait.since
         for rank, position in positions.items():
             if position.state == FAILED:
@@ -239,11 +241,11 @@ class Watch:
     def _because(self, rank: int, position: Position, what: str) -> RankDivergenceError:
         if position.state == FAILED and position.error.startswith(("rank", "ranks")):
             kind = RankLostError if position.lost else RankDivergenceError
-            return kind(position.error)  # it names everybody already
+            return kind(position.error)  # it already names the ranks
         return RankLostError(f"rank {self._rank} waits in {what}; rank {rank} {position}")
 
     def _parted(self, positions: dict[int, Position]) -> RankDivergenceError | None:
-        """An error if logs that have been shown differ."""
+        """An error if published logs differ."""
         tails = {rank: (first, entries) for rank, (_, first, entries) in self._board.logs().items()}
         tails[self._rank] = self._log.tail()
         found = difference(tails)
@@ -291,7 +293,7 @@ class Watch:
             question.set_result(self._fate.failure or error)
 
     def _explain(self, error: BaseException, what: str) -> BaseException:
-        """Look for what is behind an error until something is found or time is up."""
+        """Look for the cause of an error until it is found or time is up."""
         if isinstance(error, RankDivergenceError):
             return self._named(f"rank {self._rank}, {what}", error)
         begin = self._others()
@@ -322,7 +324,7 @@ class Watch:
         )
 
     def _named(self, where: str, error: BaseException) -> RankDivergenceError:
-        """The error with what each rank did where their logs first differ."""
+        """The error, with the entries of each rank where the logs first differ."""
         call, end = self._board.call(), time.monotonic() + LOG_SECONDS
         tails = {}
         while True:

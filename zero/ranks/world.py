@@ -1,4 +1,4 @@
-"""How many ranks there are and which one this is."""
+"""The number of ranks, and the rank of this process."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """This rank among those of its node, as the launcher says; 0 without a launcher."""
+    """This rank's number among the ranks of its node, as the launcher says; 0 without a launcher."""
     said = os.environ.get("LOCAL_RANK", "")
     return int(said) if said.isdecimal() else 0
 
 
 def ranks_per_node() -> int | None:
-    """Ranks of this node, as the launcher says; None if it does not, or says what cannot be."""
+    """Number of ranks of this node, as the launcher says; None if it says nothing, or an impossible number."""
     if not is_distributed():
         return 1
     for name in LOCAL_SIZES:
