@@ -13,14 +13,14 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def visible_devices(slots: Sequence[int], visible: str | None, device_count: int) -> str | None:
-    """What `visible_variable` has to say for the ranks of a node; None: leave it, there is no GPU.
+    """The value of `visible_variable` for the ranks of a node; None: there is no GPU, so leave the variable alone.
 
-    Raises ConfigError: a slot beyond what is visible.
+    Raises ConfigError: a slot is not visible.
 
     Args:
-        slots: of the node; they count what is visible, from 0.
-        visible: what it says now; None if it is not set.
-        device_count: GPUs that torch sees.
+        slots: of the node; indices into the visible GPUs, from 0.
+        visible: the present value of the variable; None if it is not set.
+        device_count: number of GPUs that torch sees.
     """
     if device_count == 0:
         return None
@@ -37,14 +37,14 @@ def visible_devices(slots: Sequence[int], visible: str | None, device_count: int
 
 
 def cores_by_rank(cpus: Sequence[int], core_of: Sequence[object], ranks: int) -> tuple[list[list[int]], list[int]]:
-    """CPU numbers and number of cores for each rank: equal shares of whole cores, neighbours together.
+    """CPU numbers and number of cores for each rank: equal shares of whole, neighbouring cores.
 
     Raises ConfigError: fewer cores than ranks.
 
     Args:
-        cpus: numbers to share out.
-        core_of: of each of them, the core it is a hardware thread of.
-        ranks: on this node.
+        cpus: numbers of the CPUs to divide.
+        core_of: for each CPU, the core of which it is a hardware thread.
+        ranks: number of ranks on this node.
     """
     threads: dict[object, list[int]] = {}
     for cpu, core in sorted(zip(cpus, core_of, strict=True), key=lambda pair: pair[0]):
@@ -63,7 +63,7 @@ def cores_by_rank(cpus: Sequence[int], core_of: Sequence[object], ranks: int) ->
 def usable_cpus(wanted: Sequence[int]) -> list[int]:
     """CPU numbers that this process may use. Raises ConfigError: one of them cannot be used.
 
-    `wanted`: of the user; empty: all.
+    `wanted`: the user's choice; empty: all.
     """
     allowed = sorted(os.sched_getaffinity(0))
     missing = [cpu for cpu in wanted if cpu not in allowed]
@@ -75,7 +75,7 @@ def usable_cpus(wanted: Sequence[int]) -> list[int]:
 
 
 def core_of(cpu: int) -> str:
-    """A name of the core that a CPU is a hardware thread of."""
+    """A name for the core of which a CPU is a hardware thread."""
     try:
         return (TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text(encoding="ascii").strip()
     except OSError:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from offload.errors import ConfigError
 
-DEFAULT_HOSTFILE = "/job/hostfile"  # Read when it exists, as the deepspeed command does.
-DEFAULT_PORT = 29500  # Of a job on several nodes; on one node a free port is taken.
+DEFAULT_HOSTFILE = "/job/hostfile"  # Read if it exists, as by the deepspeed command.
+DEFAULT_PORT = 29500  # For a job on several nodes; on one node a free port is used.
 LAUNCHERS = ("pdsh", "ssh", "slurm", "mpi", "local")
 ALIASES = {"openmpi": "mpi", "nossh": "--no_ssh"}
 HYDRA = ("mpich", "mvapich", "impi")  # MPI launchers that take mpich's flags.
@@ -30,7 +30,7 @@ class Program:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags; underscores and dashes are one."""
+    """Add all flags, each with underscores and with dashes."""
 
     def add(*names: str, **more: object) -> None:
         forms = [form for name in names for form in (name, "--" + name[2:].replace("_", "-"))]
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def program_of(options: argparse.Namespace) -> Program:
-    """What each rank runs. Raises ConfigError: --module and --no_python together."""
+    """The program that each rank runs. Raises ConfigError: --module and --no_python together."""
     if options.module and options.no_python:
         raise ConfigError("--module and --no_python: expected one of them, got both; a module needs Python")
     kind = "module" if options.module else "program" if options.no_python else "script"
@@ -90,7 +90,7 @@ def program_of(options: argparse.Namespace) -> Program:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Settle aliases in place, and refuse what cannot be. Raises ConfigError: names the flag and what to do."""
+    """Resolve aliases in place, and check the flags. Raises ConfigError: names the wrong flag and the remedy."""
     for name, reason in REFUSED.items():
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name}: not available: {reason}; leave it out")

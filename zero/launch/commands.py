@@ -13,16 +13,16 @@ from zero.launch.job import Job
 
 PDSH_FANOUT = 1024
 NODE_MODULE = "zero.launch.node"
-# BatchMode: a password cannot be asked for by several at once. ServerAlive: a node that vanished is noticed.
+# BatchMode: several ssh processes cannot ask for a password at once. ServerAlive: a node that vanished is noticed.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
-# Launchers with which a node's standard input closes when the launcher ends, however it ends.
+# With these launchers a node's standard input closes whenever the launcher ends, even if it is killed.
 CONNECTED = ("ssh", "local", "pdsh")
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
     launcher: str
-    args: tuple[str, ...] = ()  # Further words for the launcher; for `local` the prefix, with {host} to be filled in.
+    args: tuple[str, ...] = ()  # Further words for the launcher; for `local` the prefix, in which {host} is replaced.
     ssh_port: int | None = None
     comment: str = ""
     account: str = ""
@@ -31,9 +31,9 @@ class Transport:
 @dataclass(frozen=True, slots=True)
 class Command:
     words: tuple[str, ...]
-    environment: Mapping[str, str]  # On top of this process's own.
-    host: str  # Which node, or all of them.
-    feeds: bool = False  # Standard input reaches the node: closing it ends the node's ranks.
+    environment: Mapping[str, str]  # Added to this process's environment.
+    host: str  # The node's host, or all hosts.
+    feeds: bool = False  # Standard input is passed to the node, so closing it ends the node's ranks.
 
 
 def torchrun_words(job: Job, node_rank: int, entry: Sequence[str], log_folder: str) -> list[str]:
@@ -43,7 +43,7 @@ def torchrun_words(job: Job, node_rank: int, entry: Sequence[str], log_folder: s
     """
     words = [f"--nproc-per-node={len(job.nodes[node_rank].slots)}", f"--max-restarts={job.max_restarts}"]
     if job.master_port is None:
-        # torchrun binds the port itself and tells the ranks: no other process can take it in between.
+        # torchrun itself binds a free port and passes it to the ranks: no other process can take it in between.
         words += ["--standalone", f"--local-addr={job.master_addr}"]
     else:
         words += [f"--nnodes={len(job.nodes)}", f"--node-rank={node_rank}"]
@@ -61,15 +61,15 @@ def node_words(job: Job, *which: str) -> list[str]:
 def build_commands(
     job: Job, transport: Transport, variables: Mapping[str, str], folder: str, *, as_root: bool = False
 ) -> list[Command]:
-    """What to start here so that every node runs its part.
+    """The commands to start here so that every node runs its part.
 
-    Raises ConfigError: a launcher that does not exist, or words for it that do not fit.
+    Raises ConfigError: the launcher is unknown, or its words are wrong.
 
     Args:
         transport: how to reach the nodes.
-        variables: what ranks get of this process's environment.
-        folder: where the program runs, on every node.
-        as_root: whether the user is root; OpenMPI asks.
+        variables: environment variables for the ranks.
+        folder: the current folder of the program on every node.
+        as_root: whether the user is root; OpenMPI needs a flag then.
     """
     job = replace(job, quiet=True, watch_stdin=transport.launcher in CONNECTED)
     if transport.launcher == "ssh":
@@ -88,7 +88,7 @@ def build_commands(
 
 
 def _shell_line(words: Sequence[str], variables: Mapping[str, str], folder: str) -> str:
-    """What a remote shell is told: go to the folder, and become the node's process."""
+    """The line for a remote shell: change to the folder, and become the node's process."""
     assignments = [f"{name}={value}" for name, value in sorted(variables.items())]
     return f"cd {shlex.quote(folder)} && exec {shlex.join(['env', *assignments, *words])}"
 
@@ -107,7 +107,7 @@ def _local(job: Job, transport: Transport, variables: Mapping[str, str], host: s
 
 
 def _pdsh(job: Job, transport: Transport, variables: Mapping[str, str], folder: str) -> Command:
-    # pdsh fills in %h, the host as it was given; every other percent sign has to be doubled.
+    # pdsh replaces %h by the host as given; every other percent sign has to be doubled.
     line = _shell_line(node_words(job, "--host", "@HOST@"), variables, folder)
     line = line.replace("%", "%%").replace("@HOST@", "%h")
     hosts = ",".join(node.host for node in job.nodes)
@@ -122,7 +122,7 @@ def _pdsh(job: Job, transport: Transport, variables: Mapping[str, str], folder: 
 def _slurm(job: Job, transport: Transport, variables: Mapping[str, str], folder: str) -> Command:
     count, hosts = len(job.nodes), ",".join(node.host for node in job.nodes)
     words = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={hosts}"]
-    # One task a node, which starts the ranks: srun must not bind it to the first core.
+    # srun starts one task on each node, and this task starts the ranks: srun must not bind it to the first core.
     words += ["--kill-on-bad-exit=1", "--cpu-bind=none", "--export=ALL", f"--chdir={folder}"]
     words += [f"--comment={transport.comment}"] if transport.comment else []
     words += [f"--account={transport.account}"] if transport.account else []
@@ -134,7 +134,7 @@ def _open_mpi(job: Job, transport: Transport, variables: Mapping[str, str], fold
     hosts = ",".join(f"{node.host}:1" for node in job.nodes)
     words = ["mpirun", *(["--allow-run-as-root"] if as_root else []), "-np", str(len(job.nodes)), "--host", hosts]
     words += ["--map-by", "ppr:1:node", "--bind-to", "none", "--wdir", folder]
-    for name in sorted(variables):  # the values travel in the environment of mpirun
+    for name in sorted(variables):  # mpirun takes the values from its own environment
         words += ["-x", name]
     words += [*transport.args, *node_words(job, "--from-launcher")]
     return Command(tuple(words), dict(variables), hosts)
@@ -145,7 +145,7 @@ def _hydra(job: Job, transport: Transport, variables: Mapping[str, str], folder:
     words = ["mpirun", "-n", str(len(job.nodes)), "-ppn", "1", "-hosts", hosts, "-wdir", folder]
     for name, value in sorted(variables.items()):
         words += ["-genv", name, value]
-    if transport.launcher == "impi":  # ranks are bound by us, or not at all
+    if transport.launcher == "impi":  # we bind the ranks ourselves, if at all
         words += ["-genv", "I_MPI_PIN", "0"]
     words += [*transport.args, *node_words(job, "--from-launcher")]
     return Command(tuple(words), {}, hosts)

@@ -9,19 +9,19 @@ from pathlib import Path
 
 from offload.errors import ConfigError
 
-# What libraries of a training job read; everything else stays on this machine.
+# Variables that libraries of a training job read; all others stay on this machine.
 PREFIXES = ("NCCL", "GLOO", "UCX", "TORCH", "PYTHON", "PYTORCH", "OMP", "MKL", "HF_", "ZERO_", "DS_", "MLFLOW", "MV2")
-# Beginnings of what a launcher further out has set for its own ranks.
+# Prefixes of variables that an outer launcher has set for its own ranks.
 OF_THIS_NODE = ("ZERO_RUN_FOLDER", "ZERO_RUN_ID", "ZERO_RANK_OPTIONS", "TORCHELASTIC_")
 SHELL_FUNCTION = "BASH_FUNC_"
 FILE_NAME = ".deepspeed_env"
-# Values stand on command lines, which all users of a machine can read.
+# Values are passed on command lines, which all users of a machine can read, so secrets are left out.
 SECRET = re.compile(r".*(TOKEN|SECRET|PASSWORD|API_KEY)")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def exported(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of these prefixes, but secrets, which `.deepspeed_env` may have."""
+    """The variables with these prefixes, except secrets; a user may put secrets into `.deepspeed_env`."""
     return {
         name: value
         for name, value in environment.items()
@@ -38,7 +38,7 @@ def find_file(environment: Mapping[str, str], here: Path, home: Path) -> Path | 
     wish = environment.get("DS_ENV_FILE", "")
     if not wish:
         return next((folder / FILE_NAME for folder in (here, home) if (folder / FILE_NAME).is_file()), None)
-    for path in (here / wish, home / wish):  # an absolute path is itself in both
+    for path in (here / wish, home / wish):  # both are `wish` itself if it is an absolute path
         if path.is_file():
             return path
     raise ConfigError(
@@ -48,16 +48,16 @@ def find_file(environment: Mapping[str, str], here: Path, home: Path) -> Path | 
 
 
 def parse_file(text: str, name: str) -> dict[str, str]:
-    """Variables of lines NAME=value; blank lines and lines that begin with # are skipped, quotes around a value go.
+    """Variables of lines NAME=value. Blank lines and lines that begin with # are skipped; quotes around values removed.
 
-    Raises ConfigError: a line is something else; names file and line.
+    Raises ConfigError: another kind of line; names file and line.
     """
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.strip().removeprefix("export ").lstrip()
         if not words or words.startswith("#"):
             continue
-        if words.startswith(SHELL_FUNCTION):  # bash exports functions under names that only it can take
+        if words.startswith(SHELL_FUNCTION):  # bash exports functions under names that only bash accepts
             continue
         key, equals, value = words.partition("=")
         if not equals or not NAME.fullmatch(key.strip()):
@@ -72,12 +72,12 @@ def parse_file(text: str, name: str) -> dict[str, str]:
 
 
 def for_other_nodes(environment: Mapping[str, str], here: Path, home: Path) -> dict[str, str]:
-    """All that ranks on other nodes get; the file wins over this process's own variables.
+    """All variables for ranks on other nodes; the file takes precedence over this process's own variables.
 
     Raises ConfigError: the file is missing or malformed.
     """
     variables = exported(environment)
-    # The program is looked for in the current folder, as it would be here.
+    # Modules are searched in the current folder there, as they are here.
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(here), environment.get("PYTHONPATH", ""))))
     path = find_file(environment, here, home)
     if path is not None:

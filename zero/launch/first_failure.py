@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-# Signals that a rank does not get because another one has failed.
+# Signals that end a rank for a reason of its own, never because another rank has failed.
 CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
-# Words in an error that a rank gets when another one is gone.
+# Words in the errors of a rank whose peer has gone.
 OF_A_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Dist(Backend|Network|Store)Error|gloo|NCCL|process group|TCPStore"
 )
 LOCAL_RANK = "--local_rank"
 ARGPARSE_STATUS = 2
-"""With which argparse ends a script, after a message of its own."""
+"""Exit status with which argparse ends a script, after its own message."""
 LAST_LINES = 5
-"""Of an error: its message, and the line of the script that it comes from."""
+"""The last lines of an error: its message, and the line of the script that raised it."""
 RULE = "=" * 72
 
 
@@ -29,14 +29,14 @@ RULE = "=" * 72
 class Failure:
     rank: int
     host: str
-    exitcode: int  # Negative: the signal that ended it.
+    exitcode: int  # Negative: the number of the signal that ended it.
     seconds: float  # Since the epoch, when it was noticed or raised.
     text: str = ""  # Traceback or message.
-    cause: str = ""  # What the kernel knows of it.
+    cause: str = ""  # The kernel's information about it.
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Smallest for what came first: what was its own fault before what follows from another's, then by time."""
+        """Smallest for the first failure: a rank's own failure before one that follows from another's, then by time."""
         crashed = self.exitcode < 0 and -self.exitcode in CRASHES
         last_line = (self.text.strip().splitlines() or [""])[-1]
         follows = not crashed and (self.exitcode == -signal.SIGTERM or bool(OF_A_PEER.search(last_line)))
@@ -54,13 +54,13 @@ class Failure:
 
 
 def from_torch(failures: Mapping[int, ProcessFailure], host: str) -> list[Failure]:
-    """The ranks of this node that failed, by torchrun's account."""
+    """The failed ranks of this node, as reported by torchrun."""
     found = []
     for rank, failure in failures.items():
         message = failure.error_file_data.get("message", "")
         extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
         text = str(extra.get("py_callstack", "")) or (message.get("message", "") if isinstance(message, dict) else "")
-        seconds = extra.get("seconds", failure.timestamp)  # torchrun's own moment is whole seconds, rounded down
+        seconds = extra.get("seconds", failure.timestamp)  # torchrun's own timestamp is in whole seconds, rounded down
         found.append(Failure(rank, host, failure.exitcode, float(seconds), text))
     return found
 
@@ -70,11 +70,11 @@ def first_of(failures: Iterable[Failure]) -> Failure:
 
 
 def describe(failure: Failure, others: int, *, local_rank: bool = True) -> str:
-    """The last words of a job.
+    """The final message of a job that failed.
 
     Args:
-        failure: what came first.
-        others: how many more ranks ended badly; they follow from it, most likely.
+        failure: the first failure.
+        others: number of further failed ranks, most likely as a consequence.
         local_rank: the scripts were given --local_rank.
     """
     head = f"zero run: rank {failure.rank} on {failure.host} failed first: {failure.ending}"
@@ -93,7 +93,7 @@ def describe(failure: Failure, others: int, *, local_rank: bool = True) -> str:
 
 
 def _of_local_rank(failure: Failure) -> bool:
-    """Whether the script may have failed for an argument that it did not expect, as where argv[1] is to be a number."""
+    """True if the script may have failed because it did not expect --local_rank, for example as argv[1]."""
     if not failure.text and not failure.cause:
         return failure.exitcode == ARGPARSE_STATUS
     return any(LOCAL_RANK in line for line in failure.text.rstrip().splitlines()[-LAST_LINES:])

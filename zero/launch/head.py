@@ -27,15 +27,15 @@ from zero.launch.job import is_remote, plan_job
 from zero.launch.node import run_node
 
 LOOK_SECONDS = 0.1
-GRACE_SECONDS = 20.0  # After a node has failed, what the others have to tell each other and end by themselves.
-END_SECONDS = 45.0  # After they were told to end: more than torchrun gives ranks that were asked from outside.
+GRACE_SECONDS = 20.0  # After a node has failed, the others have so long to exchange reports and end by themselves.
+END_SECONDS = 45.0  # After the request to end; longer than torchrun waits for ranks after a signal from outside.
 
 
 def launch(options: argparse.Namespace) -> int:
     """Run the program on all ranks of the job, or of this node with --no_ssh.
 
-    Returns the exit status: 0, or that of the first rank that failed. Raises ConfigError: a flag or file that cannot
-    be; says where, what was expected and what to do. `options`: from `zero.launch.arguments.add_arguments`.
+    Returns the exit status: 0, or the status of the first failed rank. Raises ConfigError: a wrong flag or file; says
+    where, what was expected and what to do. `options`: from `zero.launch.arguments.add_arguments`.
     """
     check(options)
     job = plan_job(options, device_count())
@@ -54,7 +54,7 @@ def launch(options: argparse.Namespace) -> int:
 def run_commands(commands: Sequence[Command]) -> int:
     """Start the commands and wait for them.
 
-    Returns 0 if all succeeded, else the status of the first that did not (128 + signal if one ended it). Raises
+    Returns 0 if all succeeded, else the status of the first that failed (128 + signal if a signal ended it). Raises
     ConfigError: the launcher's program is not installed here.
     """
     children: list[subprocess.Popen[bytes]] = []
@@ -70,7 +70,7 @@ def run_commands(commands: Sequence[Command]) -> int:
 def _start(command: Command) -> subprocess.Popen[bytes]:
     launcher = os.getpid()
     try:
-        # A session of its own: what the terminal sends comes here, and is passed on in order.
+        # A new session, so that signals of the terminal reach only this process, which then ends the nodes in order.
         return subprocess.Popen(
             command.words,
             env={**os.environ, **command.environment},
@@ -96,7 +96,7 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], commands: Sequence[Comman
                 deadline = time.monotonic() + GRACE_SECONDS
         if asked and not told:
             status, deadline = status or 128 + asked[0], time.monotonic()
-        if time.monotonic() >= deadline or len(asked) > 1:  # asked again: at once
+        if time.monotonic() >= deadline or len(asked) > 1:  # a second signal: at once
             end = _kill if told else _tell_to_end
             end(list(watched))
             told, deadline = True, time.monotonic() + END_SECONDS
@@ -105,7 +105,7 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], commands: Sequence[Comman
 
 
 def _say_if_lost(child: subprocess.Popen[bytes], command: Command) -> None:
-    """The node itself has had no chance to say anything."""
+    """Report a node whose process was killed or lost, since the node itself could not report it."""
     code = child.returncode
     if code < 0 or (code == 255 and command.words[0] == "ssh"):
         ending = f"signal {-code}" if code < 0 else f"status {code} of ssh"
@@ -133,7 +133,7 @@ def _kill(children: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The signals that have asked this process to end, instead of ending it."""
+    """Inside, signals do not end this process but are collected in the yielded list."""
     asked: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -16,16 +16,16 @@ FILTER = "HOST or HOST:SLOT,SLOT, several joined by @, such as worker-1@worker-2
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine of the job; its place in the list of nodes is its node rank."""
+    """One machine of the job; its position in the list of nodes is its node rank."""
 
     host: str
-    slots: tuple[int, ...]  # One rank each; with GPUs a slot is the number of a visible one.
+    slots: tuple[int, ...]  # One rank for each slot; with GPUs a slot is the number of a visible GPU.
 
 
 def read_hostfile(path: str | Path) -> dict[str, int]:
     """Slots by host, in the order of the file.
 
-    Raises ConfigError: no such file, or a bad line; names file, line, what was expected and what to do.
+    Raises ConfigError: no such file, or a bad line; names file, line, the expected form and the remedy.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
 def parse_hostfile(text: str, name: str) -> dict[str, int]:
     """Slots by host. Raises ConfigError: a malformed line, a host twice, no slots, or no host at all.
 
-    `text`: lines of HOST slots=N; blank lines and what follows a # are skipped. `name`: of the file, for errors.
+    `text`: lines of HOST slots=N; blank lines and text after a # are skipped. `name`: of the file, for errors.
     """
     slots: dict[str, int] = {}
     seen: dict[str, int] = {}
@@ -81,7 +81,7 @@ def choose(
 
     Args:
         include: NODE[@NODE...] with NODE = HOST[:SLOT[,SLOT...]]; empty takes everything.
-        exclude: the same, of what is left out.
+        exclude: the same form, for hosts and slots to leave out.
         pool_name: where the hosts come from, for errors.
     """
     if include and exclude:

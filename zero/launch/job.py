@@ -29,25 +29,25 @@ class Job:
     nodes: tuple[Node, ...]
     program: Program
     master_addr: str = LOOPBACK
-    master_port: int | None = None  # None: one node, which finds a free one.
-    cores: tuple[int, ...] | None = None  # Shared by a node's ranks; None: not bound, (): all that may be used.
+    master_port: int | None = None  # None: a single node, which finds a free port.
+    cores: tuple[int, ...] | None = None  # Divided among a node's ranks; None: not bound, (): all usable cores.
     max_restarts: int = 0
     log_folder: str | None = None
-    watch_stdin: bool = False  # End when standard input closes: then whoever started the node is gone.
-    quiet: bool = False  # All nodes print to one terminal, so only node 0 says at the end what failed.
+    watch_stdin: bool = False  # End when standard input closes: then the process that started the node is gone.
+    quiet: bool = False  # All nodes print to one terminal, so only node 0 reports failures at the end.
 
     @property
     def ranks(self) -> int:
-        """Of all nodes together."""
+        """Number of ranks on all nodes together."""
         return sum(len(node.slots) for node in self.nodes)
 
     def to_word(self) -> str:
-        """The job as one word without blanks, quotes or percent signs, which every shell leaves alone."""
+        """The job as one word without blanks, quotes or percent signs, which no shell changes."""
         return base64.urlsafe_b64encode(json.dumps(dataclasses.asdict(self)).encode()).decode()
 
     @staticmethod
     def from_word(word: str) -> Job:
-        """The inverse of `to_word`. Raises ConfigError: it is something else."""
+        """The inverse of `to_word`. Raises ConfigError: it is no such word."""
         try:
             values: dict[str, Any] = json.loads(base64.urlsafe_b64decode(word.encode()))
             values["nodes"] = tuple(Node(node["host"], tuple(node["slots"])) for node in values["nodes"])
@@ -62,9 +62,9 @@ class Job:
 
 
 def plan_job(options: argparse.Namespace, device_count: int) -> Job:
-    """Who runs where. Raises ConfigError: a flag or a file that cannot be; says what to do.
+    """Plan the ranks of all nodes. Raises ConfigError: a wrong flag or file; says what to do.
 
-    `device_count`: GPUs that this machine shows; 0 on a CPU-only machine.
+    `device_count`: number of visible GPUs on this machine; 0 on a CPU-only machine.
     """
     pool, name = _pool(options, device_count)
     nodes = choose(pool, options.include, options.exclude, name)

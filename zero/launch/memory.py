@@ -20,13 +20,13 @@ class MemoryState:
 
     name: str
     limit_bytes: int | None  # None: no limit here.
-    peak_bytes: int | None  # The most that was in use; None: not told.
-    kills: int  # Processes killed for memory since it exists.
-    hits: int  # How often the limit was hit.
+    peak_bytes: int | None  # Highest use so far; None: not known.
+    kills: int  # Number of processes killed for memory since it exists.
+    hits: int  # Number of times that the limit was hit.
 
 
 def read_states(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[MemoryState]:
-    """The memory cgroups of this process, innermost first, then the machine. What cannot be read is left out."""
+    """The memory cgroups of this process, innermost first, then the machine. Unreadable cgroups are left out."""
     groups = memory_groups(proc, cgroups)
     states = [(_read_v2 if is_v2 else _read_v1)(folder, mount) for folder, mount, is_v2 in groups]
     return [*(state for state in states if state is not None), _machine(proc)]
@@ -53,7 +53,7 @@ def _read_v2(folder: Path, mount: Path) -> MemoryState | None:
     peak = _number(folder / "memory.peak")
     return MemoryState(
         f"cgroup /{folder.relative_to(mount)}".replace("/.", "/"),
-        _number(folder / "memory.max"),  # the word "max" is no number
+        _number(folder / "memory.max"),  # the word "max" is no number, and means no limit
         peak if peak is not None else _number(folder / "memory.current"),
         events.get("oom_kill", 0),
         events.get("max", 0),
@@ -74,7 +74,7 @@ def _number(path: Path) -> int | None:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Lines of a name and a number, and whatever follows."""
+    """Read lines of a name and a number; the rest of a line is ignored."""
     try:
         lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
     except (OSError, ValueError):
@@ -83,7 +83,7 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def planned_bytes(plans: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """Host memory that the ranks of a node have planned, with what they held before; None if no plan is known."""
+    """Host memory planned by the ranks of a node, plus the memory that they held before; None if no plan is known."""
     try:
         return sum(int(plan["host_bytes"]) + int(plan["baseline_bytes"]) for plan in plans.values()) if plans else None
     except (KeyError, TypeError, ValueError):
@@ -93,15 +93,15 @@ def planned_bytes(plans: Mapping[int, Mapping[str, Any]]) -> int | None:
 def explain_kill(
     before: Sequence[MemoryState], after: Sequence[MemoryState], plans: Mapping[int, Mapping[str, Any]]
 ) -> str:
-    """Why a rank on this node got SIGKILL, as far as the kernel tells.
+    """Why a rank on this node got SIGKILL, as far as the kernel knows.
 
     Args:
-        before: when the ranks were started.
-        after: now.
-        plans: by rank of this node, what each engine has planned.
+        before: states when the ranks were started.
+        after: states now.
+        plans: rank of this node -> plan of its engine.
     """
     first = {state.name: state for state in before}
-    # The machine counts everybody's kills, so it is believed only where no cgroup tells.
+    # The machine counts the kills of all processes, so its count is used only if no cgroup has one.
     told = [state for state in after if state.name in first and state is not after[-1]] or after[-1:]
     kills = sum(state.kills - first[state.name].kills for state in told if state.name in first)
     planned = planned_bytes(plans)
@@ -123,7 +123,7 @@ def explain_kill(
 
 
 def _tightest(first: Mapping[str, MemoryState], after: Sequence[MemoryState]) -> MemoryState:
-    """The place whose limit was reached; if it was none, the machine's memory was."""
+    """The place whose limit was reached; the machine if no cgroup's limit was."""
 
     def was_hit(state: MemoryState) -> bool:
         before = first.get(state.name)

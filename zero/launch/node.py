@@ -38,15 +38,15 @@ from zero.launch.reaper import RUN_ID, Reaper
 
 RANK_FILE = Path(__file__).with_name("rank.py")
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # Signals that torchrun takes over.
-# Where launchers that start one process a node say which one it is.
+# Variables in which launchers that start one process on each node give the node's number.
 FROM_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_RANKID", "SLURM_PROCID")
 
 
 def run_node(job: Job, node_rank: int) -> int:
-    """Start this node's ranks and stay until they have ended.
+    """Start this node's ranks and wait until they have ended.
 
-    Returns the exit status: 0, the first failed rank's, or 128 + signal. Raises ConfigError: the node does not have
-    what it should: GPUs, cores, the port.
+    Returns the exit status: 0, the first failed rank's, or 128 + signal. Raises ConfigError: the node lacks the GPUs or
+    cores of the job, or its port is not free.
     """
     run_id = uuid.uuid4().hex
     with (
@@ -98,7 +98,7 @@ def _with_cause(failure: Failure, before: Sequence[MemoryState], folder: Path) -
 
 
 def _report(job: Job, node_rank: int, peers: Peers | None, own: Failure | None, more: int, status: int) -> int:
-    """Print what failed first, of all nodes, once; the exit status of this node."""
+    """Print the first failure of all nodes, once. Returns the exit status of this node."""
     known, further = ([own] if own else []), more if own else 0
     settled = peers.settle(own, more) if peers is not None else None
     if settled is not None:
@@ -119,9 +119,9 @@ def _name(job: Job, node_rank: int) -> str:
 
 
 def _end_ranks(reaper: Reaper) -> None:
-    """Another node has failed: end this one's ranks as torchrun does on SIGTERM, but soon.
+    """After a failure of another node: end this node's ranks as torchrun does on SIGTERM, but with a shorter limit.
 
-    When torchrun ends them already, they have failed themselves, and it must live to tell.
+    If torchrun is already ending them, a rank of this node has failed, and torchrun must live on to report it.
     """
     if reaper.is_ending:
         return
@@ -130,7 +130,7 @@ def _end_ranks(reaper: Reaper) -> None:
 
 
 def _watch_stdin() -> None:
-    """End this node's ranks when whoever started it goes. The ranks get an empty standard input."""
+    """End this node's ranks when the process that started it ends. The ranks get an empty standard input."""
     mine = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -147,7 +147,7 @@ def _watch_stdin() -> None:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
-    """Until torchrun handles signals, they just end this process, also while it waits for other nodes."""
+    """Until torchrun handles signals, let them end this process, also while it waits for other nodes."""
     before = {kind: signal.getsignal(kind) for kind in HANDLED}
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -159,7 +159,7 @@ def _signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(job: Job, node_rank: int, run_id: str, folder: str) -> Iterator[None]:
-    """What ranks inherit, in this process's environment; as it was afterwards."""
+    """Inside, this process's environment is the one for ranks to inherit; afterwards it is restored."""
     slots = job.nodes[node_rank].slots
     cpus = usable_cpus(job.cores or ())
     cores, threads = None, [0] * len(slots)
@@ -179,7 +179,7 @@ def _environment(job: Job, node_rank: int, run_id: str, folder: str) -> Iterator
     if visible is not None:
         os.environ[variable] = visible
     if job.cores is None:
-        # torchrun would take 1 for several ranks; an update on the CPU wants the node's cores.
+        # torchrun would set 1 for several ranks, but updates on the CPU need all cores of the node.
         share = max(len({core_of(cpu) for cpu in cpus}) // len(slots), 1)
         os.environ.setdefault("OMP_NUM_THREADS", str(share))
     os.environ.update({OPTIONS: json.dumps(options), RUN_ID: run_id, FOLDER: folder})
@@ -191,13 +191,13 @@ def _environment(job: Job, node_rank: int, run_id: str, folder: str) -> Iterator
 
 
 def which_node(job: Job, options: argparse.Namespace) -> int:
-    """The node that this process is. Raises ConfigError: it is none of the job's."""
+    """The node rank of this process. Raises ConfigError: it is no node of the job."""
     hosts = [node.host for node in job.nodes]
     if options.host is not None:
         if options.host not in hosts:
             raise ConfigError(f"zero.launch.node: expected a host of {', '.join(hosts)}, got {options.host!r}")
         return hosts.index(options.host)
-    if os.environ.get("SLURMD_NODENAME") in hosts:  # slurm sorts its nodes, the hostfile need not be sorted
+    if os.environ.get("SLURMD_NODENAME") in hosts:  # slurm sorts its nodes, but the hostfile need not be sorted
         return hosts.index(os.environ["SLURMD_NODENAME"])
     number = next((os.environ[name] for name in FROM_LAUNCHERS if os.environ.get(name, "").isdigit()), None)
     if number is None or int(number) >= len(hosts):
@@ -209,7 +209,7 @@ def which_node(job: Job, options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """What a launcher starts on a node; the exit status."""
+    """The process that a launcher starts on a node. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m zero.launch.node", description=(__doc__ or "").splitlines()[0])
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--host", help="this node's name in the job")

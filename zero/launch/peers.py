@@ -21,16 +21,16 @@ from zero.launch.first_failure import Failure
 from zero.launch.job import Job
 
 LOOK_SECONDS = 0.5
-SETTLE_SECONDS = 10.0  # How long nodes wait for each other's reports.
+SETTLE_SECONDS = 10.0  # Nodes wait so long for each other's reports.
 MEET_SECONDS = 600  # As long as torchrun waits for all nodes.
-LOST_SECONDS = 3.0  # After the store has gone, what the ranks get to end by themselves.
+LOST_SECONDS = 3.0  # After the store has gone, the ranks have so long to end by themselves.
 FAILED, DONE, READ = "zero/failed", "zero/done", "zero/read"
 
 
 class Peers:
-    """This node's view of the others. Raises ConfigError: the port is taken, or node 0 is not there in time.
+    """This node's view of the others. Raises ConfigError: the port is in use, or node 0 does not appear in time.
 
-    `job`: on several nodes.
+    `job`: must have several nodes.
     """
 
     def __init__(self, job: Job, node_rank: int) -> None:
@@ -45,7 +45,7 @@ class Peers:
                 node_rank == 0,
                 timedelta(seconds=MEET_SECONDS),
                 wait_for_workers=False,
-                multi_tenant=True,  # torchrun makes its own of the same server
+                multi_tenant=True,  # torchrun opens its own store on the same server
             )
         except DistNetworkError as error:
             if node_rank == 0:
@@ -59,7 +59,7 @@ class Peers:
             ) from error
 
     def watch(self, end: Callable[[], None]) -> None:
-        """Call `end` from a thread once another node has failed, or node 0 is gone."""
+        """Call `end` on a separate thread once another node has failed, or node 0 is gone."""
         threading.Thread(target=self._watch, args=(end,), name="zero-peers", daemon=True).start()
 
     def _watch(self, end: Callable[[], None]) -> None:
@@ -75,7 +75,7 @@ class Peers:
             return
 
     def ended(self) -> None:
-        """This node's ranks have ended, well or not: nobody has to be told to end them any more."""
+        """This node's ranks have ended or failed, so `end` need not be called any more."""
         self._over.set()
 
     def settle(self, own: Failure | None, more: int) -> tuple[list[Failure], int] | None:
@@ -83,7 +83,7 @@ class Peers:
 
         Returns all nodes' first failures and the number of further ones; None when the store is gone.
 
-        `own`: this node's first one; None if it has none. `more`: how many further ranks of it have failed.
+        `own`: this node's first failure; None if it has none. `more`: number of its further failed ranks.
         """
         count = len(self._job.nodes)
         try:
@@ -99,7 +99,7 @@ class Peers:
                     found.append(Failure(**told["first"]))
                     further += told["more"]
             self._store.add(READ, 1)
-            if self._node_rank == 0:  # the store goes with this process
+            if self._node_rank == 0:  # the store ends with this process
                 self._wait_for(READ, count)
             return found, further
         except (DistError, RuntimeError, ValueError):

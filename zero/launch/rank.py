@@ -29,13 +29,13 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def prepare(options: dict[str, Any], environment: dict[str, str]) -> None:
-    """Set what belongs to this process: its end, its cores, and the names that DeepSpeed gives the ranks' numbers."""
+    """Prepare this process: it dies with the launcher, keeps to its cores, and has DeepSpeed's rank variables."""
     _tie_to_launcher(int(options["launcher"]))
     local_rank = int(environment["LOCAL_RANK"])
     if options["cores"] is not None:
         cores: list[int] = options["cores"][local_rank]
         os.sched_setaffinity(0, cores)
-        if not options["threads_said"]:  # torchrun has said 1 by now
+        if not options["threads_said"]:  # torchrun has set it to 1 by now
             environment["OMP_NUM_THREADS"] = str(options["threads"][local_rank])
     environment["LOCAL_SIZE"] = environment["LOCAL_WORLD_SIZE"]
     environment["CROSS_RANK"] = environment["GROUP_RANK"]
@@ -53,7 +53,7 @@ def _tie_to_launcher(launcher: int) -> None:
 
 
 def run(kind: str, words: list[str]) -> None:
-    """Run the program in this interpreter, or become it. `kind`: script, module or program."""
+    """Run the program in this interpreter, or replace this process by it. `kind`: script, module or program."""
     if kind == "program":
         try:
             os.execvp(words[0], words)
@@ -71,9 +71,9 @@ def run(kind: str, words: list[str]) -> None:
 
 
 def leave_error(error: BaseException, trace: TracebackType | None) -> bool:
-    """Write the exception where torchrun looks for it, in its form, with the moment in fractions of a second.
+    """Write the exception into torchrun's error file, in its form, with the time in fractions of a second.
 
-    False: the launcher will not find it.
+    Returns False if the launcher will not find it.
     """
     path = os.environ.get(ERROR_FILE)
     if not path:
@@ -90,16 +90,19 @@ def leave_error(error: BaseException, trace: TracebackType | None) -> bool:
 
 
 def tell(error: BaseException, trace: TracebackType | None, *, left: bool) -> None:
-    """In one line where the launcher shows the traceback of whoever failed first; hooks of the program run."""
+    """Run the program's exception hook, and print the error.
+
+    If the traceback was `left` to the launcher, which shows the first failed rank's, print one line only.
+    """
     with contextlib.redirect_stderr(io.StringIO() if left else sys.stderr):
         sys.excepthook(type(error), error.with_traceback(trace), trace)
     if left:
         last = "".join(traceback.format_exception_only(type(error), error)).strip()
-        sys.stderr.write(f"[rank{os.environ['RANK']}] {last}\n")  # at once, so that ranks do not share a line
+        sys.stderr.write(f"[rank{os.environ['RANK']}] {last}\n")  # one write, so that lines of several ranks do not mix
 
 
 def of_program(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that is not this module's and not that of running a program."""
+    """The part of a traceback below the frames of this module and of `runpy`."""
     ours = {__file__, runpy.__file__, "<frozen runpy>"}
     kept = trace
     while kept is not None and kept.tb_frame.f_code.co_filename in ours:

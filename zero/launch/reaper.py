@@ -10,17 +10,17 @@ import threading
 import psutil
 
 RUN_ID = "ZERO_RUN_ID"  # Environment variable that all processes of a node's run inherit.
-KILL_AFTER_SECONDS = 5.0  # How long ranks have to end after another one has failed; torchrun alone would give them 30.
+KILL_AFTER_SECONDS = 5.0  # Ranks have so long to end after another one has failed; torchrun alone would wait 30.
 TORCHRUN_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 AGENT_LOGGER = "torch.distributed.elastic.agent.server.api"
 
 
 class Reaper(logging.Handler):
-    """Kills what is left of a run.
+    """Kills the remaining processes of a run.
 
-    It listens to torchrun, which says when it asks ranks to end. When the user or a scheduler asked, ranks have as long
-    as torchrun gives them (TORCH_ELASTIC_SHUTDOWN_TIMEOUT): they may be writing a checkpoint. `run_id`: value of RUN_ID
-    in the environment of the run's processes.
+    It reads torchrun's log, which shows when torchrun ends ranks. If a user or scheduler has asked for the end, ranks
+    keep the time that torchrun gives them (TORCH_ELASTIC_SHUTDOWN_TIMEOUT), since they may be writing a checkpoint.
+    `run_id`: value of RUN_ID in the environment of the run's processes.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -47,7 +47,7 @@ class Reaper(logging.Handler):
             self.arm()
 
     def arm(self) -> None:
-        """Give the processes that run now KILL_AFTER_SECONDS; later ones, of a restart, are not meant."""
+        """Kill the processes that run now after KILL_AFTER_SECONDS, but not later ones, which belong to a restart."""
         if self._timer is not None and self._timer.is_alive():
             return
         self._timer = threading.Timer(KILL_AFTER_SECONDS, kill, args=(processes_of(self._run_id),))
@@ -72,7 +72,7 @@ def processes_of(run_id: str) -> list[psutil.Process]:
 
 
 def kill(processes: list[psutil.Process]) -> None:
-    """SIGKILL those that still run; psutil knows a process id that was given anew."""
+    """SIGKILL the processes that still run; psutil notices if a process id has been reused."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
