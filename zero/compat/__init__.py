@@ -1,1 +1,1 @@
-"""Other libraries' names for what is here."""
+"""The names of other libraries for functions of this one."""

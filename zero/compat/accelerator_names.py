@@ -17,7 +17,7 @@ from zero.ranks import world
 
 
 def _tensor_type(dtype: torch.dtype) -> Any:
-    """A property: a constructor of tensors of that type on the current device."""
+    """A property that gives a constructor of tensors of that dtype on the current device."""
 
     def read(self: Accelerator) -> Callable[..., Tensor]:
         def make(*args: Any) -> Tensor:
@@ -31,7 +31,7 @@ def _tensor_type(dtype: torch.dtype) -> Any:
 
 
 def _count(name: str, meaning: str) -> Callable[..., int]:
-    """A method: one of torch's counters of bytes."""
+    """A method that reads one of torch's counters of bytes."""
 
     def count(self: Accelerator, device_index: Any = None) -> int:
         if self._name == "cpu":
@@ -43,7 +43,7 @@ def _count(name: str, meaning: str) -> Callable[..., int]:
 
 
 class Accelerator:
-    """What this process computes on. `kind`: "cpu", or the name of one of `offload.accelerator.KINDS`."""
+    """The device that this process computes on. `kind`: "cpu", or a name of `offload.accelerator.KINDS`."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind
@@ -52,20 +52,20 @@ class Accelerator:
         self._compile_backend = "inductor"
 
     def __getattr__(self, name: str) -> Any:
-        """Streams, events, generators, memory counters and the rest are torch's own, where it has them."""
+        """Streams, events, generators, memory counters and all other names are those of torch's device module."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.__dict__["_module"], name)
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Such as cpu, cuda or cuda:1; the CPU has no numbers."""
+        """The device's name, such as cpu, cuda or cuda:1; the CPU has no number."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def current_device_name(self) -> str:
         return "cpu" if self._name == "cpu" else f"{self._name}:{self._module.current_device()}"
 
     def current_device(self) -> Any:
-        """The current device, good for `tensor.to`: a number on GPUs, "cpu" without."""
+        """The current device, as `tensor.to` takes it: a number with GPUs, "cpu" without."""
         return "cpu" if self._name == "cpu" else self._module.current_device()
 
     def _index(self, device_index: Any) -> Any:
@@ -75,23 +75,23 @@ class Accelerator:
         return self._module.device(device_index)
 
     def set_device(self, device_index: Any) -> None:
-        """Make it the current one; nothing on the CPU."""
+        """Make it the current device; does nothing on the CPU."""
         if self._name != "cpu":
             self._module.set_device(device_index)
 
     def device_count(self) -> int:
-        """GPUs; on the CPU the ranks this node is said to have (LOCAL_SIZE, LOCAL_WORLD_SIZE), else 1."""
+        """Number of GPUs; on the CPU the node's number of ranks (LOCAL_SIZE, LOCAL_WORLD_SIZE), else 1."""
         if self._name != "cpu":
             return int(self._module.device_count())
         said = [text for name in reversed(world.LOCAL_SIZES) if (text := os.environ.get(name, "")).isdecimal()]
         return max(int(said[0]), 1) if said else 1
 
     def is_available(self) -> bool:
-        """True: it was chosen because it is there."""
+        """True, since only an available accelerator is chosen."""
         return True
 
     def is_synchronized_device(self) -> bool:
-        """True when operations are complete as they return."""
+        """True when operations are complete when they return."""
         return self._name == "cpu"
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
@@ -101,11 +101,11 @@ class Accelerator:
             self._module.synchronize(device_index)
 
     def communication_backend_name(self) -> str:
-        """That of the device's kind, nccl say, or gloo on the CPU."""
+        """The backend of the device's kind, such as nccl; gloo on the CPU."""
         return self._communication_backend_name
 
     def communication_backend_version(self) -> Any:
-        """Of NCCL; None on the CPU."""
+        """NCCL's version; None on the CPU."""
         return None if self._name == "cpu" else self._module.nccl.version()
 
     def is_triton_supported(self) -> bool:
@@ -206,11 +206,11 @@ class Accelerator:
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """The tensor in page-locked memory; itself on the CPU."""
+        """The tensor in pinned memory; on the CPU the tensor itself."""
         return tensor if self._name == "cpu" else tensor.pin_memory()
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether the tensor counts as page-locked: on the CPU all do."""
+        """True if the tensor counts as pinned; on the CPU every host tensor does."""
         return tensor.device.type == "cpu" if self._name == "cpu" else bool(tensor.is_pinned())
 
     def visible_devices_envs(self) -> list[str]:
@@ -221,7 +221,7 @@ class Accelerator:
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
     def export_envs(self) -> list[str]:
-        """Beginnings of variables that go to other nodes besides the launcher's own."""
+        """Prefixes of the environment variables that are exported to other nodes, besides the launcher's own."""
         return [] if self._name == "cpu" else [self._communication_backend_name.upper()]
 
     def get_compile_backend(self) -> str:
@@ -237,7 +237,7 @@ def _accelerator(kind: str) -> Accelerator:
 
 
 def get_accelerator() -> Accelerator:
-    """Of this process; the same object each time. Nothing is initialised by asking."""
+    """The accelerator of this process, always the same object. The call initialises nothing."""
     kind = chosen_kind()
     return _accelerator(HOST.type if kind is None else kind.name)
 

@@ -1,6 +1,6 @@
-"""`AsyncIOBuilder().load()`: DeepSpeed's handle of asynchronous I/O, on the I/O engine of this library.
+"""`AsyncIOBuilder().load()`: DeepSpeed's handle for asynchronous I/O, on the I/O engine of this library.
 
-Errors are errors: what DeepSpeed reports as -1, or not at all, raises StorageError, which is an OSError.
+A failure raises StorageError, which is an OSError, even where DeepSpeed returns -1 or reports nothing.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ THREADS_MAX = 64
 
 
 class aio_handle:
-    """Reads and writes tensors from and to files.
+    """Reads tensors from files and writes them.
 
-    Raises ConfigError, a ValueError: a number out of range.
+    Raises ConfigError, a ValueError: a number is out of range.
 
     Args:
         block_size: [bytes] of a request; the engine rounds it up to a page.
         queue_depth: requests in flight.
         single_submit: one system call per request.
-        overlap_events: False: a request starts when earlier ones have ended.
-        intra_op_parallelism: threads, where the backend has any.
+        overlap_events: False: a request starts only when earlier ones have ended.
+        intra_op_parallelism: number of threads, if the backend has any.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class aio_handle:
         return self._given[4]
 
     def get_alignment(self) -> int:
-        """Bytes: sizes, offsets and addresses that are multiples bypass the page cache; others work too."""
+        """Alignment in bytes: aligned sizes, offsets and addresses bypass the page cache; others work too."""
         return PAGE_BYTES
 
     def read(self, buffer: torch.Tensor, filename: str, validate: bool, file_offset: int = 0) -> int:
@@ -75,12 +75,12 @@ class aio_handle:
         return 0
 
     def pread(self, buffer: torch.Tensor, filename: str, validate: bool, run_async: bool, file_offset: int = 0) -> int:
-        """As `read`. `run_async`: return 0 at once, to be waited for; else as `wait`. `validate`: read and compare."""
+        """Like `read`. `run_async`: return 0 at once, without `wait`; else like `wait`. `validate`: reread, compare."""
         self._files.start("read", buffer, filename, file_offset, validate=validate)
         return 0 if run_async else self.wait()
 
     def pwrite(self, buffer: torch.Tensor, filename: str, validate: bool, run_async: bool, file_offset: int = 0) -> int:
-        """As `pread`, for a write."""
+        """Like `pread`, for a write."""
         self._files.start("write", buffer, filename, file_offset, validate=validate)
         return 0 if run_async else self.wait()
 
@@ -94,18 +94,18 @@ class aio_handle:
         return self.pread(buffer, filename, False, True, file_offset)
 
     def async_pwrite(self, buffer: torch.Tensor, filename: Where, file_offset: int = 0) -> int:
-        """As `pwrite`; `filename` may be an open descriptor, which stays open."""
+        """Like `pwrite`; `filename` may be an open descriptor, which stays open."""
         self._files.start("write", buffer, filename, file_offset)
         return 0
 
     def wait(self) -> int:
-        """Wait for all transfers that were started; how many they were. Raises StorageError: the first that failed."""
+        """Wait for all started transfers. Returns their number. Raises StorageError: the first that failed."""
         return self._files.wait()
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Page-aligned host memory, 1-D, of the example's dtype; pinned where there is a GPU. Raises BudgetError."""
+        """Page-aligned host memory, 1-D, with the example's dtype; pinned if there is a GPU. Raises BudgetError."""
         return self._files.new_memory(num_elem, example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """False: it is no tensor of `new_cpu_locked_tensor`. Memory goes with the last tensor that looks at it."""
+        """False: it is no tensor of `new_cpu_locked_tensor`. The memory is freed with the last tensor that views it."""
         return self._files.free_memory(tensor)

@@ -1,7 +1,7 @@
-"""DeepSpeed's own files of a checkpoint, for clients that look into them; of a checkpoint of ours, made when asked for.
+"""DeepSpeed's files of a checkpoint, for clients that read them; for a checkpoint of ours they are made on request.
 
-Lightning's converter takes the ZeRO stage and the client state from there. Ours has neither file, so it gets one that
-says as much, in a folder that goes when the process ends.
+Lightning's converter reads the ZeRO stage and the client state from them. Our checkpoint has no such files, so it gets
+files with this content, in a temporary folder that is removed when the process ends.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) 
 def get_optim_files(checkpoint_dir: Folder) -> list[str]:
     """Files of optimizer states in the folder of a tag, in the order of the ranks.
 
-    Of a checkpoint of ours one file, which has the stage and no states. Raises FileNotFoundError: it is no folder of a
-    checkpoint; ConfigError: it is damaged.
+    For a checkpoint of ours: one file, with the stage but no states. Raises FileNotFoundError: it is not the folder of
+    a checkpoint; ConfigError: it is damaged.
     """
     return _files(checkpoint_dir, OPTIM_FILE_SUFFIX)
 
 
 def get_model_state_files(checkpoint_dir: Folder) -> list[str]:
-    """The same for the files of model states; ours has the client state and no weights."""
+    """Like `get_optim_files`, for files of model states; ours has the client state but no weights."""
     return _files(checkpoint_dir, MODEL_FILE_SUFFIX)
 
 
 def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
-    """The first rank's file of model states. Raises as `get_optim_files`."""
+    """The first rank's file of model states. Raises the same errors as `get_optim_files`."""
     name = get_model_ckpt_name_for_rank(str(checkpoint_dir), "00")
     if zero_stage == 3:
         name = os.path.join(checkpoint_dir, f"zero_pp_rank_0_{os.path.basename(name)}")
@@ -92,9 +92,9 @@ def _shown(folder: Path, suffix: str) -> str:
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """The tree with a detached copy of each tensor; the same tensor twice becomes one copy.
+    """The tree with a detached copy of each tensor; a tensor that occurs twice is copied once.
 
-    `item`: a tensor, or lists, tuples and dicts of such; dicts keep their type. Anything else is handed back.
+    `item`: a tensor, or lists, tuples and dicts of tensors; dicts keep their type. Other objects are not copied.
     """
     return _cloned(item, torch.device(device), {})
 

@@ -1,7 +1,7 @@
-"""What the collectives of `deepspeed.comm` took: each is timed while the log is on, and summed up by size.
+"""Times of the collectives of `deepspeed.comm`: each is timed while the log is on, and summarised by size.
 
-[Source: DeepSpeed's comms logger: its calls, names and bandwidths] Collectives are waited for while it is on. What the
-engine exchanges on its own is counted by `engine.log_summary()`.
+[Source: DeepSpeed's comms logger: its calls, names and bandwidths] While it is on, each collective is waited for. The
+engine's own collectives are counted by `engine.log_summary()`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ RENAMED = {
 }
 SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug")
 OWN_KEYWORDS = ("prof", "log_name", "debug")
-PENDING = ("isend", "irecv")  # Each waits for the other side, which may begin later.
+PENDING = ("isend", "irecv")  # Not waited for, since the other side may begin later.
 GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced")
-# Which argument of torch's is this rank's message, where it is not the first.
+# The argument of torch's function that is this rank's message, where it is not the first.
 MESSAGES = {
     "all_gather": "tensor",
     "all_gather_into_tensor": "input_tensor",
@@ -49,8 +49,8 @@ class CommsLogger:
 
     Attributes:
         enabled: collectives are timed.
-        prof_all: all of them; else those called with `prof=True`, and those whose names are in `prof_ops`.
-        verbose: a line after each.
+        prof_all: time all of them; else only calls with `prof=True`, and those whose names are in `prof_ops`.
+        verbose: log a line after each.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class CommsLogger:
         self._kinds: dict[str, str] = {}
 
     def set(self, **settings: Any) -> None:
-        """Give settings other values; None leaves one as it is."""
+        """Change settings; None leaves a setting unchanged."""
         for name, value in settings.items():
             if value is not None:
                 setattr(self, name, value)
@@ -91,7 +91,7 @@ class CommsLogger:
         return sum(len(times) for sizes in self._times.values() for times in sizes.values())
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
-        """Name -> bytes -> [count, milliseconds, Gbit/s, Gbit/s of the bus]."""
+        """Name -> bytes -> [count, milliseconds, Gbit/s, bus Gbit/s]; the last three are lists, one value a call."""
         raw: dict[str, dict[int, list[Any]]] = {}
         for name, sizes in self._times.items():
             for nbytes, times in sizes.items():
@@ -100,7 +100,7 @@ class CommsLogger:
         return raw
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
-        """By bytes of the message; means are without the highest and the lowest tenth. None: there was none."""
+        """Message bytes -> summary; means exclude the highest and the lowest tenth. None: there was no such call."""
         sizes = self.get_raw_data().get(operation_name)
         if sizes is None:
             return None
@@ -118,7 +118,7 @@ class CommsLogger:
         }
 
     def stragglers(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Of each time the least of all ranks, and what this rank waited beyond it. All ranks call it alike."""
+        """For each call the least time of all ranks, and this rank's excess over it. All ranks call this."""
         found: dict[str, dict[int, dict[str, Any]]] = {}
         for name, sizes in self._times.items():
             for nbytes, times in sorted(sizes.items()):
@@ -144,7 +144,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _gbps(kind: str, nbytes: int, milliseconds: float) -> tuple[float, float]:
-    """Of the algorithm and of the bus, in Gbit/s. [Source: nccl-tests, PERFORMANCE.md]"""
+    """Bandwidth of the algorithm and of the bus, in Gbit/s. [Source: nccl-tests, PERFORMANCE.md]"""
     ranks = world.world_size()
     rate = (nbytes * ranks if kind in GATHERS else nbytes) * 8 / 1e6 / max(milliseconds, 1e-6)
     if "all_reduce" in kind:
@@ -158,7 +158,7 @@ comms_logger = CommsLogger()
 
 
 def timed_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, which also takes DeepSpeed's `prof`, `log_name` and `debug`, and is timed while the log is on."""
+    """Wrap a collective: it also takes DeepSpeed's `prof`, `log_name` and `debug`, and is timed while the log is on."""
     kind = function.__name__
     renamed = RENAMED.get(kind, {})
 
@@ -197,7 +197,7 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Set what is given, after what `comms_logger` of a `DeepSpeedConfig` says, if that is on."""
+    """Take the block `comms_logger` of a `DeepSpeedConfig`, if it is enabled, then the settings that are given."""
     block = getattr(getattr(deepspeed_config, "comms_config", None), "comms_logger", None)
     if block is not None:
         use_block(block)
@@ -205,16 +205,16 @@ def configure(
 
 
 def use_block(block: Any) -> None:
-    """As `comms_logger` of a configuration says, if it is on."""
+    """Take the settings of a configuration's block `comms_logger`, if it is enabled."""
     if block.enabled:
         comms_logger.set(**{name: getattr(block, name) for name in SETTINGS})
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Log on the first rank what was timed; all ranks call it.
+    """Log the times on the first rank; all ranks call it.
 
     Args:
-        show_straggler: also what each collective waited for its slowest rank.
+        show_straggler: also log how long each collective waited for its slowest rank.
         return_dict: return `summary`, `straggler_analysis` and `metadata` (of this rank) too.
     """
     summary = {name: comms_logger.get_operation_summary(name) for name in comms_logger.get_operation_names()}
@@ -239,6 +239,6 @@ def _lines(table: dict[str, Any]) -> list[str]:
     return lines
 
 
-# The same without the object, under DeepSpeed's other names.
+# The same functions without the object, under DeepSpeed's other names.
 has_comm_data, reset_log = comms_logger.has_data, comms_logger.reset_data
 get_comm_operation_count, get_logged_comm_ops = comms_logger.get_total_operations, comms_logger.get_operation_names

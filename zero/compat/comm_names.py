@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed under DeepSpeed's names, joined by our `init_distributed`."""
+"""`deepspeed.comm`: torch.distributed under DeepSpeed's names, with our `init_distributed`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def is_initialized() -> bool:
 
 
 def get_local_rank() -> int:
-    """This rank among those of its node, as the launcher says."""
+    """This rank's number among the ranks of its node, as the launcher says."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -107,7 +107,7 @@ class Works:
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **unused: Any
 ) -> Works | None:
-    """Each tensor summed over the ranks, in place."""
+    """Sum each tensor over the ranks, in place."""
     works = [dist.all_reduce(tensor, op, group, async_op) for tensor in tensors]
     return Works(works) if async_op else None
 
@@ -116,19 +116,19 @@ def all_reduce_coalesced(
 def all_gather_coalesced(
     output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> Works | None:
-    """Each input, of all ranks, into the output at its place."""
+    """Gather each input from all ranks into the output with the same index."""
     pairs = zip(output_tensors, input_tensors, strict=True)
     works = [dist.all_gather_into_tensor(output, given, group, async_op) for output, given in pairs]
     return Works(works) if async_op else None
 
 
 def in_aml() -> bool:
-    """Azure ML has started this process."""
+    """True if Azure ML has started this process."""
     return "AZUREML_EXPERIMENT_ID" in os.environ
 
 
 def in_aws_sm() -> bool:
-    """SageMaker has."""
+    """True if SageMaker has started this process."""
     return "SM_TRAINING_ENV" in os.environ
 
 
@@ -137,7 +137,7 @@ def in_dlts() -> bool:
 
 
 def mpi_discovery(distributed_port: int = PORT, verbose: bool = True) -> None:
-    """Set torchrun's variables from those of MPI. Raises ConfigError: they are incomplete."""
+    """Set torchrun's variables from MPI's. Raises ConfigError: these are incomplete."""
     place = find_place(os.environ, distributed_port)
     if not place.alone:
         os.environ.update(variables(place))

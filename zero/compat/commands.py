@@ -1,6 +1,6 @@
-"""DeepSpeed's other commands, by the name they are called: `ds_report`, `dsr`, `ds_io`, `ds_nvme_tune`, `ds_ssh`, ...
+"""DeepSpeed's other commands, by name: `ds_report`, `dsr`, `ds_io`, `ds_nvme_tune`, `ds_ssh`, ...
 
-Their files in `alias/bin`, and those of the distribution named deepspeed, all come here.
+Their files in `alias/bin`, and in the distribution named deepspeed, all call `main`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zero.tools import cli
 
 Words = Sequence[str]
 _speaking = threading.Lock()
-"""Hosts of `ds_ssh` speak at the same time, and a text stream is for one thread."""
+"""Threads of `ds_ssh` print for several hosts at the same time, but only one thread may use a text stream."""
 
 REFUSED = {
     "ds_bench": (
@@ -49,7 +49,7 @@ def ds_report(words: Words) -> int:
 
 
 def ds_nvme_tune(words: Words) -> int:
-    """`zero tune` on the folders, and the `aio` block that a DeepSpeed configuration would take."""
+    """`zero tune` on the folders; also prints the `aio` block for a DeepSpeed configuration."""
     parser = argparse.ArgumentParser(prog="ds_nvme_tune", description="Measure the disks below folders: `zero tune`.")
     parser.add_argument("--nvme_dir", nargs="+", required=True, metavar="PATH", help="folders of nvme_path")
     for flag in ("--no_read", "--no_write", "--gpu", "--gds", "--flush_page_cache", "--verbose"):
@@ -67,7 +67,7 @@ def ds_nvme_tune(words: Words) -> int:
 
 
 def ds_ssh(words: Words) -> int:
-    """One command on every host of a hostfile, all at once; the status of the first host that failed."""
+    """Run one command on all hosts of a hostfile at once. Returns the status of the first host that failed."""
     parser = argparse.ArgumentParser(prog="ds_ssh", description="Run a command on all hosts of a hostfile.")
     parser.add_argument("-f", "--hostfile", default=DEFAULT_HOSTFILE, help="lines HOST slots=N (%(default)s)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="as a shell gets it: its words are joined by blanks")
@@ -80,13 +80,13 @@ def ds_ssh(words: Words) -> int:
         return subprocess.run(["sh", "-c", line]).returncode
     hosts = list(read_hostfile(options.hostfile))
     with ThreadPoolExecutor(len(hosts)) as pool:
-        # All of them before the first that failed is looked for: an iterator that is left cancels what has not begun.
+        # Wait for all hosts before looking for a failure: an abandoned iterator cancels the calls not yet begun.
         statuses = list(pool.map(lambda host: _on_host(host, line), hosts))
     return next((status for status in statuses if status), 0)
 
 
 def _on_host(host: str, line: str) -> int:
-    """Run it there; each line that comes back is printed behind the name of the host."""
+    """Run the command there; each line of output is printed with the host's name in front."""
     with subprocess.Popen(
         [*SSH, host, line], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as running:
@@ -115,7 +115,7 @@ COMMANDS: Mapping[str, Callable[[Words], int]] = {
 
 
 def main() -> int:
-    """The command whose name this process was started by; its exit status."""
+    """Run the command under whose name this process was started. Returns its exit status."""
     name = Path(sys.argv[0]).name
     if name in REFUSED:
         print(f"{name}: {REFUSED[name]}", file=sys.stderr)

@@ -12,7 +12,7 @@ from zero.compat.monitoring import BLOCKS, DeepSpeedMonitorConfig
 from zero.config import load_config, reading_as_deepspeed
 from zero.config.precision_block import Bf16Config, Fp16Config
 
-# Of those that DeepSpeed lists, what `optimizer.type` can be here; any class of torch.optim can be too.
+# Values of `optimizer.type` that DeepSpeed lists and that work here; any class of torch.optim works too.
 DEEPSPEED_OPTIMIZERS = ["adagrad", "adam", "adamw", "lamb", "lion", "muon"]
 # DeepSpeed's attribute of a configuration -> the block of the JSON.
 BLOCKS_BY_NAME = {"bfloat16_config": "bf16", "float16_config": "fp16"} | {
@@ -43,7 +43,7 @@ def get_float16_config(param_dict: Mapping[str, Any]) -> Fp16Config:
 class DeepSpeedConfig:
     """A configuration, read and checked; its values are attributes, as in DeepSpeed.
 
-    Raises ConfigError: every problem at once. `config`: path or dict.
+    Raises ConfigError: names all problems at once. `config`: path or dict.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
@@ -65,7 +65,7 @@ class DeepSpeedConfig:
         return self._block(BLOCKS_BY_NAME[name]) if name in BLOCKS_BY_NAME else getattr(self.config, name)
 
     def _block(self, name: str) -> Any:
-        """A block; one that was not given has its defaults, and is off."""
+        """A block of the configuration; one that was not given has its defaults, and is disabled."""
         given = getattr(self.config, name)
         if given is not None:
             return given

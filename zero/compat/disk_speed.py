@@ -1,4 +1,4 @@
-"""`ds_io`: how fast tensors go to files and come back, with DeepSpeed's flags, through the engine's own I/O."""
+"""`ds_io`: the speed of writing tensors to files and reading them, with DeepSpeed's flags and the engine's own I/O."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REFUSED = {
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "400M", "1G", "4096": powers of 1024. Raises ValueError, which argparse reports."""
+    """The number of bytes in "400M", "1G", "4096": powers of 1024. Raises ValueError, which argparse reports."""
     match = re.fullmatch(r"(\d+)([KMG]?)B?", text.upper())
     if match is None or not int(match[1]):
         raise ValueError(text)
@@ -55,7 +55,7 @@ def parser_of_ds_io() -> argparse.ArgumentParser:
 
 
 def ds_io(words: Sequence[str]) -> int:
-    """Print the speed of each pass, and the mean as DeepSpeed prints it. Raises StorageError: the disk failed."""
+    """Print the speed of each pass, and the mean in DeepSpeed's form. Raises StorageError: the disk failed."""
     parser = parser_of_ds_io()
     options = parser.parse_args(words)
     for name, instead in REFUSED.items():

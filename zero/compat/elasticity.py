@@ -17,15 +17,15 @@ KEY, SCHEDULED = "elasticity", "DEEPSPEED_ELASTICITY_CONFIG"
 
 
 class ElasticityError(ConfigError):
-    """Something about elastic batch sizes."""
+    """An error in elastic batch sizes."""
 
 
 class ElasticityConfigError(ElasticityError):
-    """The configuration cannot be; says why."""
+    """The configuration is impossible; says why."""
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
-    """So many ranks cannot share the batch."""
+    """This number of ranks cannot share the batch."""
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
@@ -38,16 +38,16 @@ def compute_elastic_config(
     world_size: int = 0,
     return_microbatch: bool = False,
 ) -> tuple[Any, ...]:
-    """The batch size, the numbers of ranks that can share it, and with `return_microbatch` that of one rank.
+    """The batch size, the numbers of ranks that can share it, and with `return_microbatch` the micro-batch of a rank.
 
     Args:
-        ds_config: configuration with an `elasticity` block that is enabled.
-        target_deepspeed_version: accepted; the rule is the same for all.
+        ds_config: configuration with an enabled `elasticity` block.
+        target_deepspeed_version: accepted; the rule is the same for all versions.
         world_size: number of ranks; 0: not known, and no micro-batch is chosen.
-        return_microbatch: return it too; also returned where `world_size` is given, as DeepSpeed does.
+        return_microbatch: return it too; as in DeepSpeed, it is also returned if `world_size` is given.
 
     Raises:
-        ElasticityConfigError: no block, or one that cannot be.
+        ElasticityConfigError: no block, or an impossible one.
         ElasticityIncompatibleWorldSize: `world_size` ranks cannot share the batch.
     """
     if not isinstance(ds_config, Mapping):
@@ -76,7 +76,7 @@ def _block(given: Mapping[str, Any]) -> Elasticity:
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
-    """Compare the block with the one that the cluster's scheduler was told, in DEEPSPEED_ELASTICITY_CONFIG.
+    """Compare the block with the one that the cluster's scheduler was given, in DEEPSPEED_ELASTICITY_CONFIG.
 
     Raises ElasticityConfigError: they differ, so the numbers of ranks that the scheduler gives would not fit.
     """
@@ -93,7 +93,7 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
 
 
 def ds_elastic(words: Sequence[str]) -> int:
-    """Print what the `elasticity` block of a configuration chooses."""
+    """Print the batch sizes that the `elasticity` block of a configuration chooses."""
     parser = argparse.ArgumentParser(prog="ds_elastic", description="What the elasticity block of a config chooses.")
     parser.add_argument("-c", "--config", required=True, metavar="FILE", help="DeepSpeed JSON")
     parser.add_argument("-w", "--world-size", type=int, default=0, metavar="N", help="ranks there are")

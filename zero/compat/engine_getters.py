@@ -1,6 +1,6 @@
-"""What DeepSpeed's engine answers about its configuration: a row is a name, the answer, and one line of what it means.
+"""Getters of DeepSpeed's engine for its configuration: a row is a name, the answer, and one line with its meaning.
 
-This table stands below the engine, which inherits its rows; it asks the configuration, and what rank this is.
+The engine imports this table and inherits its rows; the table itself uses only the configuration and the rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Block = TypeVar("Block", OffloadParamConfig, OffloadOptimizerConfig)
 
 
 def method(answer: Callable[[Config], T], means: str) -> Callable[[Any], T]:
-    """A row that is called."""
+    """A row that is a method."""
 
     def getter(self: Any) -> T:
         return answer(self._config)
@@ -34,16 +34,16 @@ def method(answer: Callable[[Config], T], means: str) -> Callable[[Any], T]:
 
 
 def zero(answer: Callable[[ZeroConfig], T], means: str) -> Callable[[Any], T]:
-    """The same of the block `zero_optimization`."""
+    """Like `method`, for the block `zero_optimization`."""
     return method(lambda config: answer(config.zero_optimization), means)
 
 
 class attribute(property, Generic[T]):
-    """A row that is read without a call."""
+    """A row that is a property."""
 
     def __init__(self, answer: Callable[[Config], T], means: str) -> None:
         super().__init__(lambda engine: answer(engine._config))
-        self.__doc__ = means  # else that of this class
+        self.__doc__ = means  # otherwise it would be the docstring of this class
 
     if TYPE_CHECKING:
 
@@ -51,7 +51,7 @@ class attribute(property, Generic[T]):
 
 
 def named(table: type[T]) -> type[T]:
-    """Give each function the name under which it stands in the class."""
+    """Set the name of each function to its name in the class."""
     for name, getter in vars(table).items():
         if isinstance(getter, FunctionType):
             getter.__name__, getter.__qualname__ = name, f"{table.__qualname__}.{name}"
@@ -101,9 +101,9 @@ IDLE = "As configured; has no effect here."
 
 @named
 class ConfigGetters:
-    """Mixed into the engine, which sets `_config`.
+    """A mixin of the engine, which sets `_config`.
 
-    Sizes are in elements. One that the configuration leaves to the plan is None: `engine.plan.limits` has it.
+    Sizes are in elements. A size that the configuration leaves to the plan is None; `engine.plan.limits` has its value.
     """
 
     _config: Config

@@ -1,6 +1,6 @@
-"""`deepspeed.utils.groups`: there is one group, of all ranks; none for sequences or tensors.
+"""`deepspeed.utils.groups`: there is one group, of all ranks; there are none for sequences or tensors.
 
-Every rank has all experts, or parts of all: a token goes to no other rank, and all ranks share each expert.
+Every rank has all experts, or shards of all: no token is sent to another rank, and all ranks share each expert.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _get_local_all_to_all_group = missing_function("utils.groups._get_local_all_to_a
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Nothing to do: `ep_size` changes no number. Raises NotImplementedError: `mpu` is given."""
+    """Does nothing: `ep_size` changes no result. Raises NotImplementedError: `mpu` is given."""
     if mpu is not None:
         missing_function("utils.groups.initialize", TENSORS)()
 
 
-# ---- all ranks, whatever the experts' group ----
+# ---- all ranks, for every group of experts ----
 
 
 def get_data_parallel_group(group_name: str | None = None) -> Any:
@@ -39,7 +39,7 @@ def get_data_parallel_world_size(group_name: str | None = None) -> int:
     return world.world_size()
 
 
-# ---- one rank: no sample is shared, and no expert dealt out ----
+# ---- one rank: no sample is shared between ranks, and no expert is placed on one rank only ----
 
 
 def get_model_parallel_world_size(group_name: str | None = None) -> int:

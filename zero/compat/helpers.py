@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.utils` and its neighbours: the small functions that scripts borrow."""
+"""`deepspeed.runtime.utils` and similar modules: small functions that scripts use."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from zero.params.released import is_kept
 
 
 def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
-    """Where this rank's memory of a kind of an engine's states is; what is on NVMe is on none."""
+    """The devices that hold one kind of an engine's states on this rank; states on NVMe are on no device."""
     devices: set[torch.device] = model.state_devices(state)
     return devices
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log what the device and the host hold; only when it is forced, as with DeepSpeed."""
+    """Log the memory use of device and host; only with `force`, as in DeepSpeed."""
     if not force:
         return
     there, gib = get_accelerator(), 2.0**30
@@ -47,7 +47,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """A tree of lists, tuples and dicts, its tensors on a device; with a criterion those that it picks, in place."""
+    """Move the tensors in a tree of lists, tuples and dicts; with a criterion only those that it selects, in place."""
 
     def moved(tensor: Any) -> Any:
         tensor.data = tensor.to(device).data
@@ -57,7 +57,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """As `move_to_device`, with copies."""
+    """Like `move_to_device`, with copies."""
     return _mapped(item, lambda tensor: tensor.detach().clone().to(device), criterion_func)
 
 
@@ -85,7 +85,7 @@ def ensure_directory_exists(filename: str) -> None:
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> Tensor:
-    """torch's, for parameters that no engine keeps."""
+    """The function of torch, for parameters that no engine holds."""
     return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
@@ -94,7 +94,7 @@ def get_global_norm(norm_list: Iterable[float]) -> float:
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """The one value they all have. Raises RuntimeError: there are several."""
+    """The common value of all items. Raises RuntimeError: there are several values."""
     unique = set(items)
     if len(unique) != 1:
         raise RuntimeError(f"expected there to be only one unique element in {items}")
@@ -107,22 +107,22 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
-    """Whether torch's version lies between these, such as 2.6; None: no bound."""
+    """True if torch's version is between these bounds, such as 2.6; None: no bound."""
     here = torch.torch_version.TorchVersion(".".join(torch.__version__.split("+")[0].split(".")[:2]))
     return (min_version is None or here >= str(min_version)) and (max_version is None or here <= str(max_version))
 
 
 class TiledMLP:
-    """The forward of a module over slices of the sequence, each of which backward computes again.
+    """The forward of a module over slices of the sequence; backward recomputes each slice.
 
-    Called without an object, as the autograd function that DeepSpeed has is.
+    `apply` is called on the class, as with the autograd function in DeepSpeed.
     """
 
     @staticmethod
     def apply(
         fn: Callable[[Any, Tensor], Tensor], module: Any, x: Tensor, shards: int, compute_params: Any = None
     ) -> Tensor:
-        """`fn(module, x)`, where `fn` treats each position alone. `compute_params`: nobody has to be told of them."""
+        """`fn(module, x)`, where `fn` treats each position separately. `compute_params`: accepted, not needed."""
         slices = x.chunk(shards, dim=-2)
         return torch.cat([checkpoint(fn, module, part, use_reentrant=False) for part in slices], dim=-2)
 
@@ -133,7 +133,7 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether a model has layers of experts (`zero.moe.MoE`), and how many experts the last of them has."""
+    """Whether a model has MoE layers (`zero.moe.MoE`), and the number of experts in the last of them."""
     counts = [module.num_experts for module in m.modules() if isinstance(module, MoE)]
     return bool(counts), counts[-1] if counts else 0
 
@@ -143,9 +143,9 @@ def is_moe_param(param: Tensor) -> bool:
 
 
 def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
-    """The param groups as a list: experts are on every rank, so they need no groups of their own.
+    """The param groups as a list: experts are on every rank, so they need no separate groups.
 
-    Raises ValueError: they are neither a group nor several.
+    Raises ValueError: `param_groups` is neither a group nor a list of groups.
     """
     if isinstance(param_groups, dict):
         return [param_groups]
@@ -156,7 +156,7 @@ def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """An engine whose weights are all there and whose hooks are off, for `generate`.
+    """Inside, all weights of an engine are gathered and its hooks are removed, for `generate`.
 
     `engine.generation()` needs less memory.
     """
@@ -174,11 +174,11 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 
 class ZeRORuntimeException(Exception):
-    """DeepSpeed's name of what it raises for optimizers and settings that it does not take; nobody raises it here."""
+    """DeepSpeed's exception for optimizers and settings that it does not support; it is never raised here."""
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
-    """Whether ZeRO takes this optimizer: any of torch's."""
+    """True if ZeRO supports this optimizer: any of torch's."""
     return isinstance(optimizer, torch.optim.Optimizer)
 
 
@@ -197,7 +197,7 @@ def convert_conv1d_to_linear(model: Any, convert_type: type[nn.Module]) -> Any:
     """The model with each of its modules of a type, such as GPT-2's Conv1D, replaced in place by an nn.Linear.
 
     Args:
-        model: a model, or what holds it as `module`. Not one that an engine keeps: its parameters would be new.
+        model: a model, or an object that has it as `module`. No engine may hold it, since its parameters are replaced.
         convert_type: with a `weight` of shape (in, out), and a `bias` or None.
     """
     whole: nn.Module = getattr(model, "module", model)

@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`: ours, with the habits and the names on what it returns that DeepSpeed's clients count on."""
+"""`deepspeed.initialize`: ours, with the behaviour and the attributes of the engine that DeepSpeed's clients need."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SIGNATURE = inspect.signature(zero.initialize)
 
 @functools.wraps(zero.initialize)
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """`zero.initialize`, after the ranks have met, one or many, and with the defaults of DeepSpeed.
+    """`zero.initialize` with the defaults of DeepSpeed; it initialises torch.distributed first if needed.
 
-    Top-level keys that nobody knows are a warning. Raises ConfigError: every problem of the configuration at once.
+    Unknown top-level keys only cause a warning. Raises ConfigError: names all problems of the configuration at once.
     Raises BudgetError: the plan does not fit; nothing was allocated. Raises StateError: `dist_init_required` is False
     and there is no process group: each rank would train alone.
     """
@@ -52,10 +52,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _without_idle_states(config: Any, optimizer: Any) -> Any:
-    """A dict without what acts on states alone, if it names no optimizer and none was passed; else what was given.
+    """The config without settings for optimizer states, if it names no optimizer and none was passed; else unchanged.
 
-    Clients edit their trainer's configuration for a model that only looks: an optimizer of type None, or stage 0 with
-    an offload_optimizer left in (TRL to 1.8). DeepSpeed makes no states of either; stage 0 would be refused here.
+    Clients edit their trainer's configuration for a model that is not trained: they set an optimizer of type None, or
+    stage 0 but leave offload_optimizer in (TRL to 1.8). DeepSpeed makes no states then; stage 0 would be refused here.
     """
     if optimizer is not None or not isinstance(config, Mapping):
         return config
@@ -70,14 +70,14 @@ def _without_idle_states(config: Any, optimizer: Any) -> Any:
 
 
 def say_who_answers() -> None:
-    """The line that DeepSpeed logs, on the first rank, and who it is really."""
+    """Log DeepSpeed's line on the first rank, with a note that this is zero-infinity."""
     if world.rank() == 0:
         told = f"DeepSpeed info: version={VERSION}, git-hash=none, git-branch=none"
         logger.info("%s (this is zero-infinity %s under the name of DeepSpeed)", told, zero.__version__)
 
 
 class EpochTimer:
-    """DeepSpeed's `engine.tput_timer`: it counts epochs, as scripts tell it; `engine.statistics()` has the times."""
+    """DeepSpeed's `engine.tput_timer`: counts epochs that scripts report; `engine.statistics()` has the times."""
 
     def __init__(self) -> None:
         self.epoch_count = 0
@@ -93,7 +93,7 @@ class EpochTimer:
 
 
 def lend_names(engine: Any, client_optimizer: Any = None) -> None:
-    """Give an engine those names. `client_optimizer`: what `initialize` was given as `optimizer`."""
+    """Give an engine DeepSpeed's attributes. `client_optimizer`: the argument `optimizer` of `initialize`."""
 
     def given(block: str, key: str) -> Any:
         return (engine.config.get(block) or {}).get(key)
@@ -125,11 +125,11 @@ def lend_names(engine: Any, client_optimizer: Any = None) -> None:
     for name, value in names.items():
         setattr(engine, name, value)
     if engine.updater is not None:
-        engine.updater.__dict__["optimizer"] = engine.updater  # DeepSpeed's wraps another one
+        engine.updater.__dict__["optimizer"] = engine.updater  # in DeepSpeed it is the wrapped optimizer
 
 
 def _nothing_to_reduce(bucket_size: int = 0) -> None:
-    """Backward has reduced the gradients."""
+    """Does nothing, since backward has reduced the gradients."""
 
 
 def _optimizer_file(checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
@@ -137,7 +137,7 @@ def _optimizer_file(checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
 
 
 class _Shows(type):
-    """`isinstance` asks for an attribute, not for ancestry."""
+    """Metaclass: `isinstance` checks for an attribute, not for a base class."""
 
     shows: str
 
@@ -146,12 +146,12 @@ class _Shows(type):
 
 
 class DeepSpeedZeroOptimizer(metaclass=_Shows):
-    """The optimizer of stages 1 and 2: it shows the parts of the fp32 masters."""
+    """The optimizer of stages 1 and 2: it has the shards of the fp32 masters as an attribute."""
 
     shows = "single_partition_of_fp32_groups"
 
 
 class DeepSpeedZeroOptimizer_Stage3(metaclass=_Shows):
-    """The optimizer of stage 3: it shows the parts of the fp32 masters."""
+    """The optimizer of stage 3: it has the shards of the fp32 masters as an attribute."""
 
     shows = "fp32_partitioned_groups_flat"

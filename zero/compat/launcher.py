@@ -19,17 +19,17 @@ DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE") or FILE_NAME
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """`zero run` with these arguments; None: the command line's. The exit status."""
+    """Run `zero run` with these arguments; None: those of the command line. Returns the exit status."""
     return cli.main(["run", *(sys.argv[1:] if args is None else args)])
 
 
 def report() -> int:
-    """`zero doctor`, DeepSpeed's `ds_report`. The exit status."""
+    """Run `zero doctor`, DeepSpeed's `ds_report`. Returns the exit status."""
     return cli.main(["doctor"])
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line of `zero run`, with DeepSpeed's names of the script and its arguments beside ours."""
+    """Parse the command line of `zero run`; the result also has DeepSpeed's names of the script and its arguments."""
     parser = argparse.ArgumentParser(prog="deepspeed")
     add_arguments(parser)
     options = parser.parse_args(args)
@@ -38,7 +38,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
-    """Slots by host, None where there is no such file. Raises ConfigError, a ValueError: a bad line, or no host."""
+    """Slots by host; None if there is no such file. Raises ConfigError, a ValueError: a bad line, or no host."""
     return read_hostfile(hostfile_path) if os.path.isfile(hostfile_path) else None
 
 
@@ -54,7 +54,7 @@ def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, 
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """Of the slots there are by host, those to use. Raises as `parse_inclusion_exclusion`."""
+    """The slots to use, of those in `host_info`. Raises the same errors as `parse_inclusion_exclusion`."""
     chosen = parse_inclusion_exclusion({h: max(slots) + 1 for h, slots in host_info.items()}, include_str, exclude_str)
     kept = {host: [slot for slot in slots if slot in host_info[host]] for host, slots in chosen.items()}
     return {host: slots for host, slots in kept.items() if slots}

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.logging`: the logger that clients turn up and down, and listen to."""
+"""`deepspeed.utils.logging`: the logger whose level clients set, and whose records they read."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger("DeepSpeed")
 
 
 def _open() -> None:
-    """Give the logger a handler of its own, as DeepSpeed does: clients expect its lines without any set-up."""
+    """Add a handler to the logger, as DeepSpeed does: clients expect its lines without any set-up."""
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"))
         logger.addHandler(handler)
         logger.propagate = False
-        if logger.level == logging.NOTSET:  # else somebody has chosen it before we were asked for
+        if logger.level == logging.NOTSET:  # otherwise the program has set it before this import
             logger.setLevel(log_levels.get(os.environ.get("DS_LOG_LEVEL", "").lower(), logging.WARNING))
 
 
@@ -37,7 +37,7 @@ def warning_once(message: str) -> None:
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on the ranks named; None or [-1]: on all. Before there are ranks, always."""
+    """Log on the given ranks; None or [-1]: on all. Before torch.distributed is initialised, always log."""
     if _speaks(ranks):
         logger.log(level, "[Rank %d] %s", world.rank(), message)
 
@@ -74,7 +74,7 @@ def get_current_level() -> int:
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """True when the logger's level is at or below that name's. Raises ValueError."""
+    """True when the logger's level is at or below the level of that name. Raises ValueError."""
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 

@@ -1,4 +1,4 @@
-"""`deepspeed.monitor`: a script's own monitors, by DeepSpeed's names, over `zero.reports.monitors`.
+"""`deepspeed.monitor`: monitors that a script makes itself, under DeepSpeed's names, over `zero.reports.monitors`.
 
 monitor = MonitorMaster(DeepSpeedConfig("ds_config.json").monitor_config)
 monitor.write_events([("Valid/accuracy", 0.5, samples)])
@@ -17,10 +17,9 @@ BLOCKS: dict[str, type[Any]] = {"tensorboard": TensorBoard, "comet": Comet, "wan
 
 
 class DeepSpeedMonitorConfig:
-    """The four blocks of a configuration; one that is not there is off.
+    """The four monitor blocks of a configuration; a missing one is disabled.
 
-    Raises ValueError: a key, or the name of a block, that nobody knows. `blocks`: name -> its keys, or the block
-    itself.
+    Raises ValueError: an unknown key, or an unknown name of a block. `blocks`: name -> its keys, or the block itself.
     """
 
     def __init__(self, **blocks: Any) -> None:
@@ -41,7 +40,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
 
 
 class MonitorMaster:
-    """All monitors that are enabled; the first rank writes, others write nothing.
+    """All enabled monitors; the first rank writes, others write nothing.
 
     Raises ConfigError: one is enabled and its package is not installed. `monitor_config`:
     `DeepSpeedConfig(...).monitor_config`.
@@ -72,11 +71,11 @@ class _One:
         self._monitors = Monitors(DeepSpeedMonitorConfig(**{self.name: monitor_config}), writes=world.rank() == 0)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write (tag, value, step); nothing when it is off."""
+        """Write (tag, value, step); does nothing if the monitor is disabled."""
         self._monitors.write_events(event_list)
 
     def __getattr__(self, name: str) -> Any:
-        """Keys of the block, then what its writer has, such as `experiment`."""
+        """Keys of the block, then attributes of its writer, such as `experiment`."""
         if name.startswith("__") or name in ("monitor_config", "_monitors"):
             raise AttributeError(name)
         writer = self._monitors.writers.get(self.name)

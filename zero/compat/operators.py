@@ -1,4 +1,4 @@
-"""`deepspeed.ops.op_builder` and `git_version_info`: what of DeepSpeed's build has a counterpart here, by its names."""
+"""`deepspeed.ops.op_builder` and `git_version_info`: DeepSpeed's names for build parts that have a counterpart here."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from offload.accelerator import collectives_version
 from zero.compat import aio
 from zero.compat.unavailable import refused
 
-# What `import deepspeed` shows: the version of DeepSpeed whose surface is covered, and ours of the alias.
+# The version that `import deepspeed` has: the version of DeepSpeed whose names are covered, and that of the alias.
 #
-# The package itself, the name of the dist-info folder and its METADATA say the same; a test holds them together.
+# The package itself, the name of the dist-info folder and its METADATA have the same version; a test compares them.
 VERSION = "0.19.6+zero.1"
 
-# The engine does this itself; nothing is built when it is asked for.
+# Operators that the engine has itself; nothing is built on request.
 THERE = {"async_io", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "pin_memory", "utils"}
-# Class and the name of its part.
+# Name of a class = name of its operator.
 CLASS_NAMES = """
     AsyncIOBuilder=async_io CCLCommBuilder=deepspeed_ccl_comm CPUAdagradBuilder=cpu_adagrad CPUAdamBuilder=cpu_adam
     CPULionBuilder=cpu_lion DeepCompileBuilder=dc EvoformerAttnBuilder=evoformer_attn FPQuantizerBuilder=fp_quantizer
@@ -45,7 +45,7 @@ class OpBuilder:
         return f"deepspeed.ops.{self.NAME}_op"
 
     def load(self, verbose: bool = True) -> Any:
-        """Raises NotImplementedError: the engine's own libraries have other functions."""
+        """Raises NotImplementedError, since the engine's own libraries have other functions."""
         raise refused(f"ops.op_builder: {self.NAME}", "the engine loads its own libraries; `zero doctor` shows them")
 
     def builder(self) -> Any:
@@ -70,7 +70,7 @@ globals().update(BUILDERS)
 git_hash = git_branch = "none"
 accelerator_name = ""
 installed_ops = compatible_ops
-# What DeepSpeed notes about its build; here there is none, so it is torch's own.
+# DeepSpeed's record of its build; here there is no build, so these are torch's own values.
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,

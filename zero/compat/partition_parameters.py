@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.zero.partition_parameters`: clients replace names in this very module, and `Init` looks here."""
+"""`deepspeed.runtime.zero.partition_parameters`: clients replace names in this module, and `Init` reads them here."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ __all__ = [
     "zero_wrapper_for_fp_tensor_constructor",
 ]
 
-# Functions of torch that go through `zero_wrapper_for_fp_tensor_constructor` inside `Init`.
+# Functions of torch that `zero_wrapper_for_fp_tensor_constructor` wraps inside `Init`.
 CONSTRUCTORS: dict[str, Callable[..., Tensor]] = {
     name: getattr(torch, name) for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
 }
 globals().update({f"_orig_torch_{name}": constructor for name, constructor in CONSTRUCTORS.items()})
 
-partitioned_param_data_shape = [0]  # Of a released parameter in DeepSpeed; here it keeps its own.
+partitioned_param_data_shape = [0]  # Shape of a released parameter in DeepSpeed; here it keeps its own shape.
 
 
 class ZeroParamType(enum.Enum):
@@ -50,14 +50,14 @@ class ZeroParamType(enum.Enum):
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], target_fp_dtype: torch.dtype | None = None, target_device: torch.device | None = None
 ) -> Callable[..., Tensor]:
-    """A constructor whose floating results have a dtype, and a device where the caller names none.
+    """A constructor with a fixed dtype for floating results, and a default device.
 
-    Clients put a function of their own in the place of this one before they enter `Init`.
+    Clients replace this function by their own before they enter `Init`.
 
     Args:
         fn: torch's constructor.
-        target_fp_dtype: None: as torch makes it.
-        target_device: None: as torch does.
+        target_fp_dtype: None: torch's choice.
+        target_device: used if the caller names none; None: torch's choice.
     """
 
     def wrapped(*args: Any, **kwargs: Any) -> Tensor:
@@ -72,10 +72,10 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 class Init(OurInit):
-    """`zero.Init` for DeepSpeed's clients: it may be the first to need the other ranks, and wraps torch's constructors.
+    """`zero.Init` for DeepSpeed's clients: it initialises torch.distributed if needed, and wraps torch's constructors.
 
-    Values are constructed as torch makes them, and keep their bits until the engine has its masters: the wrapper gets
-    no dtype to cast to and no device to go to.
+    The wrapper gets no dtype and no device: values are constructed as torch makes them, so that they keep their bits
+    until the engine has made its masters.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -105,16 +105,16 @@ class Init(OurInit):
 
 
 class MiCS_Init(Init):
-    """As `Init`: how many ranks share the weights is decided when there is an engine, by `mics_shard_size`."""
+    """Like `Init`: the number of ranks that share the weights is decided with the engine, by `mics_shard_size`."""
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """True when the parameter has to be gathered to be seen: of an engine at stage 3, or made under `Init`."""
+    """True when the parameter must be gathered before use: it is in an engine at stage 3, or was made in `Init`."""
     return isinstance(parameter, nn.Parameter) and has_face(parameter)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Accepted: a parameter that is used outside of its own module is fetched when it is touched.
+    """Accepted, not needed: a parameter that is used outside its own module is fetched when it is accessed.
 
     Raises RuntimeError: it is no parameter.
     """

@@ -1,4 +1,4 @@
-"""Small functions of DeepSpeed's that need nothing of it: values, sizes, ranges, names for debugging, `OnDevice`."""
+"""Small functions of DeepSpeed that need no engine: values, sizes, ranges, names for debugging, `OnDevice`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The dict of the pairs, for `json.load(object_pairs_hook=...)`. Raises ValueError: a key is there twice."""
+    """The dict of the pairs, for `json.load(object_pairs_hook=...)`. Raises ValueError: a key occurs twice."""
     twice = [key for key, count in Counter(key for key, _ in ordered_pairs).items() if count > 1]
     if twice:
         raise ValueError(f"Duplicate keys in DeepSpeed config: {twice}")
@@ -39,7 +39,7 @@ def convert_size(size_bytes: int) -> str:
 
 
 def parse_range(rng: str) -> range:
-    """The numbers of "3" or "2-4". Raises ValueError."""
+    """The numbers in "3" or "2-4". Raises ValueError."""
     words = rng.split("-")
     first, last = int(words[0]), int(words[-1])
     if len(words) > 2 or first > last:
@@ -48,7 +48,7 @@ def parse_range(rng: str) -> range:
 
 
 def parse_range_list(range_str: str) -> list[int]:
-    """The numbers of "0,2-4,6". Raises ValueError: a bad range, or ranges that do not ascend."""
+    """The numbers in "0,2-4,6". Raises ValueError: a bad range, or ranges that do not ascend."""
     numbers = [number for word in range_str.split(",") for number in parse_range(word)]
     if numbers != sorted(set(numbers)):
         raise ValueError(f"Bad range list: {range_str!r}; expected ranges that ascend and do not overlap")
@@ -72,10 +72,10 @@ def get_world_size_from_launcher() -> int:
 
 
 class OnDevice:
-    """Context: tensors are constructed on a device, floating ones in a dtype.
+    """A context in which tensors are constructed on a device, and floating ones with a dtype.
 
     Args:
-        dtype: of floating tensors that name none.
+        dtype: of floating tensors constructed without one.
         device: such as "meta".
         enabled: False makes the context do nothing.
     """

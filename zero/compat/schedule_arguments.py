@@ -13,7 +13,7 @@ from zero.lr_schedules.warmup import LOG
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = VALID_LR_SCHEDULES
 
-# Name -> type, default (DeepSpeed's; None: the schedule's own) and help.
+# Name -> (type, default, help). Defaults are DeepSpeed's; None: the schedule's own default.
 ARGUMENTS: dict[str, tuple[type, Any, str]] = {
     LR_SCHEDULE: (str, None, "one of " + ", ".join(VALID_LR_SCHEDULES)),
     "lr_range_test_min_lr": (float, 0.001, "where the range test begins"),
@@ -44,7 +44,7 @@ NO_RATE = "{} takes shares of the optimizer's learning rates: its params have no
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--lr_schedule` and a flag for each parameter of the schedules; the same parser."""
+    """Add `--lr_schedule` and a flag for each parameter of the schedules. Returns the parser."""
     group = parser.add_argument_group("learning-rate schedules")
     for name, (kind, default, text) in ARGUMENTS.items():
         if kind is bool:
@@ -55,12 +55,12 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The flags above from the command line, and the words that are none of them."""
+    """The flags above from the command line, and all other words."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
 def _override(schedule: str) -> Callable[[Any, dict[str, Any]], None]:
-    """A function that copies the flags of a schedule into its params; what was not given stays as it is."""
+    """A function that copies the flags of a schedule into its params; flags that were not given change nothing."""
     names = [name for name in inspect.signature(SCHEDULES[schedule]).parameters if name in ARGUMENTS]
 
     def override(args: Any, params: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ def override_params(args: Any, params: dict[str, Any]) -> None:
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """The `scheduler` block that was chosen on the command line, and None; or None, and why there is none."""
+    """The `scheduler` block chosen on the command line, and None; or None, and the reason why there is none."""
     schedule = getattr(args, LR_SCHEDULE, None)
     if schedule is None:
         return None, f"--{LR_SCHEDULE} not specified on command line"
@@ -93,7 +93,7 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """The learning rate a `scheduler` block names, and ""; or None, and why there is none."""
+    """The learning rate that a `scheduler` block names, and ""; or None, and the reason why there is none."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"

@@ -1,4 +1,4 @@
-"""`zero_to_fp32.py CHECKPOINT OUT`, which lies beside the checkpoints that are saved under the name of DeepSpeed."""
+"""`zero_to_fp32.py CHECKPOINT OUT`: a script in each folder of checkpoints that are saved under DeepSpeed's name."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ TOOLS: Mapping[str, str] = {"zero_to_fp32.py": SCRIPT}
 
 
 def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, tag: str | None = None) -> Model:
-    """As `zero.load_state_dict_from_zero_checkpoint`; an engine that keeps the model gives it back first and closes.
+    """Like `zero.load_state_dict_from_zero_checkpoint`; an engine that holds the model first releases it and closes.
 
-    DeepSpeed's scripts hand it `engine.module` at the end of a training. The parameters stay in the dtype that they
-    have in the engine. All ranks come here. Raises ConfigError: there is no such checkpoint, or it is damaged; the
-    engine goes on. Raises StorageError: a read failed.
+    DeepSpeed's scripts pass `engine.module` at the end of a training. The parameters keep the dtype that they have in
+    the engine. All ranks call this. Raises ConfigError: there is no such checkpoint, or it is damaged; the engine stays
+    usable. Raises StorageError: a read failed.
     """
     export.get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, lazy_mode=True)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
@@ -43,7 +43,7 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, t
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write a checkpoint's fp32 weights; the exit status. The arguments are DeepSpeed's."""
+    """Write a checkpoint's fp32 weights. Returns the exit status. The arguments are DeepSpeed's."""
     parser = argparse.ArgumentParser(
         prog="zero_to_fp32.py", description="Whole fp32 weights: safetensors, or what the name of the output says."
     )

@@ -1,4 +1,4 @@
-"""What DeepSpeed has and this library has not: importing it works, using it says what to do instead."""
+"""Names of DeepSpeed that this library lacks: they can be imported, and their use raises an error with advice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONFIG = "DeepSpeedConfig(...) has the whole configuration, its blocks as attrib
 STAGES = "DeepSpeed's own machinery of sharding is not part of it; the engine has its own, behind the same calls"
 LAUNCHER = "`zero run` starts the ranks, on one node or several; `zero run --help` tells how"
 
-# Beginning of a name below `deepspeed` -> what a user can do; the longest that fits counts.
+# Prefix of a name below `deepspeed` -> what a user can do instead; the longest matching prefix counts.
 INSTEAD: dict[str, str] = {
     "": "nothing here stands for it; leave it out, or do it with torch",
     "accelerator": "get_accelerator() has the one of this process; ZERO_DEVICE chooses it",
@@ -116,26 +116,26 @@ INSTEAD: dict[str, str] = {
     "utils.zero_to_torch": "get_fp32_state_dict_from_zero_checkpoint has the whole weights",
 }
 
-# What a class that stands for nothing derives from all the same: clients ask `isinstance`, or name it in `except`.
+# Base classes of unavailable classes, since clients use these classes in `isinstance` and `except`.
 BASES: dict[str, type] = {
     **{name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and name.endswith("Error")},
     **{"Enum": enum.Enum, "Exception": Exception, "Function": torch.autograd.Function},
     **{"Module": nn.Module, "Optimizer": torch.optim.Optimizer},
 }
 
-# Functions of classes that are called without an object.
+# Methods that are called on the class, without an object.
 METHODS: dict[str, tuple[str, ...]] = {
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": ("register_with_transformers",)
 }
 
 
 def refused(name: str, instead: str) -> NotImplementedError:
-    """The error of a use. `name`: DeepSpeed's dotted name; `instead`: what a user can do."""
+    """The error for a use. `name`: DeepSpeed's dotted name; `instead`: what a user can do."""
     return NotImplementedError(f"deepspeed.{name}: not available in zero-infinity; {instead}")
 
 
 def missing_function(name: str, instead: str) -> Callable[..., Any]:
-    """A function that raises NotImplementedError when it is called; arguments as `refused`."""
+    """A function that raises NotImplementedError when it is called; same arguments as `refused`."""
 
     def function(*args: Any, **kwargs: Any) -> NoReturn:
         raise refused(name, instead)
@@ -147,10 +147,10 @@ def missing_function(name: str, instead: str) -> Callable[..., Any]:
 
 
 def missing_class(name: str, instead: str, base: type = object) -> Any:
-    """A class that may be subclassed and asked `isinstance`, and raises when an object is made of it.
+    """A class that works as a base class and in `isinstance`, but raises when an object of it is made.
 
-    One that derives from an exception is an exception like others: nobody raises it here, and `except` may name it.
-    `base`: what it derives from, where clients count on it.
+    If it derives from an exception, it is an ordinary exception, which is never raised here but may be in `except`.
+    `base`: its base class, if clients rely on it.
     """
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
@@ -164,7 +164,7 @@ def missing_class(name: str, instead: str, base: type = object) -> Any:
 
 
 def unavailable(name: str, base: type | None) -> Any:
-    """What stands for a name: a function, or a class with this base.
+    """The replacement of a name: a function, or a class with this base.
 
     `name`: below `deepspeed`; `base`: None: it is a function.
     """

@@ -1,7 +1,7 @@
-"""`import deepspeed` answered by this library: opt in by a path, a command or an import.
+"""Let `import deepspeed` find this library: opt in by a path, a command or an import.
 
-`path` prints the folder that goes first in PYTHONPATH; `run` starts a script so; `launch` is `zero run` with it;
-`import zero.compat.deepspeed.auto` does it for the running process and its children.
+`path` prints the folder to put first in PYTHONPATH; `run` starts a script with it; `launch` is `zero run` with it;
+`import zero.compat.deepspeed.auto` does the same for the running process and its children.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
-# Folder with the package `deepspeed` and its dist-info; `bin` in it has the commands.
+# The folder with the package `deepspeed` and its dist-info; its subfolder `bin` has the commands.
 ALIAS = str(Path(__file__).resolve().parent.parent / "alias")
 
 
 def export(environment: MutableMapping[str, str]) -> None:
-    """Put the alias first for processes that are started with this environment, and its commands on PATH."""
+    """Put the alias first in PYTHONPATH, and its commands first in PATH, for processes with this environment."""
     for name, folder in (("PYTHONPATH", ALIAS), ("PATH", os.path.join(ALIAS, "bin"))):
         others = [part for part in environment.get(name, "").split(os.pathsep) if part and part != folder]
         environment[name] = os.pathsep.join([folder, *others])
