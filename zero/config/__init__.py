@@ -1,4 +1,4 @@
-"""The configuration: DeepSpeed's JSON, checked at every level, frozen, every default resolved."""
+"""The configuration: DeepSpeed's JSON, checked at every level, frozen, with all defaults resolved."""
 
 from __future__ import annotations
 

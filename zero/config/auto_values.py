@@ -1,7 +1,7 @@
-"""What "auto" becomes: from the model, from the data, from other keys, and else the default; every choice is said.
+"""Values for "auto": from the model, from the data, from other keys, or else the default; every choice is logged.
 
-A client such as transformers fills most of them in before; what it has left is chosen here, once the model is known.
-Whatever nothing says anything about is as if its key were absent.
+A client such as transformers fills most of them in before; the remaining ones are chosen here, once the model is known.
+If nothing decides a value, the key counts as absent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zero.config.loading import value_at, with_choices
 from zero.config.schema import Choice, Config
 
 PREFETCH_SHARE = 0.9
-PERSISTENT_ROWS = 10  # As transformers: 0.9 h^2 elements of look-ahead, parameters below 10 h elements stay.
+PERSISTENT_ROWS = 10  # As in transformers: prefetch 0.9 h^2 elements, keep parameters below 10 h elements.
 WARMUP_STEPS = 1000
 WARMUP_SHARE = 0.1
 
@@ -29,12 +29,12 @@ SCHEDULER = "scheduler.params."
 
 @dataclass(frozen=True)
 class Facts:
-    """What the choices follow from; None: not known."""
+    """Facts that decide the choices; None: not known."""
 
     hidden_numel: int | None = None  # The hidden size of a transformers config.
-    dtype: torch.dtype | None = None  # Of most elements that are trained.
-    learning_rate: float | None = None  # Of all groups of an optimizer that was handed over.
-    samples: int | None = None  # In one pass over the training data.
+    dtype: torch.dtype | None = None  # The dtype of most trained elements.
+    learning_rate: float | None = None  # Common to all groups of the optimizer that was passed.
+    samples: int | None = None  # Number of samples in one pass over the training data.
 
 
 def facts_of(model: nn.Module, optimizer: object = None, training_data: object = None) -> Facts:
@@ -49,7 +49,7 @@ def facts_of(model: nn.Module, optimizer: object = None, training_data: object =
 
 
 def hidden_size_of(config: object) -> int | None:
-    """The (largest) hidden size that a transformers config names, itself or for its text model."""
+    """The (largest) hidden size in a transformers config or in its text model's config."""
     for part in (config, getattr(config, "text_config", None)):
         for name in ("hidden_size", "hidden_sizes"):
             found = getattr(part, name, None)
@@ -66,7 +66,7 @@ def _dtype_of(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
         if parameter.is_floating_point():
             key = (parameter.requires_grad, parameter.dtype)
             counted[key] = counted.get(key, 0) + parameter.numel()
-    # Trained ones count before frozen ones, whatever their number: a quantised base says little.
+    # Trained parameters decide, even if more are frozen: the dtype of a quantised base says little.
     return max(counted, key=lambda key: (key[0], counted[key]))[1] if counted else None
 
 
@@ -78,9 +78,9 @@ def _length_of(training_data: object) -> int | None:
 
 
 def resolve_auto(config: Config, facts: Facts) -> Config:
-    """The configuration with a value wherever it says "auto" and the facts say something.
+    """The configuration with a value for each "auto" that the facts decide.
 
-    Raises ConfigError: a value that follows does not go with a key that the user gave.
+    Raises ConfigError: a chosen value contradicts a key that the user gave.
     """
     chosen: dict[str, Choice] = {}
     still_open = {key.path for key in _autos(config)} - set(config.chosen)
@@ -116,14 +116,14 @@ def _ranks(config: Config) -> str:
 
 
 def _autos(config: Config) -> Iterator[Key]:
-    """Keys with a value, that act or that something is chosen for, and that are "auto" in the source."""
+    """Keys that are "auto" in the source, hold a value and no block, and act or have an entry in `_CHOICES`."""
     given = {path for path, origin in config.origins.items() if origin == "auto"}
     for key in known_keys(Config) if given else ():  # there are hundreds
         if key.path in given and block_of(key.field) is None and (key.role != "inert" or key.path in _CHOICES):
             yield key
 
 
-# ---- one function a key: (config, facts, what is chosen so far) -> its choice ------------------
+# ---- one function for each key: (config, facts, choices so far) -> its choice ------------------
 
 Chosen = Mapping[str, Choice]
 Choose = Callable[[Config, Facts, Chosen], Choice | None]
@@ -156,7 +156,7 @@ def _precision(dtype: torch.dtype, other: str) -> Choose:
 
 
 def _where_taken(choose: Choose, *types: str) -> Choose:
-    """Only for schedules that take the key."""
+    """Choose only for schedules that take the key."""
 
     def checked(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
         name = str(getattr(config.scheduler, "type", None)).lower()
@@ -201,9 +201,9 @@ def _warmup_steps(config: Config, facts: Facts, chosen: Chosen) -> Choice:
 
 _LINEAR = ("warmuplr", "warmupdecaylr")
 _ENDING = ("warmupdecaylr", "warmupcosinelr")
-# In the order in which they are chosen: a later one may follow from an earlier.
+# In the order in which they are chosen: a later choice may depend on an earlier one.
 _CHOICES: dict[str, Choose] = {
-    # Without the key there is no clipping; but whoever asks for a value gets one that clips, from every client too.
+    # Without the key there is no clipping; but "auto" asks for a value, so it gets one that clips, as from clients.
     "gradient_clipping": _always(1.0),
     "bf16.enabled": _precision(torch.bfloat16, "fp16"),
     "fp16.enabled": _precision(torch.float16, "bf16"),

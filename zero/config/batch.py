@@ -14,10 +14,10 @@ STEPS = "gradient_accumulation_steps"
 def resolve_batch(given: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Complete the batch sizes.
 
-    Returns all three. Any two give the third; one gives the others with one accumulation step; none gives 1 sample a
-    rank. Raises PydanticCustomError: they contradict each other or do not divide.
+    Returns all three. Any two determine the third. One alone determines the others with one accumulation step; none
+    gives 1 sample for each rank. Raises PydanticCustomError: they contradict each other or do not divide.
 
-    `given`: those of the three keys that the user set; each at least 1. `world_size`: number of ranks.
+    `given`: the keys that the user set, of the three; each at least 1. `world_size`: number of ranks.
     """
     train, micro, steps = given.get(TRAIN), given.get(MICRO), given.get(STEPS)
     if train is None:
@@ -48,7 +48,7 @@ def _contradiction(given: Mapping[str, int], world_size: int, expected: str) -> 
 
 
 def _ranks_that_fit(given: Mapping[str, int], world_size: int) -> str:
-    """How many ranks the numbers were made for, where that explains them; empty if nothing does."""
+    """The number of ranks that explains the given numbers, in words; empty if there is none."""
     fitting, rest = divmod(given[TRAIN], given.get(MICRO, 1) * given.get(STEPS, 1))
     if rest or not fitting or MICRO not in given:
         return ""

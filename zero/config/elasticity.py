@@ -1,9 +1,9 @@
-"""`elasticity`: one batch size that many numbers of ranks divide, so that a job may go on with more or fewer of them.
+"""`elasticity`: one batch size that many numbers of ranks divide, so that a job may continue with more or fewer ranks.
 
-[Source: DeepSpeed's elasticity, versions 0.1 and 0.2 of its rule] The batch size is a micro-batch, or the least common
-multiple of all of them, times a highly composite number that keeps it small enough (the multiple itself always counts).
-Of these the one is taken that the most numbers of ranks can share. The numbers are DeepSpeed's, so jobs that it began
-go on with the same batches.
+[Source: DeepSpeed's elasticity, versions 0.1 and 0.2 of its rule] A candidate is a micro-batch, or the least common
+multiple of all of them, times the largest highly composite number that keeps it within the limit (the multiple itself
+is always a candidate). The candidate that most numbers of ranks can share is taken. The results equal DeepSpeed's, so
+jobs that it began continue with the same batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import Field
 from zero.config.fields import ConfigBlock, Flag, Inert, InertNumber, Number, Whole, problem, reads
 from zero.config.numbers import parse_whole
 
-# Each has more divisors than every smaller number; as far as DeepSpeed's list goes.
+# Each number has more divisors than every smaller one; the same list as in DeepSpeed.
 HIGHLY_COMPOSITE = (
     *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160),
     *(25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720),
@@ -59,17 +59,17 @@ class Elasticity(ConfigBlock):
 
 @dataclass(frozen=True, slots=True)
 class ElasticBatch:
-    """What was chosen."""
+    """The chosen batch size."""
 
     train_batch_size: int
     ranks: tuple[int, ...]
     """Numbers of ranks that can share it, ascending."""
     micro_batch_size: int | None
-    """Of one rank; None: no number of ranks was given."""
+    """Micro-batch of one rank; None: no number of ranks was given."""
 
 
 def candidate_batch_sizes(bases: Iterable[int], largest: int) -> list[int]:
-    """For each base its multiple by the largest highly composite number that stays within `largest`."""
+    """For each base, its product with the largest highly composite number that stays within `largest`."""
     found = set()
     for base in bases:
         index = bisect.bisect_right(HIGHLY_COMPOSITE, largest // base)
@@ -78,7 +78,7 @@ def candidate_batch_sizes(bases: Iterable[int], largest: int) -> list[int]:
 
 
 def ranks_that_share(batch: int, micro_batches: Sequence[int], fewest: int, most: int) -> list[int]:
-    """Numbers of ranks in [fewest, most] among which `batch` can be shared in whole steps of some micro-batch."""
+    """Numbers of ranks in [fewest, most] that can share `batch` in whole steps of some micro-batch."""
     shares = [batch // micro for micro in micro_batches if batch % micro == 0]
     every = {divisor for share in shares for divisor in _divisors(share)}
     return sorted(ranks for ranks in every if fewest <= ranks <= most)
@@ -90,7 +90,7 @@ def _divisors(number: int) -> set[int]:
 
 
 def best_batch(block: Elasticity, largest: int, fewest: int, most: int) -> tuple[int, list[int]]:
-    """The batch size that most numbers of ranks share, and these. Raises ValueError: a micro-batch is too large."""
+    """The batch size that most numbers of ranks share, and these. Raises ValueError: a micro-batch is too big."""
     sizes = block.micro_batch_sizes
     if max(sizes) > largest:
         raise ValueError(f"micro_batch_sizes of at most max_train_batch_size, {largest}")
@@ -104,9 +104,9 @@ def best_batch(block: Elasticity, largest: int, fewest: int, most: int) -> tuple
 
 
 def elastic_batch(block: Elasticity, world_size: int = 0) -> ElasticBatch:
-    """What `block` chooses; `world_size`: number of ranks, 0 asks for the batch size alone.
+    """The choice of `block`; `world_size`: number of ranks, 0 for the batch size alone.
 
-    Raises ValueError: what was expected, such as other numbers of ranks.
+    Raises ValueError: its text says what was expected, such as other numbers of ranks.
     """
     if block.model_parallel_size > 1:
         raise ValueError("elasticity.model_parallel_size 1: tensor parallelism is not available")
@@ -122,7 +122,7 @@ def elastic_batch(block: Elasticity, world_size: int = 0) -> ElasticBatch:
 
 
 def _of_whole_nodes(block: Elasticity, world_size: int) -> ElasticBatch:
-    """Version 0.2: the nodes share the batch, and where they cannot the batch is cut for those that are there."""
+    """Version 0.2: whole nodes share the batch. If the given ranks cannot, the batch is reduced to fit them."""
     node = block.num_gpus_per_node
     batch, nodes = best_batch(block, block.max_train_batch_size // node, block.min_gpus // node, block.max_gpus // node)
     batch, ranks = batch * node, [count * node for count in nodes]
@@ -144,9 +144,9 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def elastic_sizes(block: Elasticity, given: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """train_batch_size and train_micro_batch_size_per_gpu in the place of `given`, the user's own.
+    """train_batch_size and train_micro_batch_size_per_gpu, which replace `given`, the user's own batch sizes.
 
-    Raises PydanticCustomError: the user gives some too, or this number of ranks cannot share a batch.
+    Raises PydanticCustomError: the user has set some without ignoring them, or these ranks cannot share a batch.
     """
     if given and not block.ignore_non_elastic_batch_info:
         names = ", ".join(given)

@@ -1,7 +1,7 @@
-"""Blocks of DeepSpeed's features that are not here, as one table: refused when switched on, harmless otherwise.
+"""Blocks of DeepSpeed's features that this library lacks, as one table: an enabled block is refused, or has no effect.
 
-A feature that would change the numbers is refused, with what to do instead. One that leaves them alone (a service, a
-profiler of its own, passes of a compiler) is checked, listed once as inactive with the reason, and not read.
+A feature that would change the results is refused, with advice what to do instead. A feature that does not change them
+(a service, a separate profiler, passes of a compiler) is checked, listed once as inactive with the reason, and ignored.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ TENSOR_PARALLEL = "tensor parallelism is not available; set it to 1, and shard w
 
 @dataclass(frozen=True)
 class Unless:
-    """Refuse a block that says anything, unless it says that it is off."""
+    """Refuse a block that sets any key, unless one of its keys switches it off."""
 
     expected: str
     fix: str
-    key: str | None = None  # The key that can say so; None: none can.
+    key: str | None = None  # The key that can switch it off; None: there is none.
     value: object = None
 
 
@@ -68,9 +68,9 @@ class _Refused(ConfigBlock):
 
 @dataclass(frozen=True)
 class Feature:
-    keys: str  # Keys without effect: a kind with a colon, then the names of that kind.
+    keys: str  # Keys without effect: a kind with a colon, then the names of the keys of that kind.
     about: str = ""
-    why: str = ""  # Why they have none; empty: as the block around this one says.
+    why: str = ""  # Why they have no effect; empty: for the reason of the enclosing block.
     enabled: Only | None = None  # Refuses `enabled`; None: that key is one of `keys`, or there is none.
     unless: Unless | None = None
     sizes: Mapping[str, float] = field(default_factory=dict)  # Tensor-parallel sizes and their defaults.
@@ -99,7 +99,7 @@ _TENSOR_PARALLEL_GROUP = Feature(
     "whole: tp_grain_size any: mpu tp_group", why="it belongs to tensor parallelism, which is off", sizes={"tp_size": 1}
 )
 
-# Key of the block -> what it is.
+# Key of the block -> its description.
 FEATURES: Mapping[str, Feature] = {
     # ---- refused when they are switched on --------------------------------------------------------
     "amp": Feature(
@@ -258,7 +258,7 @@ FEATURES: Mapping[str, Feature] = {
 
 
 def _declared(feature: Feature) -> Iterator[tuple[str, Any, Any]]:
-    """Key, type and default of everything in a block."""
+    """Key, type and default of each key of a block."""
     if feature.enabled is not None:
         yield "enabled", Annotated[Flag, feature.enabled], False
     for key, default in feature.sizes.items():
@@ -275,7 +275,7 @@ _BLOCKS: dict[str, type[ConfigBlock]] = {}
 
 
 def _made(name: str, feature: Feature, why: str = "") -> type[ConfigBlock]:
-    """The block, and the blocks inside it. Each has a name in this module, so that configurations can be pickled."""
+    """Make the block and its inner blocks. Each has a name in this module, so that configurations can be pickled."""
     why = feature.why or why
     fields: dict[str, Any] = {key: (kind, default) for key, kind, default in _declared(feature)}
     for key, inner in feature.blocks.items():
@@ -291,7 +291,7 @@ for _name, _feature in FEATURES.items():
 
 
 def __getattr__(name: str) -> Any:
-    """The block of a feature, for whoever declares its key."""
+    """The block of a feature, for the block that declares its key."""
     try:
         return _BLOCKS[name]
     except KeyError:

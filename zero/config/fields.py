@@ -1,13 +1,13 @@
-"""What a key of the configuration is: its type, and whether it acts, is inert, or is refused.
+"""Types and roles of configuration keys: a key acts, is inert, or refuses values.
 
-The role of a key is written where the key is declared, as a marker in its annotation:
+The role of a key is declared with the key, as a marker in its annotation:
 
 - no marker: the key acts.
-- `Inert(reason)`: known and harmless, but it changes nothing; a user who sets it is told once, and why. `INERT` takes
-  its reason from `Block.why`, which the inert keys of a block share.
-- `Only(...)`: any other value would change the numbers or break a promise, so it is refused.
+- `Inert(reason)`: known, but without effect; a user who sets it sees the reason once. `INERT` takes its reason from
+  `Block.why`, which the inert keys of a block share.
+- `Only(...)`: any other value would change the results or break a promise, so it is refused.
 
-So is a default that has changed: `Was(version, default)` keeps the old one for configurations of that version.
+A changed default is declared in the same way: `Was(version, default)` keeps the old one for that config_version.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ConfigBlock(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _as_of_its_version(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """Give absent keys the defaults they had in the configuration's version; they still count as not given."""
+        """Give absent keys their defaults in the configuration's version; they still count as not given."""
         version = (info.context or {}).get(VERSION_KEY)
         earlier = earlier_defaults(cls, version) if version is not None and isinstance(data, Mapping) else {}
         absent = {key: value for key, value in earlier.items() if key not in data}
@@ -65,7 +65,7 @@ class ConfigBlock(BaseModel):
 
     @classmethod
     def also_known(cls, key: str, raw: Mapping[Any, Any]) -> Collection[str]:
-        """Keys that the block below `key` takes beside those it declares, because of what else stands here.
+        """Keys that the inner block `key` accepts besides its declared ones, depending on other keys of this block.
 
         `key`: canonical name of a key of this block; `raw`: this block as the user wrote it.
         """
@@ -73,7 +73,7 @@ class ConfigBlock(BaseModel):
 
     @classmethod
     def is_off(cls, raw: Mapping[Any, Any]) -> bool:
-        """Whether the block, as it was read, says that nothing of it acts."""
+        """True if the block, as it was read, is switched off."""
         try:
             return "enabled" in cls.model_fields and not parse_flag(raw.get("enabled"))
         except ValueError:
@@ -86,10 +86,10 @@ def problem(
     """Make an error that the loader can turn into one line.
 
     Args:
-        expected: what would have been right.
-        fix: what to do about it, if that is not obvious.
+        expected: the correct form.
+        fix: the remedy, if it is not obvious.
         at: key inside the block that reports the problem; empty for the block itself.
-        got: what was found, if it is not simply the value of the key.
+        got: the value found, if it is not simply the value of the key.
         keys: keys of the block that take part in a contradiction.
     """
     context = {"expected": expected, "fix": fix, "at": at, "keys": keys}
@@ -99,7 +99,7 @@ def problem(
 
 
 def shown(value: object) -> str:
-    """The value as it would look in JSON, cut to a line."""
+    """The value in JSON, shortened to one line."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
@@ -108,20 +108,20 @@ def shown(value: object) -> str:
 
 
 def world_size_of(info: ValidationInfo) -> int:
-    """Number of ranks a configuration is being checked for."""
+    """The number of ranks for which a configuration is checked."""
     return int((info.context or {}).get("world_size", 1))
 
 
 @dataclass(frozen=True)
 class Inert:
-    """Known and harmless, but it changes nothing."""
+    """The key is known, but has no effect."""
 
-    reason: str = ""  # Why; the start's list and the docs show it. Empty: as `Block.why` says.
+    reason: str = ""  # Shown in the list at the start and in the docs. Empty: the reason is `Block.why`.
 
 
 @dataclass(frozen=True)
 class Only:
-    """Refuse every value but these."""
+    """Refuse all values except these."""
 
     allowed: tuple[object, ...]
     fix: str
@@ -134,25 +134,25 @@ class Only:
         raise problem(values or "this key to be absent", fix=self.fix)
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Check after the type of the key has been checked."""
+        """Run `check` after the check of the key's type."""
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
 
 def off(feature: str, instead: str) -> Only:
-    """Refuse to switch a feature on, and say what to do instead."""
+    """A marker that refuses to switch a feature on, with advice what to do instead."""
     return Only((False,), f"{feature} is not available; set it to false, and {instead}")
 
 
 @dataclass(frozen=True)
 class Deprecated:
-    """Still acts, but another key should be used."""
+    """The key still acts, but another one should be used."""
 
     note: str
 
 
 @dataclass(frozen=True)
 class Was:
-    """The default up to a config_version; from the next version on it is the key's own."""
+    """The default up to a config_version; later versions use the key's own default."""
 
     version: int
     default: object
@@ -160,7 +160,7 @@ class Was:
 
 @dataclass(frozen=True)
 class MeansAuto:
-    """A key to which "auto" says something; to every other key it says nothing, as if the key were absent."""
+    """A key for which "auto" has a meaning; any other key counts as absent if it is "auto"."""
 
 
 AUTO = "auto"
@@ -170,7 +170,7 @@ MEANS_AUTO = MeansAuto()
 
 
 def reads(parse: Callable[[object], object]) -> BeforeValidator:
-    """Turn a parser, whose ValueError says what was expected, into a validator."""
+    """Make a validator from a parser whose ValueError says what was expected."""
 
     def read(value: object) -> object:
         try:
@@ -184,7 +184,7 @@ def reads(parse: Callable[[object], object]) -> BeforeValidator:
 
 
 def several(parse: Callable[[object], object], expected: str, count: int | None = None) -> BeforeValidator:
-    """A list of what `parse` reads, as a tuple; `count`: how many there have to be."""
+    """Read a list whose items `parse` reads, as a tuple; `count`: the required number of items."""
 
     def read(value: object) -> tuple[object, ...]:
         if not isinstance(value, (list, tuple)) or count not in (None, len(value)):
@@ -195,7 +195,7 @@ def several(parse: Callable[[object], object], expected: str, count: int | None 
 
 
 class _InAnyCase:
-    """Read a word of a `Literal` in any case."""
+    """Read a word of a `Literal`, in upper or lower case."""
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         words = words_in(source)
@@ -209,7 +209,7 @@ class _InAnyCase:
 
 
 def words_in(annotation: Any) -> list[str]:
-    """The words that a key may have, if its type restricts it to some."""
+    """The words that a key's type allows, if it restricts them."""
     parts = get_args(annotation)
     if get_origin(annotation) is Literal:
         return [word for word in parts if isinstance(word, str)]
@@ -217,7 +217,7 @@ def words_in(annotation: Any) -> list[str]:
 
 
 def parse_flag(value: object) -> bool:
-    """Read true or false, also as a word or as 1 or 0; anything else raises ValueError."""
+    """Read true or false, also as a word or as 1 or 0. Raises ValueError: another value."""
     if isinstance(value, bool):
         return value
     words: dict[object, bool] = {"true": True, "false": False, 1: True, 0: False}
@@ -258,13 +258,13 @@ InertAny = Annotated[Any, INERT]
 
 
 def block_of(field: FieldInfo) -> type[ConfigBlock] | None:
-    """The block a key holds, or None for a key that holds a value."""
+    """The block that a key holds; None for a key that holds a value."""
     candidates = (field.annotation, *get_args(field.annotation))
     return next((part for part in candidates if isinstance(part, type) and issubclass(part, ConfigBlock)), None)
 
 
 def is_of_its_kind(field: FieldInfo, value: object) -> bool:
-    """Whether a value is of the type that a key takes, be it one that the key takes or not."""
+    """True if a value has the type of a key, even if the key refuses this value."""
     return any(kind is Any or _is_of(kind, value) for kind in kinds_of(field.annotation))
 
 
@@ -279,7 +279,7 @@ def _is_of(kind: Any, value: object) -> bool:
 
 
 def kinds_of(annotation: Any) -> set[Any]:
-    """The types of Python that a key's value may have once it is read, None apart."""
+    """The Python types that a key's value may have after reading, except None."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return kinds_of(parts[0])
@@ -305,7 +305,7 @@ def reason_of(field: FieldInfo, block: type[ConfigBlock]) -> str:
 
 @functools.cache
 def earlier_defaults(block: type[ConfigBlock], version: int) -> Mapping[str, object]:
-    """Key to default for what an earlier version has otherwise; blocks below that have such keys are `{}`."""
+    """Key -> default, where an earlier version has another default; inner blocks with such keys are `{}`."""
     found: dict[str, object] = {}
     for name, field in block.model_fields.items():
         marks = sorted((mark for mark in field.metadata if isinstance(mark, Was)), key=lambda mark: mark.version)
@@ -329,7 +329,7 @@ class Key:
     path: str
     field: FieldInfo
     role: Role
-    block: type[ConfigBlock]  # The block it is a key of.
+    block: type[ConfigBlock]  # The block that declares it.
 
     @property
     def reason(self) -> str:
@@ -338,7 +338,7 @@ class Key:
 
 @functools.cache
 def known_keys(model: type[ConfigBlock], prefix: str = "") -> tuple[Key, ...]:
-    """Every key of a block and of the blocks inside it, outer ones first, in the order of declaration."""
+    """Every key of a block and of its inner blocks, outer keys first, in the order of declaration."""
     fields = model.model_fields.items()
     own = [Key(prefix + name, field, role_of(field), model) for name, field in fields]
     inner = [(name, block) for name, field in fields if (block := block_of(field)) is not None]

@@ -1,6 +1,6 @@
-"""The configuration as it is given: a file of JSON or Hjson, the same in base64, a dict, or a script's argument.
+"""Sources of the configuration: a file of JSON or Hjson, the same in base64, a dict, or a script's argument.
 
-And, for who reads it from an engine, as it was given: with numbers where it said "auto".
+Also the configuration as the user gave it, for clients that read it from an engine, with values in place of "auto".
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from offload.errors import ConfigError
 from zero.config.fields import AUTO, ConfigBlock, block_of, shown
 from zero.config.schema import Config, plain
 
-HJSON = "hjson"  # Reads JSON with comments and without quotes; used where it is installed, for what is no JSON.
-# Where the path of the configuration may stand in a script's arguments; the last is DeepSpeed's oldest name.
+HJSON = "hjson"  # Reads JSON with comments and without quotes; used if it is installed, for text that is not JSON.
+# Names of a script's arguments that may hold the configuration's path; the last is DeepSpeed's oldest name.
 CONFIG_NAMES = ("zero_config", "deepspeed_config", "deepscale_config")
 ZERO = "zero_optimization"
 
 
 def read_source(config: object, problems: list[str]) -> tuple[str, Mapping[Any, Any]]:
-    """The name of a source, for messages, and the object it holds.
+    """The name of a source, for messages, and its object.
 
-    Raises ConfigError: it is none of these, or cannot be read.
+    Raises ConfigError: it is no such source, or cannot be read.
 
     Args:
         config: a path, base64 of a file's content, or the object itself.
-        problems: gets a line for every key that is written twice.
+        problems: gets a line for each key that occurs twice.
     """
     if isinstance(config, Mapping):
         return "config", config
@@ -45,9 +45,9 @@ def read_source(config: object, problems: list[str]) -> tuple[str, Mapping[Any, 
 
 
 def _from_base64(text: str) -> str | None:
-    """What base64 (either alphabet) stands for, if that may be an object."""
+    """The text decoded from base64 (either alphabet), if it may be an object."""
     try:
-        # Whoever encodes by hand often leaves the padding out.
+        # Users who encode by hand often leave the padding out.
         plain = text.strip().rstrip("=").translate(str.maketrans("-_", "+/"))
         decoded = base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True).decode("utf-8-sig")
     except (binascii.Error, ValueError):
@@ -56,7 +56,7 @@ def _from_base64(text: str) -> str | None:
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """The object in a JSON file. Raises ConfigError if it cannot be read or says something twice."""
+    """The object in a JSON file. Raises ConfigError if it cannot be read or has a key twice."""
     problems: list[str] = []
     content = _read_file(path, problems)
     if problems:
@@ -86,7 +86,7 @@ def _parsed(text: str, where: str, problems: list[str]) -> dict[str, Any]:
     try:
         content = json.loads(text, object_pairs_hook=closed)
     except json.JSONDecodeError as error:
-        problems.clear()  # those of a text that is read again
+        problems.clear()  # the text is read again, which finds them again
         content = _parsed_as_hjson(text, where, closed, error)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from error
@@ -96,7 +96,7 @@ def _parsed(text: str, where: str, problems: list[str]) -> dict[str, Any]:
 
 
 def _parsed_as_hjson(text: str, where: str, closed: Callable[..., Any], error: json.JSONDecodeError) -> Any:
-    """Read what is no JSON as Hjson, as DeepSpeed does. Raises ConfigError with JSON's complaint if that fails too."""
+    """Read text that is not JSON as Hjson, as DeepSpeed does. Raises ConfigError with JSON's message if this fails."""
     wrong = f"{where}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}"
     try:
         hjson = importlib.import_module(HJSON)
@@ -109,18 +109,18 @@ def _parsed_as_hjson(text: str, where: str, closed: Callable[..., Any], error: j
 
 
 def copied(value: Any) -> Any:
-    """A copy that shares no object or list with the original; whatever else is in there is the same."""
-    # Not deepcopy: a live config may hold process groups, which are handed on as they are.
+    """A copy that shares no dict or list with the original; other objects in it are shared."""
+    # Not deepcopy: a live config may hold process groups, which must not be copied.
     if isinstance(value, Mapping):
         return {key: copied(item) for key, item in value.items()}
     return [copied(item) for item in value] if isinstance(value, list) else value
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add DeepSpeed's arguments to a script's parser, and `--zero_config`, which means the same as theirs.
+    """Add DeepSpeed's arguments to a script's parser, and `--zero_config`, the same as `--deepspeed_config`.
 
     Args:
-        parser: of the script. `--local_rank`, which launchers pass, stays the script's own.
+        parser: of the script. `--local_rank`, which launchers pass, is left to the script.
 
     Returns:
         The same parser.
@@ -137,7 +137,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def config_argument(args: Any) -> Any:
-    """The configuration that `args` names, or None. Raises ConfigError: two of the names are set to different files."""
+    """The configuration that `args` names, or None. Raises ConfigError: two names are set to different files."""
     given = {name: value for name in CONFIG_NAMES if (value := getattr(args, name, None)) is not None}
     if len(set(map(str, given.values()))) > 1:
         listed = ", ".join(f"--{name} {value}" for name, value in given.items())
@@ -146,11 +146,11 @@ def config_argument(args: Any) -> Any:
 
 
 def given_config(config: Config) -> dict[str, Any]:
-    """A plain dict of its own: the user's keys as the user wrote them, with three exceptions.
+    """A new plain dict: the user's keys as the user wrote them, with three exceptions.
 
-    "auto" gives way to the value in effect, unless the engine has yet to derive it; the block `zero_optimization` is
-    there and has its `stage`, as a number: clients ask `config["zero_optimization"]["stage"] == 3`, whatever the user
-    left out.
+    "auto" is replaced by the value in effect, unless the engine has still to derive it. The block `zero_optimization`
+    always exists and has its `stage`, as a number: clients test `config["zero_optimization"]["stage"] == 3` even if the
+    user left them out.
     """
     given = _filled(copied(config.source), Config, config)
     block = given.get(ZERO)

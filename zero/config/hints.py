@@ -1,4 +1,4 @@
-"""What an unknown name was probably meant to be, and where an unknown key belongs."""
+"""Hints for unknown names: the name that was probably meant, and the block to which an unknown key belongs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def unknown_key(
 ) -> str:
     """Explain an unknown key.
 
-    Returns "unknown key", the nearest known keys of that block, and the block the key belongs in, if any.
+    Returns "unknown key", the nearest known keys of that block, and the block to which the key belongs, if any.
 
     Args:
         key: the key as written.
-        block: the block it was found in.
-        root: the whole configuration, searched for blocks that do know the key.
-        also_known: keys that the block takes besides those it declares.
+        block: the block in which it was found.
+        root: the whole configuration, searched for blocks that know the key.
+        also_known: keys that the block accepts besides its declared ones.
     """
     parts = ["unknown key"]
     if nested := _known_below(key, block):
@@ -43,7 +43,7 @@ def unknown_key(
 
 
 def _known_below(key: str, block: type[ConfigBlock]) -> list[str]:
-    """The parts of a dotted key, if they lead to a known one; empty if not."""
+    """The parts of a dotted key, if they lead to a known key; else empty."""
     parts = key.split(".")
     at: type[ConfigBlock] | None = block
     for part in parts:
@@ -55,7 +55,7 @@ def _known_below(key: str, block: type[ConfigBlock]) -> list[str]:
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:
-    """The names that are one slip away, else the one that resembles the word most, if any does."""
+    """The names that differ by one slip, else the most similar one, if any is similar."""
     # difflib alone misses short keys: "rl" resembles "lr" by 0.5 only.
     known = list(names)
     close = [name for name in known if _one_slip(word.lower(), name.lower())]
@@ -63,7 +63,7 @@ def nearest(word: str, names: Iterable[str]) -> list[str]:
 
 
 def _one_slip(left: str, right: str) -> bool:
-    """True if one letter was dropped, added or replaced, or two neighbours were swapped, or nothing but case."""
+    """True if one letter was dropped, added or replaced, or two neighbours were swapped, or the words are equal."""
     if abs(len(left) - len(right)) > 1:
         return False
     head = _agreement(left, right)

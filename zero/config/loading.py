@@ -35,13 +35,13 @@ from zero.ranks import world
 
 # Without effect below stage 3, where weights never leave the device.
 FETCHING_KEYS = ("zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.stage3_max_reuse_distance")
-STATE_DTYPE = "zero_optimization.offload_optimizer.state_dtype"  # Acts wherever states live, on the device too.
-BUFFERS = "data_types.buffer_dtype"  # Without effect where neither bf16 nor fp16 is enabled, as in DeepSpeed.
+STATE_DTYPE = "zero_optimization.offload_optimizer.state_dtype"  # Acts on every tier of states, on the device too.
+BUFFERS = "data_types.buffer_dtype"  # Without effect if neither bf16 nor fp16 is enabled, as in DeepSpeed.
 COMMENT_PREFIXES = ("_comment", "comment", "//")
-# A comment that `zero config show` writes: where each value came from. A default that is unchanged stays one.
+# A comment that `zero config show` writes: the origin of each value. An unchanged default still counts as a default.
 ORIGINS_KEY = "_comment_origins"
 
-# Pydantic's words -> ours.
+# Words of pydantic -> ours.
 PHRASES = {
     "Input should be": "expected",
     "greater than or equal to": "at least",
@@ -49,7 +49,7 @@ PHRASES = {
     "greater than": "more than",
 }
 
-# Top-level keys whose default is another in the version of DeepSpeed that the alias stands for.
+# Top-level keys that have another default in the version of DeepSpeed whose names the alias has.
 DEEPSPEED_DEFAULTS: Mapping[str, Any] = {"gradient_clipping": 1.0}
 
 Unknown = Literal["error", "warn"]
@@ -59,11 +59,11 @@ _defaults: ContextVar[Mapping[str, Any] | None] = ContextVar("defaults", default
 
 @contextmanager
 def tolerating_unknown_keys() -> Iterator[None]:
-    """Inside, an unknown top-level key is a warning and not an error: clients of DeepSpeed add keys of their own.
+    """Inside, an unknown top-level key is a warning and not an error, since clients of DeepSpeed add their own keys.
 
-    For who calls the engine in DeepSpeed's name: a `with` block, or a decorator, around whatever reads a configuration
-    (`initialize`, `Init`, `checkpointing.configure`). It holds for this thread (or task) and this block only; the
-    argument `unknown_top_level` of `load_config` goes before it. A `Config` remembers how it was read.
+    For code that calls the engine under DeepSpeed's name: a `with` block, or a decorator, around each call that reads a
+    configuration (`initialize`, `Init`, `checkpointing.configure`). It applies only to this thread (or task) and this
+    block. The argument `unknown_top_level` of `load_config` takes precedence. A `Config` remembers how it was read.
     """
     token = _unknown_top_level.set("warn")
     try:
@@ -74,7 +74,7 @@ def tolerating_unknown_keys() -> Iterator[None]:
 
 @contextmanager
 def reading_as_deepspeed() -> Iterator[None]:
-    """As `tolerating_unknown_keys`, and what DeepSpeed has another default for has that one: for the alias.
+    """Like `tolerating_unknown_keys`, and keys have DeepSpeed's default where it differs: for the alias.
 
     A key with such a default still counts as not given.
     """
@@ -95,16 +95,16 @@ def load_config(
 ) -> Config:
     """Read, check and complete a configuration.
 
-    Returns the frozen configuration. Raises ConfigError: lists every problem found: dotted path, what was expected,
-    what was got, what to do.
+    Returns the frozen configuration. Raises ConfigError: lists every problem: dotted path, expected value, given value,
+    remedy.
 
     Args:
         config: path of a JSON (or Hjson) file, the same in base64, its content as a dict (left untouched), or a
             `Config`.
-        world_size: number of ranks; the batch sizes are completed for it. None: as torch.distributed says.
-        ranks_per_node: None: as torch.distributed's launcher says, if `world_size` is None too; else not known.
+        world_size: number of ranks; the batch sizes are completed for it. None: that of torch.distributed.
+        ranks_per_node: None: that of torch.distributed's launcher, if `world_size` is None too; else not known.
         unknown_top_level: "warn": an unknown key at the top level is listed in `Config.ignored`; "error": it is a
-            problem, as an unknown key inside a block always is. None: as `tolerating_unknown_keys` says, else "error".
+            problem, as an unknown key in a block always is. None: "warn" in `tolerating_unknown_keys`, else "error".
     """
     if world_size is None:
         world_size, ranks_per_node = world.world_size(), ranks_per_node or world.ranks_per_node()
@@ -123,8 +123,8 @@ def load_config(
 def with_choices(config: Config, chosen: Mapping[str, Choice]) -> Config:
     """The same configuration with values for keys that were "auto".
 
-    Raises ConfigError: a value does not suit its key, or the others. `chosen`: canonical path of a key that is "auto"
-    in the source, to its value.
+    Raises ConfigError: a value does not fit its key, or other keys. `chosen`: canonical path of a key that is "auto" in
+    the source -> its value.
     """
     known = config._report
     return _read_again(config, known.world_size, known.ranks_per_node, {**config.chosen, **chosen})
@@ -137,10 +137,10 @@ def _read_again(config: Config, world_size: int, ranks_per_node: int | None, cho
 
 @dataclass
 class _Reader:
-    """Sorts the user's keys: known, absent, commented, unknown; and notes where each value came from."""
+    """Sorts the user's keys into known, absent, comment and unknown, and records the origin of each value."""
 
     tolerant: bool = False  # Unknown keys at the top level are ignored, and listed.
-    absent: Mapping[str, Any] = field(default_factory=dict)  # Top-level keys that are not given -> value.
+    absent: Mapping[str, Any] = field(default_factory=dict)  # Values for top-level keys that are not given.
     chosen: Mapping[str, Choice] = field(default_factory=dict)  # Values for keys that are "auto".
     problems: list[str] = field(default_factory=list)
     origins: dict[str, Origin] = field(default_factory=dict)
@@ -148,12 +148,12 @@ class _Reader:
     reasons: dict[str, str] = field(default_factory=dict)
     deprecated: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
-    written: dict[str, str] = field(default_factory=dict)  # Canonical path to the path the user wrote.
-    # Paths that the source says it holds with their defaults, as a configuration that was shown does.
+    written: dict[str, str] = field(default_factory=dict)  # Canonical path -> path as the user wrote it.
+    # Paths that the source marks as defaults, as the output of `zero config show` does.
     defaults: frozenset[str] = frozenset()
 
     def load(self, where: str, content: Mapping[Any, Any], world_size: int, ranks_per_node: int | None) -> Config:
-        """Read, check and complete what a source holds. Raises ConfigError with all problems."""
+        """Read, check and complete the content of a source. Raises ConfigError with all problems."""
         source = copied(content)
         noted = source.get(ORIGINS_KEY)
         if isinstance(noted, Mapping):
@@ -189,10 +189,10 @@ class _Reader:
         """Return the known and present keys of a block under their canonical names.
 
         Args:
-            block: what the keys should be.
+            block: declares the keys.
             prefix: canonical path of the block, ending in a dot; empty at the top level.
-            wrote: the same as the user spelt it.
-            also_known: keys besides those that the block declares; they are kept as they are.
+            wrote: the same path as the user wrote it.
+            also_known: further keys besides the declared ones; they are kept unchanged.
         """
         kept: dict[str, Any] = {}
         for key, value in raw.items():
@@ -253,7 +253,7 @@ class _Reader:
 
 
 def _meaning_of_auto(known: FieldInfo) -> Any:
-    """What "auto" stands for as the value of this key; None if it says nothing, as if the key were absent."""
+    """The meaning of "auto" as the value of this key; None: the key counts as absent."""
     inner = block_of(known)
     if inner is None:
         return AUTO if means_auto(known) else None
@@ -261,7 +261,7 @@ def _meaning_of_auto(known: FieldInfo) -> Any:
 
 
 def _version_of(data: Mapping[str, Any]) -> int | None:
-    """The version whose defaults hold; None: the newest. (A wrong one is reported where it is checked.)"""
+    """The version whose defaults apply; None: the newest. (A wrong version is reported later, when it is checked.)"""
     try:
         return parse_whole(data[VERSION_KEY])
     except (KeyError, ValueError):
@@ -269,9 +269,9 @@ def _version_of(data: Mapping[str, Any]) -> int | None:
 
 
 def _validated(data: dict[str, Any], reader: _Reader, context: Mapping[str, int | None]) -> Config | None:
-    """Check all values; faulty ones are reported, taken out, and the rest is checked again.
+    """Check all values; wrong ones are reported and removed, and the rest is checked again.
 
-    Checks across keys run only in blocks whose keys are right, so one pass would not find every problem.
+    Checks across keys run only in blocks whose keys are all correct, so one pass would not find every problem.
     """
     removed: set[str] = set()
     while True:
@@ -281,7 +281,7 @@ def _validated(data: dict[str, Any], reader: _Reader, context: Mapping[str, int 
             before = len(removed)
             for detail in error.errors(include_url=False):
                 involved = _involved(detail)
-                # A contradiction with a value that was itself faulty is no news; nor is a value that is not looked at.
+                # Not reported: a contradiction with a value already reported as wrong, and values that are not used.
                 if not any(".".join(path) in removed or _is_idle(data, path) for path in involved):
                     reader.problems.append(_line(detail, reader.written))
                 removed.update(".".join(path) for path in involved if _remove(data, path))
@@ -290,7 +290,7 @@ def _validated(data: dict[str, Any], reader: _Reader, context: Mapping[str, int 
 
 
 def _is_idle(data: Mapping[str, Any], path: tuple[str, ...]) -> bool:
-    """Whether a faulty key may stay so: its block is switched off, and the value has at least the right type."""
+    """True if a wrong value may be ignored: its block is switched off, and the value at least has the right type."""
     block: type[ConfigBlock] = Config
     raw: Any = data
     off = False
@@ -323,7 +323,7 @@ def _remove(data: MutableMapping[str, Any], path: tuple[str, ...]) -> bool:
 def _line(detail: ErrorDetails, written: Mapping[str, str]) -> str:
     context = detail.get("ctx", {})
     path = ".".join([*map(str, detail["loc"]), *([context["at"]] if context.get("at") else [])])
-    # A key the user did not write, such as a missing one, is shown below the block as the user wrote it.
+    # A key that the user did not write, such as a missing one, is shown with the block's path as the user wrote it.
     parent, _, name = path.rpartition(".")
     path = written.get(path) or ".".join(filter(None, [written.get(parent, parent), name]))
     expected = "expected an object {...}" if detail["type"].startswith("model_") else detail["msg"]
@@ -334,7 +334,7 @@ def _line(detail: ErrorDetails, written: Mapping[str, str]) -> str:
 
 
 def _overruled(config: Config, origins: Mapping[str, Origin], data: Mapping[str, Any]) -> list[str]:
-    """Keys that another key's value leaves without effect: a device, a stage. `data` is what was read."""
+    """Keys without effect because of another key's value, such as a device or a stage. `data`: the values read."""
     paths: list[str] = []
     zero = config.zero_optimization
     blocks: dict[str, OffloadParamConfig | OffloadOptimizerConfig] = {
@@ -343,7 +343,7 @@ def _overruled(config: Config, origins: Mapping[str, Origin], data: Mapping[str,
     }
     for prefix, block in blocks.items():
         if block.device == "none":
-            given = str(value_at(data, f"{prefix}device")).lower() != "none"  # and does not hold: the stage is too low
+            given = str(value_at(data, f"{prefix}device")).lower() != "none"  # but not in effect: the stage is too low
             idle = [path for path in origins if path.startswith(prefix) and (given or path != f"{prefix}device")]
         else:
             idle = [] if block.device == "nvme" else [f"{prefix}nvme_path"]
@@ -361,7 +361,7 @@ def _overruled(config: Config, origins: Mapping[str, Origin], data: Mapping[str,
 
 
 def value_at(data: Mapping[str, Any], path: str) -> Any:
-    """What stands under a dotted path; None: nothing."""
+    """The value at a dotted path; None: there is none."""
     value: Any = data
     for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

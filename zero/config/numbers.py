@@ -1,10 +1,10 @@
-"""How a number may be written in a configuration: 5e8, "1e9", 15099494.4, "12GB", "1.5GiB".
+"""Forms of a number in a configuration: 5e8, "1e9", 15099494.4, "12GB", "1.5GiB".
 
-Three readings, by what the number counts:
+There are three readings, depending on the counted things:
 
-- whole: things one cannot have half of (steps, buffers, threads); 2.5 is an error.
+- whole: indivisible things (steps, buffers, threads); 2.5 is an error.
 - count: elements; clients compute them as floats such as 0.9 * h * h, so they are rounded.
-- bytes: like a count, and a string may carry a unit (KB, MB, GB, TB: powers of 1000; KiB ... TiB: powers of 1024).
+- bytes: like a count, and a string may have a unit (KB, MB, GB, TB: powers of 1000; KiB ... TiB: powers of 1024).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _exact(value: object, *, units: tuple[str, ...], expected: str) -> Decimal:
         exact = _exact_text(value, units=units, expected=expected)
     else:
         raise ValueError(expected)
-    # Compared before it becomes an int: 1e999999999 as an int would fill the memory.
+    # Compare before converting to int: 1e999999999 as an int would fill the memory.
     if not 0 <= exact <= LARGEST:
         raise ValueError(f"{expected}, from 0 to 2**63 - 1")
     return exact

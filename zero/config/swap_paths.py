@@ -1,4 +1,4 @@
-"""What the offload blocks say together: which folders swap files go to, and whether host memory is pinned."""
+"""Settings that all offload blocks share: the folders of swap files, and whether host memory is pinned."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ logger = logging.getLogger("zero")
 
 
 def ready_swap_paths(config: Config) -> list[str]:
-    """The folders of all blocks that use NVMe, without repetition; those named for nothing if there are no others.
+    """The folders of all blocks that use NVMe, without repetition; if these name none, the folders of all blocks.
 
-    One that is not there is made. Raises ConfigError: no block names any, or one cannot be made.
+    Missing folders are made. Raises ConfigError: no block names a folder, or one cannot be made.
     """
     zero, activations = config.zero_optimization, config.activation_checkpointing
     blocks = (zero.offload_param, zero.offload_optimizer, activations)
@@ -35,7 +35,7 @@ def ready_swap_paths(config: Config) -> list[str]:
 
 
 def make_ready(paths: Iterable[str]) -> list[str]:
-    """Make the folders that are not there, and warn of each. Raises ConfigError: one cannot be made."""
+    """Make missing folders, with a warning for each. Raises ConfigError: one cannot be made."""
     ready = list(paths)
     for path in ready:
         made = make_folder(path)
@@ -45,7 +45,7 @@ def make_ready(paths: Iterable[str]) -> list[str]:
 
 
 def wants_pinning(config: Config) -> bool:
-    """Pinned unless the user said no: copies from pageable memory stop the stream."""
+    """True unless the user has switched it off: copies from pageable memory stop the stream."""
     return not any(
         config.origin(f"zero_optimization.{block}.pin_memory") == "user" and not given.pin_memory
         for block, given in (
