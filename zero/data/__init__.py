@@ -1,1 +1,1 @@
-"""Loaders of micro-batches, and how they go on where a run has stopped."""
+"""Loaders of micro-batches, which a resumed run continues where the run has stopped."""

@@ -1,7 +1,7 @@
-"""What a model's forward is told about how far training is: a curriculum's difficulty, the odds of keeping a layer.
+"""Arguments of a model's forward that depend on the step: a curriculum's difficulty, the probability to keep a layer.
 
-Both are functions of the number of steps, so a resumed run is told what the uninterrupted one was.
-[Source: DeepSpeed's CurriculumScheduler and ProgressiveLayerDrop, whose numbers these are]
+Both are functions of the number of steps, so a resumed run gets the same values as an uninterrupted one.
+[Source: DeepSpeed's CurriculumScheduler and ProgressiveLayerDrop, with equal values]
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from zero.config.loading import load_config
 
 
 class CurriculumScheduler:
-    """The difficulty of a step, as `curriculum_learning` says.
+    """The difficulty of a step, from the block `curriculum_learning`.
 
     Args:
-        config: the block, as an object of JSON or checked.
+        config: the block, as a JSON object, or already checked.
 
     Attributes:
         state: `current_difficulty`, `min_difficulty`, `max_difficulty`, `schedule_type`, as in DeepSpeed.
 
-    Raises ConfigError: the block cannot be.
+    Raises ConfigError: the block is wrong.
     """
 
     def __init__(self, config: Mapping[str, Any] | CurriculumLearning) -> None:
@@ -45,11 +45,11 @@ class CurriculumScheduler:
         }
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
-        """Of schedule_type "custom": step, counted from 1 -> difficulty."""
+        """Set the function of schedule_type "custom": step, counted from 1 -> difficulty."""
         self._custom = schedule_function
 
     def get_difficulty(self, global_steps: int) -> int:
-        """Of the step with this number, counted from 1. Raises StateError: it is custom, and no function is set."""
+        """Difficulty of a step, counted from 1. Raises StateError: the type is custom, and no function is set."""
         kind, steps = self._block.schedule_type, self._block.schedule_config
         if kind == "custom":
             if self._custom is None:
@@ -69,14 +69,14 @@ class CurriculumScheduler:
         return min(difficulty - difficulty % (steps.difficulty_step or 1), self._largest)
 
     def update_difficulty(self, global_steps: int) -> int:
-        """`get_difficulty`, kept as the current one. A custom one that has reached the largest stays there."""
+        """Store the result of `get_difficulty` as current. A custom schedule at the largest difficulty stays there."""
         at_end = self.state["current_difficulty"] >= self._largest
-        if not (at_end and self._block.schedule_type == "custom"):  # the others may go back, with a checkpoint
+        if not (at_end and self._block.schedule_type == "custom"):  # others may fall again, after a checkpoint's load
             self.state["current_difficulty"] = self.get_difficulty(global_steps)
         return self.get_current_difficulty()
 
     def get_current_difficulty(self) -> int:
-        """That of the last update; before it the smallest."""
+        """The difficulty of the last update; the smallest one before the first."""
         return int(self.state["current_difficulty"])
 
     def set_current_difficulty(self, difficulty: int) -> None:
@@ -90,11 +90,11 @@ class CurriculumScheduler:
 
 
 class ProgressiveLayerDrop:
-    """The probability that a layer stays, from 1 down to `theta`.
+    """The probability to keep a layer, which falls from 1 to `theta`.
 
     Args:
-        theta: what it falls to, 0 < theta <= 1.
-        gamma: how fast.
+        theta: its limit, 0 < theta <= 1.
+        gamma: rate of the fall.
     """
 
     def __init__(self, theta: float = 0.5, gamma: float = 0.001) -> None:
@@ -106,19 +106,19 @@ class ProgressiveLayerDrop:
         return self.current_theta
 
     def get_state(self) -> dict[str, Any]:
-        """What a forward is given."""
+        """The keyword arguments of a forward."""
         return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}
 
     def update_state(self, global_step: int) -> None:
-        """After `global_step` steps, counted from 0."""
+        """Set the probability after `global_step` steps; 0: before the first step."""
         self.current_theta = (1.0 - self.theta) * math.exp(-self.gamma * global_step) + self.theta
 
 
 class ForwardSchedules:
-    """Of one engine: what its model's forward is told in training.
+    """The step-dependent arguments of an engine's forward in training.
 
     Attributes:
-        curriculum_scheduler_legacy: of `curriculum_learning`, by DeepSpeed's name; None: it is off.
+        curriculum_scheduler_legacy: for `curriculum_learning`, with DeepSpeed's name; None: it is off.
         progressive_layer_drop: None: it is off.
     """
 
@@ -132,10 +132,10 @@ class ForwardSchedules:
             self.progressive_layer_drop = ProgressiveLayerDrop(drop.theta, drop.gamma)
 
     def told(self, global_steps: int) -> dict[str, Any]:
-        """Keyword arguments of a forward in training, after so many steps."""
+        """Keyword arguments of a forward in training, after `global_steps` steps."""
         arguments: dict[str, Any] = {}
         if self.progressive_layer_drop is not None:
-            # The probability of DeepSpeed's engine is that of the step before.
+            # DeepSpeed's engine uses the probability of the previous step.
             self.progressive_layer_drop.update_state(max(global_steps - 1, 0))
             arguments.update(self.progressive_layer_drop.get_state())
         if self.curriculum_scheduler_legacy is not None:

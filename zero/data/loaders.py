@@ -1,4 +1,4 @@
-"""Loaders of micro-batches: every rank gets a part of its own of each epoch, and all get equally many batches."""
+"""Loaders of micro-batches: every rank gets its own part of each epoch, and all get the same number of batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero.config import Config
 from zero.data.resumable import EpochSampler, ResumableLoader
 from zero.ranks import world
 
-ROUTES = ("train", "eval", "predict")  # What a loader is for, in DeepSpeed's words; only training is in random order.
+ROUTES = ("train", "eval", "predict")  # The use of a loader, in DeepSpeed's words; only training is in random order.
 
 
 def make_loader(
@@ -30,20 +30,21 @@ def make_loader(
 ) -> DataLoader[Any]:
     """A loader of this rank's micro-batches.
 
-    With several ranks the samples of an epoch are dealt out. What does not divide by the ranks is made up for with
-    samples from the front (or dropped, with `dataloader_drop_last`), since a rank that had a batch less would leave the
-    others waiting. A last batch that is not full is kept (or dropped, likewise); it has the same size on every rank.
+    With several ranks the samples of an epoch are divided among them. If the number of samples is no multiple of the
+    ranks, samples from the front are added (or, with `dataloader_drop_last`, the rest is dropped): a rank with one
+    batch less would leave the others waiting. An incomplete last batch is kept (or dropped, likewise); it has the same
+    size on every rank.
 
-    The loader has `state_dict` and `load_state_dict` (see `ResumableLoader`), except that of an IterableDataset. Raises
-    ConfigError: no such route, or data that cannot be dealt out.
+    The loader has `state_dict` and `load_state_dict` (see `ResumableLoader`), except for an IterableDataset. Raises
+    ConfigError: no such route, or data that cannot be divided.
 
     Args:
-        data: with `__getitem__` and `__len__`; with one rank an IterableDataset too.
-        pin: batches are put into pinned memory.
+        data: with `__getitem__` and `__len__`; with one rank also an IterableDataset.
+        pin: put batches into pinned memory.
         route: one of `ROUTES`.
-        batch_size: samples; None: train_micro_batch_size_per_gpu.
-        sampler: which samples this rank gets, in which order; None: see above.
-        place: which part of the data, and of how many; None: this rank's, of all ranks.
+        batch_size: number of samples; None: train_micro_batch_size_per_gpu.
+        sampler: gives this rank's samples in their order; None: see above.
+        place: (index, count) of the part of the data; None: (this rank, number of ranks).
         options: of the DataLoader.
     """
     if route not in ROUTES:
@@ -67,7 +68,7 @@ def make_loader(
     if sampler is None and world_size == 1 and not shuffle:
         sampler = SequentialSampler(data)  # type: ignore[arg-type]
     elif sampler is None:
-        # One rank's order follows torch.manual_seed; several ranks, whose seeds may differ, must have the same.
+        # One rank takes its order from torch.manual_seed. Several ranks, whose seeds may differ, need the same order.
         seed = torch.initial_seed() % 2**62 if world_size == 1 else 0
         sampler = EpochSampler(data, world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop)
     return ResumableLoader(data, sampler, rank=rank, world_size=world_size, **options)
@@ -76,7 +77,7 @@ def make_loader(
 class Training(Protocol):
     config: Config
     device: torch.device
-    collate_fn: Callable[..., Any] | None  # For loaders that are given none.
+    collate_fn: Callable[..., Any] | None  # For loaders that are made without one.
 
 
 class Loaders:
@@ -95,19 +96,19 @@ class Loaders:
     ) -> DataLoader[Any]:
         """A loader of this rank's micro-batches; DeepSpeed's name and arguments.
 
-        Checkpoints have the position of `engine.training_dataloader` only: if you train on what this returns, set it.
+        Checkpoints have the position of `engine.training_dataloader` only: if you train on this loader, set it there.
 
         Args:
-            dataset: with `__getitem__` and `__len__`; with one rank an IterableDataset too.
-            batch_size: samples; None: train_micro_batch_size_per_gpu.
+            dataset: with `__getitem__` and `__len__`; with one rank also an IterableDataset.
+            batch_size: number of samples; None: train_micro_batch_size_per_gpu.
             route: "train" shuffles, "eval" and "predict" keep the order.
-            pin_memory: batches lie in pinned memory; only on a GPU.
-            data_sampler: which samples this rank gets; None: its part of all of them.
-            collate_fn: None: that of `zero.initialize`, else torch's.
-            num_local_io_workers: processes that load; None: none, the loop loads.
+            pin_memory: put batches into pinned memory; only with a GPU.
+            data_sampler: gives this rank's samples; None: its part of all of them.
+            collate_fn: None: the one given to `zero.initialize`, else torch's.
+            num_local_io_workers: number of processes that load; None: none, the training loop loads.
 
         Raises:
-            ConfigError: no such route, or data that cannot be dealt out to the ranks.
+            ConfigError: no such route, or data that cannot be divided among the ranks.
         """
         return make_loader(
             dataset,

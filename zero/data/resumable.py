@@ -1,8 +1,8 @@
-"""A DataLoader that says how far the loop has come, and goes on from there.
+"""A DataLoader that knows the position of the training loop, and continues from there.
 
 [Note: position] The order of an epoch is decided when it begins, by its number and the sampler's state then. A position
-is that and how many samples the loop has got; what workers have fetched ahead does not count. To go on is to draw the
-indices of what was had once more, without fetching them.
+consists of these and the number of samples that the loop has got; samples prefetched by workers do not count. To
+continue, the loader draws the indices of the samples used before once more, without fetching the samples.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ COUNTS = ("epoch", "batches", "samples", "world_size", "batch_size", "dataset_sa
 
 
 class EpochSampler(DistributedSampler[Any]):
-    """A DistributedSampler that goes on to the next epoch by itself: a new order each time it is walked through.
+    """A DistributedSampler that advances to the next epoch by itself, so each iteration has a new order.
 
-    `set_epoch` before a walk decides otherwise.
+    `set_epoch` before an iteration overrides this.
     """
 
     def __iter__(self) -> Iterator[Any]:
-        with torch.device("cpu"):  # where its generator is, whatever the default device
+        with torch.device("cpu"):  # its generator is on the CPU, even if the default device is another
             indices = super().__iter__()
         self.epoch += 1
         return indices
 
 
 class _Skipping(Sampler[Any]):
-    """The sampler, from a position on; it stands between the sampler and what makes batches of its indices.
+    """The sampler, from a position on. It is placed between the sampler and the batch sampler.
 
     Args:
-        sampler: stands here.
-        batch_samples: in a batch.
-        batches_ahead: how many batches are drawn before the loop gets the first of them.
+        sampler: the wrapped sampler.
+        batch_samples: number of samples in a batch.
+        batches_ahead: number of batches that are drawn before the loop gets the first of them.
     """
 
     def __init__(self, sampler: Any, batch_samples: int, batches_ahead: int) -> None:
@@ -53,26 +53,26 @@ class _Skipping(Sampler[Any]):
         self._random: torch.Tensor | None = None
         # (samples drawn, the sampler's state then), of the last batches.
         self.states: deque[tuple[int, Any]] = deque(maxlen=batches_ahead + 2)
-        # It knows itself where it is.
+        # True: the sampler itself knows its position.
         self.has_states = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-        self.generator: torch.Generator | None = None  # What decides its order, if not its epoch or its state.
+        self.generator: torch.Generator | None = None  # Decides its order, unless its epoch or its state does.
         if not self.has_states and not isinstance(sampler, (DistributedSampler, SequentialSampler)):
             own = getattr(sampler, "generator", None)
             self.generator = own if isinstance(own, torch.Generator) else torch.default_generator
 
     def start(self, first: int, skip: int, random: torch.Tensor | None) -> None:
-        """How the next walk begins.
+        """Set the start of the next iteration.
 
         Args:
-            first: samples that were had before.
-            skip: how many of them the sampler does not know of.
-            random: the global generator's state with which its order was drawn; None: it is drawn now.
+            first: number of samples used before.
+            skip: how many of them the sampler's own state does not include; they are drawn once more.
+            random: the global generator's state with which its order was drawn; None: the order is drawn now.
         """
         self._first, self._skip, self._random = first, skip, random
         self.states.clear()
 
     def place(self, state: Any) -> bool:
-        """Give the sampler its state, if it has states; whether it took it."""
+        """Load the sampler's state, if it has states. Returns True if it was loaded."""
         self.states.clear()
         if state is None or not self.has_states:
             return False
@@ -80,7 +80,7 @@ class _Skipping(Sampler[Any]):
         return True
 
     def state_after(self, samples: int) -> Any:
-        """The state of a sampler that has states, after so many; as it is now, if no walk has come there."""
+        """The state of a sampler that has states, after `samples`; its present state, if no iteration has got there."""
         for drawn, state in self.states:
             if drawn == samples:
                 return state
@@ -97,7 +97,7 @@ class _Skipping(Sampler[Any]):
 
     @property
     def epoch_samples(self) -> int:
-        """Of this rank in an epoch; a huge number if the sampler does not say."""
+        """Number of this rank's samples in an epoch; a huge number if the sampler has no length."""
         try:
             return len(self._sampler)
         except (TypeError, NotImplementedError):
@@ -111,9 +111,9 @@ class _Skipping(Sampler[Any]):
 
 
 def _drawn_at(sampler: Any, random: torch.Tensor) -> Iterator[Any]:
-    """The sampler's indices as they were when the global generator was in this state, which is left as it is now.
+    """The sampler's indices for this state of the global generator, whose present state is kept.
 
-    torch's samplers draw from it with their first index and never again.
+    torch's samplers use the generator only for their first index, so it is restored after that.
     """
     now = torch.get_rng_state()
     torch.set_rng_state(random)
@@ -128,16 +128,16 @@ def _drawn_at(sampler: Any, random: torch.Tensor) -> Iterator[Any]:
 @dataclass(slots=True)
 class _Progress:
     epoch: int
-    first: int = 0  # Samples of this rank's part of the epoch that were had before it.
-    batches: int = 0  # Of this epoch, whoever had them.
-    had: int = 0  # Batches of this walk.
+    first: int = 0  # Samples of this rank's part of the epoch that were used before this iteration.
+    batches: int = 0  # Batches of this epoch, also those of earlier runs.
+    had: int = 0  # Batches of this iteration.
     random: torch.Tensor | None = field(default=None, repr=False)  # The generator's state when the epoch began.
-    is_placed: bool = False  # The sampler itself is after `first`.
+    is_placed: bool = False  # The sampler's own state is already after `first`.
     ended: bool = False
 
 
 class _Walk:
-    """An iterator of a loader. It begins with its first batch, so that a state may be loaded until then."""
+    """An iterator of a loader. It begins only with its first batch, so a state may be loaded until then."""
 
     def __init__(self, loader: ResumableLoader) -> None:
         self._loader = loader
@@ -157,7 +157,7 @@ class _Walk:
             progress.ended = True
             raise
         except Exception:
-            self._failed += 1  # passed over if there is a next one
+            self._failed += 1  # counted as skipped if a next batch follows
             raise
         progress.batches += 1 + self._failed
         progress.had += 1 + self._failed
@@ -169,28 +169,29 @@ class _Walk:
 
 
 class ResumableLoader(DataLoader[Any]):
-    """Batches of a dataset with `__getitem__`; `state_dict` and `load_state_dict` as torchdata's StatefulDataLoader.
+    """Batches of a dataset with `__getitem__`; `state_dict` and `load_state_dict` as in torchdata's StatefulDataLoader.
 
-    The state is that of the iteration begun last; one that was left in the middle stands there until another begins. A
+    The state belongs to the last iteration begun; one that was left early keeps its position until another begins. A
     state loads with other batch sizes and numbers of ranks: the position is counted in samples of the epoch.
 
-    What a dataset draws at random is resumed where the loop loads (the global generators are in a checkpoint). Workers
-    are seeded from torch's seed, the rank and the position, so the rest of an interrupted epoch has other seeds; the
-    next epochs have the same.
+    Random numbers in a dataset are resumed if the training loop loads (the global generators are in a checkpoint).
+    Workers are seeded from torch's seed, the rank and the position, so the rest of an interrupted epoch has other
+    seeds; the next epochs have the same.
 
     Args:
         data: with `__getitem__` and `__len__`.
-        sampler: this rank's samples.
+        sampler: gives this rank's samples.
         rank: of the caller.
         world_size: number of ranks that share an epoch.
         options: of the DataLoader.
 
     Attributes:
-        loads: how often a state was loaded.
+        loads: number of loaded states.
     """
 
     def __init__(self, data: Dataset[Any], sampler: Any, *, rank: int, world_size: int, **options: Any) -> None:
-        # Iterators draw a seed when they are made; a resumed loop makes one more, which must change nothing else.
+        # Each new iterator draws a seed, and a resumed loop makes one more iterator. A separate generator for these
+        # seeds keeps all other random numbers unchanged.
         super().__init__(data, sampler=sampler, generator=torch.Generator(), **options)
         self._rank, self._world_size = rank, world_size
         self._samples = self.batch_size or 1
@@ -207,7 +208,7 @@ class ResumableLoader(DataLoader[Any]):
         return _Walk(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop is: the epoch, and the batches and samples (of all ranks) that it has got of it.
+        """The loop's position: the epoch, and the numbers of batches and samples (of all ranks) that it has got.
 
         Returns numbers, tensors, and the state of a sampler that has one.
         """
@@ -230,10 +231,10 @@ class ResumableLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on where the state was taken; iterators that have begun are left alone.
+        """The next iteration continues where the state was taken; iterators that have begun are not changed.
 
-        It begins after the samples that were had, also if batches have another size now or there are other ranks; what
-        cannot be as it was is said in the log. Raises ConfigError: it is no state of such a loader.
+        It begins after the samples used before, even with another batch size or number of ranks. Differences that
+        cannot be avoided are logged. Raises ConfigError: it is no state of such a loader.
         """
         wrong = [key for key in COUNTS if not isinstance(state.get(key), int)]
         if wrong:
@@ -274,7 +275,7 @@ class ResumableLoader(DataLoader[Any]):
         if self.generator is not None:
             self.generator.manual_seed(int(mixed[0]))
         skipping.start(at.first, 0 if at.is_placed else at.first, random)
-        with torch.device("cpu"):  # where the generator is
+        with torch.device("cpu"):  # the generator is on the CPU
             return super().__iter__(), at
 
     @property
@@ -284,7 +285,7 @@ class ResumableLoader(DataLoader[Any]):
 
     @property
     def _seed(self) -> int | None:
-        """With the epoch it decides the order; None if a sampler that was given does."""
+        """The seed, which decides the order together with the epoch; None if a given sampler decides it."""
         return self.sampler.seed if isinstance(self.sampler, EpochSampler) and self.sampler.shuffle else None
 
     @property
@@ -294,7 +295,7 @@ class ResumableLoader(DataLoader[Any]):
     def _notes(
         self, state: Mapping[str, Any], samples: int, ranks: int, batch_samples: int, dataset_samples: int
     ) -> Iterator[str]:
-        """What is not as it was when the state was taken."""
+        """The differences from the run in which the state was taken."""
         here = len(self.dataset)  # type: ignore[arg-type]
         if here != dataset_samples:
             yield f"the data had {dataset_samples:,} samples when this was saved and has {here:,}: the order is another"
@@ -315,7 +316,7 @@ class ResumableLoader(DataLoader[Any]):
 
 
 class RepeatingLoader:
-    """An endless iterator over a loader, which begins anew when it ends; DeepSpeed's name.
+    """An endless iterator over a loader, which restarts at its end; DeepSpeed's name.
 
     Args:
         loader: anything that can be iterated over more than once.
@@ -330,7 +331,7 @@ class RepeatingLoader:
         return self
 
     def __next__(self) -> Any:
-        """The next batch, of the next epoch where one ends. StopIteration only if the loader is empty."""
+        """The next batch; after the end of an epoch, of the next one. StopIteration only if the loader is empty."""
         loads = getattr(self.loader, "loads", 0)
         if self.data_iter is None or loads != self._loads:
             self.data_iter, self._loads = iter(self.loader), loads
@@ -341,11 +342,11 @@ class RepeatingLoader:
             return next(self.data_iter)
 
     def state_dict(self) -> Any:
-        """The loader's; None if it has none."""
+        """The loader's state; None if it has none."""
         return self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
 
     def load_state_dict(self, state: Any) -> None:
-        """The next batch is the one after those that the state's loop has got. Raises as the loader's."""
+        """Continue after the batches that the state's loop has got. Raises the same errors as the loader."""
         if hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(state)
             self.data_iter = None
