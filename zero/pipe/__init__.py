@@ -1,4 +1,4 @@
-"""Pipelines: a model as a list of layers, cut into stages that different ranks run; DeepSpeed's names and arguments."""
+"""Pipelines: a model is a list of layers, split into stages on different ranks. DeepSpeed's names and arguments."""
 
 from zero.pipe.module import PipelineModule
 from zero.pipe.specs import LayerSpec, TiedLayerSpec

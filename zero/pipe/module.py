@@ -1,4 +1,4 @@
-"""`PipelineModule`: a list of layers, of which each rank builds those of its stage."""
+"""`PipelineModule`: a list of layers; each rank builds only the layers of its stage."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ TIED = "tied_modules"
 
 
 class PipelineModule(nn.Module):
-    """A model whose layers are run one after the other, cut into stages. DeepSpeed's arguments.
+    """A model whose layers run one after the other, split into stages. DeepSpeed's arguments.
 
-    A layer gets what the one before it returns, as one argument: a tensor, or a tuple of tensors. A parameter's name is
-    its layer's number in the whole model ("3.weight"), or the key of a tied layer ("tied_modules.embed.weight"),
-    whatever the number of stages.
+    A layer gets the result of the previous layer as one argument: a tensor, or a tuple of tensors. A parameter's name
+    begins with its layer's number in the whole model ("3.weight"), or with the key of a tied layer
+    ("tied_modules.embed.weight"), for any number of stages.
 
     Args:
         layers: `LayerSpec`s, `TiedLayerSpec`s, modules and other callables.
-        num_stages: divides the ranks; ranks of one stage are neighbours and share the data out.
-        topology: instead of `num_stages`: with the axes "pipe" and "data".
+        num_stages: divides the number of ranks; ranks of one stage are neighbours and divide the data.
+        topology: instead of `num_stages`; with the axes "pipe" and "data".
         loss_fn: called with (output of the last layer, labels); None: the output of the last layer is the loss.
-        seed_layers: layer i is built, and each time run, with random numbers of its own. So weights and dropout are the
-            same with any number of stages; without it each stage goes on with the random numbers that it has.
-        seed_fn: instead of seeding Python, numpy and torch: called with the seed.
+        seed_layers: seed the random numbers before each build and each run of a layer. Then weights and dropout are the
+            same with any number of stages; without it each stage continues with its own random numbers.
+        seed_fn: called with the seed, instead of seeding Python, numpy and torch.
         base_seed: of layer 0; layer i is built with `base_seed + i`.
         partition_method: "parameters", "uniform" or "type:REGEX"; see `stage_bounds`.
-        activation_checkpoint_interval: so many layers are one checkpoint, of which backward computes again what
-            it needs; 0: none.
-        activation_checkpoint_func: as torch's `checkpoint`; None: `zero.checkpointing`'s, as the configuration says.
-        checkpointable_layers: names of classes; a run of layers is a checkpoint if all are among them; None: any.
+        activation_checkpoint_interval: number of layers in one activation checkpoint, which backward recomputes; 0: no
+            checkpoints.
+        activation_checkpoint_func: like torch's `checkpoint`; None: `zero.checkpointing`, as configured.
+        checkpointable_layers: class names; only runs of layers of these classes are checkpoints; None: any class.
 
     Raises:
         ConfigError: an argument is wrong; names it.
@@ -83,13 +83,13 @@ class PipelineModule(nn.Module):
         self.parts = stage_bounds(specs, self.num_stages, partition_method)
         self.num_layers, self.micro_offset = len(specs), 0
         self.tied_stages = {key: self._stages_of(uses) for key, uses in _uses(specs).items()}
-        """Key of a tied layer -> the stages that have it, in order."""
+        """Key of a tied layer -> the stages that hold it, in order."""
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs: list[Callable[..., Any]] = []
         self._build(specs)
 
     def topology(self) -> ProcessTopology:
-        """Which rank runs which stage."""
+        """The grid that assigns ranks to stages."""
         return self._topology
 
     def num_pipeline_stages(self) -> int:
@@ -97,22 +97,22 @@ class PipelineModule(nn.Module):
 
     @property
     def stage_ranks(self) -> list[list[int]]:
-        """Of each stage, its ranks."""
+        """The ranks of each stage."""
         return [self._topology.get_axis_list(PIPE, stage) for stage in range(self.num_stages)]
 
     @property
     def data_place(self) -> tuple[int, int]:
-        """Which part of the data this rank gets, and of how many."""
+        """The index of this rank's part of the data, and the number of parts."""
         return getattr(self._topology.get_coord(world.rank()), DATA), self._topology.get_dim(DATA)
 
     @property
     def borrowed(self) -> list[str]:
-        """Beginnings of names that this stage has and an earlier one too."""
+        """Name prefixes of the tied modules that this stage shares with an earlier one."""
         return [f"{TIED}.{key}." for key, stages in self.tied_stages.items() if self.stage_id in stages[1:]]
 
     @contextmanager
     def without_a_trace(self) -> Iterator[None]:
-        """A forward inside leaves random numbers, the count of forwards and buffers as they are."""
+        """A context in which a forward does not change random states, the count of forwards, or buffers."""
         before, buffers = self.micro_offset, [(buffer, buffer.detach().clone()) for buffer in self.buffers()]
         try:
             with torch.random.fork_rng(), torch.no_grad():
@@ -124,8 +124,8 @@ class PipelineModule(nn.Module):
                     buffer.copy_(value)
 
     def forward(self, inputs: Any) -> Any:
-        """This stage's layers, one after the other. `inputs`: of the first: a tensor or a tuple of tensors."""
-        # A checkpoint computes its layers again with the seeds of this call.
+        """Run this stage's layers one after the other. `inputs`: of the first layer: a tensor or a tuple of tensors."""
+        # A checkpoint gets this call's count, so that it recomputes its layers with the same seeds.
         self.micro_offset += 1
         count, interval = len(self.forward_funcs), self.activation_checkpoint_interval
         for begin in range(0, count, interval or max(count, 1)):
@@ -157,7 +157,7 @@ class PipelineModule(nn.Module):
             layer = specs[index]
             if isinstance(layer, TiedLayerSpec):
                 if layer.key not in self.tied_modules:
-                    # Made as, and with the seed of, its first place in the whole model, whichever stage has that.
+                    # Built with the spec and the seed of its first use in the whole model, on whichever stage that is.
                     first = first_uses[layer.key]
                     self.tied_modules[layer.key] = self._built(first, specs[first])
                 module = self.tied_modules[layer.key]
@@ -185,7 +185,7 @@ class PipelineModule(nn.Module):
         return sorted({next(s for s in range(self.num_stages) if use < self.parts[s + 1]) for use in uses})
 
     def tied_parameters(self, key: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of a tied module that this stage has, in an order that all stages share."""
+        """(name, parameter) of a tied module of this stage, in the same order on all stages."""
         for name, parameter in self.tied_modules[key].named_parameters():
             yield f"{TIED}.{key}.{name}", parameter
 
@@ -226,7 +226,7 @@ def _check_layers(layers: Sequence[Any]) -> None:
 
 
 def _uses(layers: Sequence[Any]) -> dict[str, list[int]]:
-    """Key of each tied layer -> where it stands."""
+    """Key of each tied layer -> indices of its uses in `layers`."""
     uses: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):
         if isinstance(layer, TiedLayerSpec):

@@ -1,4 +1,4 @@
-"""Which layers a stage has."""
+"""The assignment of layers to stages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ def stage_bounds(layers: Sequence[Any], num_stages: int, method: str) -> list[in
 
     Args:
         layers: specs, modules or callables.
-        num_stages: at most as many as layers.
-        method: "uniform" deals out layers, "parameters" trained elements, "type:REGEX" layers whose class is so named.
+        num_stages: at most the number of layers.
+        method: what is balanced over the stages: "uniform": layers; "parameters": trained elements; "type:REGEX":
+            layers whose class name matches.
 
     Raises:
-        ConfigError: no such method, too few layers, or no class of that name.
+        ConfigError: no such method, too few layers, or no matching class.
     """
     if not 1 <= num_stages <= len(layers):
         raise ConfigError(
@@ -45,12 +46,13 @@ def stage_bounds(layers: Sequence[Any], num_stages: int, method: str) -> list[in
 
 
 def balanced(weights: Sequence[int], parts: int) -> list[int]:
-    """Bounds of `parts` runs, none empty, of which the heaviest is as light as it can be."""
+    """Bounds of `parts` non-empty runs, such that the weight of the heaviest run is minimal."""
     sums = [0]
     for weight in weights:
         sums.append(sums[-1] + weight)
     count = len(weights)
-    # heaviest[i]: of the best cut of the first i layers into the parts so far; ends[part][i]: where its last begins.
+    # heaviest[i]: the heaviest run in the best split of the first i layers into the parts so far; begins[part][i]: the
+    # begin of the last run in this split.
     heaviest: list[float] = [0.0, *[float("inf")] * count]
     begins: list[list[int]] = []
     for _ in range(parts):

@@ -1,10 +1,10 @@
-"""Micro-batches through the stages, in the order of a schedule of torch.distributed.pipelining.
+"""Run micro-batches through the stages, in the order of a schedule of torch.distributed.pipelining.
 
-[Note: numbers instead of batches] torch's schedules cut a batch into micro-batches. What they are given here is the
-numbers of micro-batches; inputs and labels are looked up by them, so both may be any nest of tensors.
+[Note: numbers instead of batches] torch's schedules split a batch into micro-batches. Here they get the numbers of the
+micro-batches instead. Inputs and labels are looked up by number, so both may be any nest of tensors.
 
-[Note: shapes] Who receives must know the shape before. Stages tell each other what they send after a forward without
-gradients, once for each shape of micro-batches; the last stage sends nothing.
+[Note: shapes] A receiving stage must know the shape in advance. Each stage makes a forward without gradients and sends
+the shapes of its output to the others, once for each shape of micro-batches; the last stage sends nothing.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from zero.pipe.module import PipelineModule
 
 
 class Work(Protocol):
-    """What an engine does for its stage."""
+    """The engine's functions for its stage."""
 
     def forward(self, value: Any) -> Any:
-        """This stage's layers, of one micro-batch."""
+        """Run this stage's layers on one micro-batch."""
 
     def loss(self, output: Any, labels: Any) -> torch.Tensor:
-        """To run backward from, of one micro-batch; on the last stage."""
+        """The loss of one micro-batch, on which backward is called; on the last stage."""
 
     def backward(self) -> AbstractContextManager[None]:
-        """Around the backward of one micro-batch."""
+        """A context for the backward of one micro-batch."""
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Of one run, on one rank.
+    """The micro-batches of one run, on one rank.
 
     Attributes:
-        inputs: on the first stage, of each micro-batch.
-        labels: on the last stage, of each micro-batch.
-        shape: of one micro-batch's inputs, in each part of the data, as text: the same on all ranks.
+        inputs: on the first stage, the inputs of each micro-batch.
+        labels: on the last stage, the labels of each micro-batch.
+        shape: the shapes of one micro-batch's inputs in each part of the data, as text; equal on all ranks.
     """
 
     inputs: Sequence[Any]
@@ -57,7 +57,7 @@ class MicroBatches:
 
 
 class _Received(torch.autograd.Function):
-    """A received tensor as layers get it: they may change it in place, which torch forbids with the leaf that came."""
+    """Passes a received tensor to the layers, which may change the result in place; torch forbids this for a leaf."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ class _Received(torch.autograd.Function):
 
 
 class _Layers(nn.Module):
-    """A stage's layers as torch's stages call them: with the number of a micro-batch, or with what was received."""
+    """A stage's layers, as torch's stages call them: with the number of a micro-batch, or with received tensors."""
 
     def __init__(self, work: Work, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Layers(nn.Module):
             if not self._is_last:
                 return _sendable(output)
             self.outputs.append(output)
-            return tuple(_tensors(output))  # it goes nowhere
+            return tuple(_tensors(output))  # torch needs a result, but does not send it
 
     def loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
         with self.noting():
@@ -103,7 +103,7 @@ class _Layers(nn.Module):
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """An error inside is this rank's own, and no other's that ends a message."""
+        """Inside, an error is recorded as this rank's own, to be told from a message that another rank has ended."""
         try:
             yield
         except BaseException as error:
@@ -112,7 +112,7 @@ class _Layers(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """Runs each backward as the engine wants it."""
+    """Runs each backward inside the engine's context."""
 
     def __init__(self, layers: _Layers, work: Work, *args: Any, **kwargs: Any) -> None:
         super().__init__(layers, *args, **kwargs)
@@ -126,7 +126,7 @@ class _Stage(PipelineStage):
             if not has_backward(output if isinstance(output, (tuple, list)) else [output]):
                 return (None,) * len(bwd_kwargs["input_values"]), None  # nothing is trained up to here
             gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-            # What is sent is read as it lies.
+            # Torch sends the memory as it is, so it must be contiguous.
             return tuple(None if part is None else part.contiguous() for part in gradients), groups
 
 
@@ -143,12 +143,10 @@ class Schedules:
         self._made: dict[bool, tuple[tuple[str, int], Any, _Layers]] = {}
 
     def run(self, batches: MicroBatches, count: int, *, train: bool) -> list[Any]:
-        """All micro-batches, forward and, to train, backward. All ranks come here. Returns the last stage's outputs, to
-        evaluate; of others nothing.
+        """Run all micro-batches forward and, with `train`, backward. All ranks call this.
 
-        Raises RankLostError: a message to another stage failed; else what failed here.
-
-        `count`: of micro-batches.
+        Returns outputs on the last stage, for evaluation; nothing on others. Raises RankLostError: a message to another
+        stage failed; else the error of this rank. `count`: number of micro-batches.
         """
         if self._module.num_stages == 1:
             return self._run_alone(batches, train=train)
@@ -186,7 +184,7 @@ class Schedules:
         if train not in self._made or self._made[train][0] != key:
             layers = _Layers(self._work, is_first=self._is_first, is_last=self._is_last)
             stage = self._stage(layers, batches, train=train)
-            # 1F1B needs as many micro-batches as stages; with fewer both orders are the same but for memory.
+            # 1F1B needs at least as many micro-batches as stages; with fewer, both orders differ only in memory.
             kind = (
                 Schedule1F1B if self._name == "1f1b" and train and count >= self._module.num_stages else ScheduleGPipe
             )
@@ -208,7 +206,7 @@ class Schedules:
     def _shapes(
         self, batches: MicroBatches, *, train: bool
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """What this stage receives and sends, as tensors without values. All ranks come here."""
+        """The tensors that this stage receives and sends, without values. All ranks call this."""
         received: tuple[torch.Tensor, ...] = ()
         sent: tuple[torch.Tensor, ...] = ()
         together = Together(self._stages)
@@ -225,7 +223,7 @@ class Schedules:
         return received, sent
 
     def _tried(self, batches: MicroBatches, received: Sequence[torch.Tensor]) -> bytes:
-        """The shapes that a forward of this stage returns."""
+        """The output shapes of this stage, from a trial forward."""
         value = batches.inputs[0] if self._is_first else _filled(received, self._stages.device)
         with self._module.without_a_trace():
             output = self._work.forward(value)
@@ -234,7 +232,7 @@ class Schedules:
 
 
 def has_backward(outputs: Sequence[Any]) -> bool:
-    """False if nothing is trained up to what a stage has sent. From torch 2.15 on some are edges of the graph."""
+    """False if no parameter up to these outputs is trained. From torch 2.15 on some outputs are edges of the graph."""
     return any(part.requires_grad if isinstance(part, torch.Tensor) else part is not None for part in outputs)
 
 
@@ -286,7 +284,7 @@ def shape_of(value: Any) -> str:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A nest of tensors with each tensor changed."""
+    """The nest of tensors with `change` applied to each tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):

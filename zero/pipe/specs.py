@@ -1,4 +1,4 @@
-"""Layers that are described first and built on the ranks that run them."""
+"""Descriptions of layers, which are built only on the ranks that run them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from offload.errors import ConfigError
 
 
 class LayerSpec:
-    """A layer that is built on its stage only. As DeepSpeed's.
+    """A layer that is built on its stage only. Same as DeepSpeed's.
 
     Args:
         typename: a class of modules.
-        module_args, module_kwargs: of its constructor.
+        module_args, module_kwargs: arguments of its constructor.
 
     Raises:
-        ConfigError: `typename` is no class of modules.
+        ConfigError: `typename` is not a class of modules.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
@@ -35,8 +35,8 @@ class LayerSpec:
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def numel(self) -> int:
-        """Elements of the layer's trained parameters, of which none is allocated where its class allows that."""
-        # Whatever the constructor draws, the random numbers that users see go on as if it had not run.
+        """Number of elements of the layer's trained parameters; nothing is allocated if its class allows that."""
+        # The user's random states are not changed by random numbers that the constructor draws.
         with torch.random.fork_rng():
             try:
                 with torch.device("meta"):
@@ -47,14 +47,14 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose module several places of the pipeline share: one module a stage, with equal weights on all.
+    """A layer that shares its module with other layers of the pipeline: one module a stage, with equal weights on all.
 
-    All parameters of the module are shared, whichever attributes are named: on one stage it is one module too.
+    All parameters of the module are shared, not only the named ones, since on a single stage it is one module too.
 
     Args:
-        key: places with the same key share one module, made as the first of them says.
+        key: layers with the same key share one module, which is built from the first one's spec.
         forward_fn: called as `forward_fn(module, input)`; None: the module itself is called.
-        tied_weight_attr: names of the parameters that are meant, dotted; they must exist.
+        tied_weight_attr: dotted names of the tied parameters; they must exist.
         typename, module_args, module_kwargs: as in `LayerSpec`.
     """
 
@@ -72,7 +72,7 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
 
     def build(self) -> nn.Module:
-        """Make the module. Raises ConfigError: it has not got what `tied_weight_attr` names."""
+        """Make the module. Raises ConfigError: it lacks a parameter that `tied_weight_attr` names."""
         module = super().build()
         names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         missing = [name for name in self.tied_weight_attr if name not in names]

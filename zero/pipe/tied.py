@@ -1,4 +1,4 @@
-"""Weights that several stages have: equal at the beginning, and updated by the sum of their gradients."""
+"""Weights that several stages share: made equal at the beginning, and updated with the sum of their gradients."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class TiedWeights:
         self._groups = {key: stages.group(who) for key, who in module.tied_stages.items() if len(who) > 1}
 
     def make_equal(self) -> None:
-        """Give each stage the values of the first that has them. Before the engine is made."""
+        """Copy the values of the first stage that holds them to the others. Called before the engine is made."""
         for group, _, parameter in self._shared():
             values = self._stages.each(group, parameter.detach().cpu().reshape(-1))
             with torch.no_grad():
                 parameter.copy_(values[0].view(parameter.shape))
 
     def add_up(self, values_of: Callable[[nn.Parameter], ParameterValues]) -> None:
-        """Give each stage the sum of all stages' gradients, added up in the order of the stages. Before a step.
+        """Give each stage the sum of all stages' gradients, added in the order of the stages. Called before a step.
 
-        `values_of`: what is known of a parameter, to change it.
+        `values_of`: gives access to a parameter's values.
         """
         self._stages.begin_step()
         for group, _, parameter in self._shared():
@@ -47,7 +47,8 @@ class TiedWeights:
                 total = total + part
             values.set_gradient(total.view(parameter.shape))
             if group.index:
-                # It is stored rounded, and what is stored is what this stage's sum of squares has.
+                # The gradient is stored rounded, and this stage's sum of squares contains the stored values: exclude
+                # exactly these, since the first stage counts them.
                 stored = values.gradient()
                 self._stages.count_elsewhere(total if stored is None else stored.reshape(-1).contiguous())
 

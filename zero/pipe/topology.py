@@ -1,4 +1,4 @@
-"""Which rank stands where: a grid of named axes, ranks in row-major order. DeepSpeed's names."""
+"""Positions of ranks in a grid of named axes, in row-major order. DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PIPE, DATA = "pipe", "data"
 
 
 class ProcessTopology:
-    """Ranks on a grid; the last axis has neighbouring ranks.
+    """Ranks on a grid; ranks that are neighbours on the last axis are consecutive.
 
     Args:
         axes: names, such as ["pipe", "data"].
-        dims: how long each is.
+        dims: length of each axis.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -33,11 +33,11 @@ class ProcessTopology:
         return list(self.axes)
 
     def get_dim(self, axis: str) -> int:
-        """How long an axis is; 0 if there is none of that name."""
+        """The length of an axis; 0 if there is none of that name."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **coordinates: int) -> int:
-        """The rank at one coordinate for each axis. Raises ConfigError: an axis is missing, or it is off the grid."""
+        """The rank at these coordinates. Raises ConfigError: an axis is missing, or a coordinate is off the grid."""
         if set(coordinates) != set(self.axes):
             raise ConfigError(f"get_rank: expected a coordinate for each of {self.axes}, got {coordinates}")
         wanted = tuple(coordinates[axis] for axis in self.axes)
@@ -46,7 +46,7 @@ class ProcessTopology:
         return self._coordinates.index(wanted)
 
     def get_coord(self, rank: int) -> NamedTuple:
-        """Where a rank stands, with a field for each axis."""
+        """The coordinates of a rank, with a field for each axis."""
         if not 0 <= rank < self.world_size():
             raise ConfigError(f"get_coord: rank: expected 0 to {self.world_size() - 1}, got {rank}")
         kind: Any = NamedTuple("ProcessCoord", [(axis, int) for axis in self.axes])  # type: ignore[misc]
@@ -58,12 +58,12 @@ class ProcessTopology:
         return self.filter_match(**{axis: idx})
 
     def filter_match(self, **coordinates: int) -> list[int]:
-        """Ranks that stand at these coordinates, in order."""
+        """Ranks with these coordinates, in order."""
         at = {self.axes.index(axis): value for axis, value in coordinates.items()}
         return [r for r, c in enumerate(self._coordinates) if all(c[axis] == value for axis, value in at.items())]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The lists of ranks that differ in one axis only; empty if there is none of that name."""
+        """The lists of ranks that differ in this axis only; empty if there is none of that name."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -72,7 +72,7 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages, each run by as many ranks as there are parts of the data; ranks of a stage are neighbours."""
+    """Stages with one rank for each part of the data; the ranks of a stage are consecutive."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__([PIPE, DATA], [num_pp, num_dp])
