@@ -1,3 +1,3 @@
-"""Mixtures of experts, as DeepSpeed's `deepspeed.moe` has them."""
+"""Mixtures of experts, as in DeepSpeed's `deepspeed.moe`."""
 
 from zero.moe.layer import MoE as MoE

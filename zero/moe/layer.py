@@ -1,9 +1,9 @@
 """`MoE`: a layer of experts of which each token uses some, with DeepSpeed's arguments, results and parameter names.
 
-All experts are on every rank; at ZeRO stage 3 each rank keeps a part of each, and experts come one after the other like
-other modules, from wherever they are kept. Every expert is called in every forward, be it with no token, so that ranks
-that fetch together agree on what comes next. Weights come to the tokens: `ep_size`, by which tokens go to ranks that
-have the weights, changes nothing about the numbers, and nothing here.
+All experts are on every rank. At ZeRO stage 3 each rank keeps a shard of each, and experts are fetched one after the
+other from their tier, like other modules. Every expert is called in every forward, even with no token, so that all
+ranks fetch the same units in the same order. Weights are fetched for the tokens. In DeepSpeed, `ep_size` sends tokens
+to the ranks that hold the weights, which does not change the results; here it has no effect.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = logging.getLogger("zero")
 
 POLICIES = (None, "None", "Jitter", "RSample")
 JITTER = 1e-2
-"""Inputs of the gate are multiplied by 1 plus or minus so much."""
+"""Inputs of the gate are multiplied by random factors from 1 - JITTER to 1 + JITTER."""
 
 
 class TopKGate(nn.Module):
-    """Sends tokens to experts, in fp32."""
+    """Routes tokens to experts, in fp32."""
 
     def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
         self,
@@ -60,7 +60,7 @@ class TopKGate(nn.Module):
         }
 
     def forward(self, tokens: Tensor, used_token: Tensor | None = None) -> Routing:
-        """(tokens, model_dim), and which of them are to be used (k = 1 only)."""
+        """`tokens`: (tokens, model_dim); `used_token`: the tokens to use (only with k = 1)."""
         noise = self.noisy_gate_policy if self.training else None
         given = tokens.float()
         if noise == "Jitter":
@@ -81,7 +81,7 @@ class Experts(nn.Module):
         self.deepspeed_experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num_local_experts))
         self.num_local_experts = num_local_experts
         for parameter in self.deepspeed_experts.parameters():
-            # What scripts look for when they make param groups.
+            # Scripts read these attributes when they make param groups.
             parameter.allreduce, parameter.group_name = False, expert_group_name  # type: ignore[attr-defined]
 
 
@@ -96,7 +96,7 @@ class MOELayer(nn.Module):
         self.gate, self.experts = gate, experts
 
     def forward(self, x: Tensor, used_token: Tensor | None = None) -> Tensor:
-        """(..., model_dim) to the same."""
+        """Input and output: (..., model_dim)."""
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.gate(tokens, used_token)
         self.l_aux, self.exp_counts = routing.balance_loss, routing.counts
@@ -105,7 +105,7 @@ class MOELayer(nn.Module):
             rows, choice = torch.where((routing.experts == number) & routing.kept)
             answer = expert(tokens[rows])
             if isinstance(answer, tuple):
-                answer = answer[0]  # beside a bias that is not added
+                answer = answer[0]  # the other item is a bias, which is not added
             out = out.index_add(0, rows, answer.to(out.dtype) * routing.weights[rows, choice].unsqueeze(1))
         return out.to(tokens.dtype).view(x.shape)
 
@@ -115,21 +115,21 @@ class MoE(nn.Module):
 
     Args:
         hidden_size: width of the input and the output.
-        expert: a module from (tokens, hidden_size) to the same, or to a tuple that begins with it; it is copied.
-        num_experts: so many copies.
-        ep_size: ranks that DeepSpeed deals the experts out to; a divisor of `num_experts`. Every rank has all experts
-            here (a part of each, at ZeRO stage 3), with the same results.
-        k: experts of a token.
-        capacity_factor, eval_capacity_factor: an expert takes so many times its even share of the tokens, in training
-            and else; what comes beyond goes to no expert.
-        min_capacity: an expert takes at least so many.
-        use_residual: the expert itself sees all tokens too, and a learned coefficient mixes both.
-        noisy_gate_policy: "Jitter" of the gate's input or "RSample", Gumbel noise on its logits, in training; or None.
-        drop_tokens: False: experts take all that come.
-        use_rts: which tokens stay is drawn (k = 1); False: the first ones.
-        use_tutel: accepted; there is one way.
+        expert: a module from (tokens, hidden_size) to the same shape, or to a tuple that begins with it; it is copied.
+        num_experts: number of copies.
+        ep_size: number of ranks over which DeepSpeed distributes the experts; a divisor of `num_experts`. Here every
+            rank has all experts (at ZeRO stage 3 a shard of each), with the same results.
+        k: number of experts of a token.
+        capacity_factor, eval_capacity_factor: an expert takes at most so many times its even share of the tokens, in
+            training and in evaluation; further tokens are dropped by this expert.
+        min_capacity: an expert takes at least so many tokens.
+        use_residual: the expert itself also gets all tokens, and a learned coefficient mixes both results.
+        noisy_gate_policy: in training: "Jitter" of the gate's input, or "RSample", Gumbel noise on its logits; or None.
+        drop_tokens: False: experts take all their tokens.
+        use_rts: the kept tokens are chosen at random (k = 1); False: the first ones are kept.
+        use_tutel: accepted; there is only one implementation.
         enable_expert_tensor_parallelism: not available: must be False.
-        top2_2nd_expert_sampling: the second of two experts is drawn.
+        top2_2nd_expert_sampling: the second of two experts is sampled.
 
     Raises ConfigError: an argument is out of range.
     """
@@ -175,12 +175,12 @@ class MoE(nn.Module):
             self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Accepted: there are no groups of experts."""
+        """Accepted, without effect: there are no groups of experts."""
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(..., hidden_size) to the same, the loss of the balance (to be added to the model's), and tokens an expert.
+        """Returns the output, (..., hidden_size), the balance loss (to add to the model's), and the tokens per expert.
 
-        `used_token`: (tokens,), 0 for those that go to no expert; with k = 1.
+        `used_token`: (tokens,), 0 for tokens that are sent to no expert; only with k = 1.
         """
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:

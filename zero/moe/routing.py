@@ -1,7 +1,7 @@
-"""Which expert a token goes to, with which weight, and which tokens find no room: pure functions on logits.
+"""Routing of tokens: each token's experts, their weights, and the tokens that are dropped. Pure functions on logits.
 
 [Source: DeepSpeed's top-1, top-2 and top-k gating, after GShard (arXiv:2006.16668) and Switch (arXiv:2101.03961)] The
-rules are theirs; tokens are kept as indices, not as a mask of tokens x experts x places.
+rules are the same; but tokens are stored as indices, not as a mask of tokens x experts x places.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from offload.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Of (tokens) to (experts), `k` choices each.
+    """The routing of tokens to experts, with `k` choices for each token.
 
     Attributes:
         experts: (tokens, k), int64.
-        weights: (tokens, k) fp32, what the experts' outputs are multiplied by; 0 where there is no room.
+        weights: (tokens, k) fp32, factors of the experts' outputs; 0 if the expert has no room.
         kept: (tokens, k), bool: the expert has room.
-        balance_loss: scalar, large where few experts get most tokens.
-        counts: (experts,), tokens that wanted each expert.
+        balance_loss: scalar, large if few experts get most tokens.
+        counts: (experts,), number of tokens that have chosen each expert.
     """
 
     experts: Tensor
@@ -37,7 +37,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many tokens an expert takes: `factor` times its even share, and at least `least`; None: all that come."""
+    """The capacity of an expert: `factor` times its even share of tokens, at least `least`; None: no limit."""
 
     factor: float | None
     least: int
@@ -45,22 +45,22 @@ class Room:
     def places(self, tokens: int, experts: int, k: int, counts: Tensor) -> int:
         if self.factor is None:
             return int(counts.max())
-        # In fp32, as DeepSpeed computes it: the next whole number may be another than in doubles.
+        # In fp32, as in DeepSpeed: rounded up, the result may differ from the one in doubles.
         share = torch.tensor(self.factor * k, dtype=torch.float32) * (tokens / experts)
         return max(math.ceil(float(share)), self.least)
 
 
 def top1(logits: Tensor, room: Room, *, used: Tensor | None, noisy: bool, at_random: bool) -> Routing:
-    """One expert a token, weighed by its probability.
+    """One expert for each token, weighted by its probability.
 
     Args:
         logits: (tokens, experts), fp32.
-        room: of each expert.
-        used: (tokens,), 0 for those that go to no expert; None: all go.
-        noisy: Gumbel noise is added before an expert is chosen.
-        at_random: which tokens stay where an expert has no room for all is drawn; else the first ones.
+        room: capacity of each expert.
+        used: (tokens,), 0 for tokens that are sent to no expert; None: all are sent.
+        noisy: add Gumbel noise before an expert is chosen.
+        at_random: if an expert has no room for all, choose the kept tokens at random; else keep the first ones.
 
-    Raises ConfigError: there are fewer tokens than an expert takes at least.
+    Raises ConfigError: there are fewer tokens than the least capacity of an expert.
     """
     tokens, experts = logits.shape
     if tokens < room.least:
@@ -82,9 +82,9 @@ def top1(logits: Tensor, room: Room, *, used: Tensor | None, noisy: bool, at_ran
 
 
 def top2(logits: Tensor, room: Room, *, samples_second: bool) -> Routing:
-    """Two experts a token, weighed by their probabilities, which are scaled to a sum of 1 over those with room.
+    """Two experts for each token, weighted by their probabilities, scaled to a sum of 1 over the experts with room.
 
-    `samples_second`: the second is drawn, by Gumbel noise; else it is the second most probable.
+    `samples_second`: the second expert is sampled with Gumbel noise; else it is the second most probable.
     """
     tokens, experts = logits.shape
     gates = F.softmax(logits, dim=1)
@@ -96,7 +96,7 @@ def top2(logits: Tensor, room: Room, *, samples_second: bool) -> Routing:
     loss = (gates.mean(0) * mask1.float().mean(0)).mean() * experts * experts
     counts = (mask1 + mask2).sum(0).detach()
     places = room.places(tokens, experts, 2, counts)
-    # Second choices come behind all first ones.
+    # All first choices are placed before any second choice.
     at1 = (mask1.cumsum(0) - 1).gather(1, first.unsqueeze(1))
     at2 = (mask2.cumsum(0) - 1 + mask1.sum(0)).gather(1, second.unsqueeze(1))
     kept = torch.cat((at1, at2), 1) < places
@@ -105,7 +105,7 @@ def top2(logits: Tensor, room: Room, *, samples_second: bool) -> Routing:
 
 
 def topk(logits: Tensor, k: int, room: Room) -> Routing:
-    """The k most probable experts of each token; where an expert has no room for all, the most probable stay."""
+    """The k most probable experts of each token; an expert without room for all keeps its most probable tokens."""
     tokens, experts = logits.shape
     gates = F.softmax(logits, dim=1)
     chosen = torch.topk(gates, k, dim=1).indices
@@ -118,16 +118,16 @@ def topk(logits: Tensor, k: int, room: Room) -> Routing:
 
 
 def among_first(order: Tensor, mask: Tensor, places: int) -> Tensor:
-    """(tokens, experts): those of the mask that are among the `places` of their expert with the largest `order`."""
+    """(tokens, experts): the mask, restricted to the `places` tokens of each expert with the largest `order`."""
     best = torch.topk(order, min(places, len(order)), dim=0).indices
     return mask & torch.zeros_like(mask).scatter_(0, best, True)
 
 
 def scaled(weights: Tensor) -> Tensor:
-    """(tokens, k) so that each token's sum is 1; those of a token without any stay 0."""
+    """(tokens, k), scaled so that each token's sum is 1; a token whose weights are all 0 keeps them."""
     return weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
 
 
 def gumbel_like(logits: Tensor) -> Tensor:
-    """Noise whose addition makes an argmax a draw by the probabilities."""
+    """Noise that, added to logits, makes their argmax a sample by the probabilities."""
     return -torch.empty_like(logits).exponential_().log()
