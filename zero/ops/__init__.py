@@ -1,1 +1,1 @@
-"""Optimizers under DeepSpeed's names: they step by themselves, and `zero.initialize` takes them over."""
+"""Optimizers under DeepSpeed's names: they work without an engine, and `zero.initialize` takes them over."""

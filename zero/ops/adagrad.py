@@ -10,16 +10,16 @@ from zero.ops.stepping import PlainOptimizer, refuse
 
 
 class DeepSpeedCPUAdagrad(PlainOptimizer):
-    """DeepSpeed's CPU Adagrad; equals torch.optim.Adagrad bit for bit. Its state is `sum`, as torch's.
+    """DeepSpeed's CPU Adagrad; equals torch.optim.Adagrad bit for bit. Its state is `sum`, as in torch.
 
     Args:
         model_params: parameters or param groups.
         lr: learning rate.
         eps: added to the denominator.
-        weight_decay: of the gradients.
+        weight_decay: added to the gradients.
         amsgrad: not available: must be False.
         fp32_optimizer_states: states are fp32; False is not available.
-        adamw_mode: Adam's; no effect. accelerate hands it to each optimizer that it makes one of DeepSpeed's of.
+        adamw_mode: of Adam; no effect. accelerate passes it to each optimizer that it replaces by DeepSpeed's.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class DeepSpeedCPUAdagrad(PlainOptimizer):
         super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Operation by operation as torch."""
+        """The same operations as in torch, in the same order."""
         decay = float(group["weight_decay"])
         if decay:
             grad = grad.add(weight, alpha=decay)

@@ -16,13 +16,13 @@ class KernelAdam(PlainOptimizer):
     """Adam over fp32 moments.
 
     Attributes:
-        adam_w_mode: decay the weights (AdamW) and not the gradients.
+        adam_w_mode: decay the weights (AdamW) instead of the gradients.
     """
 
     adam_w_mode = True
 
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """As the engine updates fp32 weights, bit for bit."""
+        """The same bits as the engine's update of fp32 weights."""
         beta1, beta2 = (float(beta) for beta in group["betas"])
         lr, decay, corrected = float(group["lr"]), float(group["weight_decay"]), group.get("bias_correction", True)
         segment = kernels.Segment(
@@ -47,12 +47,12 @@ class DeepSpeedCPUAdam(KernelAdam):
     Args:
         model_params: parameters or param groups.
         lr: learning rate.
-        bias_correction: False leaves both moments as they are.
+        bias_correction: False: use both moments without correction.
         betas: decay rates of the moments.
         eps: added to the denominator.
-        weight_decay: of the weights, or of the gradients without `adamw_mode`.
+        weight_decay: of the weights; without `adamw_mode` it is added to the gradients.
         amsgrad: not available: must be False.
-        adamw_mode: decay the weights and not the gradients.
+        adamw_mode: decay the weights instead of the gradients.
         fp32_optimizer_states: states are fp32; False is not available.
     """
 
@@ -78,12 +78,12 @@ class DeepSpeedCPUAdam(KernelAdam):
 
 
 class FusedAdam(KernelAdam):
-    """DeepSpeed's GPU Adam; the same numbers on every device.
+    """DeepSpeed's GPU Adam; the same results on every device.
 
     Args:
-        params, lr, bias_correction, betas, eps, weight_decay, amsgrad: as of `DeepSpeedCPUAdam`.
-        adam_w_mode: its `adamw_mode`.
-        set_grad_none: has no effect; torch's `zero_grad` does so.
+        params, lr, bias_correction, betas, eps, weight_decay, amsgrad: as in `DeepSpeedCPUAdam`.
+        adam_w_mode: same as `adamw_mode` there.
+        set_grad_none: no effect; torch's `zero_grad` sets gradients to None anyway.
     """
 
     def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's

@@ -12,17 +12,17 @@ from zero.ops.stepping import PlainOptimizer, refuse
 
 
 class Lamb(PlainOptimizer):
-    """Adam's steps, each parameter's as long as its norm says; states `exp_avg` and `exp_avg_sq`.
+    """Steps of Adam, each scaled by the norm of its parameter; states `exp_avg` and `exp_avg_sq`.
 
     Args:
         params: parameters or param groups.
         lr: learning rate.
-        bias_correction: divide the moments by what they lack at the beginning.
-        betas: of the moments.
+        bias_correction: correct the moments for their start at 0.
+        betas: decay rates of the moments.
         eps: added to the denominator.
-        weight_decay: of the weights, a part of the step whose length is set.
-        max_coeff: a parameter's norm over its step's counts as this at most.
-        min_coeff: and as this at least.
+        weight_decay: of the weights; it is part of the step that is scaled.
+        max_coeff: upper bound of the scale, (norm of the parameter) / (norm of its step).
+        min_coeff: lower bound of the scale.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Lamb(PlainOptimizer):
         )
 
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """As Algorithm 2 of the paper, with the ratio of norms kept between two bounds."""
+        """Algorithm 2 of the paper, with bounds for the ratio of norms."""
         beta1, beta2 = (float(beta) for beta in group["betas"])
         mean, square = self.plane(state, "exp_avg", weight), self.plane(state, "exp_avg_sq", weight)
         mean.mul_(beta1).add_(grad, alpha=1 - beta1)
@@ -58,27 +58,27 @@ class Lamb(PlainOptimizer):
         weight.add_(change, alpha=-float(group["lr"]) * share * ratio)
 
     def _change(self, mean: Tensor, square: Tensor, bias: tuple[float, float], eps: float) -> tuple[Tensor, float]:
-        """(the step before decay, the share of the whole step that is taken)."""
+        """(the step before decay, a factor for the whole step)."""
         return mean.div(bias[0]).div_(square.div(bias[1]).sqrt_().add_(eps)), 1.0
 
 
 def _norm(values: Tensor) -> float:
-    """The same bits on every device and number of threads, where torch's sums follow both."""
+    """The norm, with the same bits on every device and number of threads; torch's sums depend on both."""
     return SquareSum.of(kernels.block_sumsq(values.reshape(-1))).norm()
 
 
 class FusedLamb(Lamb):
-    """DeepSpeed's LAMB; the same numbers on every device.
+    """DeepSpeed's LAMB; the same results on every device.
 
-    What the moments lack at the beginning shortens the whole step, decay included, and is no part of its norm: with the
-    default betas steps begin at a third of the paper's, fall, and come to its length when the second moment is full.
+    The bias correction is a factor of the whole step, including decay, and not part of its norm. With the default betas
+    steps begin at a third of the paper's length, shrink, and reach the full length when the second moment has settled.
 
     Args:
         params: parameters or param groups.
         lr: learning rate.
         eps_inside_sqrt, amsgrad: not available: must be False.
         max_grad_norm: not available: must be 0; `gradient_clipping` of the configuration does it.
-        options: as `Lamb` takes them.
+        options: arguments of `Lamb`.
     """
 
     def __init__(

@@ -10,12 +10,12 @@ from zero.ops.stepping import PlainOptimizer, refuse
 
 
 class Lion(PlainOptimizer):
-    """Steps of one size, in the direction of the sign of a moving average; one state, `exp_avg`.
+    """Steps of constant size, in the direction of the sign of a moving average; one state, `exp_avg`.
 
     Args:
         params: parameters or param groups.
         lr: learning rate; a third to a tenth of AdamW's.
-        betas: of the direction, and of the moving average.
+        betas: decay rates of the direction, and of the moving average.
         weight_decay: of the weights, times `lr`; three to ten times AdamW's.
     """
 
@@ -39,9 +39,9 @@ class DeepSpeedCPULion(Lion):
     """DeepSpeed's CPU Lion.
 
     Args:
-        model_params, lr, betas, weight_decay: as of `Lion`, with other defaults.
+        model_params, lr, betas, weight_decay: as in `Lion`, with other defaults.
         fp32_optimizer_states: states are fp32; False is not available.
-        adamw_mode: Adam's; no effect. accelerate hands it to each optimizer that it makes one of DeepSpeed's of.
+        adamw_mode: of Adam; no effect. accelerate passes it to each optimizer that it replaces by DeepSpeed's.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class DeepSpeedCPULion(Lion):
 
 
 class FusedLion(Lion):
-    """DeepSpeed's GPU Lion; the same numbers on every device.
+    """DeepSpeed's GPU Lion; the same results on every device.
 
     Args:
-        params, lr, betas, weight_decay: as of `Lion`, with other defaults.
-        set_grad_none: has no effect; torch's `zero_grad` does so.
+        params, lr, betas, weight_decay: as in `Lion`, with other defaults.
+        set_grad_none: no effect; torch's `zero_grad` sets gradients to None anyway.
     """
 
     def __init__(

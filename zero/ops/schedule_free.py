@@ -1,12 +1,12 @@
 """AdamW without a schedule (Defazio et al., "The Road Less Scheduled", arXiv:2405.15682).
 
-Three sequences, of which two are kept. `z` takes the steps, `x` is the average of `z` that one uses in the end, and
-gradients are taken at `y = (1 - beta1) z + beta1 x`, a point between them. The parameters hold `y` while they train and
-`x` while they are used; `z` is a state, and whichever of `x` and `y` is not held follows from the two others.
+There are three sequences, of which two are stored. `z` takes the steps, `x` is the average of `z` for final use, and
+gradients are computed at `y = (1 - beta1) z + beta1 x`, a point between them. The parameters hold `y` in training and
+`x` in evaluation; `z` is a state. The one of `x` and `y` that is not stored follows from the other two.
 
 [Note: numbers of a group] The weight of a step in the average is `k^r lr_max^p`, where `k` counts steps and `lr_max` is
-the largest rate so far, so that steps of a warmup count little. `k`, `lr_max` and the sum of the weights stand in the
-param group: they are the same for all its parameters, and go into its state dict.
+the largest rate so far, so that steps of a warmup count little. `k`, `lr_max` and the sum of the weights are stored in
+the param group: they are equal for all its parameters, and become part of its state dict.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from zero.ops.stepping import PlainOptimizer
 class AdamWScheduleFree(PlainOptimizer):
     """AdamW with averaging in place of a schedule; states `z` and `exp_avg_sq`.
 
-    Call `eval()` before the parameters are used or saved, and `train()` before they go on. It begins in training: until
-    the first step all three sequences are the same.
+    Call `eval()` before the parameters are used or saved, and `train()` before training continues. It begins in
+    training mode: until the first step all three sequences are equal.
 
     Args:
         params: parameters or param groups.
-        lr: learning rate, constant after the warmup; one to ten times that of AdamW with a schedule.
-        betas: of the point where gradients are taken, and of the average of their squares.
+        lr: learning rate, constant after the warmup; one to ten times the rate of AdamW with a schedule.
+        betas: `beta1` in `y`, and the decay rate of the average of squared gradients.
         eps: added to the denominator.
         weight_decay: of `y`, times the rate.
-        warmup_steps: in which the rate rises.
-        r: power of a step's number in its weight in the average.
-        weight_lr_power: power of the largest rate so far in it.
+        warmup_steps: number of steps in which the rate rises.
+        r: power of the step's number in its weight in the average.
+        weight_lr_power: power of the largest rate so far in this weight.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class AdamWScheduleFree(PlainOptimizer):
         group["weight_sum"] += _weight(group)
 
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Move `z` by a step of Adam without momentum, and `y` along with `z` and its average."""
+        """Move `z` by a step of Adam without momentum, and move `y` with `z` and its average."""
         beta1, beta2 = (float(beta) for beta in group["betas"])
         lr, decay = group["scheduled_lr"], float(group["weight_decay"])
-        part = _weight(group) / group["weight_sum"] if group["weight_sum"] else 0.0  # of this step in the average
+        part = _weight(group) / group["weight_sum"] if group["weight_sum"] else 0.0  # share of this step in the average
         if "z" not in state:
             state["z"] = weight.clone()
         z, square = state["z"], self.plane(state, "exp_avg_sq", weight)
@@ -83,7 +83,7 @@ class AdamWScheduleFree(PlainOptimizer):
 
     @torch.no_grad()
     def eval(self) -> None:
-        """Let the parameters hold their averages `x`; nothing happens if they do."""
+        """Replace the parameters' values by their averages `x`; does nothing if they hold them already."""
         for group in self.param_groups:
             if group["train_mode"]:
                 self._move_to_z(group, averaging(float(group["betas"][0])))
@@ -91,7 +91,7 @@ class AdamWScheduleFree(PlainOptimizer):
 
     @torch.no_grad()
     def train(self) -> None:
-        """Let the parameters hold `y` again, but for rounding; nothing happens if they do."""
+        """Restore `y` in the parameters, except for rounding; does nothing if they hold it already."""
         for group in self.param_groups:
             if not group["train_mode"]:
                 self._move_to_z(group, 1 - float(group["betas"][0]))
@@ -104,7 +104,7 @@ class AdamWScheduleFree(PlainOptimizer):
 
 
 def averaging(beta1: float) -> float:
-    """How far `y` is to go towards `z` to be `x`: away from it. `beta1` 0 keeps no average: `y` is `z`."""
+    """The factor that moves `y` towards `z` to get `x`; it is negative. `beta1` 0 has no average: `y` is `z`."""
     return 1 - 1 / beta1 if beta1 else 0.0
 
 

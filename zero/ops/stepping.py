@@ -1,4 +1,4 @@
-"""What the optimizers of this package share: the loop over parameters, in fp32 whatever a parameter is stored in."""
+"""Common code of the optimizers of this package: the loop over parameters, in fp32 for any dtype of a parameter."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from offload.errors import ConfigError
 class PlainOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose rule is one function of fp32 tensors; states are fp32, and made by the first step.
 
-    A parameter that is stored in 16 bits is widened, updated and rounded to nearest: it has no master of its own here.
-    Under `zero.initialize` it has one.
+    A parameter that is stored in 16 bits is widened, updated and rounded to nearest: it has no master here. Under
+    `zero.initialize` it has one.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; a closure is called first, and its result returned."""
+        """Update every parameter that has a gradient. A closure is called first, and its result is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -33,7 +33,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         return loss
 
     def begin(self, group: dict[str, Any]) -> None:
-        """A step of this param group begins; a class that counts steps in its groups does so here."""
+        """Called when a step of this param group begins; classes that count steps in their groups do so here."""
 
     def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -51,15 +51,15 @@ class PlainOptimizer(torch.optim.Optimizer):
 
         Args:
             weight: fp32, contiguous.
-            grad: the same; is left as it is.
-            state: of the parameter; `step` counts this update already.
+            grad: the same; must not be changed.
+            state: of the parameter; `step` already counts this update.
             group: the param group.
         """
         raise NotImplementedError
 
     @staticmethod
     def plane(state: dict[str, Any], name: str, like: Tensor, fill: float = 0.0) -> Tensor:
-        """The state's tensor of that name, of the shape of `like`, fp32; made at its first use."""
+        """The state's tensor of that name, fp32, with the shape of `like`; made at its first use."""
         if name not in state:
             state[name] = torch.full_like(like, fill)
         tensor: Tensor = state[name]
@@ -67,7 +67,7 @@ class PlainOptimizer(torch.optim.Optimizer):
 
 
 def refuse(name: str, **given: object) -> None:
-    """Raise ConfigError for the first argument that asks for something these optimizers do not do."""
+    """Raise ConfigError for the first argument that requests an unsupported option."""
     for key, value in given.items():
         if value:
             raise ConfigError(f"{name}: {key}={value!r} is not available; leave it out, or use the torch.optim class")
