@@ -1,4 +1,4 @@
-"""Schedules to find a learning rate with, and to go up and down once."""
+"""A schedule to find a learning rate, and a schedule that rises and falls once."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ SECOND_BETA = 0.99  # OneCycle cycles the first beta, and sets the second to thi
 
 
 class LRRangeTest(Schedule):
-    """A learning rate that grows without end, to find the largest one a model trains with.
+    """A learning rate that grows without limit, to find the largest one with which a model trains.
 
     Iteration i has `min_lr * (1 + step_rate * (i + 1) / step_size)`.
 
     Args:
         optimizer: a torch optimizer.
-        lr_range_test_min_lr: where it begins; one number, or one a param group.
-        lr_range_test_step_size: iterations in which it grows by `step_rate` times `min_lr`.
+        lr_range_test_min_lr: the first rate; one number, or one for each param group.
+        lr_range_test_step_size: number of iterations in which it grows by `step_rate` times `min_lr`.
         lr_range_test_step_rate: see above.
         lr_range_test_staircase: grow once every `step_size` iterations instead of in each.
-        last_batch_iteration: the iteration to go on after; -1 begins.
+        last_batch_iteration: the iteration after which to continue; -1 begins.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: a wrong value.
     """
 
     def __init__(
@@ -54,29 +54,29 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """One cycle from the least learning rate to the largest and back, then decay; momentum runs the other way.
+    """One cycle from the smallest learning rate to the largest and back, then decay; momentum moves the other way.
 
     Momentum is the first of a group's `betas`; the second is set to 0.99. An optimizer without betas keeps its
-    momentum, with a warning. As in DeepSpeed, the first iteration of all has `cycle_min_mom`.
+    momentum, with a warning. As in DeepSpeed, the very first iteration has `cycle_min_mom`.
 
     Args:
         optimizer: a torch optimizer.
-        cycle_min_lr: learning rate at both ends of the cycle; one number, or one a param group.
-        cycle_max_lr: and at its top.
-        decay_lr_rate: after the cycle, j iterations on, the rate is `cycle_min_lr / (1 + rate * j / decay_step_size)`.
-        cycle_first_step_size: iterations of the rising half.
-        cycle_second_step_size: of the falling half; None: as many.
-        cycle_first_stair_count: stairs in which the first half rises; 0: it rises in each iteration.
-        cycle_second_stair_count: and the second half falls; None: as many.
+        cycle_min_lr: learning rate at both ends of the cycle; one number, or one for each param group.
+        cycle_max_lr: learning rate at its top.
+        decay_lr_rate: j iterations after the cycle the rate is `cycle_min_lr / (1 + rate * j / decay_step_size)`.
+        cycle_first_step_size: number of iterations of the rising half.
+        cycle_second_step_size: the same for the falling half; None: equal to the first.
+        cycle_first_stair_count: number of stairs in the rising half; 0: it rises in each iteration.
+        cycle_second_stair_count: the same for the falling half; None: equal to the first.
         decay_step_size: see `decay_lr_rate`; 0: no decay.
         cycle_momentum: cycle momentum too.
         cycle_min_mom: momentum at the top of the cycle.
-        cycle_max_mom: and at both ends.
-        decay_mom_rate: as `decay_lr_rate`, but momentum is multiplied.
-        last_batch_iteration: the iteration to go on after; -1 begins.
+        cycle_max_mom: momentum at both ends.
+        decay_mom_rate: like `decay_lr_rate`, but momentum is multiplied by the factor.
+        last_batch_iteration: the iteration after which to continue; -1 begins.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: a wrong value.
     """
 
     def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -130,11 +130,11 @@ class OneCycle(Schedule):
         return self.min_lrs if factor is None else [lr / factor for lr in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """`betas` of each param group for `last_batch_iteration`; None if momentum is left alone."""
+        """`betas` of each param group for `last_batch_iteration`; None if momentum is not cycled."""
         return [(mom, SECOND_BETA) for mom in self._momentum()] if self.cycle_momentum else None
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """The next iteration, or the one that is named."""
+        """Advance to the next iteration, or to the given one."""
         super().step(batch_iteration)
         if self.cycle_momentum:
             self._write_momentum(self._momentum())
@@ -164,7 +164,7 @@ class OneCycle(Schedule):
         return 1 + rate * ((self.last_batch_iteration - self.total_size + 1) / self.decay_step_size)
 
     def _scale(self) -> float:
-        """Where in the cycle: 0 at its ends, 1 at its top."""
+        """The position in the cycle: 0 at its ends, 1 at its top."""
         position = self.last_batch_iteration + 1
         cycle = math.floor(1 + position / self.total_size)
         share = 1.0 + position / self.total_size - cycle
@@ -172,7 +172,7 @@ class OneCycle(Schedule):
         stairs = self.first_stair_count if rising else self.second_stair_count
         if stairs <= 0:
             return share / self.step_ratio if rising else (share - 1) / (self.step_ratio - 1)
-        # From whole iterations: the shares above may fall just short of a stair.
+        # Computed from whole iterations, since rounding may put the shares above just below a stair.
         position_in_cycle = position % self.total_size
         if position_in_cycle <= self.first_step_size:
             return math.floor(position_in_cycle * stairs / self.first_step_size) / stairs

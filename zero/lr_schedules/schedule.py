@@ -1,8 +1,8 @@
-"""What all learning-rate schedules have in common.
+"""The base class of all learning-rate schedules.
 
-[Note: iterations] A schedule counts optimizer steps from -1. Made with -1 it writes its first value into the param
-groups at once. The call of `step()` after optimizer step k (from 0) writes the value of iteration k, for step k + 1.
-The float expressions are in DeepSpeed's order of operations: the values are equal bit for bit.
+[Note: iterations] A schedule counts optimizer steps from -1. If it is made with -1, it writes its first value into the
+param groups at once. The call of `step()` after optimizer step k (from 0) writes the value of iteration k, for step
+k + 1. The float expressions have DeepSpeed's order of operations, so the values are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ PerGroup = float | Sequence[float]
 
 
 class Schedule:
-    """What all schedules have in common: the count of iterations, and writing values into the param groups.
+    """The base class of all schedules: it counts iterations, and writes values into the param groups.
 
     Args:
         optimizer: a torch optimizer, or a wrapper with one in its attribute `optimizer`.
-        last_batch_iteration: the iteration to go on after; -1 begins, and writes the first value at once.
+        last_batch_iteration: the iteration after which to continue; -1 begins, and writes the first value at once.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
@@ -31,14 +31,14 @@ class Schedule:
         self._last_lr = self.current()
 
     def begin(self, lrs: Sequence[float]) -> None:
-        """Write the first values, unless the schedule goes on after an iteration."""
+        """Write the first values, unless the schedule continues after an iteration."""
         if self.last_batch_iteration == -1:
             self.write(lrs)
 
     def write(self, lrs: Sequence[float]) -> None:
-        """Put one learning rate into each param group; one that is a tensor keeps its place.
+        """Write one learning rate into each param group; a rate that is a tensor is changed in place.
 
-        A group that has joined since the schedule was made keeps its own, as with DeepSpeed.
+        A group that was added after the schedule was made keeps its own rate, as in DeepSpeed.
         """
         for group, lr in zip(self.optimizer.param_groups, lrs, strict=False):
             if isinstance(group["lr"], torch.Tensor):
@@ -52,11 +52,11 @@ class Schedule:
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """Learning rates as last written; before the first step those the schedule began with."""
+        """The learning rates last written; before the first step, the initial ones."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """The next iteration, or the one that is named: write its values into the param groups."""
+        """Advance to the next iteration, or to the given one, and write its values into the param groups."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
@@ -66,17 +66,17 @@ class Schedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        """Go on after that iteration. As with torch, the param groups are the optimizer's to restore."""
+        """Continue after that iteration. As in torch, the optimizer restores the param groups."""
         self.last_batch_iteration = sd["last_batch_iteration"]
         self._last_lr = self.get_lr()
 
     def current(self) -> list[Any]:
-        """What the param groups have now; a tensor is copied."""
+        """The present learning rates of the param groups; a tensor is copied."""
         values = (group["lr"] for group in self.optimizer.param_groups)
         return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
 
     def per_group(self, name: str, value: PerGroup) -> list[float]:
-        """One value for each param group. Raises ConfigError: a list of another length."""
+        """One value for each param group. Raises ConfigError: `value` is a list of another length."""
         groups = len(self.optimizer.param_groups)
         if not isinstance(value, (list, tuple)):
             return [value] * groups  # type: ignore[list-item]

@@ -16,7 +16,7 @@ LEAST_STEPS = 2
 
 
 class _Warmup(Schedule):
-    """The rising part of the schedules that warm up. Less than two iterations count as two; DeepSpeed refuses 0."""
+    """The rising part of schedules with a warmup. Fewer than two iterations count as two; DeepSpeed refuses 0."""
 
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
         super().__init__(optimizer, last_batch_iteration)
@@ -33,7 +33,7 @@ class _Warmup(Schedule):
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
     def _rise(self) -> float | None:
-        """Share of the way up; None when warming up is over."""
+        """Share of the rise; None when the warmup is over."""
         if self.last_batch_iteration >= self.warmup_num_steps:
             return None
         if self.warmup_type == LINEAR:
@@ -50,18 +50,18 @@ class _Warmup(Schedule):
 
 
 class WarmupLR(_Warmup):
-    """From the least learning rate to the largest, which then stays.
+    """A rise from the smallest learning rate to the largest, which is then kept.
 
     Args:
         optimizer: a torch optimizer.
-        warmup_min_lr: one number, or one a param group.
-        warmup_max_lr: likewise; None: what the param groups have now.
-        warmup_num_steps: iterations it takes; 0 and 1 count as 2.
-        warmup_type: "log" (i-th iteration: log(i + 1) / log(warmup_num_steps) of the way) or "linear".
-        last_batch_iteration: the iteration to go on after; -1 begins.
+        warmup_min_lr: smallest rate; one number, or one for each param group.
+        warmup_max_lr: largest rate, likewise; None: the present rates of the param groups.
+        warmup_num_steps: number of iterations of the rise; 0 and 1 count as 2.
+        warmup_type: "log" (iteration i: log(i + 1) / log(warmup_num_steps) of the rise) or "linear".
+        last_batch_iteration: the iteration after which to continue; -1 begins.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: a wrong value.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class WarmupLR(_Warmup):
         self.begin(self.min_lrs)
 
     def get_lr(self) -> list[float]:
-        """Between least and largest; before the first iteration the least."""
+        """Rates between smallest and largest; before the first iteration the smallest."""
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         rise = self._rise()
@@ -92,19 +92,19 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As `WarmupLR`, then down to the least learning rate in a straight line, reached at `total_num_steps`.
+    """Like `WarmupLR`, followed by a linear decay to the smallest learning rate, which is reached at `total_num_steps`.
 
     Args:
         optimizer: a torch optimizer.
-        total_num_steps: iterations of the whole training.
-        warmup_min_lr: one number, or one a param group.
+        total_num_steps: number of iterations of the whole training.
+        warmup_min_lr: one number, or one for each param group.
         warmup_max_lr: likewise.
-        warmup_num_steps: iterations of warming up; 0 and 1 count as 2.
+        warmup_num_steps: number of iterations of the warmup; 0 and 1 count as 2.
         warmup_type: "log" or "linear".
-        last_batch_iteration: the iteration to go on after; -1 begins.
+        last_batch_iteration: the iteration after which to continue; -1 begins.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: a wrong value.
     """
 
     def __init__(
@@ -127,19 +127,19 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """Shares of the learning rates that the param groups have: warming up to all of it, then down along a cosine.
+    """Shares of the param groups' learning rates: a warmup to the full rates, then a decay along a cosine.
 
     Args:
         optimizer: a torch optimizer.
-        total_num_steps: iterations of the whole training.
-        warmup_min_ratio: share the warming up begins with (the very first step, as in DeepSpeed, has 0).
-        warmup_num_steps: iterations of warming up; 0 and 1 count as 2.
-        cos_min_ratio: share the cosine ends with, and stays at.
+        total_num_steps: number of iterations of the whole training.
+        warmup_min_ratio: share at the begin of the warmup (the very first step, as in DeepSpeed, has 0).
+        warmup_num_steps: number of iterations of the warmup; 0 and 1 count as 2.
+        cos_min_ratio: share at the end of the cosine, which is then kept.
         warmup_type: "log" or "linear".
-        last_batch_iteration: the iteration to go on after; -1 begins.
+        last_batch_iteration: the iteration after which to continue; -1 begins.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: a wrong value.
     """
 
     def __init__(
