@@ -1,1 +1,1 @@
-"""What an engine says of its run."""
+"""Reports of an engine about its run."""

@@ -1,7 +1,7 @@
-"""What the engine says by itself: one line at the start, what was asked for, and warnings; `log_level` has more.
+"""The engine's log: by default one line at the start, requested output, and warnings; `log_level` shows more.
 
-The tables of the plan and of the dtypes are for whoever sets `log_level: info`, has a logger of his own at that level,
-or calls `zero plan`.
+The tables of the plan and of the dtypes are shown with `log_level: info`, with a user's own logger at that level, or by
+`zero plan`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 
-NOTICE = logging.INFO + 5  # What is shown unless a level is set: asked for, or what nobody should have to look for.
+NOTICE = logging.INFO + 5  # Shown by default: requested output, and lines that a user should not have to search for.
 COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 logging.addLevelName(NOTICE, "NOTICE")
 
 
 def show_log() -> None:
-    """Let notices and warnings be seen unless the application has set up logging itself."""
+    """Show notices and warnings, unless the application has set up logging itself."""
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -37,13 +37,13 @@ def show_log() -> None:
 
 
 _levels_before: list[int] = []
-"""Of the logger, while that of a configuration holds; at most one."""
+"""The logger's own level, while the level of a configuration is in effect; at most one."""
 
 
 def follow(config: Config) -> None:
-    """Take `log_level`; it holds until an engine comes whose configuration has none.
+    """Set `log_level`; it stays in effect until an engine is made whose configuration has none.
 
-    Without it ranks other than the first say nothing but errors; they would repeat its lines.
+    Without it, ranks other than the first log errors only, since they would repeat the first rank's lines.
     """
     if _levels_before:
         logger.setLevel(_levels_before.pop())
@@ -58,9 +58,9 @@ def follow(config: Config) -> None:
 def start_line(
     config: Config, layout: Layout, plan: Plan, storage: Storage, exchange: Exchange, coded: Mapping[int, int]
 ) -> str:
-    """What is trained, what it takes of each tier on this rank, and what moves and updates it.
+    """The line at the start: parameters, bytes on each tier of this rank, I/O backend and kernels.
 
-    `coded`: as `coded_numel` finds it.
+    `coded`: the result of `coded_numel`.
     """
     blocks = (config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer)
     total, trained = (
@@ -84,7 +84,7 @@ def start_line(
 
 
 def format_count(count: int) -> str:
-    """Of parameters, with three digits: 676, 51.9 M, 8.03 B."""
+    """A count of parameters with three digits: 676, 51.9 M, 8.03 B."""
     for size, unit in COUNTS:
         if count >= 0.9995 * size:
             return f"{count / size:.3g} {unit}"

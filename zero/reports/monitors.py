@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: CSV files, TensorBoard, Weights & Biases, Comet; written by the first rank only."""
+"""Monitors that record a run's numbers: CSV files, TensorBoard, Weights & Biases, Comet. Only the first rank writes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, Protocol
 from offload.errors import ConfigError
 from zero.config.logging_block import Comet, CsvMonitor, TensorBoard, Wandb
 
-Event = tuple[str, float, int]  # Tag, value, samples that steps had used by then.
+Event = tuple[str, float, int]  # (tag, value, number of samples that steps have used so far).
 
 
 class Monitor(Protocol):
-    """One place to write to."""
+    """One monitor."""
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write them, for good."""
+        """Write events permanently."""
 
     def close(self) -> None:
-        """No more will be written."""
+        """End writing."""
 
 
 class CsvFiles:
-    """A file for each tag, `Train_Samples_lr.csv`, with a row for each event; one that exists is gone on with."""
+    """A file for each tag, such as `Train_Samples_lr.csv`, with a row for each event; existing files are continued."""
 
     def __init__(self, block: CsvMonitor) -> None:
         self.folder = Path(block.output_path) / block.job_name
@@ -59,7 +59,7 @@ class TensorBoardFiles:
 
 
 class WandbRun:
-    """A run of Weights & Biases; the process's, if one is under way."""
+    """A run of Weights & Biases; if the process already has one, that run."""
 
     def __init__(self, block: Wandb) -> None:
         self.wandb = importlib.import_module("wandb")
@@ -71,11 +71,11 @@ class WandbRun:
             self.wandb.log({tag: value}, step=samples)
 
     def close(self) -> None:
-        """The run may be the script's, or another engine's: it ends with the process."""
+        """Does nothing: the run may belong to the script or another engine, so it ends with the process."""
 
 
 class CometExperiment:
-    """An experiment of Comet; of each tag one value every so many samples."""
+    """An experiment of Comet; for each tag, one value every `samples_log_interval` samples."""
 
     def __init__(self, block: Comet) -> None:
         comet = importlib.import_module("comet_ml")
@@ -95,7 +95,7 @@ class CometExperiment:
         self.experiment.flush()
 
 
-# Block -> the package it needs, and what writes.
+# Block -> (the package that it needs, its monitor).
 KINDS: dict[str, tuple[str | None, Callable[[Any], Monitor]]] = {
     "tensorboard": ("tensorboard", TensorBoardFiles),
     "wandb": ("wandb", WandbRun),
@@ -105,14 +105,14 @@ KINDS: dict[str, tuple[str | None, Callable[[Any], Monitor]]] = {
 
 
 class Monitors:
-    """All that are enabled; `engine.monitor`.
+    """All enabled monitors; `engine.monitor`.
 
-    Raises ConfigError: one is enabled and its package is not installed. A run whose numbers go nowhere is found out too
-    late for a warning.
+    Raises ConfigError: one is enabled and its package is not installed. A warning would not be enough: users would
+    notice missing numbers only after the run.
 
     Args:
-        config: with the four blocks as attributes; None: not there.
-        writes: this rank is the one that writes. Whether what is enabled can be is checked on every rank.
+        config: has the four blocks as attributes; None: no such block.
+        writes: this rank writes. The packages are checked on every rank.
     """
 
     def __init__(self, config: Any, *, writes: bool) -> None:
@@ -130,7 +130,7 @@ class Monitors:
             self.writers[name] = KINDS[name][1](block)
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write (tag, value, samples) everywhere; nothing on ranks that do not write."""
+        """Write (tag, value, samples) to all monitors; does nothing on ranks that do not write."""
         for writer in self.writers.values():
             writer.write_events(events)
 

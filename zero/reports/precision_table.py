@@ -1,4 +1,4 @@
-"""What is kept in which dtype: a table made from the plan itself, printed at start."""
+"""The table of dtypes of weights, masters, gradients and states, made from the plan and printed at the start."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ COLUMNS = ("", "elements", "weights", "master", "gradients", "added up in", "bet
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "8-bit blocks"}
 NOTHING = "-"
 WORTH_MEASURING_NUMEL = 10_000_000
-"""For smaller models steps take milliseconds in either dtype, and the measurement would be felt at every start."""
+"""Smaller models are not measured: steps take milliseconds in either dtype, and measuring would delay every start."""
 
 logger = logging.getLogger("zero")
 
 _warned: list[torch.device] = []
-"""Devices that were said to be slow: once a process, however many engines it makes."""
+"""Devices with a warning that they are slow: one warning for each process, for any number of engines."""
 
 
 def dtype_table(
@@ -37,9 +37,9 @@ def dtype_table(
     scaler: LossScaler,
     coded: Mapping[int, int],
 ) -> str:
-    """One line for the parameters of each dtype, trained or not; then what else decides about precision.
+    """One line for the parameters of each dtype, trained or not; then other settings that affect precision.
 
-    `placement`: who shares what; `coded`: as `coded_numel` finds it.
+    `placement`: the sharding over ranks; `coded`: the result of `coded_numel`.
     """
     rows = [COLUMNS, *(_row(space, plan, config, placement, coded) for space in layout.spaces)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
@@ -60,7 +60,7 @@ def dtype_table(
 
 
 def warn_of_slow_matmuls(layout: Layout, config: Config, device: torch.device) -> None:
-    """Say once a process that a CPU takes far longer for the 16-bit matmuls of a training than for those in fp32."""
+    """Warn once in a process if the CPU is much slower in a training's 16-bit matmuls than in fp32 ones."""
     if device.type != "cpu" or _warned or not any(space.trainable for space in layout.spaces):
         return
     everything = autocast_dtype(config, device) is not None
@@ -79,7 +79,7 @@ def warn_of_slow_matmuls(layout: Layout, config: Config, device: torch.device) -
 
 
 def _row(space: Space, plan: Plan, config: Config, placement: Placement, coded: Mapping[int, int]) -> tuple[str, ...]:
-    # What decodes stands for nothing in a count of parameters, but it is kept too.
+    # Values that only serve to decode are not counted as parameters (0 in `coded`), but they are stored too.
     numel = f"{sum(coded.get(slot.index, 0) or slot.numel for unit in space.units for slot in unit.slots):,}"
     weights = "codes" if space.dtype == torch.uint8 else _name(space.dtype)
     if not space.trainable:
@@ -88,7 +88,7 @@ def _row(space: Space, plan: Plan, config: Config, placement: Placement, coded: 
     master = "the weights, rounded at random" if space.rounded else exact
     kept = torch.float32 if plan.gradient_wide else space.dtype
     added = torch.float32 if plan.accumulation == torch.float32 or plan.gradient_wide else space.dtype
-    summed = plan.deferred_bytes or plan.passes < (config.gradient_accumulation_steps or 1)  # before they travel
+    summed = plan.deferred_bytes or plan.passes < (config.gradient_accumulation_steps or 1)  # before the exchange
     travel = NOTHING if placement.alone else _between(kept if summed else space.dtype, config)
     narrow = plan.states_of(space) == ADAM_STATES
     states = _name(plan.state_dtype if narrow else torch.float32) if plan.states_of(space) else NOTHING

@@ -1,4 +1,4 @@
-"""What an engine has done so far, as plain numbers."""
+"""Counters of an engine's work so far, as plain numbers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Wear:
-    """What a run costs the drives, which are rated in bytes written."""
+    """The wear of the drives by a run; drives are rated in bytes written."""
 
     nvme_written_bytes_per_step: float
     nvme_written_bytes_per_day: float
-    """If every day goes on like the time that was measured."""
+    """Extrapolated from the measured time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Cumulative since `zero.initialize`; subtract two snapshots for a span."""
+    """Totals since `zero.initialize`; subtract two of them to get the values of a span."""
 
     steps: int
     micro_steps: int
@@ -32,50 +32,49 @@ class Statistics:
     backward_seconds: float
     optimizer_seconds: float
     exposed_wait_seconds: float
-    """Time the training thread waited for bytes to move or sub-groups to be updated."""
+    """Time in which the training thread waited for transfers or updates of sub-groups."""
     nvme_read_bytes: int
     nvme_write_bytes: int
     nvme_read_seconds: float
     """Time with at least one read in flight."""
     nvme_write_seconds: float
     gathers: int
-    """Units brought in."""
+    """Number of fetched units."""
     gathered_bytes: int
     expert_row_bytes: int
-    """Of `gathered_bytes`: routed rows of packed experts, brought in without the others."""
+    """Part of `gathered_bytes`: routed rows of packed experts, fetched without the other rows."""
     whole_experts_by_unit: Mapping[str, int]
-    """How often a layer's packed experts were brought in whole: the model's own code has touched the parameter."""
+    """Number of whole fetches of a layer's packed experts, which happen if the model's code accesses the parameter."""
     prefetch_hits: int
     """Uses that found their unit resident."""
     prefetch_late: int
-    """Uses that found it on its way."""
+    """Uses that found their unit in flight."""
     prefetch_misses: int
-    """Uses nobody had foreseen."""
+    """Uses whose unit was not prefetched."""
     releases: int
     releases_by_unit: Mapping[str, int]
     payload_numel: Mapping[str, int]
-    """Elements of whole units, padding included, that collectives have handled, by what they were for: "gather",
-    "gather persistent", "gather inside nodes", "reduce"; for groups of replicas "reduce over replicas" and "gather over
-    replicas"."""
+    """Elements of whole units, including padding, in collectives, by purpose: "gather", "gather persistent", "gather
+    inside nodes", "reduce"; for groups of replicas "reduce over replicas" and "gather over replicas"."""
     live_numel_peak: int
-    """Most elements gathered or on their way at once; persistent units apart."""
+    """Highest number of elements resident or in flight, without persistent units."""
     arena_peak_bytes: int
-    """Most bytes leased from the host arena at once."""
+    """Highest number of bytes leased from the host arena."""
     activation_stored_bytes: int
-    """Of saved activations that went to their tier; `nvme_write_bytes` has them too, if that is it."""
+    """Bytes of saved activations written to their tier; if that is NVMe, `nvme_write_bytes` includes them."""
     activation_restored_bytes: int
     activation_kept_bytes: int
-    """On the tier now, in whole pages."""
+    """Bytes of activations on the tier now, in whole pages."""
     activation_peak_bytes: int
-    """The most of them there were."""
+    """Highest value of `activation_kept_bytes`."""
     aio_backend: str
     aio_reason: str
     isa: str
     taken_at_seconds: float
-    """When, on the clock of time.monotonic."""
+    """Time of the collection, on the clock of time.monotonic."""
 
     def wear_since(self, earlier: Statistics) -> Wear:
-        """What was written to NVMe since an earlier snapshot; zeros when nothing happened between them."""
+        """The bytes written to NVMe since an earlier call; zeros if no step or no time lies between."""
         written = self.nvme_write_bytes - earlier.nvme_write_bytes
         steps = self.steps - earlier.steps
         seconds = self.taken_at_seconds - earlier.taken_at_seconds

@@ -1,7 +1,7 @@
-"""An engine's timeline: when it records, and the file that it becomes.
+"""Recordings of an engine's timeline, and the files that they are written to.
 
-[Note: exact ends] A recording begins and ends on the mover thread, between two of its transfers, and
-the byte counters are read there too: the spans of reads and writes add up to what the file says was moved.
+[Note: exact ends] A recording begins and ends on the mover thread, between two of its transfers, and the byte counters
+are read there too. So the spans of reads and writes add up to the transferred bytes in the file.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zero.store.storage import Storage
 logger = logging.getLogger("zero")
 
 PATH_VARIABLE, STEPS_VARIABLE = "ZERO_TRACE", "ZERO_TRACE_STEPS"
-STEPS = "3-5"  # Recorded when only PATH_VARIABLE is set: the first steps learn the order of uses.
+STEPS = "3-5"  # Recorded if only PATH_VARIABLE is set: the first steps learn the order of uses.
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def traced(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """Decorate an engine's method: each call is a span of the compute lane, and may end a step."""
+    """Decorator of an engine's method: each call is a span of the compute lane, and may end a step."""
 
     def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
         @functools.wraps(method)
@@ -53,15 +53,15 @@ def traced(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[C
 class _Trace:
     path: Path
     steps_before: int
-    counters: dict[str, float]  # When it began.
+    counters: dict[str, float]  # Values at the begin of the recording.
     by_environment: bool
 
 
 class Tracer:
-    """Starts and ends the recordings of one engine; holds no engine.
+    """Starts and ends the recordings of one engine; holds no reference to the engine.
 
-    With several engines in a process, the file of the environment is that of the last to end. Raises ConfigError: the
-    environment asks for a trace and names steps or a path that cannot be.
+    With several engines in a process, the file named in the environment has the recording of the last one to end.
+    Raises ConfigError: the environment requests a trace with wrong steps or a wrong path.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -73,13 +73,13 @@ class Tracer:
         storage.at_end.append(self.finish)
 
     def move_to(self, storage: Storage) -> None:
-        """The engine goes on with another storage: a recording ends here, a later one is made there."""
+        """The engine continues with another storage: a running recording ends, later ones are made there."""
         self.finish()
         self.storage = storage
         storage.at_end.append(self.finish)
 
     def begin(self, path: str | os.PathLike[str], steps: int, *, by_environment: bool = False) -> None:
-        """Start recording. Raises ConfigError if `path` cannot be written, StateError if a recording is under way."""
+        """Start recording. Raises ConfigError: `path` cannot be written; StateError: a recording is already running."""
         target = check_target(path)
         if self._trace is not None:
             raise StateError(f"trace: one that ends in {self._trace.path} is being recorded; end it first")
@@ -88,7 +88,7 @@ class Tracer:
         self._trace = _Trace(target, steps, self._counters(traffic, self.storage.mover.exposed.seconds), by_environment)
 
     def reached(self, steps: int) -> None:
-        """The engine has taken `steps` steps and is called, or was: begin or end what the environment asked for."""
+        """Called before and after each engine call, after `steps` steps: begin or end the environment's recording."""
         self._steps = steps
         if self._wanted is None:
             return
@@ -101,7 +101,7 @@ class Tracer:
             self.begin(path, steps, by_environment=True)
 
     def finish(self) -> None:
-        """End the recording and write its file; nothing if none is under way. A failure is a warning."""
+        """End the recording and write its file; does nothing if none is running. A failure only causes a warning."""
         trace, self._trace = self._trace, None
         if trace is None:
             return
@@ -117,7 +117,7 @@ class Tracer:
         document = trace_document(recording, self._facts(trace, after))
         try:
             write_trace(trace.path, document)
-        except OSError as error:  # a training run does not end because of a picture of it
+        except OSError as error:  # a failed trace must not end the training run
             logger.warning("trace: %s could not be written: %s", trace.path, error)
         else:
             logger.log(NOTICE, "trace of %d steps: %s", self._steps - trace.steps_before, trace.path)
