@@ -32,7 +32,7 @@ from zero.tools.tune_search import (
     with_tiers,
 )
 
-FLAGS = (*CONFIG_NAMES, "deepspeed")  # Of a script, that take the file; the last as transformers has it.
+FLAGS = (*CONFIG_NAMES, "deepspeed")  # A script's flags that take the file; the last one is transformers'.
 END_SECONDS = 60.0
 OF_A_COMMAND = ("autotuning", "run", "parser")
 BEST = "ds_config_optimal.json"
@@ -40,10 +40,10 @@ BEST = "ds_config_optimal.json"
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One of the script's arguments: the word that has its value."""
+    """One of the script's arguments: the word with its value."""
 
     index: int
-    prefix: str  # "--flag=" where the two are one word.
+    prefix: str  # "--flag=" if flag and value are one word.
     value: str
 
     def replaced(self, words: Sequence[str], value: object) -> list[str]:
@@ -51,7 +51,7 @@ class Given:
 
 
 def tune(options: argparse.Namespace) -> list[str]:
-    """Find the best configuration and write it; the script's arguments with it. Raises ConfigError: nothing runs."""
+    """Find and write the best configuration. Returns the script's arguments with it. Raises ConfigError: none runs."""
     if options.no_ssh:
         raise ConfigError("--autotuning: expected one command for all ranks, got --no_ssh; leave one of them out")
     given = find_config(options.script_args)
@@ -78,9 +78,9 @@ def tune(options: argparse.Namespace) -> list[str]:
 
 
 def find_config(words: Sequence[str]) -> Given:
-    """Where the script's arguments name its configuration: behind one of `FLAGS`, or the only JSON file of them.
+    """The argument that names the script's configuration: the value of one of `FLAGS`, or the only JSON file.
 
-    Raises ConfigError: nowhere, or more than one file could be it.
+    Raises ConfigError: there is none, or more than one candidate.
     """
     named, others = [], []
     for index, word in enumerate(words):
@@ -103,7 +103,7 @@ def find_config(words: Sequence[str]) -> Given:
 
 
 def _micro_batches(base: Mapping[str, Any], block: Autotuning, words: Sequence[str]) -> tuple[int, int]:
-    """The first that is tried, and the largest."""
+    """The first micro-batch to try, and the largest."""
     argument = (block.arg_mappings or {}).get(MICRO_BATCH)
     own = base.get(MICRO_BATCH)
     given = str(value_of(words, argument) if argument else own)
@@ -124,7 +124,7 @@ def _micro_batches(base: Mapping[str, Any], block: Autotuning, words: Sequence[s
 
 
 def _candidates(base: dict[str, Any]) -> Iterator[Candidate]:
-    """The configuration as it is, then the placements that it is not; NVMe if it names a folder."""
+    """The configuration unchanged, then all other placements; those on NVMe only if it names a folder."""
     given = base.get("zero_optimization")
     zero_block = given if isinstance(given, dict) else {}  # null, or true
     blocks = [zero_block.get(name) or {} for name in ("offload_param", "offload_optimizer")]
@@ -140,11 +140,11 @@ def _candidates(base: dict[str, Any]) -> Iterator[Candidate]:
 
 
 class Runs:
-    """Runs the script with a configuration of its own, in a folder of its own."""
+    """Runs the script, each time with its own configuration, in its own folder."""
 
     def __init__(self, options: argparse.Namespace, block: Autotuning, given: Given) -> None:
         self._options, self._block, self._given = options, block, given
-        self._seen: float | None = None  # Of the script's rows, for each sample of a micro-batch.
+        self._seen: float | None = None  # Rows that the script gives for each sample of a micro-batch.
 
     def __call__(self, candidate: Candidate, micro_batch: int) -> Trial:
         folder = Path(self._block.exps_dir).resolve() / f"{candidate.name}_mbs{micro_batch}"
@@ -165,19 +165,19 @@ class Runs:
         return trial
 
     def content(self, candidate: Candidate, micro_batch: int) -> dict[str, Any]:
-        """The configuration; a micro-batch that is the script's stays so."""
+        """The configuration for a micro-batch; if it leaves the micro-batch to the script ("auto"), it is unchanged."""
         content = candidate.content
         return dict(content) if content.get(MICRO_BATCH) == "auto" else with_batch(content, micro_batch)
 
     def words(self, config: Path, micro_batch: int) -> list[str]:
-        """The script's arguments with this configuration, and with what `arg_mappings` names."""
+        """The script's arguments with this configuration, and the micro-batch in the argument of `arg_mappings`."""
         words = self._given.replaced(self._options.script_args, config)
         if argument := (self._block.arg_mappings or {}).get(MICRO_BATCH):
             words = with_argument(words, argument, micro_batch)
         return words
 
     def job(self, folder: Path, words: list[str]) -> str:
-        """Why it failed; empty: it did not."""
+        """Run the script. Returns the reason of a failure, empty if it succeeded."""
         of_job = {name: value for name, value in vars(self._options).items() if name not in OF_A_COMMAND}
         options = json.dumps({**of_job, "autotuning": None, "script_args": words})
         with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as errors:
@@ -209,7 +209,7 @@ class Runs:
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    """Its ranks end with it."""
+    """End the job; its ranks end with it."""
     if job.poll() is None:
         job.terminate()
         try:
@@ -220,13 +220,13 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 
 def value_of(words: Sequence[str], argument: str) -> str | None:
-    """What the arguments say of this one."""
+    """The value of this argument; None if it is not given."""
     given = _find(words, argument)
     return None if given is None else given.value
 
 
 def with_argument(words: Sequence[str], argument: str, value: int) -> list[str]:
-    """The arguments with this one, in place of what they said of it."""
+    """The arguments with this one set, in place of its former value."""
     given = _find(words, argument)
     return [*words, f"--{argument.lstrip('-')}", str(value)] if given is None else given.replaced(words, value)
 

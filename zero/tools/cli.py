@@ -22,7 +22,7 @@ COMMANDS: Sequence[str] = ("run", "plan", "config", "trace", "tune", "snapshots"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names flags that it does not know also where other arguments are missing, most likely because of them."""
+    """Names unknown flags also when required arguments are missing, since these flags are the most likely cause."""
 
     _words: Sequence[str] = ()
 
@@ -39,9 +39,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """The parser of the command line; `run` of the chosen subcommand is in its namespace.
+    """The parser of the command line; its namespace has the function `run` of the chosen subcommand.
 
-    `chosen`: the subcommand whose arguments it knows; of the others it knows the names.
+    `chosen`: the subcommand whose arguments it knows; of the others it only knows the names.
     """
     parser = _Parser(prog="zero", description=(zero.__doc__ or "").splitlines()[0])
     parser.add_argument("--version", action="version", version=f"zero-infinity {zero.__version__}")
@@ -62,18 +62,18 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
 
 
 def _first_line(name: str) -> str:
-    """Of a subcommand's docstring, read without importing it."""
+    """The first line of a subcommand's docstring, read without importing it."""
     with Path(__file__).with_name(f"{name}_command.py").open(encoding="utf-8") as file:
         return file.readline().strip().strip('"')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; its exit status. What the user can mend is printed without a traceback."""
+    """Run one subcommand. Returns its exit status. Errors that a user can fix are printed without a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # A flag of `zero` itself takes no value, so the first word that is none is the subcommand.
+    # Flags of `zero` itself take no values, so the first word that is no flag is the subcommand.
     chosen = next((word for word in words if not word.startswith("-")), None)
     options, unknown = build_parser(chosen).parse_known_args(words)
-    if unknown:  # said with the usage of the subcommand, where argparse would show that of `zero`
+    if unknown:  # report it with the subcommand's usage; argparse itself would print the usage of `zero`
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.run is None:
         options.parser.print_help()

@@ -27,7 +27,7 @@ from zero.tools.config_keys import key_table
 from zero.tools.config_schema import json_schema
 
 VALUE_WIDTH = 40
-"""Characters; longer values push their origin to the right."""
+"""In characters; the origin of a longer value is shifted to the right."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _print_values(config: Config, *, every: bool) -> None:
-    """A line a value: path, value, origin. Not `every`: defaults are counted only."""
+    """Print a line for each value: path, value, origin. Without `every`, defaults are only counted."""
     shown = shown_config(config)
     origins: Mapping[str, str] = shown[ORIGINS_KEY]
     rows = [
@@ -114,7 +114,7 @@ def _keys(options: argparse.Namespace) -> int:
 
 
 def _optimizers(options: argparse.Namespace) -> int:
-    from zero.tools.optimizer_table import optimizer_table  # tries them all
+    from zero.tools.optimizer_table import optimizer_table  # slow: it makes every optimizer
 
     print(optimizer_table(), end="")
     return 0

@@ -28,7 +28,7 @@ Written by `zero config keys > docs/config-keys.md` from the models in `zero/con
 
 
 def key_table(config: type[ConfigBlock]) -> str:
-    """Markdown: a section for each block, a row for each key."""
+    """The table in Markdown: a section for each block, a row for each key."""
     sections: dict[str, list[Key]] = {}
     for key in known_keys(config):
         sections.setdefault(key.path.rpartition(".")[0], []).append(key)
@@ -42,7 +42,7 @@ def key_table(config: type[ConfigBlock]) -> str:
 
 
 def descriptions(block: type[ConfigBlock]) -> dict[str, str]:
-    """Key to the docstring below its declaration, as one line."""
+    """Key -> the docstring below its declaration, as one line."""
     found: dict[str, str] = {}
     for kind in reversed(block.__mro__):
         if issubclass(kind, ConfigBlock) and kind.__module__ not in (ConfigBlock.__module__, features.__name__):

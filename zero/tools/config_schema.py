@@ -13,9 +13,9 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema(config: type[ConfigBlock]) -> dict[str, Any]:
-    """A schema that accepts what the loader reads, as far as a schema can say: keys, types, words and bounds.
+    """A schema that accepts the same configurations as the loader, as far as a schema can: keys, types, words, bounds.
 
-    What depends on several keys (batch sizes, what a stage needs) only the loader checks.
+    Conditions on several keys (batch sizes, requirements of a stage) are only checked by the loader.
     """
     return {"$schema": DIALECT, "title": "zero-infinity configuration", **_block(config)}
 

@@ -76,11 +76,11 @@ class Fact:
     name: str
     value: str
     verdict: str = OK
-    note: str = ""  # What it costs and what to do, if it is not OK.
+    note: str = ""  # The cost and the remedy, if it is not OK.
 
 
 def render(facts: list[Fact]) -> str:
-    """The facts as a table, and once more what is not as it could be."""
+    """The facts as a table, then a list of those that could be better."""
     width = max((len(fact.name) for fact in facts), default=0) + 2
     lines: list[str] = []
     for section in SECTIONS:
@@ -95,16 +95,16 @@ def render(facts: list[Fact]) -> str:
     return "\n".join(lines)
 
 
-Answer = str | tuple[str, str, str]  # Value, verdict, note; the value alone: it is OK.
+Answer = str | tuple[str, str, str]  # (value, verdict, note), or the value alone if it is OK.
 
 
 def _unless(trouble: str, value: str, note: str, well: str) -> Answer:
-    """What is slower where there is trouble, and why; else that all is well."""
+    """The answer `well`, or if there is trouble, `value` with the verdict SLOWER and the reason."""
     return (value, SLOWER, f"{trouble}{note}") if trouble else well
 
 
 def ask(section: str, name: str, question: Callable[[], Answer]) -> Fact:
-    """The answer as a fact; whatever the question raises is one too."""
+    """The answer as a fact; an error of the question becomes a fact too."""
     try:
         answer = question()
     except Exception as error:
@@ -131,7 +131,7 @@ def collect(paths: Sequence[Path], *, probe: bool = False) -> Iterator[Fact]:
         try:
             for name, question in questions:
                 yield ask(section, name, question)
-        except Exception as error:  # what else to ask depends on an answer
+        except Exception as error:  # the further questions depend on an answer that failed
             yield _untold(section, "the rest", error)
 
 
@@ -200,7 +200,7 @@ def _bf16_matmuls() -> Answer:
     if slowdown <= CLEARLY_SLOWER:
         return f"{slowdown:.1f} times as long as in fp32"
     text = f"about {slowdown:.0f} times as long as in fp32"
-    if seen_kind() is not None:  # then models compute there, and this says what ZERO_DEVICE=cpu would cost
+    if seen_kind() is not None:  # models compute on the accelerator, so this is only the cost of ZERO_DEVICE=cpu
         return text
     note = "a model that computes on this CPU trains faster in fp32: leave bf16 and fp16 out of its configuration"
     return text, SLOWER, note
@@ -235,7 +235,7 @@ def _lockable() -> Answer:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return "unlimited (RLIMIT_MEMLOCK)"
-    # Only registering buffers asks this limit, and the fact about buffers says whether that worked.
+    # Only the registration of buffers needs this limit, and the fact about file I/O shows whether that worked.
     return f"{format_bytes(soft)} (RLIMIT_MEMLOCK)"
 
 
@@ -382,6 +382,6 @@ def _host_name() -> Answer:
 
 
 def _spans_nodes() -> bool:
-    """Whether there are signs that jobs here run on several nodes: a machine on its own needs no name for others."""
+    """True if there are signs of jobs on several nodes; only then do other nodes need this host's address."""
     several = os.environ.get("SLURM_NNODES", "1") != "1"
     return several or Path(DEFAULT_HOSTFILE).exists() or os.environ.get("MASTER_ADDR", LOOPBACK) not in LOCAL_NAMES

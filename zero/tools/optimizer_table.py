@@ -33,7 +33,7 @@ micro-batch reads and writes when all of it is on NVMe: what is stored both ways
 |---|---|---|---|---|---|
 """
 NUMEL = 1 << 20
-"""Elements over which whole pages and scales are spread."""
+"""Number of elements for which bytes are averaged, so that whole pages and scales hardly count."""
 
 
 def _stored_as(dtype: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ VARIANTS: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = {
     "SGD": (("momentum", {"momentum": 0.9}, {}),),
     "RMSprop": (("momentum, centered", {"momentum": 0.9, "centered": True}, {}),),
 }
-"""Type -> (words, options, other keys of the configuration) of more rows."""
+"""Type -> further rows, as (words, options, other keys of the configuration)."""
 
 
 def optimizer_table() -> str:

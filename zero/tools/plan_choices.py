@@ -29,13 +29,13 @@ CHANGES: Mapping[str, tuple[tuple[str, Any], ...]] = {
     'offload_optimizer.device "cpu"': ((f"{OPTIMIZER}.device", "cpu"),),
     'both devices "cpu"': ((f"{PARAM}.device", "cpu"), (f"{OPTIMIZER}.device", "cpu")),
 }
-"""What is said -> the keys that are set."""
-SHORT = re.compile(r"[^;\n]*")  # A refusal's first clause.
+"""Name of a change -> the keys that it sets."""
+SHORT = re.compile(r"[^;\n]*")  # The first clause of a refusal.
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One row: a plan, or why there is none."""
+    """One row: a plan, or the reason why there is none."""
 
     name: str
     tier_bytes: Mapping[str, int]
@@ -52,9 +52,9 @@ class Choice:
 
 
 def smallest(model: nn.Module, config: Config, machine: Machine, device: torch.device, ranks: int) -> dict[str, int]:
-    """Bytes of each tier that the model takes at least under `config`, whatever `machine` has.
+    """The least bytes of each tier that the model needs under `config`, regardless of the sizes of `machine`.
 
-    Where the device is host memory, the host needs its bytes too, as the plan's check against the machine adds them up.
+    If the device tier is host memory, its bytes count for the host, as in the plan's check against the machine.
     """
     sizes = tier_sizes(plan_model(model, config, machine, device, ranks, least=True)[1])
     if shares_host_memory(device):
@@ -71,21 +71,21 @@ def find_choices(
     make: Callable[[dict[str, Any]], tuple[Layout, Plan]],
     cost: Callable[[Layout, Plan], tuple[int, float | None]],
 ) -> list[Choice]:
-    """A row for each change that `content` does not have already and that means something to it.
+    """A row for each change that `content` does not have yet and that has an effect on it.
 
     Args:
         content: the configuration as a JSON object.
         make: a configuration -> its plan; raises ConfigError or BudgetError.
-        cost: a plan -> bytes that a step moves to and from NVMe, seconds of a step if they are known.
+        cost: a plan -> (bytes that a step transfers to and from NVMe, seconds of a step if known).
     """
     found = []
     for name, change in CHANGES.items():
         changed = copy.deepcopy(dict(content))
-        if not all([_set(changed, path, value) for path, value in change]):  # else it is another row, or CONFIG
+        if not all([_set(changed, path, value) for path, value in change]):  # same as another row, or CONFIG
             continue
         try:
             layout, plan = make(changed)
-        except ConfigError:  # it contradicts another key, and so is no choice here
+        except ConfigError:  # it contradicts another key, so it is not a choice here
             continue
         except BudgetError as error:
             first = SHORT.match(str(error))
@@ -96,7 +96,7 @@ def find_choices(
 
 
 def _set(content: dict[str, Any], path: str, value: Any) -> bool:
-    """Whether this changed anything; a tier is changed only where something is offloaded to another one."""
+    """Set a key. Returns False if nothing changed; a tier is only changed if something is offloaded already."""
     *blocks, key = path.split(".")
     block = content
     for name in blocks:

@@ -49,12 +49,12 @@ DEFAULT = {
     "optimizer": {"type": "AdamW"},
     "zero_optimization": {"stage": 3, "offload_param": ON_A_DRIVE, "offload_optimizer": ON_A_DRIVE},
 }
-"""What is planned for where nobody gives a CONFIG."""
+"""The configuration that is planned if no CONFIG is given."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rates:
-    """How fast things move here; None: not known."""
+    """Transfer and update rates of this machine; None: not known."""
 
     read_bytes_per_second: float | None
     mixed_bytes_per_second: float | None
@@ -65,13 +65,13 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step beside the model's own computation."""
+    """Seconds of a step, without the model's own computation."""
 
-    update_disk_seconds: float | None  # Reading and writing for the updates.
-    update_seconds: float | None  # The CPU's arithmetic; overlaps with the disk's work.
-    fetch_seconds: float | None  # Reading units for backward and further forwards.
-    copy_seconds: float | None  # To and from a GPU; overlaps with all of it.
-    expected_seconds: float | None  # None while one of them is not known.
+    update_disk_seconds: float | None  # Reads and writes for the updates.
+    update_seconds: float | None  # The CPU's arithmetic; overlaps with the disk's transfers.
+    fetch_seconds: float | None  # Reads of units for backward and further forwards.
+    copy_seconds: float | None  # Copies to and from a GPU; they overlap with everything else.
+    expected_seconds: float | None  # None if one of them is not known.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,13 +152,13 @@ class Planning:
         return step_traffic(plan, layout, on_gpu=not shares_host_memory(self.device))
 
     def cost(self, rates: Rates, layout: Layout, plan: Plan) -> tuple[int, float | None]:
-        """Bytes that a step moves to and from NVMe, and the seconds it takes."""
+        """Bytes that a step transfers to and from NVMe, and its seconds."""
         moved = self.traffic(layout, plan)
         return moved.nvme_read_bytes + moved.nvme_write_bytes, step_time(moved, rates).expected_seconds
 
 
 def _content(options: argparse.Namespace) -> dict[str, Any]:
-    """CONFIG, with --stage."""
+    """The content of CONFIG, changed by --stage."""
     if options.ranks < 1:
         raise ConfigError(f"--world-size: expected at least 1, got {options.ranks}")
     if options.nodes < 1 or options.ranks % options.nodes:
@@ -179,15 +179,15 @@ def _of_node(options: argparse.Namespace) -> int:
 
 
 def build_on_meta(source: str, arguments: str = "{}") -> nn.Module:
-    """`build_model` on the meta device: no values."""
+    """`build_model` on the meta device, without values."""
     with torch.device("meta"):
         return build_model(source, arguments)
 
 
 def build_model(source: str, arguments: str = "{}") -> nn.Module:
-    """The model that `source` stands for, with the weights of its constructor.
+    """The model that `source` names, with the weights of its constructor.
 
-    Raises ConfigError: it stands for no model; says what is wrong.
+    Raises ConfigError: it names no model; says what is wrong.
 
     `source`: a folder, a json file, an id in the Hub's cache, or `module:callable`; `arguments`: JSON object, keyword
     arguments of the callable.
@@ -221,7 +221,7 @@ def _from_callable(source: str, keywords: dict[str, Any]) -> Any:
 
 
 def _config_file(source: str) -> Path:
-    """Where the config.json is that `source` stands for. Raises ConfigError: nowhere."""
+    """The path of the config.json that `source` names. Raises ConfigError: there is none."""
     if source.endswith(".json"):
         return Path(source)
     if Path(source).is_dir():
@@ -277,7 +277,7 @@ def _machine(options: argparse.Namespace, device: torch.device) -> Machine:
 
 
 def _check_disk(plan: Plan, config: Config, options: argparse.Namespace) -> None:
-    """Refuse what the drives cannot hold; folders that are not here can say nothing."""
+    """Raise BudgetError if the plan needs more than the drives have; folders that do not exist here are not checked."""
     need, free, where = plan.swap_bytes * _of_node(options), options.nvme, "--nvme"
     folders = [Path(path) for path in _folders(config)]
     if free is None and folders and all(folder.is_dir() for folder in folders):
@@ -298,7 +298,7 @@ def _folders(config: Config) -> list[str]:
 
 
 def find_rates(config: Config, plan: Plan, traffic: StepTraffic, options: argparse.Namespace) -> Rates:
-    """Speeds from the options, else the disk's as `zero tune` has measured it and the CPU's measured now."""
+    """Rates from the options; else the disk's rates from `zero tune`, and the CPU's rate measured now."""
     read, mixed, update = options.read_rate, options.mixed_rate, options.update_rate
     notes = []
     if plan.swap_bytes and (read is None or mixed is None):
@@ -320,7 +320,7 @@ def find_rates(config: Config, plan: Plan, traffic: StepTraffic, options: argpar
 
 
 def measure_update_rate(state_dtype: torch.dtype) -> float:
-    """Elements a second that Adam's CPU kernel updates here, bf16 weights with a split master."""
+    """Elements per second that Adam's CPU kernel updates here, for bf16 weights with a split master."""
     numel = RATE_NUMEL
     weight, gradient = torch.zeros(numel, dtype=torch.bfloat16), torch.ones(numel, dtype=torch.bfloat16)
     remainder = torch.zeros(numel, dtype=torch.int16)
@@ -337,7 +337,7 @@ def measure_update_rate(state_dtype: torch.dtype) -> float:
 
 
 def step_time(traffic: StepTraffic, rates: Rates) -> StepTime:
-    """Seconds that a step takes at these rates: the slower of disk and CPU in updates, then the fetches. Pure."""
+    """Seconds of a step at these rates: the slower of disk and CPU for updates, then the fetches. A pure function."""
     copied = max(traffic.copied_in_bytes, traffic.copied_out_bytes)  # both directions at once
     passing = traffic.update_read_bytes + traffic.update_write_bytes
     passing += traffic.gradient_read_bytes + traffic.gradient_write_bytes

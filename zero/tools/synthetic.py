@@ -30,7 +30,7 @@ class Shape:
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and MLP; (batch, time, hidden) to the same."""
+    """Pre-norm attention and MLP; input and output are (batch, time, hidden)."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class TransformerBlock(nn.Module):
 
 
 class SyntheticGPT(nn.Module):
-    """Next-token prediction; calling it with tokens, int64 (batch, time), gives the mean loss."""
+    """Next-token prediction; a call with tokens, int64 (batch, time), returns the mean loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Record, and draw if asked to; the exit status of the script where there is one.
+    """Record, and draw if requested. Returns the exit status of the script if there is one.
 
-    Raises ConfigError: options that contradict each other, or a file that cannot be written.
+    Raises ConfigError: options contradict each other, or a file cannot be written.
     """
     _check(options)
     if options.draw is not None:
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse before the first step what would fail after the last."""
+    """Raise before the first step the errors that would otherwise appear after the last one."""
     given = [name for name in ("config", "nvme_path", "draw", "script") if getattr(options, name) is not None]
     if len(given) != 1:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given) or "none"
@@ -100,7 +100,7 @@ def _draw(source: Path, target: Path | None) -> None:
 
 
 def _run_script(options: argparse.Namespace) -> int:
-    options.json.unlink(missing_ok=True)  # what is there afterwards is this run's
+    options.json.unlink(missing_ok=True)  # so that a file that is there afterwards is from this run
     steps = f"{options.warmup + 1}-{options.warmup + options.steps}"
     variables = {**os.environ, PATH_VARIABLE: str(options.json.resolve()), STEPS_VARIABLE: steps}
     status = subprocess.run([sys.executable, *options.script], env=variables, check=False).returncode

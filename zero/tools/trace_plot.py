@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH_PIXELS, HEIGHT_PIXELS = 1800, 1080
-DOTS_PER_INCH = 200  # A page that is 900 pixels wide shows letters of 12 pixels and more.
+DOTS_PER_INCH = 200  # On a page 900 pixels wide, letters have at least 12 pixels.
 FONT_POINTS, LABEL_POINTS = 9, 7
-LEVELS_MAX = 3  # Of nested computation: the call, the unit's module, and one below.
-LABEL_SHARE, LABEL_HEIGHT_MIN = 0.0075, 0.2  # Of the picture's width a letter takes, of a lane's height it needs.
+LEVELS_MAX = 3  # Levels of nested computation: the call, the unit's module, and one below.
+LABEL_SHARE, LABEL_HEIGHT_MIN = 0.0075, 0.2  # Share of the picture's width per letter; least share of a lane's height.
 STEP = "step"  # The span of the compute lane that ends a step.
-# By the first word of a span's name in the compute lane, by lane elsewhere. Okabe and Ito's: the colour-blind tell them
-# apart.
+# In the compute lane by the first word of a span's name, elsewhere by lane. From Okabe and Ito's palette, which
+# colour-blind people can distinguish.
 COLOURS = {
     "forward": "#56b4e9",
     "backward": "#009e73",
@@ -50,7 +50,7 @@ class Bar:
 
 
 def require_matplotlib() -> None:
-    """Raise ConfigError with the command to run if matplotlib is missing."""
+    """Raise ConfigError with the install command if matplotlib is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -63,7 +63,7 @@ def require_matplotlib() -> None:
 def summary(document: Mapping[str, Any]) -> str:
     """One line: steps, seconds, share of exposed wait, bytes and GB/s (while at least one transfer was in flight).
 
-    Raises ConfigError: the document is not one that an engine has written.
+    Raises ConfigError: the document was not written by an engine.
     """
     try:
         facts = document["otherData"]
@@ -87,7 +87,7 @@ _DIRECTIONS = (("read", "read"), ("write", "written"))
 def draw(document: Mapping[str, Any], path: Path) -> None:
     """Write the picture, WIDTH_PIXELS x HEIGHT_PIXELS, as PNG.
 
-    Raises ConfigError: matplotlib is missing, or the document is not one that an engine has written.
+    Raises ConfigError: matplotlib is missing, or the document was not written by an engine.
     """
     require_matplotlib()
     from matplotlib import rc_context
@@ -107,7 +107,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 
 
 def bars(document: Mapping[str, Any]) -> Iterator[Bar]:
-    """Every span with its row inside its lane: the thread's, or in the compute lane how deep it is nested."""
+    """Every span, with its row in its lane: the number of its thread, or in the compute lane its nesting depth."""
     events = [event for event in document["traceEvents"] if event["ph"] == "X"]
     first = {lane: min((e["tid"] for e in events if e["cat"] == lane), default=0) for lane in LANES}
     open_ends: list[float] = []
@@ -138,7 +138,7 @@ def _draw_lanes(axes: Axes, shown: list[Bar], end_ms: float) -> None:
 
 
 def _draw_steps(lanes: Axes, speed: Axes, shown: list[Bar], steps_before: int) -> None:
-    """A line through both panels where a step ends, and its number above."""
+    """Draw a line through both panels at the end of each step, and the step's number above."""
     begin_ms = 0.0
     steps = [bar for bar in shown if bar.lane == COMPUTE and bar.name == STEP]
     for number, step in enumerate(sorted(steps, key=lambda bar: bar.begin_ms), start=steps_before + 1):
@@ -151,7 +151,7 @@ def _draw_steps(lanes: Axes, speed: Axes, shown: list[Bar], steps_before: int) -
 
 def _draw_row(axes: Axes, line: list[Bar], top: float, height: float, end_ms: float) -> None:
     spans, colours = [(bar.begin_ms, bar.width_ms) for bar in line], [bar.colour for bar in line]
-    # The thin edge keeps bars visible that are narrower than a pixel.
+    # The thin edge keeps bars that are narrower than a pixel visible.
     axes.broken_barh(spans, (top - height, height), facecolors=colours, edgecolors=colours, lw=0.2)
     for bar in line:
         if height > LABEL_HEIGHT_MIN and bar.width_ms > LABEL_SHARE * len(bar.name) * end_ms:

@@ -12,19 +12,19 @@ import psutil
 from offload.sizes import format_bytes
 
 TRIED = 2
-"""So many placements run."""
+"""Number of placements that are run."""
 WORTH = 1.05
-"""A doubled micro-batch is kept if samples a second grow by as much."""
+"""A doubled micro-batch is kept if samples per second grow at least by this factor."""
 BATCH_MAX = 64
 TRIAL_SECONDS_MAX = 1800
 PLACES = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
-"""Tiers of weights and states, what is fastest where nothing else is known first."""
+"""Tiers of (weights, states), ordered by the speed expected without other knowledge, the fastest first."""
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A configuration but for its micro-batch, and what it is called."""
+    """A configuration without its micro-batch, and its name."""
 
     name: str
     content: dict[str, Any]
@@ -32,18 +32,18 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a few steps took, or why they did not run."""
+    """The result of a few steps, or the reason why they did not run."""
 
     micro_batch: int
     seconds: float = float("inf")
     peak_bytes: int = 0
     failure: str = ""
     samples: int | None = None
-    """Of a step, on all ranks; None: a micro-batch."""
+    """Samples of a step on all ranks; None: one micro-batch."""
 
     @property
     def rate(self) -> float:
-        """Samples a second."""
+        """Samples per second."""
         return (self.samples or self.micro_batch) / self.seconds
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Trial:
 Run = Callable[[Candidate, int], Trial]
 """Runs a configuration with a micro-batch."""
 Keep = Callable[[Trial, Candidate], None]
-"""Is told of each that is the best so far."""
+"""Called with each trial that is the best so far."""
 
 
 def search(
@@ -63,11 +63,11 @@ def search(
     """The best of the first `TRIED` candidates that run, with the largest micro-batch that pays; None: none runs.
 
     Args:
-        candidates: what is expected to be fastest first.
+        candidates: the one expected to be fastest first.
         run: see `Run`.
         keep: see `Keep`.
-        least: the micro-batch that candidates are compared at.
-        most: the largest that is tried; `least`: it stays.
+        least: the micro-batch at which candidates are compared.
+        most: the largest micro-batch to try; equal to `least`: it is not increased.
     """
     best: tuple[Trial, Candidate] | None = None
     ran = 0
@@ -93,7 +93,7 @@ def search(
 
 
 def with_tiers(base: dict[str, Any], weights: str, states: str, folders: Sequence[str]) -> dict[str, Any]:
-    """The configuration with weights and states there; `folders`: for what is on NVMe."""
+    """The configuration with weights and states on these tiers; `folders`: for those on NVMe."""
     content = copy.deepcopy(base)
     given = content.get("zero_optimization")
     block = content["zero_optimization"] = given if isinstance(given, dict) else {}  # null, or true
@@ -108,7 +108,7 @@ def with_tiers(base: dict[str, Any], weights: str, states: str, folders: Sequenc
 
 
 def with_batch(content: dict[str, Any], micro_batch: int) -> dict[str, Any]:
-    """The configuration with this micro-batch; a step has as many samples as it says, or as many micro-batches."""
+    """The configuration with this micro-batch; it keeps the samples of a step if given, else its micro-batches."""
     settled = isinstance(content.get("train_batch_size"), int)
     kept = {key: value for key, value in content.items() if not (settled and key == "gradient_accumulation_steps")}
     return {**kept, MICRO_BATCH: micro_batch}

@@ -42,7 +42,7 @@ from zero.tools.tune_search import (
 )
 
 WARM_STEPS = 2
-"""The first teaches the engine the order, in the second everything is laid out."""
+"""In the first step the engine learns the order of uses, in the second everything is laid out."""
 DEFAULTS: Mapping[str, Any] = {
     "bf16": {"enabled": True},
     "gradient_clipping": 1.0,
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options that do not go together, before anything is measured."""
+    """Raise ConfigError for options that contradict each other, before anything is measured."""
     if options.write is None:
         if options.model is not None:
             raise ConfigError("zero tune: --model is for --write FILE, which is missing")
@@ -98,9 +98,9 @@ def _keep(options: argparse.Namespace, trial: Trial, candidate: Candidate) -> No
 
 
 def _placed(base: dict[str, Any], options: argparse.Namespace, tuned: list[tuning.Tuning]) -> list[Candidate]:
-    """Each placement that fits here, what is expected to be fastest first."""
+    """Each placement that fits this machine, the one expected to be fastest first."""
     planning = Planning(_as_for_plan(options), build_on_meta(options.model))
-    planning.config(base)  # what is wrong in it is said, and not taken for a model that does not fit
+    planning.config(base)  # an error in it is raised here; below it would look like a model that does not fit
     rates = Rates(
         read_bytes_per_second=sum(each.read_bytes_per_second for each in tuned),
         mixed_bytes_per_second=sum(each.mixed_bytes_per_second for each in tuned),
@@ -122,12 +122,12 @@ def _placed(base: dict[str, Any], options: argparse.Namespace, tuned: list[tunin
 
 
 def _as_for_plan(options: argparse.Namespace) -> argparse.Namespace:
-    """This machine, one rank."""
+    """Options of `zero plan` for this machine and one rank."""
     return argparse.Namespace(host=None, device=None, nvme=None, ranks=1, nodes=1, model=options.model)
 
 
 class _Runner:
-    """Runs trials, each in a process of its own: one that is killed for memory ends nothing else."""
+    """Runs each trial in a separate process, so that a process killed for memory does not end the search."""
 
     def __init__(self, options: argparse.Namespace, say: Callable[[str], None]) -> None:
         self._options, self._say = options, say
@@ -165,7 +165,7 @@ def _read(done: subprocess.CompletedProcess[str], micro_batch: int) -> Trial:
 
 
 def measure(task: dict[str, Any]) -> dict[str, float]:
-    """Median seconds of a step, and the most memory that the device or this process held."""
+    """Median seconds of a step, and the peak memory of the device or of this process."""
     config = task["config"]
     with zero.Init(config_dict_or_path=config):
         model: Any = build_model(task["model"], task["model_args"])
