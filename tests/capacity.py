@@ -1,7 +1,7 @@
-"""One row of the capacity table: what a published model takes on each tier at least, and what a step of it takes.
+"""One row of the capacity table: the least bytes of each tier for a published model, and the cost of a step.
 
-A row is two plans of a model that is never built. The first says the least of each tier that a plan is made for. The
-second is made for one named machine; from it come the bytes that a step moves and the seconds that this takes.
+A row is two plans of a model that is never built. The first plan gives the least bytes of each tier. The second plan is
+made for one named machine; it gives the bytes that a step transfers and the seconds that this takes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero.tools.plan_command import Rates, build_on_meta, step_time
 SHAPES = Path(__file__).parent / "data" / "shapes"
 TABLE = Path(__file__).parent.parent / "docs" / "capacity.md"
 WRITE = "ZERO_WRITE_CAPACITY"
-"""Environment variable: write the table instead of holding the rows against it."""
+"""Environment variable: write the table instead of comparing the rows with it."""
 
 PUBLISHED = {
     "qwen3-0.6b": "0.6",
@@ -62,19 +62,19 @@ RATES = Rates(
 )
 LORA_RANK = 16
 SCALED_NUMEL, RESCALED_NUMEL = 64, 64 * 256
-"""Weights that share a byte of scale, and those whose scales share one in fp32."""
+"""Number of weights that share a byte of scale, and of weights whose scales share a scale in fp32."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Which row."""
+    """The key of a row."""
 
     model: str
     tuning: str
     states: str = "fp32"
     ranks: int = 1
     threshold: int | None = None
-    """Of persistence; None: the default."""
+    """Threshold of persistence; None: the default."""
 
 
 CASES = tuple(
@@ -89,16 +89,16 @@ CASES = tuple(
 
 @dataclass(frozen=True)
 class Taken:
-    """What a row says, in numbers."""
+    """The numbers of a row."""
 
     device_bytes: int
     host_bytes: int
     nvme_bytes: int
     moved_bytes: int | None
-    """None: the named machine is refused."""
+    """None: the plan refuses the named machine."""
     seconds: float | None
     short: str
-    """What the named machine has too little of."""
+    """The tier of which the named machine has too little."""
 
 
 # ---- models -----------------------------------------------------------------------------------
@@ -106,13 +106,13 @@ class Taken:
 
 @cache
 def build(model: str, tuning: str) -> nn.Module:
-    """The model on the meta device, what is not trained frozen."""
+    """The model on the meta device; parameters that are not trained are frozen."""
     built = build_on_meta(str(SHAPES / f"{model}.json"))
     if tuning != "full":
         built.to(torch.bfloat16).requires_grad_(False)
         for blocks in [module for module in built.modules() if isinstance(module, nn.ModuleList)]:
             config = peft.LoraConfig(r=LORA_RANK, target_modules="all-linear")
-            # Into the list of blocks and not the model: for some MoE models peft adapts other modules than nn.Linear.
+            # Inject into the list of blocks, not the model: for some MoE models peft adapts more than nn.Linear.
             peft.inject_adapter_in_model(config, blocks, low_cpu_mem_usage=True)
     if tuning == "QLoRA":
         for module in list(built.modules()):
@@ -128,7 +128,7 @@ def quantise(module: nn.Module, name: str) -> None:
     """Replace a weight by frozen 4-bit codes, two to a byte, and their scales, quantised once more.
 
     Args:
-        module: holds the weight; experts stay apart along the first of three dimensions.
+        module: holds the weight; experts stay separate along the first of three dimensions.
         name: of the weight.
     """
     weight = module._parameters[name]
@@ -147,7 +147,7 @@ def quantise(module: nn.Module, name: str) -> None:
 
 
 def content_of(case: Case) -> dict[str, Any]:
-    """README's configuration with the row's keys."""
+    """The README's configuration with the row's keys."""
     nvme = {"device": "nvme", "nvme_path": "/nvme"}
     zero: dict[str, Any] = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
     if case.states != STATES[0]:
@@ -162,12 +162,12 @@ def content_of(case: Case) -> dict[str, Any]:
 
 
 def config_of(case: Case, **changes: Any) -> Config:
-    """The same, validated, with `changes`."""
+    """The validated configuration of a row, with `changes`."""
     return load_config({**content_of(case), **changes}, world_size=case.ranks, ranks_per_node=case.ranks)
 
 
 def machine_of(host_bytes: int = HOST_BYTES, device_bytes: int = DEVICE_BYTES) -> Machine:
-    """What a rank has; without arguments what the page's machine has."""
+    """The machine of one rank; without arguments the page's machine."""
     return Machine(
         available_bytes=host_bytes,
         available_source="--host",
@@ -188,7 +188,7 @@ def plan_on(case: Case, machine: Machine, **changes: Any) -> tuple[Layout, Plan]
 
 @cache
 def least_of(case: Case) -> tuple[int, int, int]:
-    """Bytes of device, host and NVMe of the plan that takes least."""
+    """Bytes of device, host and NVMe of the smallest plan."""
     model = build(case.model, case.tuning)
     plan = plan_model(model, config_of(case), machine_of(), GPU, case.ranks, least=True)[1]
     return plan.tier_bytes(DEVICE), plan.tier_bytes(HOST), plan.tier_bytes(NVME)
@@ -207,7 +207,7 @@ def measure(case: Case) -> Taken:
 
 
 def changes_at_0(of: Callable[[Case], Taken]) -> dict[Change, str]:
-    """What threshold 0 changes in each column at most, and the model that it changes so."""
+    """The largest change of each column by threshold 0, and the model in which it occurs."""
     found: dict[Change, str] = {}
     for tuning in TUNINGS:
         defaults = [case for case in CASES if case.tuning == tuning and case.threshold is None]
@@ -230,7 +230,7 @@ SECTIONS = {
     "2 ranks, fp32 / 8-bit states": (2, STATES),
     "8 ranks, fp32 / 8-bit states": (8, STATES),
 }
-"""Heading -> ranks, and the states that a cell has numbers for; where they are the same it has one."""
+"""Heading -> (ranks, the states for which a cell has numbers); equal numbers are written once."""
 MODELS_HEADING, CHANGES_HEADING = "Models", "Threshold 0"
 COMMAND = (
     "zero plan tests/data/shapes/llama-3.1-8b.json ds.json --host 64GB --device 24GB --nvme 2TB \\\n"
@@ -281,7 +281,7 @@ WORDS = re.compile(r"\d+(\.\d+)? (B|KB|MB|GB|TB|ms|s)|-|(device|host) is short")
 
 @dataclass(frozen=True)
 class Change:
-    """A cell of the table of what threshold 0 changes."""
+    """A cell of the table of changes by threshold 0."""
 
     tuning: str
     column: str
@@ -289,7 +289,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Page:
-    """What the page says."""
+    """The content of the page."""
 
     rows: dict[Case, tuple[str, ...]]
     """At the default threshold: a text for each of COLUMNS."""
@@ -297,7 +297,7 @@ class Page:
 
 
 def words(taken: Taken) -> tuple[str, ...]:
-    """What the page says of a row."""
+    """The texts of a row on the page."""
     sizes = [in_bytes(size) for size in (taken.device_bytes, taken.host_bytes, taken.nvme_bytes)]
     if taken.moved_bytes is None or taken.seconds is None:
         return (*sizes, f"{taken.short} is short", "-")
@@ -305,17 +305,17 @@ def words(taken: Taken) -> tuple[str, ...]:
 
 
 def in_bytes(nbytes: int) -> str:
-    """Three digits and a decimal unit."""
+    """The size with three digits and a decimal unit."""
     return three_digits(nbytes, {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12})
 
 
 def in_seconds(seconds: float) -> str:
-    """Three digits."""
+    """The time with three digits."""
     return three_digits(seconds, {"ms": 1e-3, "s": 1.0})
 
 
 def three_digits(value: float, units: dict[str, float]) -> str:
-    """`value` in the largest unit of which it is at least one."""
+    """`value` in the largest unit in which it is at least 1."""
     rounded = float(f"{value:.3g}")
     name = max((name for name in units if rounded >= units[name]), key=units.__getitem__, default=next(iter(units)))
     in_units = float(f"{rounded / units[name]:.3g}")
@@ -342,7 +342,7 @@ def render(page: Page) -> str:
 
 
 def parse(text: str) -> Page:
-    """What the page says."""
+    """Read the page's content."""
     page, heading = Page({}, {}), ""
     for line in text.splitlines():
         if line.startswith("## "):

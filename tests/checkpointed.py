@@ -1,6 +1,6 @@
-"""What the tests of checkpoints train and compare: a model with all that is awkward, and a run known everywhere.
+"""The model and the run of the checkpoint tests: a model with many awkward cases, and a run with known states.
 
-A run draws from every generator of random numbers, so that one which is not put back shows in the next loss.
+A run draws from every generator of random numbers, so a generator that is not restored changes the next loss.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 VOCAB, WIDTH, HIDDEN = 90, 21, 67
 WIDE_VOCAB = 1_500
 LIVE_NUMEL = 24_000
-"""A live limit under which the wide table is in tiles and the rest is not."""
+"""A live limit under which the wide table is split into tiles and the rest is not."""
 GROUP_NUMEL = 4096
 
 
@@ -41,8 +41,8 @@ class Odd(nn.Module):
     """A table, two blocks, parameters of 0, 1 and 3 dimensions and of no elements, buffers of every kind.
 
     Args:
-        kind: "plain"; "tied": head and table are one; "frozen": table and a block are; "lora": all are, under adapters;
-            "wide": the table is in tiles.
+        kind: "plain"; "tied": head and table are one; "frozen": table and a block are frozen; "lora": all is frozen
+            except adapters; "wide": the table is split into tiles.
     """
 
     def __init__(self, kind: str = "plain") -> None:
@@ -85,7 +85,7 @@ KINDS = ("plain", "tied", "frozen", "lora", "wide")
 
 
 def odd(kind: str = "plain", seed: int = 0) -> Odd:
-    """With weights that depend on the seed alone."""
+    """A model whose weights depend only on the seed."""
     with seeded(seed):
         return Odd(kind)
 
@@ -105,16 +105,16 @@ class Case:
     clipping: float = 0.5
     group_numel: int = GROUP_NUMEL
     beside: bool = False
-    """Checkpoints are written while training goes on."""
+    """Checkpoints are written while training continues."""
     more: tuple[tuple[str, Any], ...] = field(default=())
     """Further keys of the whole config."""
 
     def elsewhere(self, **changes: Any) -> Case:
-        """The same training at another place."""
+        """The same training with other placements or settings."""
         return replace(self, **changes)
 
     def config(self, nvme_path: Any) -> dict[str, Any]:
-        """For `zero.initialize`."""
+        """The config for `zero.initialize`."""
         zero = {
             "stage": self.stage,
             "stage3_max_live_parameters": LIVE_NUMEL,
@@ -139,15 +139,15 @@ class Case:
 
 
 def group_of(name: str, groups: int) -> int:
-    """Which param group has a parameter."""
+    """The index of the param group that has a parameter."""
     return sum(map(ord, name)) % groups
 
 
 class Training:
-    """An engine and what belongs to it.
+    """An engine with its model and scheduler.
 
     Args:
-        case: what is trained, and where.
+        case: the training and its placement.
         nvme_path: for swap files.
         seed: of the initial weights.
         model: None: `odd`.
@@ -172,7 +172,7 @@ class Training:
         )
 
     def train(self, index: int) -> float:
-        """Micro-batch number `index`."""
+        """Train on micro-batch number `index`."""
         text = tokens(index, batch=4, vocab=self.model.table.num_embeddings)
         loss = self.engine(text, noise=random.random() + float(np.random.rand()))
         self.engine.backward(loss)
@@ -180,13 +180,13 @@ class Training:
         return float(loss.detach())
 
     def state(self) -> dict[str, Tensor]:
-        """All that training goes on from, besides gradients that wait."""
+        """All state that training continues from, except collected gradients."""
         held = {**snapshot(self.engine, self.names), **self.small()}
         buffers = {f"buffer {name}": buffer.detach().clone() for name, buffer in self.model.named_buffers()}
         return held | {name: value for name, value in buffers.items() if "passing" not in name}
 
     def small(self) -> dict[str, Tensor]:
-        """Counters, hyper-parameters, random numbers."""
+        """Counters, hyper-parameters, random states."""
         python, numpy = random.getstate(), np.random.get_state(legacy=True)
         groups = self.engine.optimizer.param_groups
         return {
@@ -207,7 +207,7 @@ class Training:
 
 @contextmanager
 def training(case: Case, nvme_path: Any, **more: Any) -> Iterator[Training]:
-    """Closed at the end."""
+    """A `Training`, closed at the end."""
     opened = Training(case, nvme_path, **more)
     try:
         yield opened
@@ -217,7 +217,7 @@ def training(case: Case, nvme_path: Any, **more: Any) -> Iterator[Training]:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Random numbers outside are as they were; inside they are the same each time."""
+    """Inside, random numbers are the same each time; afterwards the former random states are restored."""
     python, numpy = random.getstate(), np.random.get_state()
     with seeded(5):
         random.seed(5)
@@ -229,14 +229,14 @@ def generators_kept() -> Iterator[None]:
 
 @dataclass
 class Uninterrupted:
-    """What training is after each micro-batch, if nothing comes between."""
+    """The state of an uninterrupted training after each micro-batch."""
 
     states: list[dict[str, Tensor]]
     losses: list[float]
 
 
 def uninterrupted(case: Case, nvme_path: Any, count: int) -> Uninterrupted:
-    """The run that all others are held against."""
+    """The run with which all others are compared."""
     with generators_kept(), training(case, nvme_path) as run:
         states, losses = [run.state()], []
         for index in range(count):

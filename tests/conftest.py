@@ -1,4 +1,4 @@
-"""What every test may use: a folder on a real disk, engines that are closed at the end, the long forms on request."""
+"""Fixtures and options of all tests: a folder on a real disk, engines that are closed at the end, the long forms."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from typing import Any
 import hypothesis
 import pytest
 
-# A busy neighbour is no failure: how long an example may take, or the search for one, is not for a test to say.
+# A busy machine must not fail a test, so neither examples nor the search for them have a time limit.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
 
-# Threads that wait for the next small loop sleep, in this process and in those it starts: there are more tests, and
-# perhaps other work, to do on these cores. It changes no number.
+# OpenMP threads sleep while they wait for the next small loop, in this process and in its children, since other tests,
+# and perhaps other work, need these cores. It changes no result.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 LATE = ("torch._dynamo", "zero.api")
-"""An engine imports them when it is made; every worker would, and its collections would look through them."""
+"""Modules that an engine imports when it is made. Without this, every worker would import them, and its garbage
+collections would scan them."""
 
 LEFT_OUT = {
     "broad": "takes whole processes, launchers or compilers: run with --broad, -m broad, or by its name",
     "slow": "a long form: run with --full, -m slow, or by its name",
 }
-"""Marker -> why ./scripts/test alone does not run it."""
+"""Marker -> the reason why ./scripts/test without options does not run such tests."""
 
 TESTS = Path(__file__).parent
-sys.path.insert(0, str(TESTS))  # importlib mode leaves it out; tests import `models` and `reference` by name
+sys.path.insert(0, str(TESTS))  # importlib mode does not add it; tests import `models` and `reference` by name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,13 +59,13 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         for name in LATE:
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what has been imported stays: neither tests' collections nor the interpreter's look through it
+    gc.freeze()  # imported objects stay alive anyway: no collection has to scan them
     return side_by_side.run(session, session.config.getoption("--workers"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> Iterator[None]:
-    """Tiny models are fastest so, and neighbours cannot change how a reduction is split."""
+    """Tiny models are fastest with one thread, and other processes cannot change how a reduction is split."""
     torch = pytest.importorskip("torch")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -74,13 +75,13 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The suite compares with references computed on the CPU; tests of a GPU ask for it themselves."""
+    """The suite compares with references computed on the CPU; GPU tests request the GPU themselves."""
     monkeypatch.setenv("ZERO_DEVICE", "cpu")
 
 
 @pytest.fixture
 def on_the_gpu(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For tests of a GPU, after what the others have: its sums are the same in each run."""
+    """For GPU tests, after `on_the_cpu`: sums on the GPU are equal in each run."""
     import torch
 
     monkeypatch.setenv("ZERO_DEVICE", "cuda")
@@ -92,7 +93,7 @@ def on_the_gpu(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 @pytest.fixture(autouse=True)
 def no_cache_of_others(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this machine's user has measured must not decide how the tests open their disks."""
+    """Measurements of this machine's user must not decide how the tests open their disks."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "no-cache"))
 
 
@@ -106,7 +107,7 @@ def nvme_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nothing_left(nvme_path: Path) -> Iterator[None]:
-    """No thread, no descriptor and no file more at the end of the test than at its begin."""
+    """The test must not leave threads, descriptors or files behind."""
     from recovery import leaving_nothing
 
     with leaving_nothing(nvme_path):
@@ -115,7 +116,7 @@ def nothing_left(nvme_path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> Iterator[None]:
-    """The collections after each test look at what this module has made, not at what others have left or imported."""
+    """Collections after each test only scan objects of this module, not those that others have left or imported."""
     gc.collect()
     gc.freeze()
     yield
@@ -123,7 +124,7 @@ def quick_collections() -> Iterator[None]:
 
 @pytest.fixture
 def open_engine() -> Iterator[Callable[..., Any]]:
-    """`open_engine(model, config, **initialize)` -> engine; closed when the test ends, however it ends."""
+    """`open_engine(model, config, **initialize)` -> engine; closed when the test ends or fails."""
     zero = pytest.importorskip("zero")
     if not hasattr(zero, "initialize"):
         pytest.skip("zero.initialize does not exist yet")
@@ -143,7 +144,7 @@ def open_engine() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="module")
 def rank_pool() -> Iterator[Callable[[int], Any]]:
-    """`rank_pool(2)` -> a RankPool of two processes, the same one for the whole module; see `ranks`."""
+    """`rank_pool(2)` -> a RankPool of two processes, the same pool for the whole module; see `ranks`."""
     from ranks import RankPool
 
     pools: dict[int, RankPool] = {}

@@ -1,4 +1,4 @@
-"""DeepSpeed folders that were changed on purpose: a copy of a sample, taken apart and put together again."""
+"""DeepSpeed folders that are changed on purpose: copies of a sample whose files are read, edited and saved again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TAG = "global_step3"
 
 
 def copy_of(stage: str, folder: Path) -> Path:
-    """The tag's folder of a copy below `folder`."""
+    """Copy a sample below `folder`; returns the folder of its tag."""
     return Path(shutil.copytree(SAMPLES / stage, folder / stage)) / TAG
 
 
@@ -31,14 +31,14 @@ def model_file(tag: Path, rank: int = 0) -> Path:
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Take the file apart, let `edit` change what is in it, save it again. Attributes of tensors stay."""
+    """Read the file, let `edit` change its content, and save it again. Attributes of tensors are kept."""
     contents = _plain(TorchFile(path, "a sample").contents)
     edit(contents)
     torch.save(contents, path)
 
 
 def to_nvme(tag: Path) -> None:
-    """As if the optimizer of a stage-3 sample had been on NVMe: masters and moments in swap files."""
+    """Change a stage-3 sample as if its optimizer had been on NVMe: masters and moments are in swap files."""
     for rank, path in enumerate(sorted(tag.glob("*optim_states.pt"))):
         folder = tag / "offloaded_tensors" / f"rank{rank:02d}"
         folder.mkdir(parents=True)

@@ -1,6 +1,6 @@
-"""Checkpoints as the real DeepSpeed writes them, and what it held when it did; and the part of it that each rank runs.
+"""Make checkpoints with the real DeepSpeed, with the values that its engine held; also the program of each rank.
 
-`make(folder, Run(...))` trains `deepspeed_sample` in processes of its own. They need deepspeed; this module does not.
+`make(folder, Run(...))` trains `deepspeed_sample` in separate processes. They need deepspeed; this module does not.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from safetensors.torch import save_file
 
 WANTED_VERSION = "0.19.8"
 EXPECTED = "expected.safetensors"
-"""What the engine held, by the names of our logical form."""
+"""The engine's values, by the names of our logical form."""
 EXPORTED = "zero_to_fp32.safetensors"
-"""What DeepSpeed's own script makes of the folder."""
+"""The output of DeepSpeed's own script for the folder."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What to train with.
+    """The settings of a training.
 
     Attributes:
-        zero: more of the JSON's zero_optimization.
-        config: more of the JSON.
-        torch_scheduler: a scheduler of torch instead of DeepSpeed's.
-        in_init: the model is built inside deepspeed.zero.Init.
-        accumulation: micro-batches a step.
-        zero_to_fp32: DeepSpeed's own script can read what it wrote.
+        zero: further keys of the JSON's zero_optimization.
+        config: further keys of the JSON.
+        torch_scheduler: use a scheduler of torch instead of DeepSpeed's.
+        in_init: build the model inside deepspeed.zero.Init.
+        accumulation: micro-batches of a step.
+        zero_to_fp32: DeepSpeed's own script can read the checkpoint.
     """
 
     stage: int
@@ -57,7 +57,7 @@ class Run:
 
 
 def why_not() -> str | None:
-    """Why no checkpoint can be made here; None if one can."""
+    """The reason why no checkpoint can be made here; None if one can be made."""
     if importlib.util.find_spec("deepspeed") is None:
         return "deepspeed is not installed"
     from importlib.metadata import version
@@ -73,9 +73,9 @@ def search_path() -> str:
 
 
 def make(folder: Path, run: Run) -> Path:
-    """Train, save below `folder` with `expected.safetensors` beside the tags; returns `folder`.
+    """Train, and save below `folder`, with `expected.safetensors` next to the tags; returns `folder`.
 
-    What DeepSpeed copies of its own programs is removed.
+    The programs that DeepSpeed copies into it are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
@@ -88,7 +88,7 @@ def make(folder: Path, run: Run) -> Path:
         "WORLD_SIZE": str(run.ranks),
         "OMP_NUM_THREADS": "1",
     }
-    # What was compiled before is used; tests have a cache of their own.
+    # Use the user's cache, so that operators compiled before are found; tests set their own cache.
     inherited = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
     processes = [
         subprocess.Popen(
@@ -161,7 +161,7 @@ def _initialize(run: Run, folder: Path) -> Any:
 
 
 def _held(engine: Any) -> dict[str, torch.Tensor]:
-    """What the engine holds, whole, by the names of our logical form."""
+    """All values of the engine, gathered, by the names of our logical form."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state  # type: ignore[import-untyped]
 
     _relink(engine)
@@ -181,10 +181,10 @@ def _relink(engine: Any) -> None:
     if not hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         return  # neither stage 1 nor 2
     if hasattr(optimizer, "round_robin_bit16_groups"):
-        # Where parameters went round robin, they were linked to others' values.
+        # With round-robin order, parameters were linked to the values of others.
         optimizer.bit16_groups = optimizer.round_robin_bit16_groups
         optimizer._link_all_hp_params()
-    # All groups were linked after the first group's first step, when the others had no moments yet.
+    # All groups were linked after the first group's first step, when the others had no moments yet: link them again.
     optimizer._hp_optimizer_states_linked = False
     if engine.global_steps:
         optimizer._lazy_init_hp_params_optimizer_state()
@@ -227,4 +227,4 @@ def _train(folder: Path, run: Run) -> None:
 if __name__ == "__main__":
     _train(Path(sys.argv[1]), Run(**json.loads(sys.argv[2])))
     sys.stdout.flush()
-    os._exit(0)  # what its threads do at exit is not asked here
+    os._exit(0)  # without waiting for its threads

@@ -1,4 +1,4 @@
-"""The model that DeepSpeed and this project both train in the tests of DeepSpeed's checkpoints; it knows neither."""
+"""The model that both DeepSpeed and this project train in the tests of DeepSpeed's checkpoints; it imports neither."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sample(nn.Module):
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss of guessing the next token."""
+        """The loss of next-token prediction."""
         self.calls += 1
         hidden = self.norm(torch.tanh(self.first(self.embedding(tokens))))
         hidden = self.second(self.base(hidden) * self.scale + self.shift.to(hidden.dtype))
@@ -42,7 +42,7 @@ class Sample(nn.Module):
 
 
 def build(width: int = 6) -> Sample:
-    """The model with values that depend on nothing else."""
+    """The model, with values that depend only on the width."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         return Sample(width)
@@ -53,7 +53,7 @@ def _plain(name: str) -> bool:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Two param groups, the second without decay and in an order of its own."""
+    """Two param groups; the second has no decay and another order."""
     named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
     return [
         {"params": [value for name, value in named if not _plain(name)]},

@@ -1,5 +1,5 @@
-"""Where torch's own rounding can be compared with: square roots as IEEE has them (MKL's are off by one unit in the last
-place now and then), and CPUs on which torch fuses multiplications and additions."""
+"""Makes torch's rounding comparable with the kernels': exact IEEE square roots (MKL's are sometimes off by one unit in
+the last place), and a skip on CPUs where torch does not fuse multiplications and additions."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ WITH_KERNELS = (*WITH_ROOTS, "SGD", "Lion", "FusedLion", "DeepSpeedCPULion")
 
 
 def rooted(tensor: Tensor) -> Tensor:
-    """Taken in fp64, which has more than twice the digits: rounding to fp32 then is as if done once."""
+    """The root is taken in fp64, which has more than twice the digits, so rounding to fp32 gives the exact result."""
     return _sqrt(tensor.to(torch.float64)).to(tensor.dtype)
 
 
 @contextmanager
 def with_exact_roots() -> Iterator[None]:
-    """`tensor.sqrt()` and `tensor.sqrt_()` do as `rooted`."""
+    """Inside, `tensor.sqrt()` and `tensor.sqrt_()` compute `rooted`."""
     with (
         mock.patch.object(Tensor, "sqrt", rooted),
         mock.patch.object(Tensor, "sqrt_", lambda tensor: tensor.copy_(rooted(tensor))),
@@ -37,7 +37,7 @@ def with_exact_roots() -> Iterator[None]:
 
 
 def has_kernel(name: str) -> bool:
-    """Does a kernel update for the class of this name? Skips the test if torch cannot round as it does."""
+    """True if a kernel updates for the class of this name. Skips the test if torch cannot round as the kernel does."""
     found = name in WITH_KERNELS and kernels.native_on(torch.device("cpu"))
     if found and not TORCH_FUSES:
         pytest.skip(WHY)
@@ -45,6 +45,6 @@ def has_kernel(name: str) -> bool:
 
 
 def as_its_kernel(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-    """Steps of an optimizer inside round as the kernel of its class, if there is one; skips the test if they cannot."""
+    """Inside, steps of an optimizer round as the kernel of its class, if any. Skips the test if torch cannot do so."""
     name = type(optimizer).__name__
     return with_exact_roots() if has_kernel(name) and name in WITH_ROOTS else nullcontext()

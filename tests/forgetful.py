@@ -1,13 +1,13 @@
-"""A disk that forgets what was not synced, stops at any operation, and is full when a test wants it to be.
+"""A disk that loses unsynced data, stops at any operation, and is full when a test wants it to be.
 
-`ForgetfulFiles` works in a real folder and remembers beside it what would last if the power failed now. The rules are
-the worst that file systems do:
+`ForgetfulFiles` works in a real folder and records what would survive a power failure now. The rules are the worst
+behaviour of file systems:
 
-- A file's bytes last once the file was synced. Of a file that was written since, each block of 4096 bytes is the old
-  one, zeros, or the new one, and its length is the old or the new one.
-- A name (made, renamed, removed) lasts once its folder was synced. Of the changes since, any may have happened and any
-  may not; but a rename inside a folder happens as a whole.
-- A file's bytes do not last through its folder, nor its name through the file.
+- A file's bytes survive once the file was synced. If the file was written since then, each block of 4096 bytes is the
+  old one, zeros, or the new one, and the length is the old or the new one.
+- A name (made, renamed, removed) survives once its folder was synced. Each change since then may have happened or not;
+  but a rename inside a folder happens completely or not at all.
+- A sync of the folder does not make a file's bytes survive, and a sync of the file does not make its name survive.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ NEEDS_ROOM = ("create", "reserve", "write", "written", "make folder", "rename", 
 
 
 class Crash(BaseException):
-    """The power failed; whatever the program tries to do to the disk then raises it again. No `except Exception` sees
-    it."""
+    """The power failed; every later operation on the disk raises it again. No `except Exception` catches it."""
 
 
 @dataclass(eq=False)
 class _File:
     durable: bytes = b""
-    """Contents that last."""
+    """Contents that survive."""
     dirty: bool = True
-    """It was written since they were."""
+    """It was written since the last sync."""
     last: bytes = b""
-    """What it had when it lost its last name."""
+    """Contents when it lost its last name."""
 
 
 @dataclass(eq=False)
@@ -49,9 +48,9 @@ class _Folder:
     live: dict[str, Any] = field(default_factory=dict)
     """Name -> _File or _Folder, as every process sees it."""
     durable: dict[str, Any] = field(default_factory=dict)
-    """The same, as it lasts."""
+    """The same, for the entries that survive."""
     pending: list[dict[str, Any]] = field(default_factory=list)
-    """What happened since: name -> what it names now, None for nothing."""
+    """Changes since the last sync: name -> its new node, None for a removed name."""
 
     def change(self, names: dict[str, Any]) -> None:
         _apply(self.live, names)
@@ -62,7 +61,7 @@ class _Folder:
 
 
 class ForgetfulFiles(Files):
-    """`Files` below one folder, which may have contents; they last.
+    """`Files` below one folder; its initial contents survive.
 
     Args:
         root: the folder. Operations elsewhere are refused.
@@ -70,9 +69,9 @@ class ForgetfulFiles(Files):
         full_at: number of the operation from which on the disk is full, until something is removed.
 
     Attributes:
-        operations: (what, path below the root) of everything that was done to the disk, in order.
+        operations: (operation, path below the root) of all operations on the disk, in order.
         crashed: the power has failed.
-        refused: operations for which there was no room.
+        refused: number of operations for which there was no room.
     """
 
     def __init__(self, root: Path, *, crash_at: int | None = None, full_at: int | None = None) -> None:
@@ -91,7 +90,7 @@ class ForgetfulFiles(Files):
             for gone in (path, new):
                 if gone is not None and gone.is_file() and operation in ("unlink", "rename"):
                     self._file(gone).last = gone.read_bytes()
-            # What lasts is known here: the real disk need not be waited for.
+            # Surviving data is tracked here, so the real disk need not sync.
             result = None if operation.startswith("sync") else super().perform(operation, path, action, new)
             self._note(operation, path, new)
             return result
@@ -103,15 +102,15 @@ class ForgetfulFiles(Files):
             self._count("written", file.path)
 
     def make_room(self) -> None:
-        """Somebody else removed something: the disk is not full any more."""
+        """Another process removed something: the disk is no longer full."""
         self._full, self.full_at = False, None
 
     def image(self, to: Path, seed: int = 0) -> Path:
-        """Make `to`, where nothing is, the folder that is found at the root after the power failed (or if it did now).
+        """Make `to`, which must not exist, a copy of the root as found after the power failure (or a failure now).
 
         Args:
             to: returned.
-            seed: of what remains of what was not synced.
+            seed: chooses which unsynced data survives.
         """
         with self._mutex:
             paths: dict[Any, Path] = {}
@@ -136,7 +135,7 @@ class ForgetfulFiles(Files):
             raise StorageError(what, errno=errno.ENOSPC, path=str(path), offset=0, free_bytes=0)
 
     def _note(self, operation: str, path: Path, new: Path | None) -> None:
-        """The operation was done."""
+        """Record an operation after it was done."""
         if operation in ("reserve", "write", "truncate"):
             self._file(path).dirty = True
         elif operation == "sync":
@@ -179,7 +178,7 @@ def _apply(entries: dict[str, Any], names: dict[str, Any]) -> None:
 
 
 def _found(path: Path) -> _Folder:
-    """What lies in a folder at the start."""
+    """The contents of a folder at the start."""
     folder = _Folder()
     for entry in path.iterdir():
         folder.live[entry.name] = _found(entry) if entry.is_dir() else _File(entry.read_bytes(), dirty=False)
@@ -188,7 +187,7 @@ def _found(path: Path) -> _Folder:
 
 
 def _locate(folder: _Folder, path: Path, paths: dict[Any, Path]) -> None:
-    """Where the files lie that have a name."""
+    """Fill `paths` with the paths of all files that have a name."""
     for name, node in folder.live.items():
         paths[node] = path / name
         if isinstance(node, _Folder):
@@ -209,7 +208,7 @@ def _materialise(folder: _Folder, to: Path, paths: dict[Any, Path], chance: rand
 
 
 def _remains(file: _File, paths: dict[Any, Path], chance: random.Random) -> bytes:
-    """Contents after the power failed."""
+    """Contents of a file after the power failure."""
     if not file.dirty:
         return file.durable
     old, new = file.durable, paths[file].read_bytes() if file in paths else file.last
@@ -221,7 +220,7 @@ def _remains(file: _File, paths: dict[Any, Path], chance: random.Random) -> byte
 
 
 def every_point(operations: int, count: int | None = None) -> list[int]:
-    """Numbers of operations at which to stop: all, or about `count` of them, spread evenly, the ends included."""
+    """Numbers of operations at which to stop: all, or about `count` of them, evenly spread, with both ends."""
     points = operations + 1
     if count is None or count >= points:
         return list(range(1, points + 1))

@@ -1,4 +1,4 @@
-"""Small models of transformers that generate, and a step of training one."""
+"""Small generating models of transformers, and a training step for them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def made(kind: Any, config: Any) -> nn.Module:
     config._attn_implementation = "eager"
     with seeded(0):
         model = kind(config)
-    # No end of sequence: all runs are equally long. Sharper than they are made: ties between tokens prove nothing.
+    # No end of sequence, so that all runs are equally long. Larger weights than by default, so that tokens do not tie:
+    # with ties equal outputs would prove nothing.
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     with torch.no_grad():
         for parameter in model.parameters():

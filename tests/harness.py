@@ -1,6 +1,6 @@
-"""One training loop, one reference, one comparison: what most tests hold an engine against.
+"""One training loop, one reference, one comparison: most tests compare an engine with these.
 
-`trainer` is an engine or the reference; both have the verbs.
+`trainer` is an engine or the reference; both have the same methods.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor, nn
 
 HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
-"""ADAMW, as the reference takes it."""
+"""ADAMW, in the form that the reference takes."""
 
 
 def micro_batch(trainer: Any, index: int, loss_of: Callable[[Any, int], Tensor] | None = None) -> Tensor:
-    """The loss of `tokens(index)`, or of what `loss_of(trainer, index)` calls the trainer with."""
+    """Train on one micro-batch: `tokens(index)`, or that of `loss_of(trainer, index)`. Returns its loss."""
     loss = trainer(tokens(index)) if loss_of is None else loss_of(trainer, index)
     trainer.backward(loss)
     told = loss.detach()
-    del loss  # the step finds no graph
+    del loss  # so that no graph exists during the step
     trainer.step()
     return told
 
 
 def train(trainer: Any, *indices: int, loss_of: Callable[[Any, int], Tensor] | None = None) -> Any:
-    """The trainer, after these micro-batches."""
+    """Train on these micro-batches; returns the trainer."""
     for index in indices:
         micro_batch(trainer, index, loss_of)
     return trainer
 
 
 def losses_of(trainer: Any, *indices: int, loss_of: Callable[[Any, int], Tensor] | None = None) -> list[float]:
-    """As `train`; what came of each."""
+    """Like `train`; returns the losses."""
     return [micro_batch(trainer, index, loss_of).item() for index in indices]
 
 
 def reference_of(model: str | nn.Module = "gpt", **more: Any) -> Reference:
-    """The reference under ADAMW; more: its other fields."""
+    """The reference with ADAMW; `more`: its other fields."""
     return Reference(build(model) if isinstance(model, str) else model, lambda name: HYPER, **more)
 
 
 def reference_run(*indices: int, model: str = "gpt", **more: Any) -> Reference:
-    """`train(reference_of(model, **more), *indices)`, of which each is computed once a process.
+    """`train(reference_of(model, **more), *indices)`; each such run is computed only once in a process.
 
-    `more` are numbers: what has a memory of its own, such as a loss scale, makes no two runs the same.
+    `more` must be numbers: with a stateful object, such as a loss scale, runs could not be shared.
     """
     held = deepcopy(_run(indices, model, tuple(sorted(more.items()))))
     reference = reference_of(model, **more)
@@ -64,7 +64,7 @@ def reference_run(*indices: int, model: str = "gpt", **more: Any) -> Reference:
 
 @lru_cache(maxsize=64)
 def _run(indices: tuple[int, ...], model: str, more: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """What training changes in a reference; a longer run goes on from a shorter one."""
+    """The values that training changes in a reference; a longer run continues a shorter one."""
     trained = reference_run(*indices[:-1], model=model, **dict(more)) if indices else reference_of(model, **dict(more))
     train(trained, *indices[-1:])
     return {
@@ -86,12 +86,12 @@ def values(trainer: Any, model: str = "gpt") -> dict[str, Tensor]:
 
 
 def unequal(ours: Any, theirs: Any, model: str = "gpt") -> list[str]:
-    """What two trainers of the model do not have in common, to the bit."""
+    """The values in which two trainers of the model differ, bit for bit."""
     return differences(values(ours, model), values(theirs, model))
 
 
 def masters(engine: Any, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Of every parameter, or of these."""
+    """The masters of every parameter, or of these."""
     wanted = [name for name, _ in engine.module.named_parameters()] if names is None else names
     with units_read_once(engine):
         return {name: engine.full_master(name) for name in wanted}

@@ -1,4 +1,4 @@
-"""The model and the run of the checkpoint that is kept in tests/data: leave them as they are, it was made with them."""
+"""The model and the run that made the checkpoint in tests/data. Do not change them, since it was made with them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def holds(engine: Any) -> dict[str, Tensor]:
 
 
 def small(engine: Any, scheduler: Any) -> dict[str, Tensor]:
-    """What training goes on from besides; draws random numbers."""
+    """The other state that training continues from; draws random numbers."""
     return {
         "global_steps": torch.tensor(engine.global_steps),
         "micro_steps": torch.tensor(engine.micro_steps),
@@ -95,7 +95,7 @@ def small(engine: Any, scheduler: Any) -> dict[str, Tensor]:
 
 
 def make(folder: str) -> dict[str, Tensor]:
-    """Each rank's part: train, save, tell what was saved."""
+    """Each rank's part: train, save, and return the saved values."""
     rank = dist.get_rank()
     random.seed(rank)
     np.random.seed(rank)

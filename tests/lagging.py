@@ -1,8 +1,7 @@
-"""A device whose copies lag behind, without a GPU: what forgets to wait for one reads old bytes or loses new ones.
+"""A device with delayed copies, without a GPU: code that forgets to wait for a copy reads old bytes or loses new ones.
 
-Its memory is the host's, but nothing treats it so: units, gradients and deliveries pass through pools and chunks as
-they would on a GPU. A copy runs when somebody waits for it, and not before; one that is due on a real device at once
-may be late there too.
+Its memory is the host's, but the engine does not know this: units, gradients and deliveries pass through pools and
+chunks as on a GPU. A copy runs only when something waits for it; on a real device copies may be late too.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from offload.timeline import Timeline
 
 @dataclass(frozen=True)
 class Position:
-    """Behind the first `count` copies of a stream."""
+    """A fence after the first `count` copies of a stream."""
 
     stream: LaggingStream
     count: int
@@ -34,7 +33,7 @@ class Position:
 
 
 class LaggingStream:
-    """Copies in order, each run when somebody needs it."""
+    """Copies in order; each runs only when something waits for it."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[torch.Tensor, torch.Tensor, tuple[Fence, ...]]] = deque()
@@ -65,7 +64,7 @@ def run_to(fences: tuple[Fence, ...]) -> None:
 
 
 class LaggingStreams(Streams):
-    """The host computes at once, so its own work needs no fence: what a stream would wait for is run first."""
+    """The host computes at once, so its own work needs no fence: copies that a stream would wait for run first."""
 
     shared = False
 
@@ -93,7 +92,7 @@ class LaggingStreams(Streams):
     async def reached(self, *fences: Fence) -> None:
         if all(fence is None or fence.query() for fence in fences):
             return
-        await asyncio.sleep(0.001)  # others get their turn first, with the copies still outstanding
+        await asyncio.sleep(0.001)  # let other tasks run first, while the copies are still pending
         self.waited_by_host += 1
         self.wait(*fences)
 
@@ -107,7 +106,7 @@ def lagging_device(monkeypatch: pytest.MonkeyPatch, *, eager: bool = True) -> It
     """Engines opened inside have such a device; yields their streams.
 
     Args:
-        eager: updates that need no disk run inside the step, as where states live on the device; else behind it.
+        eager: updates that need no disk run inside the step, as with states on the device; else after it.
     """
     from zero.optim.pipeline import SubGroupPipeline
 

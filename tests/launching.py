@@ -1,4 +1,4 @@
-"""Starting ranks from a test: scripts that report into files, and what is left of a run afterwards."""
+"""Start ranks from a test: scripts that report into files, and a check that a run leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def local_job(program: Program, ranks: int, **more: Any) -> Job:
 
 
 def write_script(folder: Path, body: str, name: str = "script.py") -> str:
-    """A script; `report(**facts)` in it leaves a rank's facts in the folder."""
+    """Write a script; its function `report(**facts)` writes a rank's facts into the folder."""
     head = f"""
         import json, os, signal, sys, time
         def report(**facts):
@@ -43,14 +43,14 @@ def write_script(folder: Path, body: str, name: str = "script.py") -> str:
 
 
 def reports(folder: Path) -> list[Any]:
-    """What the ranks have reported, in rank order."""
+    """The reports of the ranks, in rank order."""
     paths = sorted(folder.glob("report-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
     return [json.loads(path.read_text()) for path in paths]
 
 
 @contextlib.contextmanager
 def nothing_left(folder: Path) -> Iterator[None]:
-    """Temporary files go below `folder`, and neither they nor processes stay."""
+    """Inside, temporary files are made below `folder`; at the end neither files nor processes may be left."""
     place, mark = folder / "temporary", f"{os.getpid()}-{folder}"
     place.mkdir()
     before = dict(os.environ)
@@ -69,7 +69,7 @@ def nothing_left(folder: Path) -> Iterator[None]:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Processes other than this one that run (one that waits to be collected has ended) and carry the mark."""
+    """Running processes with the mark, except this one; zombies have ended and do not count."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -80,7 +80,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def run_into(folder: str, environment: dict[str, str], job: Job, node_rank: int) -> tuple[int, str]:
-    """`run_node` in a process of its own, with what it and its ranks print; the exit status and that."""
+    """`run_node`, called in a separate process; returns (exit status, output of the node and its ranks)."""
     path = Path(folder) / f"node-{node_rank}.txt"
     before, kept, streams = dict(os.environ), [os.dup(1), os.dup(2)], (sys.stdout, sys.stderr)
     os.environ.update(environment)

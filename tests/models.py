@@ -1,7 +1,7 @@
-"""The small models that tests train, the text they train on, and the configs they train under.
+"""The small models that tests train, their training text, and their configs.
 
-Small in numbers, not in structure: attention, ModuleList, tied heads, frozen bases, modules used twice or not at all,
-parameters of every awkward size, outputs that are not tensors.
+The models have few parameters, but complex structures: attention, ModuleList, tied heads, frozen bases, modules used
+twice or not at all, parameters of awkward sizes, outputs that are not tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 VOCAB, WIDTH, TOKENS, BATCH = 64, 32, 8, 2
 LIVE_NUMEL = 60_000
-"""A live limit that makes every block of the tiny GPT (12.7 k elements) a unit of its own."""
+"""A live limit with which every block of the tiny GPT (12.7 k elements) is a separate unit."""
 
 
 class Attention(nn.Module):
@@ -120,7 +120,7 @@ def lora_gpt(**sizes: Any) -> GPT:
 
 
 def freeze(module: nn.Module) -> None:
-    """Stop training `module`. Frozen values are made representable in bf16: which rounding they get is no promise."""
+    """Freeze `module`. Its values are rounded to bf16 here, since the engine does not promise how it rounds them."""
     for parameter in module.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.bfloat16().float()
@@ -138,7 +138,7 @@ class MixedGPT(GPT):
 
 
 class OddSizes(nn.Module):
-    """Parameters of 0, 1 and 513 elements, a scalar and a 3-d one, all used, between two Linears."""
+    """Parameters of 0, 1 and 513 elements, a scalar and a 3-d parameter, all used, between embedding and head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Reused(GPT):
 
 
 class Branching(GPT):
-    """`branch` picks which one of two blocks runs; the other gets no gradient in that pass."""
+    """`branch` selects one of two blocks; the other gets no gradient in that pass."""
 
     def forward(self, tokens: Tensor, branch: int = 0) -> Tensor:
         x = self.embedding(tokens) + self.position[: tokens.shape[1]]
@@ -177,7 +177,7 @@ class Branching(GPT):
 
 
 class EarlyExit(GPT):
-    """`depth` says how many blocks run; the norm and the head only after all of them."""
+    """`depth` is the number of blocks that run; norm and head run only if all blocks do."""
 
     def forward(self, tokens: Tensor, depth: int | None = None) -> Tensor:
         x = self.embedding(tokens) + self.position[: tokens.shape[1]]
@@ -218,7 +218,7 @@ class Structured(GPT):
 
 
 class TwoLosses(GPT):
-    """Two losses from one graph: the head's, and one on the trunk's own activations."""
+    """Two losses from one graph: the head's loss, and a loss on the trunk's activations."""
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         x = self.trunk(tokens)
@@ -226,7 +226,7 @@ class TwoLosses(GPT):
 
 
 class Stumbling(GPT):
-    """Raises when told to: inside forward after `fail_after` blocks, or inside backward before `fail_back_at`."""
+    """Raises on request: in forward after block `fail_after`, or in backward before block `fail_back_at`."""
 
     class Stumble(Exception):
         pass
@@ -249,7 +249,7 @@ class Stumbling(GPT):
 
 
 class BigEmbedding(nn.Module):
-    """A table of `rows` x `width` of which a step touches a few rows, and a small head."""
+    """A table of `rows` x `width`, of which a step uses only a few rows, and a small head."""
 
     def __init__(self, rows: int, width: int = 64, classes: int = 16) -> None:
         super().__init__()
@@ -261,13 +261,13 @@ class BigEmbedding(nn.Module):
 
 
 def patterned(rows: int, width: int, first: int = 0) -> Tensor:
-    """A table whose row is a function of its number, so that any few rows can be made without the rest."""
+    """A table whose rows are functions of their numbers, so that some rows can be made without the others."""
     ids = torch.arange(first, first + rows, dtype=torch.float32)
     return torch.sin(ids.remainder(8191.0)[:, None] * 0.37 + torch.arange(width)) * 0.1
 
 
 class FixedGradients(nn.Module):
-    """loss = sum of parameter x given tensor: the gradient is the given tensor, whatever the parameters are."""
+    """loss = sum of parameter x given tensor: the gradient is the given tensor, for any values of the parameters."""
 
     SHAPES = ((33, 17), (513,), (1,), (), (64, 64))
 
@@ -281,7 +281,7 @@ class FixedGradients(nn.Module):
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "gpt": GPT,
-    # Its planes are larger than a working set, so that a budget has something to decide.
+    # Its planes are larger than a working set, so that a budget decides about tiers.
     "middle": lambda **sizes: GPT(width=256, blocks=2, vocab=512, **sizes),
     "tied": lambda **sizes: GPT(tied=True, **sizes),
     "lora": lora_gpt,
@@ -297,27 +297,27 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build(name: str, seed: int = 0, **sizes: Any) -> nn.Module:
-    """One of MODELS with weights that depend on the seed alone."""
+    """One of MODELS, with weights that depend only on the seed."""
     with seeded(seed):
         return MODELS[name](**sizes)
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A fixed global generator inside, the old one after."""
+    """Inside, the global generator has a fixed seed; afterwards its old state is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def tokens(index: int, *, batch: int = BATCH, length: int = TOKENS, vocab: int = VOCAB) -> Tensor:
-    """Micro-batch number `index` of an endless text: skewed, so that there is something to learn."""
+    """Micro-batch number `index` of an endless text with unevenly distributed tokens, so that training can learn."""
     generator = torch.Generator().manual_seed(1_000 + index)
     return (torch.rand(batch, length, generator=generator).square() * vocab).long()
 
 
 def trainability(model: nn.Module) -> tuple[tuple[str, bool], ...]:
-    """(name, trainable) of every parameter; take it before the engine has the model."""
+    """(name, trainable) of every parameter; call it before an engine takes the model."""
     return tuple((name, parameter.requires_grad) for name, parameter in model.named_parameters())
 
 

@@ -15,7 +15,7 @@ BLOCK = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3, "momentum"
 
 
 class MuonAndAdam(torch.optim.Optimizer):
-    """Groups say `use_muon`, or it is what the parameters' shapes say."""
+    """A group's `use_muon` selects the rule; without it, the parameters' shapes do."""
 
     def __init__(self, groups: list[Group], muon: dict[str, Any] = MUON, adam: dict[str, Any] = ADAM) -> None:
         split = []

@@ -1,4 +1,4 @@
-"""Optimizers whose states have not the parameter's shape: Adafactor, and classes of a user."""
+"""Optimizers whose states do not have the parameter's shape: Adafactor, and classes of a user."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plain_adafactor(*, bf16: bool = True, clipping: float = 0.0) -> Plain:
 
 
 class _Keeping(torch.optim.Optimizer):
-    """Signs of a momentum, divided by what `keep` makes of the gradient."""
+    """Subtracts lr times the result of `keep`, which subclasses compute from state and gradient."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -39,7 +39,7 @@ class _Keeping(torch.optim.Optimizer):
 
 
 class RowMeans(_Keeping):
-    """A momentum of the parameter's shape, a mean of squares for each row, and a norm, each time new tensors."""
+    """A momentum of the parameter's shape, a mean of squares for each row, and a norm, as new tensors in each step."""
 
     def keep(self, state: dict[str, Any], grad: Tensor) -> Tensor:
         if not state:
@@ -54,7 +54,7 @@ class RowMeans(_Keeping):
 
 
 class RowsAlone(_Keeping):
-    """A mean of squares for each row and no state of the parameter's shape: with fp32 weights a record is empty."""
+    """State: a mean of squares for each row, but none of the parameter's shape: with fp32 weights a record is empty."""
 
     def keep(self, state: dict[str, Any], grad: Tensor) -> Tensor:
         rows = grad.view(grad.shape[0], -1)
@@ -63,14 +63,14 @@ class RowsAlone(_Keeping):
 
 
 class Stateless(_Keeping):
-    """Looks at a norm, and keeps nothing."""
+    """Uses a norm, but has no state."""
 
     def keep(self, state: dict[str, Any], grad: Tensor) -> Tensor:
         return grad / (1 + grad.norm())
 
 
 class BothSides(_Keeping):
-    """What Shampoo keeps of a matrix."""
+    """The states that Shampoo has for a matrix."""
 
     def keep(self, state: dict[str, Any], grad: Tensor) -> Tensor:
         matrix = grad.view(grad.shape[0], -1)
@@ -82,7 +82,7 @@ class BothSides(_Keeping):
 
 
 class LateRows(_Keeping):
-    """Means that the third step makes."""
+    """A state of row means that only the third step makes."""
 
     def keep(self, state: dict[str, Any], grad: Tensor) -> Tensor:
         state["calls"] = state.get("calls", 0) + 1

@@ -1,4 +1,4 @@
-"""A loop of plain torch around any optimizer, and optimizers to compare: what tests of `OffloadOptimizer` share."""
+"""Common code of the tests of `OffloadOptimizer`: a plain torch loop for any optimizer, and optimizers to compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import zero
 
 DEVICES = ("cpu", "nvme")
 SUB_GROUP_NUMEL = 8192
-"""Parameters of the model are cut, and several share one."""
+"""With this size, parameters of the model are split over sub-groups, and several parameters share one."""
 
 
 def offloaded(device: str, folder: Path, **more: Any) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def backward(model: nn.Module, index: int, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> None:
-    """One branch of the model has gradients, and its idle layer never."""
+    """Backward for one branch of the model; its idle layer never has gradients."""
     dtype = next(model.parameters()).dtype
     scale(model(batch(index, False).to(dtype), index % 3 % 2)).backward()
 
@@ -45,13 +45,13 @@ def train(
 
 
 def same(first: nn.Module, second: nn.Module) -> list[str]:
-    """Names of the parameters that differ in a bit."""
+    """Names of the parameters that differ in any bit."""
     pairs = zip(first.named_parameters(), second.parameters(), strict=True)
     return [name for (name, mine), theirs in pairs if not torch.equal(mine, theirs)]
 
 
 def state_differences(first: dict[str, Any], second: dict[str, Any], *, but: tuple[str, ...] = ()) -> list[str]:
-    """What differs between two `state_dict`s."""
+    """The differences between two `state_dict`s."""
     found = [] if first["param_groups"] == second["param_groups"] else ["param_groups"]
     if first["state"].keys() != second["state"].keys():
         return [*found, "parameters"]

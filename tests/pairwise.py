@@ -1,4 +1,4 @@
-"""Fewer cases than the whole product, in which every two choices still meet: most faults need no third.
+"""Covers with fewer cases than the whole product, in which every two choices still meet: most faults need only two.
 
     @in_pairs(stage=STAGES, when=("before", "after"), retry=RETRIES)
     def test_it(stage, when, retry): ...
@@ -22,11 +22,11 @@ def always(case: Mapping[str, Any]) -> bool:
 
 
 def cover(choices: Mapping[str, Sequence[Any]], possible: Callable[[Case], bool] = always) -> list[Case]:
-    """Cases in which every two choices meet that can: row by row, the choices that meet most pairs not met yet.
+    """Cases in which every two compatible choices meet. Each case takes the choices with most pairs not met yet.
 
     Args:
-        choices: key -> what there is to choose; values are hashable.
-        possible: of some choices, whether a case can have all of them.
+        choices: key -> its choices; they are hashable.
+        possible: True if a case can have all of the given choices.
     """
     keys = tuple(choices)
     missing = [
@@ -53,13 +53,13 @@ def _met(missing: Iterable[tuple[tuple[str, Any], tuple[str, Any]]], chosen: Cas
 
 
 def in_pairs(**choices: Iterable[Any]) -> Any:
-    """A parametrization over the product of `choices`; what is not in the cover is a long form."""
+    """A parametrization over the product of `choices`; cases outside the cover are long forms."""
     values = {key: tuple(given) for key, given in choices.items()}
     return _parametrized(values, [tuple(case.values()) for case in cover(values)])
 
 
 def each_once(**choices: Iterable[Any]) -> Any:
-    """A parametrization over the product of `choices`; of the long forms is what no choice needs to be there once."""
+    """A parametrization over the product of `choices`: by default each choice occurs once, the rest are long forms."""
     values = {key: tuple(given) for key, given in choices.items()}
     rows = range(max(len(given) for given in values.values()))
     return _parametrized(values, [tuple(given[row % len(given)] for given in values.values()) for row in rows])

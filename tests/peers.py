@@ -1,4 +1,4 @@
-"""Processes of one machine for tests: forked, so that they start at once, and ended whatever happens."""
+"""Processes on one machine for tests: forked, so that they start at once, and always killed at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTEXT = multiprocessing.get_context("fork")
 
 
 class Failed(AssertionError):
-    """A peer raised what is in the message, or said nothing."""
+    """A peer raised the error in the message, or did not answer."""
 
 
 class Peer:
@@ -32,7 +32,7 @@ class Peer:
         self._end.send(value)
 
     def receive(self) -> Any:
-        """What the peer tells next; its error is raised here."""
+        """The peer's next message; its error is raised here."""
         if not self._end.poll(SECONDS_MAX):
             raise Failed(f"peer {self.process.name} said nothing for {SECONDS_MAX:g} s")
         try:
@@ -58,7 +58,7 @@ class Parent:
         self._end.send((True, value))
 
     def receive(self) -> Any:
-        """What the test sends next; None when it has ended."""
+        """The test's next message; None when it has ended."""
         try:
             return self._end.recv()
         except EOFError:
@@ -66,11 +66,11 @@ class Parent:
 
 
 Job = Callable[[int, Share, Parent], Any]
-"""(number of the peer, how it reaches the others, how it reaches the test) -> what the test is told at the end."""
+"""(number of the peer, connection to the other peers, connection to the test) -> the result that the test receives."""
 
 
 class Wires:
-    """Pipes between every two peers, and from each to the test; made before the peers are forked."""
+    """Pipes between every two peers, and between each peer and the test; made before the peers are forked."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -81,7 +81,7 @@ class Wires:
         self.tests, self.peers = zip(*(CONTEXT.Pipe() for _ in range(count)), strict=True)
 
     def keep(self, index: int) -> None:
-        """Close what is not peer `index`'s; -1: what is not the test's. Who ends is then missed by the others."""
+        """Close all ends except those of peer `index`; -1: of the test. Then the others notice when a process ends."""
         for end in (*self.tests, *(end for (owner, _), end in self.ends.items() if owner != index)):
             if index >= 0 or end not in self.tests:
                 end.close()
@@ -127,6 +127,6 @@ def running(jobs: Sequence[Job]) -> Iterator[list[Peer]]:
 
 
 def all_run(count: int, job: Job) -> list[Any]:
-    """What each of `count` processes that run `job` returns."""
+    """The results of `count` processes that run `job`."""
     with running([job] * count) as peers:
         return [peer.receive() for peer in peers]

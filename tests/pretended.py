@@ -1,4 +1,4 @@
-"""An accelerator that is not there: torch is made to tell of one, in the three places where the product asks it."""
+"""A pretended accelerator: torch reports one in the three places where the product asks for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 def pretend_accelerator(monkeypatch: pytest.MonkeyPatch, name: str = "cuda", **functions: Any) -> None:
-    """Torch sees one device of this kind, and nothing in the environment says not to use it.
+    """Torch sees one device of this kind, and no environment variable forbids its use.
 
     Args:
-        functions: of torch's module for the kind; its current device is number 0 anyway.
+        functions: further functions of torch's module for this kind; its current device is number 0 by default.
     """
     ordinary = {"current_device": lambda: 0, "device_count": lambda: 1, "is_initialized": lambda: True}
     module, module_of = SimpleNamespace(**{**ordinary, **functions}), torch.get_device_module

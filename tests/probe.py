@@ -1,7 +1,7 @@
-"""What tests see inside an engine, and what they put in the place of its parts.
+"""Access of tests to the inside of an engine: they read its parts and replace them through these functions.
 
-Nobody else in `tests/` and `benchmarks/` touches a private attribute of an engine or of what stands behind it, so that
-the inside can be rebuilt with changes here alone.
+No other module in `tests/` and `benchmarks/` uses private attributes of an engine or its parts, so a change of the
+inside only needs changes here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def coordinator_of(engine: Any) -> Any:
 
 
 def history(trace: Any) -> tuple[list[int], list[int]]:
-    """Uses of the forward under way, and of those that are remembered for their backward."""
+    """Uses of the running forward, and of the forwards that are recorded for their backward."""
     return trace._uses, trace._forward
 
 
@@ -56,7 +56,7 @@ def gradients_of(engine: Any) -> Any:
 
 
 def wide_gradients(engine: Any) -> Any:
-    """Units whose gradient has got an fp32 home that the plan does not have."""
+    """Units whose gradient has an fp32 home that is not in the plan."""
     return engine.run.parts.gradients._wide
 
 
@@ -65,25 +65,25 @@ def keeper_of(engine: Any) -> Any:
 
 
 def pipeline_of(engine: Any) -> Any:
-    """What updates sub-groups."""
+    """The pipeline that updates sub-groups."""
     return engine.run.parts.stepper.pipeline
 
 
 def updates_of(engine: Any) -> Any:
-    """The updates that the last step has left to do."""
+    """The pending updates of the last step."""
     return engine.run.parts.stepper.updates
 
 
 def spare_of(engine: Any) -> Any:
-    """The memory of gradients that results are lent."""
+    """The memory of gradients that is lent to results."""
     return engine.run.parts.stepper.pipeline.spare
 
 
 @contextmanager
 def units_read_once(trainer: Any) -> Iterator[None]:
-    """Inside, an engine reads each unit and its states once, whatever is asked of its parameters; nothing is trained.
+    """Inside, an engine reads each unit and its states only once for all requests; nothing may be trained.
 
-    Who looks at all of them would otherwise read a unit, and ask the other ranks for it, several times a parameter.
+    Otherwise a test that reads all parameters would fetch a unit, also from other ranks, several times a parameter.
     """
     if not hasattr(trainer, "run"):  # a reference
         yield
@@ -104,12 +104,12 @@ def units_read_once(trainer: Any) -> Iterator[None]:
 
 
 def put_exchange(engine: Any, exchange: Any) -> None:
-    """The engine's collaborators speak with the other ranks through this one from now on."""
+    """Replace the exchange through which the engine's parts communicate with other ranks."""
     engine.run.parts.exchange = exchange
 
 
 def snapshots_of(engine: Any) -> Any:
-    """None where they are not configured."""
+    """The snapshots; None if they are not configured."""
     return engine.run.parts.snapshots
 
 
@@ -122,7 +122,7 @@ def config_behind(engine: Any) -> Any:
 
 
 def storages_behind(optimizer: Any) -> list[Any]:
-    """Of an OffloadOptimizer, those of each device and of each group that was added later."""
+    """The storages of an OffloadOptimizer: one for each device, and for each group that was added later."""
     return [shelf.storage for shelf in optimizer._shelves]
 
 
@@ -130,43 +130,43 @@ def storages_behind(optimizer: Any) -> list[Any]:
 
 
 def step_is_asked(engine: Any) -> bool:
-    """A step was asked for and is not fixed yet."""
+    """True if a step was requested and is not fixed yet."""
     return engine.run.parts.stepper.state != StepState.NONE
 
 
 def move_step(stepper: Any, state: StepState) -> None:
-    """What every change of a step's state goes through."""
+    """Change a step's state, through the method that makes all such changes."""
     stepper._move(state)
 
 
 def is_torn(engine: Any) -> bool:
-    """A transfer failed inside the last backward."""
+    """True if a transfer failed inside the last backward."""
     return bool(engine.run.parts.watch.torn)
 
 
 def is_waiting(engine: Any) -> bool:
-    """The training thread waits for the mover."""
+    """True while the training thread waits for the mover."""
     return is_waited_for(engine.run.parts.storage)
 
 
 def is_waited_for(storage: Any) -> bool:
-    """Some thread waits for the storage's mover."""
+    """True while some thread waits for the storage's mover."""
     return bool(storage.mover.exposed._depth > 0)
 
 
 def drain_mover(engine: Any) -> None:
-    """Return once the mover has nothing to do, read-ahead included."""
+    """Return once the mover is idle, including prefetches."""
     mover = engine.run.parts.storage.mover
     mover.run("settling", mover._drain())
 
 
 def read_nothing_ahead(engine: Any) -> None:
-    """After a step the engine fetches only what somebody asks for."""
+    """Switch off the prefetch after a step: the engine then fetches only requested units."""
     engine.run.parts.coordinator.expect_forward = lambda: None
 
 
 def bound_units(engine: Any) -> list[Any]:
-    """Of the units, those whose parameters have their values."""
+    """The units whose parameters hold their values."""
     return [bound for bound in engine.run.parts.bound if bound.bound]
 
 
@@ -181,12 +181,12 @@ def in_forward_use(engine: Any, index: int) -> bool:
 
 
 def lent_rows_numel(engine: Any) -> int:
-    """Numbers of packed experts that were fetched as rows and not given back."""
+    """Number of elements of packed experts that were fetched as rows and not released."""
     return int(engine.run.parts.coordinator._lent_numel)
 
 
 def flat_gradient(engine: Any, unit: Any) -> Tensor:
-    """A unit's flat gradient, of an engine that keeps gradients in memory."""
+    """A unit's flat gradient; the engine must keep gradients in memory."""
     state = engine.run.parts.gradients._units[unit.index]
     memory = state.plane.memory(unit.begin, unit.end)
     assert memory is not None, "the gradient is not in memory"
@@ -194,14 +194,14 @@ def flat_gradient(engine: Any, unit: Any) -> Tensor:
 
 
 def is_lent(engine: Any, unit: Any) -> bool:
-    """A result waits in the memory of this unit's gradient."""
+    """True while a result is stored in the memory of this unit's gradient."""
     spare = engine.run.parts.stepper.pipeline.spare
     (pool,) = spare._pools.values()
     return bool(pool.ranges.lent(*spare._range(pool, unit, unit.begin, unit.end)))
 
 
 STEP_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
-    # What a step calls, in this order: owner, method.
+    # The calls of a step, in this order: (owner, method).
     "check": lambda engine: (engine.run.parts.stepper, "check"),
     "store_edits": lambda engine: (engine.run.parts.keeper.editor, "store_edits"),
     "release_all": lambda engine: (engine.run.parts.coordinator, "release_all"),
@@ -218,7 +218,7 @@ STEP_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "expect_forward": lambda engine: (engine.run.parts.coordinator, "expect_forward"),
 }
 CLOSE_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
-    # What a close calls, in this order: owner, method.
+    # The calls of a close, in this order: (owner, method).
     "stop": lambda engine: (engine.run.parts.stepper, "stop"),
     "hooks": lambda engine: (engine.run.parts.hooks, "remove"),
     "clear": lambda engine: (engine.run.parts.gradients, "clear"),
@@ -232,12 +232,12 @@ CLOSE_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
 
 
 def used_bytes(engine: Any, pool: str) -> int:
-    """What is leased of the pool: `arena`, `unit_pool`, `gradient_pool` or `update_pool`."""
+    """Bytes leased from the pool: `arena`, `unit_pool`, `gradient_pool` or `update_pool`."""
     return int(getattr(engine.run.parts.storage, pool).used_bytes)
 
 
 def device_memories(engine: Any) -> list[Tensor]:
-    """All that the engine has allocated for its device and has not given back."""
+    """All memory that the engine has allocated for its device and not released."""
     storage = engine.run.parts.storage
     pools = (storage.unit_pool, storage.gradient_pool, storage.update_pool)
     memories = [region.data for region in storage.regions if region.movable] + [pool._data for pool in pools]
@@ -245,14 +245,14 @@ def device_memories(engine: Any) -> list[Tensor]:
 
 
 def whole_flats(engine: Any) -> dict[int, Tensor]:
-    """Weights of whole units by index, of all ranks, where this rank has them in memory of its own."""
+    """Unit index -> weights of the whole unit, for units that this rank has in its own memory."""
     storage = engine.run.parts.storage
     units = storage.layout.units
     return {i: flat for i, flat in storage._flats.items() if storage._shared is None or units[i].persistent}
 
 
 def exchanged_bytes(engine: Any) -> int:
-    """Of memory that this rank's slices are sent from, or others' arrive in."""
+    """Bytes of the memory from which this rank sends its slices, or into which it receives others'."""
     exchange = engine.exchange
     if isinstance(exchange, SharedMemory):
         return int(exchange._slices[exchange.placement.rank].data.nbytes) if exchange._slices else 0
@@ -268,12 +268,12 @@ def disk_of(plane: Any) -> Any:
 
 
 def put_disk(plane: Any, disk: Any) -> None:
-    """The plane's homes are on this disk from now on."""
+    """Replace the disk of a plane's homes."""
     plane._disk = disk
 
 
 def put_disk_everywhere(engine: Any, disk: Any) -> None:
-    """`disk` takes the place of the engine's, for its planes too."""
+    """Replace the engine's disk, also for its planes."""
     storage = engine.run.parts.storage
     for plane in storage._planes:
         plane._disk = disk if plane._disk is storage.disk else plane._disk
@@ -281,7 +281,7 @@ def put_disk_everywhere(engine: Any, disk: Any) -> None:
 
 
 def before_groups_are_adopted(look: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`look(group)` comes before the values of a sub-group are taken into their planes."""
+    """Call `look(group)` before the values of a sub-group are adopted into their planes."""
     adopt = Adoption._adopt_group
 
     async def looked_at(adoption: Any, group: Any) -> None:
@@ -292,7 +292,7 @@ def before_groups_are_adopted(look: Callable[[Any], None], monkeypatch: pytest.M
 
 
 def is_stranded(plane: Any) -> bool:
-    """Some of the plane is still to be written: the disk has refused it."""
+    """True while a part of the plane is not written, since the disk has refused it."""
     return bool(plane._stranded)
 
 
@@ -300,7 +300,7 @@ def is_stranded(plane: Any) -> bool:
 
 
 def put_snapshot_files(engine: Any, files: Any) -> None:
-    """Manifests are written through this `Files` from now on."""
+    """Write manifests through this `Files` from now on."""
     engine.run.parts.snapshots._files._disk = files
 
 
@@ -309,13 +309,13 @@ def snapshots_were_void(engine: Any) -> bool:
 
 
 def error_of_the_save(engine: Any, timeout_seconds: float) -> BaseException | None:
-    """How the save beside training has ended, waited for without the engine."""
+    """Wait for the asynchronous save without the engine; returns its error."""
     error: BaseException | None = engine.checkpoint_state._behind._transfer._future.exception(timeout_seconds)
     return error
 
 
 def load_no_states_of(names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints seem to hold no optimizer states of these parameters."""
+    """Make loads behave as if checkpoints had no optimizer states of these parameters."""
     has_states = load.Wanted._has_states
 
     def still(wanted: Any, index: int, name: str) -> bool:
@@ -325,7 +325,7 @@ def load_no_states_of(names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def boxes_of(source: Any, name: str, begin: int, end: int) -> Any:
-    """Boxes of an opened checkpoint that hold some of these numbers of a tensor."""
+    """Boxes of an opened checkpoint that contain some of these elements of a tensor."""
     return source._overlapping(name, begin, end)
 
 
@@ -333,17 +333,17 @@ def boxes_of(source: Any, name: str, begin: int, end: int) -> Any:
 
 
 def activation_store_of(engine: Any) -> Any:
-    """None where no tier is configured."""
+    """The store of saved activations; None if no tier is configured."""
     return engine.run.parts.storage.activations
 
 
 def pieces_in_motion(engine: Any) -> list[Any]:
-    """Of the saved activations, those that are being written or read."""
+    """Pieces of saved activations that are being written or read."""
     return list(engine.run.parts.storage.activations._pieces._moving)
 
 
 def pieces_kept(engine: Any) -> list[Any]:
-    """Of the saved activations, those that somebody may still ask for."""
+    """Pieces of saved activations that may still be needed."""
     return [piece for live in engine.run.parts.storage.activations._alive() for piece in live.pieces]
 
 
@@ -353,7 +353,7 @@ def put_activation_disk(engine: Any, disk: Any) -> None:
 
 
 def activation_capacity_bytes(store: Any) -> int:
-    """Memory that an activation store has taken."""
+    """Bytes of memory that an activation store has allocated."""
     return int(store._pieces.memory.capacity_bytes)
 
 
@@ -365,12 +365,12 @@ def spans_recorded(engine: Any) -> int:
 
 
 def keep_spans(engine: Any, spans_max: int) -> None:
-    """The timeline holds no more than so many."""
+    """Limit the number of spans in the timeline."""
     engine.run.parts.storage.timeline._spans = deque(maxlen=spans_max)
 
 
 def one_forward_of(engine: Any) -> Any:
-    """What profiles one forward; None where nothing does."""
+    """The profiler of one forward; None if there is none."""
     return engine.reports._one_forward
 
 
@@ -379,7 +379,7 @@ def reports_progress(engine: Any) -> bool:
 
 
 def room_of_generation(engine: Any) -> Any:
-    """Memory that a generation has beside the plan's; None: none."""
+    """Memory that a generation has in addition to the plan; None: none."""
     return storage_of(engine)._unit_room
 
 
@@ -387,7 +387,7 @@ def room_of_generation(engine: Any) -> Any:
 
 
 def alias_tables() -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
-    """What DeepSpeed's modules have, and what of it is ours from which module."""
+    """(names in DeepSpeed's modules, those that are ours with their modules)."""
     from zero.compat.alias.deepspeed._names import surface
     from zero.compat.alias.deepspeed._ours import OURS
 

@@ -1,4 +1,4 @@
-"""A tiny Llama whose queries and keys are inflated in some heads, so that their attention logits are large."""
+"""A tiny Llama with enlarged queries and keys in some heads, so that their attention logits are large."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ HIDDEN, HEADS, LAYERS, VOCAB, TOKENS = 32, 4, 2, 64, 9
 THRESHOLD = 3.0
 WIDTH = HIDDEN // HEADS
 MICRO_BATCHES, LARGER = (1, 3), 9
-"""Of the first two one has the largest logit of the first head, the other of the second; the third a larger one."""
+"""Of MICRO_BATCHES one has the largest logit of the first head, the other of the second; LARGER has a larger one."""
 
 
 def llama(key_heads: int = HEADS, *, bias: bool = True) -> nn.Module:
-    """fp32; the first half of the heads is inflated."""
+    """The model in fp32, with the first half of the heads enlarged."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape: dict[str, Any] = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": VOCAB}
@@ -64,15 +64,15 @@ def loss_of(trainer: Any, index: int) -> Tensor:
 
 
 def factors_of(masters: dict[str, Tensor]) -> Tensor:
-    """(2,): by how much the queries of each inflated head are smaller than they were, in the first layer."""
+    """(2,): the factors by which the queries of each enlarged head have shrunk, in the first layer."""
     name = "model.layers.0.self_attn.q_proj.weight"
     ratios = (masters[name] / llama().get_parameter(name).detach())[: HIDDEN // 2].double()
     return ratios.view(2, -1).mean(1)
 
 
 def logits_of(model: nn.Module, index: int) -> tuple[list[Tensor], list[Tensor]]:
-    """By another way than the engine's, of a plain model in fp64: each layer's largest logit of each head, and the
-    largest sum of magnitudes that such a logit is made of."""
+    """Computed independently of the engine, with a plain model in fp64: the largest logit of each head in each layer,
+    and the largest sum of magnitudes of the terms of such a logit."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
     model = model.double()
@@ -103,7 +103,7 @@ def logits_of(model: nn.Module, index: int) -> tuple[list[Tensor], list[Tensor]]
             heads(x.abs() @ p.weight.abs().T + (0 if p.bias is None else p.bias.abs()))
             for p in (module.q_proj, module.k_proj)
         ]
-        # A rotation makes a sum of two of each element: of magnitude 2 at most in a product of two such.
+        # A rotation replaces each element by a sum of two: a product of two such elements grows at most by a factor 2.
         sums = 2 * parts[0] @ repeat_kv(parts[1], q.shape[1] // k.shape[1]).transpose(2, 3) * module.scaling
         magnitudes.append(sums.amax((0, 2, 3)).detach())
     return largest, magnitudes

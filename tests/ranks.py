@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes that are started once, stay, and run functions of test modules side by side.
+"""Real ranks for tests: processes that are started once and run functions of test modules in parallel.
 
     def job(scale):                                  # at the top level of a module: it is found by its name
         total = torch.full((3,), scale * torch.distributed.get_rank())
@@ -9,7 +9,7 @@
         assert rank_pool(2).run(job, 1.0) == [...]   # one result per rank
 
 Ranks are forked from one process that has imported torch and this project, so a pool starts in a fraction of a second.
-They die with the process that started them. A pool in which a rank hung or died starts anew at the next `run`.
+They die with the process that started them. A pool in which a rank hung or died restarts at the next `run`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis", "cffi.cparser", "zero.api"]
-"""With what a rank would import for its first engine, which takes it half a second."""
+"""Includes the modules that a rank would import for its first engine, which would take half a second."""
 GROUP_TIMEOUT_SECONDS = 120.0
 PR_SET_PDEATHSIG = 1
 
 
 class RankError(AssertionError):
-    """A function failed on some rank; the message has every rank's traceback and what it printed."""
+    """A function failed on some rank; the message has every rank's traceback and output."""
 
 
 class RankPool:
@@ -48,9 +48,9 @@ class RankPool:
 
     Args:
         world_size: number of ranks.
-        environment: set in each rank before it joins; None removes a variable.
-        join: False leaves torch.distributed alone; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set
-            in either case, as a launcher would.
+        environment: variables to set in each rank before it joins; None removes a variable.
+        join: False does not initialise torch.distributed; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are
+            set in either case, as by a launcher.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class RankPool:
         timeout_seconds: float = 120.0,
         errors: str = "raise",
     ) -> list[Any]:
-        """`function(*args, *per_rank[rank])` on every rank; the results in rank order.
+        """Run `function(*args, *per_rank[rank])` on every rank; returns the results in rank order.
 
         Args:
             function: at the top level of a module; it and its arguments and results are pickled (tensors by value).
-            args: the same on every rank.
-            per_rank: one tuple a rank.
-            timeout_seconds: until the last rank has answered. Ranks that have not are killed, and the error says where
-                their threads were.
-            errors: "raise" raises one RankError; "return" puts a rank's exception in the place of its result, and a
-                RankError where the rank died or did not answer.
+            args: equal on every rank.
+            per_rank: one tuple for each rank.
+            timeout_seconds: until the last rank has answered. Ranks without an answer are killed, and the error has the
+                stacks of their threads.
+            errors: "raise" raises one RankError; "return" returns a rank's exception in place of its result, and a
+                RankError for a rank that died or did not answer.
         """
         self._start()
         more = per_rank or [()] * self.world_size
@@ -101,7 +101,7 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks that run."""
+        """Process ids of the running ranks."""
         return [worker.process.pid or 0 for worker in self._workers]
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class RankPool:
             raise
 
     def _begin(self) -> None:
-        """Rank 0 opens the store on a port of the system's choice; then the others join."""
+        """Rank 0 opens the store on a port that the system chooses; then the others join."""
         port = self._one(0, _open_store, 0)
         for rank in range(1, self.world_size):
             self._workers[rank].ask(_open_store, (port,))
@@ -184,7 +184,7 @@ class _Worker:
 
     def ask(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.answer = None
-        with contextlib.suppress(OSError):  # it has died: nothing will be received
+        with contextlib.suppress(OSError):  # it has died: `receive` will notice this
             self.connection.send_bytes(pickle.dumps((function, args)))
 
     def receive(self) -> None:
@@ -194,7 +194,7 @@ class _Worker:
             self.process.join(10.0)  # its end of the pipe is closed: it is ending
 
     def told(self) -> str:
-        """Its error and what it printed; empty if all is well."""
+        """Its error and its output; empty if it succeeded."""
         if self.answer is not None and self.answer[0] == "ok":
             return ""
         with contextlib.suppress(FileNotFoundError):
@@ -206,7 +206,7 @@ class _Worker:
         return ""
 
     def dump_threads(self) -> None:
-        """Let it write where its threads are into its output."""
+        """Make it write the stacks of its threads into its output."""
         if self.process.is_alive() and self.process.pid is not None:
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.5)
@@ -238,14 +238,14 @@ def join_group() -> None:
 
 
 class _Rank:
-    """What a rank's process keeps."""
+    """Global state of a rank's process."""
 
     store: Any = None
     groups = 0
 
 
 def _open_store(port: int) -> int:
-    """The store of the pool: rank 0 (port 0) opens it, the others connect to it."""
+    """Open the store of the pool: rank 0 (port 0) creates it, the others connect to it."""
     import torch.distributed as dist
 
     _Rank.store = dist.TCPStore(
@@ -261,8 +261,8 @@ def _open_store(port: int) -> int:
 
 
 def _serve(connection: Connection, rank: int, world_size: int, environment: dict[str, str | None], output: str) -> None:
-    """A rank's life: run what is asked for until the parent closes the pipe."""
-    gc.freeze()  # collections look at what the rank has made, not at all of torch
+    """Main loop of a rank: run requested functions until the parent closes the pipe."""
+    gc.freeze()  # collections only scan objects of the rank, not all of torch
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     printed = os.open(output, os.O_WRONLY | os.O_APPEND)
@@ -311,7 +311,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _pass_paths_on() -> None:
-    """Test modules are found from the project's folder, helpers from the tests'; forked ranks inherit sys.path."""
+    """Test modules are found in the project's folder, helpers in the tests' folder; forked ranks inherit sys.path."""
     for folder in (str(ROOT), str(ROOT / "tests")):
         if folder not in sys.path:
             sys.path.append(folder)

@@ -1,8 +1,8 @@
-"""A model whose ranks differ: what one rank uses another may not, and some of it nobody does.
+"""A model that differs between ranks: a rank may use modules that another does not use, and some are never used.
 
-Sizes are multiples of nothing, and a block's elements reach into the slices of four ranks. Eight units: tied embedding
-and head, a frozen Linear, two blocks with a parameter that only some data touches, a block that only ranks of odd
-number call, a Linear and a bare parameter that nobody uses, a norm.
+Sizes are no round numbers, and a block's elements are in the slices of four ranks. Eight units: tied embedding and
+head, a frozen Linear, two blocks with a parameter that only some data use, a block that only ranks with an odd number
+call, an unused Linear and an unused bare parameter, a norm.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 VOCAB, WIDTH, HIDDEN, TOKENS, SAMPLES = 229, 37, 211, 7, 3
 LIVE_NUMEL = 66_000
-"""A live limit that makes every module below the root a unit of its own."""
+"""A live limit with which every module below the root is a separate unit."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank gets: `kind` decides which modules run."""
+    """The batch of one rank; `kind` decides which modules run."""
 
     tokens: Tensor
     """Samples x TOKENS, int64."""
@@ -36,7 +36,7 @@ def batch(index: int, rank: int, *, samples: int = SAMPLES, agreed: bool = False
 
 
 class Moody(nn.Module):
-    """A block of which `bump` is used only where the mean of the tokens is odd: on some ranks in some steps."""
+    """A block whose parameter `bump` is used only with `moody`: on some ranks in some steps."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Moody(nn.Module):
 
 
 class Motley(nn.Module):
-    """See the module's text. Returns the next-token loss."""
+    """See the docstring of this file. Returns the next-token loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,6 +78,6 @@ class Motley(nn.Module):
 
 
 def motley(seed: int = 0) -> Motley:
-    """With weights that depend on the seed alone."""
+    """A model whose weights depend only on the seed."""
     with seeded(seed):
         return Motley()

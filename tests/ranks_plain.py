@@ -1,11 +1,11 @@
-"""Plain torch on several ranks: what the engine's numbers are held against, and how far two such runs may differ.
+"""Plain torch on several ranks: the engine's results are compared with it, within the distance of two such runs.
 
     loss = trainer(batch); trainer.backward(loss); trainer.step()
 
-`Ddp` is DistributedDataParallel, torch's AdamW and clip_grad_norm_. `Opposite` says the same in other words: each rank
-sums its own gradients over a whole step, then all are added up from the last rank to the first; the norm is taken in
-fp64, and AdamW is torch's fused one. Neither is more right than the other, so their distance is what the order of
-operations is worth. Both average over ranks and over the micro-steps of one step; several backwards are added.
+`Ddp` is DistributedDataParallel, torch's AdamW and clip_grad_norm_. `Opposite` computes the same in another order: each
+rank sums its own gradients over a whole step, then all are added from the last rank to the first; the norm is computed
+in fp64, and AdamW is torch's fused one. Neither is more exact than the other, so their distance is the effect of the
+order of operations. Both average over ranks and over the micro-steps of one step; several backwards are added.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FP32_EPS = 2.0**-23
 
 @dataclass
 class Outcome:
-    """What a run leaves: "name/weight", "name/exp_avg", ... of every parameter, and the norm of every step."""
+    """The result of a run: "name/weight", "name/exp_avg", ... of every parameter, and the norm of every step."""
 
     tensors: dict[str, Tensor]
     norms: list[float]
@@ -34,7 +34,7 @@ class Outcome:
 
 @dataclass
 class Plain:
-    """The common part. Attributes: as in the engine's config."""
+    """Common code of both trainers. Attributes: as in the engine's config."""
 
     model: nn.Module
     adamw: Mapping[str, Any]
@@ -64,7 +64,7 @@ class Plain:
         self.optimizer.zero_grad()
 
     def settle(self) -> float:
-        """Make the gradients those of the step; returns their norm before clipping."""
+        """Reduce and clip the gradients of the step; returns their norm before clipping."""
         raise NotImplementedError
 
     def outcome(self) -> Outcome:
@@ -96,7 +96,7 @@ class Ddp(Plain):
 
 @dataclass
 class Opposite(Plain):
-    """By hand; ranks are added up from the last to the first."""
+    """A reduction by hand; ranks are added from the last to the first."""
 
     def __post_init__(self) -> None:
         self.fused = True
@@ -122,10 +122,10 @@ class Opposite(Plain):
 
 
 def beyond(ours: Outcome, one: Outcome, other: Outcome) -> list[str]:
-    """Where `ours` is further from `one` than the spread of the two allows, in words; empty if nowhere.
+    """Where `ours` is further from `one` than the spread of `one` and `other` allows, in words; empty if nowhere.
 
-    The spread of a tensor is the largest distance of its elements. Where both runs agree there is a floor: a few ulps
-    of its largest.
+    The spread of a tensor is the largest distance of its elements in the two runs. There is a minimum, in case both
+    agree: a few ulps of the largest element.
     """
     found = [f"only on one side: {key}" for key in sorted(set(ours.tensors) ^ set(one.tensors))]
     for key in sorted(set(ours.tensors) & set(one.tensors)):
@@ -148,7 +148,7 @@ def beyond(ours: Outcome, one: Outcome, other: Outcome) -> list[str]:
 
 
 def allowed_distance(one: Tensor, other: Tensor) -> Tensor:
-    """How far from `one` a third run may be: 4 times the spread, and not less than the floor."""
+    """The allowed distance of a third run from `one`: 4 times the spread, and at least the minimum."""
     spread = (one - other).abs().max() if one.numel() else torch.zeros(())
     largest = one.abs().max() if one.numel() else torch.zeros(())
     return torch.maximum(ALLOWED_SPREADS * spread, FLOOR_ULPS * FP32_EPS * largest).expand(one.shape)

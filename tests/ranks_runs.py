@@ -1,6 +1,6 @@
-"""One cell of the matrix of ranks: what is trained, where its bytes live, and how its outcome is compared.
+"""One cell of the matrix of rank tests: the training, the placement of its bytes, and the comparison of its outcome.
 
-Everything here runs inside the ranks of a pool.
+All functions here run inside the ranks of a pool.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from reference import snapshot
 from torch import nn
 
 STEPS, COUNT = 20, 3
-"""Of a run; micro-batches in a step of `micro_batches`."""
+"""Steps of a run; number of micro-batches that `micro_batches` gives for a step."""
 CLIPPING = 0.3
 HYPER: dict[str, Any] = {**ADAMW, "betas": (0.9, 0.95), "eps": 1e-3}
-"""With torch's eps an element whose gradients nearly cancel takes a full step in either direction, and the distance of
-two runs says nothing. With this one a small error of a gradient stays small, and a wrong factor shows."""
+"""With torch's eps, an element whose gradients nearly cancel takes a full step in either direction, and the distance of
+two runs means nothing. With this eps, a small error of a gradient stays small, and a wrong factor is visible."""
 
 
 @dataclass(frozen=True, order=True)
 class Run:
-    """What is trained, told apart from where its bytes live."""
+    """The training, without the placement of its bytes."""
 
     ranks: int = 2
     accumulation: int = 1
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """The stage, and where bytes live."""
+    """The stage and the placement of bytes."""
 
     stage: int = 3
     params: str = "none"
@@ -62,7 +62,7 @@ class Place:
     shared: bool = True
     """Ranks of one machine may share host memory."""
     cached: float | None = None
-    """Host budget: the bare working set and this share of what lies on NVMe then. None: no budget is set."""
+    """Host budget: the minimal working set plus this share of the bytes that are then on NVMe. None: no budget."""
     more: tuple[tuple[str, Any], ...] = field(default=())
     """Further keys of `zero_optimization`."""
 
@@ -95,7 +95,7 @@ class Place:
 
 
 def train(trainer: Any, run: Run) -> list[float]:
-    """The one loop: `trainer` is an engine or plain torch. Returns the norm of every step."""
+    """The common training loop: `trainer` is an engine or plain torch. Returns the norm of every step."""
     index, norms, rank = 0, [], dist.get_rank()
     for _ in range(run.steps):
         for _ in range(run.accumulation):
@@ -108,7 +108,7 @@ def train(trainer: Any, run: Run) -> list[float]:
 
 
 def trained(run: Run, place: Place, nvme_path: str) -> tuple[str, Outcome | None]:
-    """A digest of what the engine has made of the model, on each rank; rank 0 gives the outcome itself too."""
+    """Train with the engine. Returns a digest of the outcome on each rank, and on rank 0 also the outcome itself."""
     import zero
 
     quiet()
@@ -125,12 +125,12 @@ def trained(run: Run, place: Place, nvme_path: str) -> tuple[str, Outcome | None
 
 
 def outcome_of(engine: Any, names: tuple[tuple[str, bool], ...], norms: list[float]) -> Outcome:
-    """What the engine holds; `names` as `trainability` gave them before the engine had the model."""
+    """The engine's values; `names`: from `trainability`, before the engine took the model."""
     return Outcome(snapshot(engine, names), norms)
 
 
 def opened(place: Place, nvme_path: str, model: nn.Module | None = None, **run: Any) -> Any:
-    """An engine of this rank, for the model (None: `motley()`) and a `Run` of these fields."""
+    """An engine on this rank, for the model (None: `motley()`) and a `Run` with these fields."""
     import zero
 
     quiet()
@@ -140,25 +140,25 @@ def opened(place: Place, nvme_path: str, model: nn.Module | None = None, **run: 
 
 
 def on_batch(trainer: Any, index: int) -> torch.Tensor:
-    """The loss of this rank's batch, on which all ranks call the same modules."""
+    """The loss of this rank's batch, for which all ranks call the same modules."""
     loss: torch.Tensor = trainer(batch(index, dist.get_rank(), agreed=True))
     return loss
 
 
 def micro_batches(step: int, *, agreed: bool) -> list[Batch]:
-    """Of one batch of this rank: all of them call the same modules; `agreed`: so do all ranks."""
+    """The micro-batches of one batch of this rank; all call the same modules; `agreed`: the same on all ranks."""
     rank = dist.get_rank()
     parts = [batch(index, rank) for index in range(step * COUNT, (step + 1) * COUNT)]
     return [Batch(part.tokens, (step if agreed else rank) % 2) for part in parts]
 
 
 def engine_config(run: Run, place: Place, nvme_path: str) -> dict[str, Any]:
-    """What `zero.initialize` gets."""
+    """The config for `zero.initialize`."""
     return place.config(run, nvme_path, host_bytes(run, place, nvme_path))
 
 
 def host_bytes(run: Run, place: Place, nvme_path: str) -> int | None:
-    """The budget that the place's `cached` stands for."""
+    """The host budget for the place's `cached`."""
     import zero
 
     if place.cached is None:
@@ -169,7 +169,7 @@ def host_bytes(run: Run, place: Place, nvme_path: str) -> int | None:
 
 
 def plain(run: Run) -> tuple[Outcome, Outcome] | None:
-    """Rank 0: the outcome of DDP, and that of the same in the opposite order."""
+    """On rank 0: the outcomes of `Ddp` and of `Opposite`."""
     held = []
     for kind in (Ddp, Opposite):
         trainer = kind(motley(), HYPER, run.accumulation, run.clipping)
@@ -188,14 +188,14 @@ def digest(outcome: Outcome) -> str:
 
 
 def quiet() -> None:
-    """The plans of hundreds of engines are nobody's reading."""
+    """Do not log the plans of hundreds of engines."""
     logging.getLogger("zero").setLevel(logging.WARNING)
 
 
 def by_either(
     model: nn.Module, place: Place | None, kind: type | None, nvme_path: str, inputs: Callable[[int], tuple[Any, ...]]
 ) -> Outcome:
-    """Eight steps by the engine, or by plain torch where there is no place. `inputs`: of the model, by step."""
+    """Eight steps with the engine, or with plain torch if there is no place. `inputs`: step -> the model's inputs."""
     import zero
 
     quiet()

@@ -1,4 +1,4 @@
-"""A small training that any number of ranks can run, however they were started."""
+"""A small training that any number of ranks can run, with any launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import zero
 
 
 def steps(nvme_path: str) -> Iterator[tuple[Any, float]]:
-    """The engine and this rank's loss after each step, for ever; weights and states are on NVMe."""
+    """Yields the engine and this rank's loss after each step, endlessly; weights and states are on NVMe."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
     with seeded(7):

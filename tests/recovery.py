@@ -1,4 +1,4 @@
-"""What the tests of faults, interrupts and ends share: trainers to compare, disks that fail, and ways to look."""
+"""Common code of the tests of faults, interrupts and closing: trainers to compare, failing disks, and checks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def failing(operation: Any, **more: Any) -> AioFault:
 
 
 def scheduled(model: Any, pair: tuple[str, str], nvme_path: Path, **more: Any) -> dict[str, Any]:
-    """What `initialize` takes, with a learning rate that halves every step: a step done twice would show."""
+    """Arguments of `initialize` with a learning rate that halves every step, so that a repeated step is visible."""
     return {
         "model": model,
         "config": make_config(pair, nvme_path, **more),
@@ -64,20 +64,20 @@ def scheduled_reference(accumulation: int = 1, model: str = "gpt") -> Reference:
 
 @cache
 def scheduled_run(steps: int, accumulation: int = 1) -> Reference:
-    """The same after so many steps, to be compared with and not to be trained: all have one."""
+    """The scheduled reference after so many steps. It is shared: compare with it, but do not train it."""
     return train(scheduled_reference(accumulation), *range(steps * accumulation))  # type: ignore[no-any-return]
 
 
 @cache
 def early_exit_run() -> Reference:
-    """As that: three steps, of which the second one leaves out the blocks behind the first."""
+    """Likewise, with three steps; the second step skips the blocks after the first."""
     reference = train(scheduled_reference(model="early_exit"), 0)
     reference.backward(reference(tokens(1), 1))
     reference.step()
     return train(reference, 2)  # type: ignore[no-any-return]
 
 
-# ---- whoever looks at what a step has left to do --------------------------------------------------------------------
+# ---- calls that wait for the pending updates of a step --------------------------------------------------------------
 
 
 def _gathered(engine: Any) -> None:
@@ -97,8 +97,8 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 
 
 def once_more(action: Callable[[], Any], attempts: int = 4) -> int:
-    """Repeat `action` while it raises StorageError; how many times it did. A read ahead that has failed is reported
-    when somebody wants it, on a disk that is well again too."""
+    """Repeat `action` while it raises StorageError; returns how often it did. A failed prefetch is reported when its
+    unit is needed, even if the disk works again by then."""
     for failed in range(attempts):
         try:
             action()
@@ -112,7 +112,7 @@ def once_more(action: Callable[[], Any], attempts: int = 4) -> int:
 
 
 class FaultyDisk:
-    """The disk of one plane; the next transfer of the plane's home number `home` fails, once."""
+    """The disk of one plane; the next transfer of the plane's home number `home` fails once."""
 
     def __init__(self, plane: Any, operation: str, home: int) -> None:
         self._disk, self._operation, self.met = disk_of(plane), operation, False
@@ -159,9 +159,9 @@ def spilling(open_engine: Open, nvme_path: Path, model: str = "gpt", **more: Any
 
 @contextmanager
 def interrupted_when(ready: Callable[[], bool]) -> Iterator[None]:
-    """A KeyboardInterrupt in the main thread, inside, as soon as `ready()`."""
+    """Inside, a KeyboardInterrupt is raised in the main thread as soon as `ready()`."""
 
-    entered = False  # One that comes before somebody expects it would end the process.
+    entered = False  # An interrupt before `pytest.raises` is entered would end the process.
 
     def interrupt(number: int, frame: Any) -> None:
         if not (entered and ready()):
@@ -170,7 +170,7 @@ def interrupted_when(ready: Callable[[], bool]) -> Iterator[None]:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    left, _ = signal.setitimer(signal.ITIMER_REAL, 0.005)  # somebody else's, such as the time limit of a test
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 0.005)  # another timer, such as the time limit of a test
     try:
         with pytest.raises(KeyboardInterrupt):
             entered = True
@@ -186,7 +186,7 @@ def waiting(engine: Any) -> Callable[[], bool]:
 
 
 def interrupted_while_waiting(engine: Any, action: Callable[[], Any]) -> None:
-    """Interrupt `action` while it waits for updates of the last step; they go on."""
+    """Interrupt `action` while it waits for updates of the last step; the updates continue."""
     engine.inject(replace(SLOW, delay_seconds=0.4))  # a busy machine may be late with the interrupt
     with interrupted_when(waiting(engine)):
         action()
@@ -200,7 +200,7 @@ FORK_SECONDS_MAX = 60.0
 
 
 def in_a_fork(action: Callable[[], Any]) -> str:
-    """The error of `action` in a child of fork; the test fails if it does not end."""
+    """The error of `action` in a forked child; the test fails if the child does not end."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -240,9 +240,9 @@ def descriptors() -> int:
 
 @contextmanager
 def leaving_nothing(nvme_path: Path) -> Iterator[None]:
-    """No thread, no descriptor and no file more at the end than at the begin.
+    """Inside, the test must not leave threads, descriptors or files behind.
 
-    torch's own group of one rank is there before: it belongs to the process and outlives engines.
+    torch's group of one rank is made before, since it belongs to the process and outlives engines.
     """
     zero.init_distributed(verbose=False)
     threads, files = movers(), descriptors()

@@ -1,14 +1,14 @@
-"""A plain-torch trainer that says what the engine's numbers must be, bit for bit.
+"""A plain-torch trainer that gives the exact bits that the engine must produce.
 
-Slow, whole and obvious: every tensor in memory, one operation a line, nothing of the product used. It has the
-engine's verbs, so one training loop drives both:
+It is slow, complete and simple: every tensor is in memory, each line has one operation, and it uses no code of the
+product. It has the engine's methods, so one training loop drives both:
 
     loss = trainer(batch); trainer.backward(loss); trainer.step()
 
 bf16 mode: parameters are bf16 leaves, the master is fp32 and the weight is the master rounded half away from zero.
-fp16 mode: the same with fp16, rounded to nearest even. fp32 mode: the weight is the master. In
-all, a gradient of one contribution is kept as autograd made it; from the second on it is summed in fp32, in order. A
-parameter without a gradient is left alone: no decay, no step count.
+fp16 mode: the same with fp16, rounded to nearest even. fp32 mode: the weight is the master. In all modes a gradient
+with one contribution is kept in autograd's dtype; from the second contribution on it is summed in fp32, in order. A
+parameter without a gradient is not updated: no decay, no step count.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Hyper:
-    """What one parameter's Adam update depends on besides its state; as torch.optim names them."""
+    """Hyper-parameters of one parameter's Adam update, with the names of torch.optim."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -49,7 +49,7 @@ class State:
 
 
 def round_half_away(master: Tensor) -> Tensor:
-    """fp32 -> bf16 by integers: half an ulp added to the magnitude, the low 16 bits cut off."""
+    """fp32 -> bf16 with integers: add half an ulp to the magnitude, then cut off the low 16 bits."""
     bits = master.contiguous().view(torch.int32)
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
@@ -58,7 +58,7 @@ def adam(state: State, grad: Tensor, grad_scale: float, hyper: Hyper) -> None:
     """One update in place: each line is one fp32 operation per element, rounded to nearest even."""
     state.step += 1
     beta1, beta2 = hyper.betas
-    # Both bias corrections as in the second form of arXiv:1412.6980, section 2: one division per element.
+    # Both bias corrections in the second form of arXiv:1412.6980, section 2: one division per element.
     bias2_sqrt = math.sqrt(1 - beta2**state.step)
     step_size, eps = fp32(hyper.lr / (1 - beta1**state.step) * bias2_sqrt), fp32(hyper.eps * bias2_sqrt)
     g = grad.float() * fp32(grad_scale)
@@ -75,30 +75,30 @@ def adam(state: State, grad: Tensor, grad_scale: float, hyper: Hyper) -> None:
 
 
 def correctly_rounded_sqrt(x: Tensor) -> Tensor:
-    """IEEE sqrt. torch.sqrt on the CPU may go through MKL's vector library, which is off by an ulp now and then."""
+    """IEEE sqrt. torch.sqrt on the CPU may use MKL's vector library, which is sometimes off by an ulp."""
     return torch.from_numpy(np.sqrt(x.reshape(-1).numpy())).reshape(x.shape)
 
 
 def fp32(value: float) -> Tensor:
-    """A double rounded to fp32 once, as it is handed to a kernel."""
+    """A double rounded to fp32 once, as for an argument of a kernel."""
     return torch.tensor(value, dtype=torch.float32)
 
 
 def norm_of(grads: Mapping[str, Tensor]) -> float:
-    """The global gradient norm, 53 bits of it: every square is rounded to a multiple of one power of two, which the
-    largest element fixes, and these are added up exactly."""
+    """The global gradient norm with 53 bits: every square is rounded to a multiple of one power of two, which depends
+    on the largest element, and these multiples are added exactly."""
     values = np.concatenate([np.zeros(1), *(grad.detach().double().flatten().numpy() for grad in grads.values())])
     if not np.isfinite(values).all():
         return math.nan
     exponent = math.frexp(np.abs(values).max())[1]
     unit = 48 * (2 * exponent // 48 - 1) if values.any() else 0
-    # Halves of a unit go to the even neighbour; what is scaled by a power of two stays exact.
+    # Halves of a unit are rounded to even; scaling by a power of two is exact.
     total = exact_sum(np.rint(np.ldexp(values * values, -unit)))
     return math.sqrt(math.ldexp(float(total), unit))
 
 
 def exact_sum(whole: np.ndarray) -> int:
-    """Of whole numbers below 2^96: of their halves of 48 bits, which int64 can add 2^14 of."""
+    """The exact sum of whole numbers below 2^96: their halves of 48 bits are added, of which int64 can add 2^14."""
     high = np.floor(np.ldexp(whole, -48))
     halves = ((high, 48), (whole - np.ldexp(high, 48), 0))
     pieces = range(0, whole.size, 2**14)
@@ -111,13 +111,13 @@ def norm_exact(grads: Mapping[str, Tensor]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What gradients are multiplied by; 1 when clipping is off."""
+    """The factor of the gradients; 1 when clipping is off."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
 @dataclass
 class LossScaleRule:
-    """The dynamic loss scale as DeepSpeed documents it: `loss_scale` 0 and the other keys of its `fp16` block."""
+    """The dynamic loss scale, as DeepSpeed documents it: `loss_scale` 0 and the other keys of its `fp16` block."""
 
     scale: float = 65536.0
     window: int = 1000
@@ -145,19 +145,19 @@ class LossScaleRule:
 
 
 def _contributed(reference: weakref.ref[Reference], name: str, parameter: Tensor) -> None:
-    """The garbage collector does not look into torch's hooks: one that held the reference would keep it for ever."""
+    """A weak reference, since the garbage collector does not see torch's hooks: a strong one would never be freed."""
     if (held := reference()) is not None:
         held._contribute(name, parameter)
 
 
 @dataclass
 class Reference:
-    """Trains `model` the slow way.
+    """Trains `model` in the slow way.
 
     Attributes:
-        hyper_of: hyper-parameters of a parameter name, asked anew at every step (a scheduler may change them).
-        on_step: called after each optimizer step, as a learning-rate scheduler is.
-        opaque: parameter names that are quantised storage: left alone.
+        hyper_of: parameter name -> its hyper-parameters, called at every step (a scheduler may change them).
+        on_step: called after each optimizer step, like a learning-rate scheduler.
+        opaque: True for names of parameters that are quantised storage, which is not changed.
         fp16: fp16 weights instead of bf16 ones.
         rule: scales the loss; a step whose gradients are not finite is skipped.
     """
@@ -241,7 +241,7 @@ class Reference:
         adam(self.states[name], grad, coefficient, self.hyper_of(name))
 
     def edit(self, name: str, value: Tensor) -> None:
-        """Set a parameter by hand, as inside GatheredParameters: the master follows where the weight changed."""
+        """Set a parameter by hand, as in GatheredParameters: the master changes only where the weight has changed."""
         parameter = self.model.get_parameter(name)
         edited = value.to(parameter.dtype)
         if name in self.states:
@@ -264,7 +264,7 @@ class Reference:
 
 
 def snapshot(trainer: Any, model_names: Iterable[tuple[str, bool]]) -> dict[str, Tensor]:
-    """Everything a trainer holds, by "name/plane": weights of all, master, moments and step count of trainable ones."""
+    """All values of a trainer, by "name/plane": all weights; master, moments and step count of trainable parameters."""
     held: dict[str, Tensor] = {}
     with units_read_once(trainer):
         for name, trainable in model_names:
@@ -280,7 +280,7 @@ def snapshot(trainer: Any, model_names: Iterable[tuple[str, bool]]) -> dict[str,
 
 
 def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
-    """What is not bit-equal, in words; empty when everything is."""
+    """The tensors that are not bit-equal, in words; empty if all are equal."""
     found = [f"only on one side: {key}" for key in sorted(set(ours) ^ set(theirs))]
     for key in sorted(set(ours) & set(theirs)):
         a, b = ours[key].detach().cpu(), theirs[key].detach().cpu()
@@ -294,7 +294,7 @@ def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> lis
 
 
 def changed(before: Reference, change: Callable[[nn.Module], None]) -> Reference:
-    """A reference on a changed copy of the model, with the states and gradients of every parameter that stays."""
+    """A reference on a changed copy of the model, with the states and gradients of every remaining parameter."""
     model = copy.deepcopy(before.model)
     names = {id(p): name for name, p in model.named_parameters()}
     change(model)

@@ -1,7 +1,7 @@
-"""Schedules and what DeepSpeed 0.19.8 makes of them, recorded: `python tests/schedule_cases.py` where it is installed.
+"""Schedules with recorded values of DeepSpeed 0.19.8. To record: `python tests/schedule_cases.py` with it installed.
 
-A trace has, after construction and after each step, the learning rates of both param groups, and their betas if those
-are not what they were. JSON keeps every bit of a float.
+A trace has, after construction and after each step, the learning rates of both param groups, and their betas if these
+have changed. JSON keeps every bit of a float.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 def trace(module: Any, kind: str, arguments: dict[str, Any]) -> list[Any]:
-    """What a schedule of that module does to two param groups."""
+    """The values that a schedule of that module writes into two param groups."""
     adam = optimizer()
     schedule = getattr(module, kind)(adam, **arguments)
     lines: list[Any] = []

@@ -1,4 +1,4 @@
-"""Names of shared memory that a test leaves behind, on a machine where others make some too."""
+"""Names of shared memory that a test leaves behind, on a machine where other processes make some too."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ FOLDER = Path("/dev/shm")
 
 
 def shared_names() -> set[str]:
-    """All that there are now, also those of others."""
+    """All present names, including those of other processes."""
     return {entry.name for entry in os.scandir(FOLDER) if entry.is_file()} if FOLDER.is_dir() else set()
 
 
 def left_behind(before: set[str]) -> set[str]:
-    """Names that have come since and that nobody uses, or only this process and those it has started."""
+    """New names that no process uses, or only this process and its children."""
     new: dict[str, int] = {}
     for name in shared_names() - before:
         with contextlib.suppress(FileNotFoundError):
             new[name] = (FOLDER / name).stat().st_ino
     if not new:
         return set()
-    used = _used_by_others()  # by number: a semaphore is mapped under the name that it had before its own
+    used = _used_by_others()  # by inode number, since a semaphore is mapped under an earlier name
     return {name for name, number in new.items() if number not in used} & shared_names()
 
 
 def _used_by_others() -> set[int]:
-    """The numbers of files there."""
+    """Inode numbers of the files that other processes use."""
     ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
     found: set[int] = set()
     for process in psutil.process_iter():

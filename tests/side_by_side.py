@@ -1,11 +1,11 @@
-"""Test files in several processes at once: `--workers 3`, what ./scripts/test does where there are two cores.
+"""Runs test files in several processes at once: `--workers 3`, which ./scripts/test uses with two cores.
 
-The process that pytest was started in collects, forks the workers (which have collected and imported then), hands out
-files and reports what comes back, a file at a time, as if it had run them itself. Fixtures of a file or a test are as
-ever; those of a session are made once in each worker that needs them, so a worker stays in a folder as long as there is
-anything left to run in it.
+The main process of pytest collects the tests, forks the workers (which then need no collection or imports), hands out
+files, and reports the results, file by file, as if it had run the tests itself. Fixtures of a file or a test work as
+usual. Fixtures of a session are made once in each worker that needs them, so a worker stays in a folder as long as
+there are files left to run in it.
 
-A worker that dies fails the test that it ran, and another one takes up what was left of the file.
+If a worker dies, the test that it ran fails, and another worker runs the rest of the file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Job:
 
 
 class Jobs:
-    """What is still to be run, by folder."""
+    """The remaining jobs, by folder."""
 
     def __init__(self, items: list[pytest.Item]) -> None:
         self._folders: dict[str, deque[Job]] = {}
@@ -55,7 +55,7 @@ class Jobs:
         self._folders.setdefault(job.folder, deque()).append(job)
 
     def take(self, folder: str, busy: set[str]) -> Job | None:
-        """The next one: of the folder; else of the first in which nobody is; else of that where most is left."""
+        """The next job: of the folder; else of the first folder without a worker; else of the one with most jobs."""
         waiting = {name: jobs for name, jobs in self._folders.items() if jobs}
         if not waiting:
             return None
@@ -69,7 +69,7 @@ class Jobs:
 
 
 class Telling:
-    """What pytest's hooks say in a worker goes to the process that reports."""
+    """Sends the reports of pytest's hooks in a worker to the main process."""
 
     def __init__(self, session: pytest.Session, connection: Connection) -> None:
         self._config, self._connection = session.config, connection
@@ -103,9 +103,9 @@ class Telling:
 
 
 def serve(session: pytest.Session, connection: Connection, printed: int) -> None:
-    """A worker's life: run what is handed out until nothing is left."""
+    """Main loop of a worker: run jobs until none is left."""
     capture = session.config.pluginmanager.getplugin("capturemanager")
-    capture.stop_global_capturing()  # its files are those of all processes
+    capture.stop_global_capturing()  # its files are shared by all processes
     for target in (1, 2):
         os.dup2(printed, target)
     capture.start_global_capturing()
@@ -127,7 +127,7 @@ def serve(session: pytest.Session, connection: Connection, printed: int) -> None
 def paired(
     items: list[pytest.Item], next_job: Callable[[], list[int] | None]
 ) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
-    """Each test with the one that comes behind it, which says what fixtures have to go; asks for more no sooner."""
+    """Each test with the next one, which decides the fixtures to tear down. Requests jobs as late as possible."""
     waiting = deque(next_job() or ())
     while waiting:
         index = waiting.popleft()
@@ -136,23 +136,23 @@ def paired(
         yield items[index], items[waiting[0]] if waiting else None
 
 
-# ---- where they are handed out --------------------------------------------------------------------------------------
+# ---- in the main process --------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Worker:
-    """A process as its parent sees it."""
+    """A worker process, as its parent sees it."""
 
     pid: int
     connection: Connection
     printed: Path
     jobs: list[Job] = field(default_factory=list)
-    """The one that runs, and the one that comes next."""
+    """The running job, and the next one."""
     running: tuple[str, Any] | None = None
     finished: int = 0
-    """Tests of the first job that are over."""
+    """Number of finished tests of the first job."""
     events: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
-    """Of the first job; they are reported when it is over."""
+    """Events of the first job; they are reported when it is finished."""
 
     @property
     def folder(self) -> str:
@@ -160,7 +160,7 @@ class Worker:
 
 
 class Parent:
-    """Starts workers, hands out, and reports."""
+    """Starts workers, hands out jobs, and reports results."""
 
     def __init__(self, session: pytest.Session, count: int) -> None:
         self._session, self._hook = session, session.config.hook
@@ -169,7 +169,7 @@ class Parent:
         self._workers: list[Worker] = []
 
     def run(self) -> None:
-        # Made here, so that all have the same: the first to ask for it empties it.
+        # Made here, so that all workers share it: the first call empties the folder.
         self._session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         try:
             for _ in range(self._count):
@@ -195,7 +195,7 @@ class Parent:
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # numpy has threads, which it looks after at a fork
+            warnings.simplefilter("ignore", DeprecationWarning)  # numpy has threads, but handles forks
             pid = os.fork()
         if pid == 0:
             try:
@@ -213,7 +213,7 @@ class Parent:
         kind, values = "lost", ()
         with suppress(EOFError, OSError):
             kind, values = pickle.loads(worker.connection.recv_bytes())
-        if kind == "lost":  # not inside an except block: another worker is forked, and all its tests would run there
+        if kind == "lost":  # not in the except block: this forks a worker, whose tests would all run inside it
             self._lost(worker)
         elif kind == "ask":
             self._hand_out(worker)
@@ -245,7 +245,7 @@ class Parent:
                 worker.jobs.pop(0)
 
     def _report(self, worker: Worker) -> None:
-        """Tell pytest's other hooks, in order, what has happened in a job."""
+        """Call pytest's other hooks, in order, with the events of a job."""
         config, hook = self._session.config, self._hook
         for kind, values in worker.events:
             if kind == "start":
@@ -263,7 +263,7 @@ class Parent:
         worker.events, worker.finished = [], 0
 
     def _lost(self, worker: Worker) -> None:
-        """It has died: the test that it ran has failed, and somebody else does what is left."""
+        """Handle a worker that has died: the test that it ran fails, and another worker runs the rest."""
         self._workers.remove(worker)
         printed = worker.printed.read_text(encoding="utf-8", errors="replace")[-PRINTED_CHARACTERS_MAX:]
         told = f"ended with {self._forget(worker)}; what it printed last:\n{printed}"
@@ -281,14 +281,14 @@ class Parent:
         self._workers.append(self._start())
 
     def _forget(self, worker: Worker) -> int:
-        """Returns its exit status, -n if signal n ended it."""
+        """Release the worker. Returns its exit status, -n if signal n ended it."""
         worker.connection.close()
         worker.printed.unlink(missing_ok=True)
         return os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
 
 
 def run(session: pytest.Session, count: int) -> bool | None:
-    """In place of pytest's own loop, which runs if this returns None: where one process is asked for, or enough."""
+    """Replaces pytest's own loop. Returns None if that should run, since one process is requested or sufficient."""
     options = session.config.option
     alone = count < 2 or options.collectonly or options.usepdb or options.capture != "fd" or session.testsfailed
     if alone or len({item.path for item in session.items}) < 2:

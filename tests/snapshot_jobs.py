@@ -1,4 +1,4 @@
-"""Jobs that take snapshots, to be run in processes of their own and killed there."""
+"""Jobs that take snapshots; they are run in separate processes and killed there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS_MAX = 90.0
 
 
 class Noisy(nn.Module):
-    """Random numbers and a running statistic are part of what it computes."""
+    """A model whose result depends on random numbers and a running statistic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def config(nvme_path: str, every: int, pair: tuple[str, str], threshold: int, **
 
 
 def job(made: dict[str, Any], steps: int, progress: str) -> tuple[int | None, int, str]:
-    """Train up to `steps` steps, going on from a snapshot if there is one; (step it went on from, steps, digest)."""
+    """Train up to `steps` steps, from a snapshot if there is one; (step of the snapshot, steps, digest)."""
     import torch.distributed as dist
 
     import zero
@@ -87,7 +87,7 @@ def digest_of(engine: Any) -> str:
 def killed_after(
     pool: RankPool, done: int, seconds: float, made: dict[str, Any], steps: int, progress: Path
 ) -> list[Any] | None:
-    """Run `job`, kill its processes some time after the first has made `done` steps; None if it was not over."""
+    """Run `job`, and kill its processes `seconds` after the first has made `done` steps; None if it was killed."""
     progress.write_text("")
     ended = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What the tests of snapshots share: runs that are cut off, disks that are looked at from outside."""
+"""Common code of the snapshot tests: interrupted runs, and disks that are checked from outside."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def config_of(
 
 
 def on_middle(trainer: Any, index: int) -> Tensor:
-    """A loss of the middle model: its text has more words."""
+    """A loss of the model "middle", whose vocabulary is larger."""
     loss: Tensor = trainer(tokens(index, vocab=512))
     return loss
 
 
 def as_a_kill_would_leave_it(nvme_path: Path, elsewhere: Path) -> Path:
-    """A copy of the folder as it is this moment, for a job that comes after."""
+    """A copy of the folder in its present state, for a later job."""
     shutil.copytree(nvme_path, elsewhere, dirs_exist_ok=True)
     return elsewhere
 
@@ -40,7 +40,7 @@ def folder(nvme_path: Path | str, name: str = "default") -> Path:
 
 
 def committed(nvme_path: Path | str, rank: int = 0) -> dict[str, Any] | None:
-    """The manifest that counts, as the files say; not as the engine thinks."""
+    """The committed manifest, read from the files, not from the engine."""
     head = folder(nvme_path) / "committed"
     if not head.exists():
         return None
@@ -53,7 +53,7 @@ def committed(nvme_path: Path | str, rank: int = 0) -> dict[str, Any] | None:
 
 
 def named_ranges(engine: Any, nvme_path: Path | str, rank: int = 0) -> Iterator[tuple[int, int]]:
-    """[begin, end) of each slot that the committed manifest names, in the swap space."""
+    """[begin, end) in the swap space of each slot that the committed manifest names."""
     manifest = committed(nvme_path, rank)
     if manifest is None:
         return
@@ -64,7 +64,7 @@ def named_ranges(engine: Any, nvme_path: Path | str, rank: int = 0) -> Iterator[
 
 
 def named_bytes(engine: Any, nvme_path: Path | str, rank: int = 0) -> str:
-    """A digest of what lies in those slots."""
+    """A digest of the bytes in those slots."""
     digest = hashlib.sha256()
     with (folder(nvme_path) / f"rank-{rank}" / "swap").open("rb") as file:
         for begin, end in named_ranges(engine, nvme_path, rank):
@@ -74,7 +74,7 @@ def named_bytes(engine: Any, nvme_path: Path | str, rank: int = 0) -> str:
 
 
 class WatchedDisk:
-    """Refuses, for a test, a write to what the committed manifest names at that moment."""
+    """Fails the test on a write to a slot that the committed manifest names at that moment."""
 
     def __init__(self, engine: Any, nvme_path: Path | str, rank: int = 0) -> None:
         self._engine, self._path, self._rank = engine, nvme_path, rank
@@ -90,7 +90,7 @@ class WatchedDisk:
         await self._disk.write(offset, buffer, what)
 
     def _beside(self) -> Any:
-        """The engine's disk, whose writes come here."""
+        """The engine's disk, with writes redirected to this object."""
         disk = self._disk
 
         class Disk(type(disk)):  # type: ignore[misc]

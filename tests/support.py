@@ -1,9 +1,9 @@
-"""One cell of the support table: a model on a tier under a kind of activation checkpointing, trained and compared.
+"""One cell of the support table: a model on a tier with a kind of activation checkpointing, trained and compared.
 
-A cell works if ten steps (four without --full) give the bits of the same model trained without the engine: the loss,
-every parameter's gradient as autograd hands it over and the global norm at every step, and at the end weights, fp32
-masters, moments, step counts and buffers. It counts only if bytes were fetched and every unit that the step used was
-released in it.
+A cell works if ten steps (four without --full) give the same bits as the model trained without the engine: at every
+step the loss, every parameter's gradient from autograd and the global norm, and at the end weights, fp32 masters,
+moments, step counts and buffers. It counts only if bytes were fetched and every unit that the step used was released in
+this step.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ TIERS = ("none", "cpu", "nvme")
 MODES = ("no checkpointing", "torch, reentrant", "torch, non-reentrant", "cpu checkpointing")
 
 Gradients = dict[str, list[Tensor]]
-"""Parameter name -> its contributions in the order autograd made them."""
+"""Parameter name -> its contributions, in the order in which autograd made them."""
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """Where in the table."""
+    """The position of a cell in the table."""
 
     row: str
     tier: str
@@ -48,13 +48,13 @@ class Cell:
 
 TABLE = Path(__file__).parent.parent / "docs" / "dev" / "support.md"
 WRITE = "ZERO_WRITE_SUPPORT"
-"""Environment variable: write the table instead of holding the cells against it."""
+"""Environment variable: write the table instead of comparing the cells with it."""
 
 CELLS = tuple(Cell(row, tier, mode) for row in ROWS for tier in TIERS for mode in MODES)
 
 
 def pairwise() -> tuple[Cell, ...]:
-    """Some of the cells, in which every two of model, tier and mode meet."""
+    """A subset of the cells in which every two of model, tier and mode meet."""
     return tuple(
         Cell(row, TIERS[(i + j) % len(TIERS)], mode) for i, row in enumerate(ROWS) for j, mode in enumerate(MODES)
     )
@@ -62,7 +62,7 @@ def pairwise() -> tuple[Cell, ...]:
 
 @dataclass
 class History:
-    """What a run did, step by step."""
+    """The results of a run, step by step."""
 
     losses: list[Tensor] = field(default_factory=list)
     gradients: list[Gradients] = field(default_factory=list)
@@ -70,7 +70,7 @@ class History:
 
 
 class Mismatch(Exception):
-    """The run ended and was not what it should have been."""
+    """The run ended, but its results are wrong."""
 
 
 # ---- one run ----------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class Mismatch(Exception):
 def train(
     trainer: Any, model: torch.nn.Module, row: Row, steps: int, after_step: Callable[[Gradients], None]
 ) -> History:
-    """The one loop: `trainer` is an engine or the reference around `model`."""
+    """The common training loop: `trainer` is an engine or the reference around `model`."""
     history, seen = History(), Counter[str]()
     gradients: Gradients = {}
 
@@ -90,7 +90,7 @@ def train(
         if parameter.requires_grad:
             parameter.register_hook(receiver(name))
     for step in range(steps):
-        with seeded(step):  # the same dropout on both sides
+        with seeded(step):  # the same dropout for engine and reference
             loss = loss_in(trainer(**row.feed(step)))
             trainer.backward(loss)
         history.losses.append(loss.detach().clone())
@@ -111,7 +111,7 @@ def expected(name: str, mode: str, steps: int) -> tuple[History, dict[str, Tenso
     row = ROWS[name]
     model = row.make(reference_checkpoint(mode))
     names = trainability(model)
-    for module in model.modules():  # torch computes no norm in bf16 whose statistics are fp32
+    for module in model.modules():  # torch cannot compute a bf16 norm with fp32 statistics
         for key, buffer in module._buffers.items() if isinstance(module, _NormBase) else ():
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[key] = buffer.bfloat16()
@@ -124,7 +124,7 @@ def run(cell: Cell, nvme_path: Any, count: int) -> None:
     """Train the cell and compare it with the run without an engine.
 
     Raises:
-        Mismatch: it ran and is not the same.
+        Mismatch: it ran, but the results differ.
     """
     import zero
 
@@ -160,7 +160,7 @@ def run(cell: Cell, nvme_path: Any, count: int) -> None:
 
 
 def compare(ours: tuple[History, Any, Any], theirs: tuple[History, Any, Any]) -> None:
-    """Everything, bit for bit."""
+    """Compare all results, bit for bit."""
     found: list[str] = []
     mine, other = ours[0], theirs[0]
     for step in range(len(mine.losses)):
@@ -189,9 +189,9 @@ def releases(engine: Any) -> Counter[str]:
 
 
 def used(engine: Any, gradients: Gradients) -> list[str]:
-    """Units that the step cannot have done without: what got a gradient, and frozen ones (which forward reads).
+    """Units that the step must have used: those with a gradient, and frozen ones (which forward reads).
 
-    Packed experts of which only rows were fetched were never there as units.
+    Packed experts of which only rows were fetched do not count, since they were never resident as units.
     """
     whole = engine.statistics().whole_experts_by_unit
     return [
@@ -206,20 +206,20 @@ def used(engine: Any, gradients: Gradients) -> list[str]:
 
 
 def checkpointing_module() -> Any:
-    """`zero.checkpointing`, or None while there is none."""
+    """`zero.checkpointing`, or None if it does not exist."""
     return importlib.import_module("zero.checkpointing") if importlib.util.find_spec("zero.checkpointing") else None
 
 
 def engine_checkpoint(mode: str) -> Checkpoint | None:
-    """What wraps the blocks of a model that an engine trains."""
+    """The function that wraps the blocks of a model trained by an engine."""
     if mode == "cpu checkpointing":
-        # Looked up at each call: it is configured once the engine is there.
+        # Looked up at each call, since it is configured only after the engine is made.
         return lambda function, *inputs: checkpointing_module().checkpoint(function, *inputs)
     return reference_checkpoint(mode)
 
 
 def reference_checkpoint(mode: str) -> Checkpoint | None:
-    """The same without an engine; where saved inputs wait changes no number."""
+    """The same without an engine; the place of saved inputs does not change results."""
     if mode == "no checkpointing":
         return None
     return torch_checkpoint(reentrant=mode != "torch, non-reentrant")
@@ -234,7 +234,7 @@ def configure_checkpointing(mode: str, engine: Any, config: dict[str, Any]) -> N
 
 
 def verdict(cell: Cell, nvme_path: Any, steps: int = STEPS) -> str:
-    """What the table says of a cell: works, works (how), refused (why), or not yet (what happens)."""
+    """The table's text for a cell: works, works (how), refused (why), or not yet (what happens)."""
     row = ROWS[cell.row]
     if cell.mode == "cpu checkpointing" and checkpointing_module() is None:
         return "not yet (zero.checkpointing is missing)"
@@ -281,7 +281,7 @@ def render(verdicts: dict[Cell, str]) -> str:
 
 
 def parse(page: str) -> dict[Cell, str]:
-    """What the page says of each cell."""
+    """Read the text of each cell from the page."""
     found: dict[Cell, str] = {}
     tier, modes = "", list[str]()
     for line in page.splitlines():

@@ -1,6 +1,6 @@
-"""The models of the support table: real classes from transformers and peft with tiny random configs, and small ones.
+"""The models of the support table: real classes of transformers and peft with tiny random configs, and small models.
 
-Each row knows how to build its model under a kind of activation checkpointing, what to feed it and where its loss is.
+Each row can build its model with a kind of activation checkpointing, and make its inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Checkpoint = Callable[..., Any]
-"""(function, *inputs) -> its output, computed again in backward."""
+"""(function, *inputs) -> its output, which is recomputed in backward."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Row:
     Attributes:
         build: makes the model; the argument wraps a block's call, or is None.
         feed: keyword arguments of micro-batch number i.
-        note: what a user of such a model has to know.
-        needs: packages without which the row cannot be built.
-        recompiled: graphs compiled so far; no more of them after the second step.
-        opaque: how the names of quantised storage end.
+        note: information for users of such a model.
+        needs: packages that the model needs.
+        recompiled: number of graphs compiled so far; it must not grow after the second step.
+        opaque: endings of the names of quantised storage.
     """
 
     build: Callable[[Checkpoint | None], nn.Module]
@@ -41,7 +41,7 @@ class Row:
     opaque: tuple[str, ...] = ()
 
     def make(self, recompute: Checkpoint | None) -> nn.Module:
-        """The model with weights that depend on nothing else; frozen ones are what bf16 can represent."""
+        """The model with fixed weights; frozen weights are exactly representable in bf16."""
         with seeded(0):
             model = self.build(recompute)
         for parameter in model.parameters():
@@ -51,7 +51,7 @@ class Row:
 
 
 def loss_in(output: Any) -> Tensor:
-    """The loss a model has returned, alone or inside its output."""
+    """The loss that a model has returned, alone or inside its output."""
     return output if isinstance(output, Tensor) else output.loss
 
 
@@ -78,7 +78,7 @@ class Trunk(GPT):
 
 
 class Branchy(Trunk):
-    """Every other batch takes another block in the middle; the second skips the last one too."""
+    """Odd batches use another block than even ones, and also skip the last block."""
 
     def forward(self, tokens: Tensor, branch: int) -> Tensor:
         x = self.embedding(tokens) + self.position[: tokens.shape[1]]
@@ -140,7 +140,7 @@ class ConvBlock(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolutions with BatchNorm: buffers that change in forward, activations in place."""
+    """Convolutions with BatchNorm: its buffers change in forward, and activations are in place."""
 
     def __init__(self, recompute: Checkpoint | None = None) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class ConvNet(nn.Module):
 
 
 class QuantLinear(nn.Module):
-    """A frozen 4-bit Linear, two weights in a byte and a scale per row, with a low-rank adapter beside it."""
+    """A frozen 4-bit Linear, with two weights in a byte and a scale per row, plus a low-rank adapter."""
 
     def __init__(self, base: nn.Linear, rank: int = 4) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class QuantGPT(Trunk):
 
 
 def compiled(recompute: Checkpoint | None) -> nn.Module:
-    """Block-wise, as transformers and torchtitan do it; the graph is traced for real, the code is ATen's own."""
+    """Compiled block-wise, as in transformers and torchtitan; the graph is really traced, but runs ATen's code."""
     torch._dynamo.reset()
     model = Trunk(recompute, blocks=2)
     for block in model.blocks:
@@ -202,7 +202,7 @@ def graphs_compiled() -> int:
 
 
 def recomputing(model: Any, recompute: Checkpoint | None) -> nn.Module:
-    """Checkpoint every layer, as `gradient_checkpointing_enable` does it, with a function of ours."""
+    """Checkpoint every layer, as `gradient_checkpointing_enable` does, but with our function."""
     if recompute is not None:
         model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recompute)
         if not any(p.requires_grad for p in model.get_input_embeddings().parameters()):
@@ -271,7 +271,7 @@ def peft_llama(recompute: Checkpoint | None) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-# ---- what they are fed ------------------------------------------------------------------------
+# ---- their inputs -----------------------------------------------------------------------------
 
 
 def text(index: int) -> dict[str, Any]:
@@ -315,5 +315,5 @@ ROWS: dict[str, Row] = {
 
 
 def torch_checkpoint(reentrant: bool) -> Checkpoint:
-    """torch.utils.checkpoint.checkpoint of one kind."""
+    """torch.utils.checkpoint.checkpoint, reentrant or not."""
     return partial(checkpoint, use_reentrant=reentrant)

@@ -25,7 +25,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def images(files: ForgetfulFiles) -> Iterator[dict[str, bytes]]:
-    """What may be found after a crash, many times."""
+    """Possible contents after a crash, for many seeds."""
     for seed in range(SEEDS):
         yield tree(files.image(files.root.with_name(f"image{len(list(files.root.parent.iterdir()))}"), seed))
 
@@ -35,7 +35,7 @@ def outcomes(files: ForgetfulFiles) -> set[tuple[tuple[str, bytes], ...]]:
 
 
 def put(files: Files, path: Path, contents: bytes, *, sync: bool = False) -> None:
-    """A file as a careless program writes it."""
+    """Write a file as a careless program does."""
     file = files.create(path, len(contents))
     descriptor = os.open(path, os.O_WRONLY)
     os.write(descriptor, contents)
@@ -147,11 +147,11 @@ def test_the_image_of_a_seed_is_always_the_same(root: Path) -> None:
     assert tree(files.image(root.with_name("a"), 5)) == tree(files.image(root.with_name("b"), 5))
 
 
-# ---- what the real one promises, held at every point ----------------------------------------------------------------
+# ---- the promises of the real one, checked at every point -----------------------------------------------------------
 
 
 def after_crashes(root: Path, work: Callable[[Files], None]) -> Iterator[dict[str, bytes]]:
-    """What may be found when the power fails before any operation of `work`; at last, after all of them."""
+    """Possible contents if the power fails before any operation of `work`; the last ones are after all operations."""
     start = root.with_name("start")
     root.rename(start)
     counted = ForgetfulFiles(ForgetfulFiles(start).image(root))

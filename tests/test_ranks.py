@@ -42,7 +42,7 @@ def dying(culprit: int) -> None:
 
 
 def alive(pid: int) -> bool:
-    """True while it runs; one that waits to be collected has ended."""
+    """True while the process runs; a zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

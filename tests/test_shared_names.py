@@ -35,7 +35,7 @@ time.sleep(60)
 
 @pytest.fixture
 def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """In a folder that no other test looks into: it would find what is left behind here."""
+    """A path in a folder that no other test searches, since it would find the files left here."""
     with tempfile.TemporaryDirectory(prefix="zero-test-", dir=FOLDER) as folder:
         monkeypatch.setattr("shared_names.FOLDER", Path(folder))
         yield Path(folder) / f"zero-test-{uuid.uuid4().hex}"

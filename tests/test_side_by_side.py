@@ -77,7 +77,7 @@ def files_in(folder: Path, files: dict[str, str]) -> Path:
 
 
 def pytest_in(folder: Path, *arguments: str) -> tuple[int, str]:
-    """The exit status of pytest there, and what it printed."""
+    """Run pytest in the folder; returns its exit status and its output."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", *arguments]
     environment = {**os.environ, "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     told = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -85,7 +85,7 @@ def pytest_in(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 def outcomes(printed: str) -> list[str]:
-    """What was reported of each test, and the counts, in an order that does not depend on which file was first."""
+    """The reports of all tests, and the counts, in an order that does not depend on the order of files."""
     lines = re.findall(r"^\S+::\S+ [A-Z]+", printed, re.MULTILINE) + re.findall(r"^E  .*", printed, re.MULTILINE)
     return sorted(lines) + re.findall(r"=+ (.*) in [\d.]+s", printed)
 

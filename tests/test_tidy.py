@@ -13,9 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = {"native": set(), "offload": {"native"}, "zero": {"offload"}}
-"""What a layer may import besides itself."""
+"""Layers that a layer may import besides itself."""
 NATIVE_FOREIGN = {"torch", "numpy"}
-"""What native must not know; it works on addresses."""
+"""Packages that native must not import, since it works on addresses."""
 TOP_LEVEL = {
     *(
         "setup.py",
@@ -31,12 +31,12 @@ TOP_LEVEL = {
     *(".ci", ".gitignore", ".clang-format", ".pre-commit-config.yaml", "MANIFEST.in"),
 }
 LONG_FILES: dict[str, int] = {}
-"""Files over the limit that are so for a reason, with their own limit."""
+"""Files that exceed the limit for a reason, with their own limit."""
 FILE_LINES_MAX, FUNCTION_LINES_MAX, PARAMETERS_MAX = 600, 60, 8
 
 
 def sources(*folders: str, suffixes: tuple[str, ...] = (".py",)) -> list[Path]:
-    """Files below the folders; those git ignores are not ours."""
+    """Files below the folders, without those that git ignores."""
     kept = tracked()
     found = (path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in suffixes)
     return [path for path in found if kept is None or relative(path) in kept]
@@ -48,7 +48,7 @@ def relative(path: Path) -> str:
 
 @cache
 def tracked() -> frozenset[str] | None:
-    """Files git knows or would take; None outside a checkout."""
+    """Files that git tracks or would add; None outside a checkout."""
     command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -79,7 +79,7 @@ def nodes_at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Dotted names of what the module imports, "from a import b" as both a and a.b."""
+    """Dotted names of the module's imports; "from a import b" gives both a and a.b."""
     package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
     found: set[str] = set()
     for node in nodes_at_run_time(tree_of(path)):
@@ -96,7 +96,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def for_every(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
-    """One test for all files: thousands of tests are slower than what they look at."""
+    """Make one test for all files: thousands of separate tests would take longer than the checks themselves."""
 
     def one_test(check: Callable[[Path], None]) -> Callable[[], None]:
         def test() -> None:
@@ -130,17 +130,17 @@ def test_a_layer_imports_itself_and_the_one_below(path: Path) -> None:
 
 
 ABOVE = ("zero.compat", "zero.tools", "zero.launch")
-"""What stands on top of the engine."""
+"""Packages above the engine."""
 BELOW = {"zero.compat.engine_getters": {"zero.config", "zero.ranks"}}
-"""Tables of DeepSpeed's names that the engine takes, and the packages of `zero` that they may stand on."""
+"""Tables of DeepSpeed's names that the engine imports, and the packages of `zero` that they may import."""
 
 
 @for_every([p for p in LAYERED if relative(p).startswith("zero/")])
 def test_only_compat_and_tools_import_the_package_from_above(path: Path) -> None:
-    """`import zero` loads everything; inside zero, only what stands on top of it may do that.
+    """`import zero` loads everything; inside zero, only the packages above the engine may do that.
 
-    The launcher stands on top too, so the engine does not know who has started it; itself it needs no engine, and only
-    `python -m zero.launch` may call the command line.
+    The launcher is above the engine too, so the engine does not depend on it. The launcher itself needs no engine, and
+    only `python -m zero.launch` may call the command line.
     """
     inside = module_name(path)
     if inside in ("zero", "zero.__main__", "zero.launch.__main__") or inside.startswith(("zero.compat", "zero.tools")):
@@ -170,7 +170,7 @@ def test_imports_inside_a_layer_run_one_way(layer: str) -> None:
     for name, path in modules.items():
         if path.name == "__init__.py":
             continue
-        # `from package import module` names the package too; only what is taken from it counts.
+        # `from package import module` names the package too, but only the imported module counts.
         edges[name] -= {
             used for used in edges[name] if modules[used].name == "__init__.py" and takes_module(path, used)
         }
@@ -178,12 +178,12 @@ def test_imports_inside_a_layer_run_one_way(layer: str) -> None:
 
 
 def room(name: str) -> str:
-    """Of a module: the package right below its layer."""
+    """The package of a module, directly below its layer."""
     return ".".join(name.split(".")[:2])
 
 
 def rooms() -> dict[str, set[str]]:
-    """Packages and modules right below `zero/` and `offload/` -> those that they import."""
+    """Packages and modules directly below `zero/` and `offload/` -> those that they import."""
     modules = {module_name(path): path for path in LAYERED if relative(path).startswith(("zero/", "offload/"))}
     edges: dict[str, set[str]] = {}
     for name, path in modules.items():
@@ -194,7 +194,7 @@ def rooms() -> dict[str, set[str]]:
 
 
 def test_packages_of_the_engine_import_one_way() -> None:
-    """Not only its modules: whoever opens a package of `zero/` or `offload/` can say what it stands on."""
+    """Not only modules: the packages of `zero/` and `offload/` have no import cycles either."""
     edges = rooms()
     assert cycle_in({name: used & edges.keys() for name, used in edges.items()}) is None
 
@@ -222,7 +222,7 @@ def test_a_package_stands_above_what_it_imports_in_the_picture_of_the_architectu
 
 
 def takes_module(path: Path, package: str) -> bool:
-    """True when everything `path` imports from `package` is a module of its own."""
+    """True when `path` imports only modules from `package`."""
     for node in nodes_at_run_time(tree_of(path)):
         if isinstance(node, ast.Import) and any(alias.name == package for alias in node.names):
             return False
@@ -284,7 +284,7 @@ KIND = re.compile(r"""["'](?:cuda|xpu|npu)\b|torch\.(?:cuda|xpu|npu|accelerator)
 
 @for_every([path for path in LAYERED if relative(path) != NAMES_DEVICES and not relative(path).startswith("native/")])
 def test_one_module_knows_the_kinds_of_accelerators(path: Path) -> None:
-    """All others ask it, so that another kind is a row there, and a test can pretend one."""
+    """All others use this module, so that a new kind is only a row there, and a test can pretend one."""
     lines = path.read_text(encoding="utf-8").splitlines()
     found = [f"line {number}: {line.strip()}" for number, line in enumerate(lines, 1) if KIND.search(line)]
     assert found == []
@@ -314,7 +314,7 @@ def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.Async
 
 
 def test_what_users_import_is_documented() -> None:
-    """Everywhere else a docstring says what the name does not, or there is none."""
+    """All other docstrings are optional: they add to the name, or there is none."""
     taken = [node for node in tree_of(ROOT / "zero/api.py").body if isinstance(node, ast.ImportFrom)]
     bare, seen = [], 0
     for node in taken:
@@ -378,14 +378,14 @@ WIDE_FUNCTIONS = {
     ("zero/moe/layer.py", "__init__"),
     ("zero/pipe/module.py", "__init__"),
 }
-"""DeepSpeed's signatures are not ours to shorten, nor what must be said about their arguments."""
+"""We cannot shorten DeepSpeed's signatures, nor the documentation of their arguments."""
 
 OUR_C = sources("native", suffixes=(".c", ".h", ".inc", ".cu", ".cuh"))
 
 
 @for_every(OUR_C)
 def test_a_c_function_fits_a_screen(path: Path) -> None:
-    """A function starts where a line that is not indented ends in an opening brace, and ends at the next `}` so."""
+    """A function starts at an unindented line that ends with `) {`, and ends at the next unindented `}`."""
     long, start = [], 0
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):
@@ -410,7 +410,7 @@ def test_nothing_lies_in_the_top_folder_that_does_not_belong_there() -> None:
 
 @for_every(sources(*LAYERS, "scripts", "benchmarks", "tests", "docs", suffixes=TEXT))
 def test_text_is_clean(path: Path) -> None:
-    """No trailing blanks, no tabs outside makefiles, one newline at the end, no paths of somebody's machine."""
+    """No trailing blanks, no tabs outside makefiles, one newline at the end, no paths of a developer's machine."""
     text = path.read_text(encoding="utf-8")
     if text:
         assert text.endswith("\n") and not text.endswith("\n\n")
@@ -434,22 +434,22 @@ PROBE = "tests/probe.py"
 PRIVATE_ACCESS = re.compile(
     r"""((?<![\w.])(?!(?:self|cls)\b)[\w.]+|[)\]])\.(_[a-z]\w*)|etattr\(([^,()]+), ["'](_[a-z]\w*)"""
 )
-"""Groups 1 and 2, or 3 and 4: whose, and the attribute. It reads text, so that scripts which tests start count too."""
+"""Groups 1 and 2, or 3 and 4: owner and attribute. It matches text, so that scripts inside tests are checked too."""
 NOT_PRIVATE = {
     *("_parameters", "_opt_called"),
     *("_invalidate_trace", "_register_deepspeed_module", "_zero3_consolidated_16bit_state_dict"),
 }
-"""Names that are torch's, or that users of DeepSpeed call."""
+"""Names of torch, or names that users of DeepSpeed call."""
 NOT_BEHIND_AN_ENGINE = {
     *("aio._pool", "library.ffi._lock", "lines._handles", "there._name"),
     *("unconfigured._settings", "unconfigured._state", "zero.checkpointing._state"),
 }
-"""What is tested by itself: one part, made by its test."""
+"""Parts that are tested without an engine, and made by their tests."""
 
 
 @cache
 def private_attributes() -> frozenset[str]:
-    """What classes of `zero/` and `offload/` keep to themselves."""
+    """Names of private attributes of classes in `zero/` and `offload/`."""
     found = set()
     for path in (path for path in LAYERED if relative(path).startswith(("zero/", "offload/"))):
         for owner in (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)):
@@ -475,7 +475,7 @@ def private_accesses(text: str) -> list[str]:
     ]
 )
 def test_only_the_probe_touches_what_is_private_behind_an_engine(path: Path) -> None:
-    """So that the inside of the engine can change, and of the tests the probe alone."""
+    """So a change of the engine's inside needs changes in the probe only, not in other tests."""
     assert set(private_accesses(path.read_text(encoding="utf-8"))) <= NOT_BEHIND_AN_ENGINE
 
 
@@ -488,7 +488,7 @@ def test_a_private_attribute_would_be_found_and_every_function_of_the_probe_is_u
 
 
 def test_test_files_have_unique_names() -> None:
-    """importlib mode needs it, and so does whoever reads a report."""
+    """importlib mode needs this, and so do readers of a report."""
     names = [path.name for path in sources("tests") if path.name.startswith("test_")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 

@@ -1,4 +1,4 @@
-"""A GPT whose embedding and head are larger than the live limit, and the same in plain torch, summed as tiles are."""
+"""A GPT whose embedding and head exceed the live limit, and the same in plain torch, with the sums of tiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero.params.tiles import row_ranges
 
 ROWS = 3_000
 LIMIT = 52_000
-"""A quarter of it holds a block of the tiny GPT; embedding and head have 96,000 elements."""
+"""A quarter of it is enough for a block of the tiny GPT; embedding and head have 96,000 elements."""
 STEPS = 3
 
 
@@ -52,7 +52,7 @@ def hyper_of(engine: Any) -> Callable[[str], Hyper]:
 
 
 def in_tiles(model: GPT) -> GPT:
-    """The same model in plain torch, with the sums that tiles make."""
+    """The same model in plain torch, with the same sums as with tiles."""
     rows = model.head.weight.shape[0]
     cuts = [end - begin for begin, end in row_ranges(rows, WIDTH, LIMIT // 4)]
 

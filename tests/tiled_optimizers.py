@@ -1,7 +1,7 @@
-"""A plain-torch trainer for any torch optimizer: what the engine's numbers must be, bit for bit.
+"""A plain-torch trainer for any torch optimizer: it gives the exact bits that the engine must produce.
 
-Every tensor in memory, the optimizer a real one over fp32 masters; with bf16 weights a weight is its master rounded
-half away from zero. Nothing of the product is imported.
+Every tensor is in memory, and the optimizer is a real one over fp32 masters. With bf16 weights, a weight is its master
+rounded half away from zero. Nothing of the product is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Make = Callable[[list[Group]], torch.optim.Optimizer]
 
 
 class Patchy(nn.Module):
-    """Two branches of which a pass uses one, a layer that nobody uses, and a parameter of one element."""
+    """Two branches, of which a pass uses one, an unused layer, and a parameter of one element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ def batch(index: int, bf16: bool) -> Tensor:
 
 
 def in_groups(named: Sequence[tuple[str, nn.Parameter]], second: Group) -> list[Group]:
-    """Weights in one group; biases and the gain in another, with options of their own."""
+    """Weights in one group; biases and the gain in another, with its own options."""
     wide = [parameter for name, parameter in named if name.endswith("weight")]
     rest = [parameter for name, parameter in named if not name.endswith("weight")]
     return [{"params": wide}, {"params": rest, **second}]
 
 
 class Plain:
-    """The trainer; it has the engine's verbs.
+    """The trainer; it has the engine's methods.
 
     Args:
         make: called with param groups of fp32 masters.
@@ -97,7 +97,7 @@ class Plain:
                 parameter.grad = None
 
     def held(self) -> dict[str, Any]:
-        """Everything by "name/what"."""
+        """All values, by "name/kind"."""
         found: dict[str, Any] = {}
         for name, master in self.masters.items():
             found[f"{name}/weight"], found[f"{name}/master"] = (
@@ -113,9 +113,9 @@ class Plain:
 
 
 def held_by(engine: Any, model: nn.Module) -> dict[str, Any]:
-    """The same of an engine; what no update has touched yet is left out, as torch has made none of it.
+    """The same for an engine, without states of parameters that were not updated yet, since torch has not made them.
 
-    But for Adagrad, which makes its states when it is constructed.
+    Adagrad is an exception: torch makes its states when it is constructed.
     """
     adagrad = engine.plan.states == (("sum",),)
     found: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def held_by(engine: Any, model: nn.Module) -> dict[str, Any]:
 
 
 def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """What differs in a bit; of the count, which every state has here, torch's SGD has none."""
+    """Keys that differ in any bit, except the step count: every state has one here, but torch's SGD has none."""
     wanted = {key: value for key, value in wanted.items() if not key.endswith("/step")}
     if found.keys() != wanted.keys():
         return [f"only in one: {sorted(found.keys() ^ wanted.keys())}"]
@@ -142,7 +142,7 @@ def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 
 
 def train(trainer: Any, first: int, end: int, *, bf16: bool, after: Callable[[int], None] = lambda step: None) -> None:
-    """Steps [first, end) of the one loop; the branch changes every other step."""
+    """Steps [first, end) of the common loop; the branch changes every other step."""
     for step in range(first, end):
         trainer.backward(trainer(batch(step, bf16), step // 2 % 2))
         trainer.step()
