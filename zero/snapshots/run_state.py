@@ -129,7 +129,7 @@ def check_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of:
             )
 
 
-# These options decide which states exist, or which rule is used. If they differ, the live group's values are kept.
+# Whether they are set decides which states exist, or which rule is used. If that differs, the live values are kept.
 SHAPING = ("momentum", "centered", "amsgrad", "decoupled")
 
 
