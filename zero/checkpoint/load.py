@@ -45,7 +45,7 @@ NAMES_SHOWN = 4
 Small = dict[str, dict[str, torch.Tensor]]  # Name of a parameter -> its small states, by name.
 Numbers = dict[int, dict[str, torch.Tensor]]  # id(parameter) -> the numbers that belong to its states, by name.
 
-# Client state; the state of this rank; the same, or that of the first rank if this one has none; then what to load.
+# (client state, this rank's state, this or else the first rank's state, what to load, numbers, small states).
 Checked = tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, "Wanted", Numbers, Small]
 
 

@@ -103,7 +103,7 @@ class _Layers(nn.Module):
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Inside, an error is recorded as this rank's own, to be told from a message that another rank has ended."""
+        """Inside, an error is recorded as this rank's own, in contrast to a message that another rank has ended."""
         try:
             yield
         except BaseException as error:

@@ -151,7 +151,7 @@ class Comm:
             except BaseException as error:
                 raise self._explained(error, what) from error
 
-    # ---- run by the mover ------------------------------------------------------------------
+    # ---- run by the mover ---------------------------------------------------------------------
 
     def ticket(self, kind: str, unit: int, name: str) -> Ticket:
         """A place in the agreed order, taken by the deciding thread: all ranks make the same calls in the same order.
@@ -327,7 +327,7 @@ class Comm:
         counter.numel += flat.numel()
         counter.nbytes += flat.nbytes
 
-    # ---- blocking calls --------------------------------------------------------------------------
+    # ---- blocking calls -----------------------------------------------------------------------
 
     def agree(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Every rank's payload, in rank order. Blocks; any thread but the mover's; all ranks call it at the same place.
