@@ -1,4 +1,4 @@
-"""`import deepspeed`, answered by zero-infinity: names are found when asked for, so importing costs nothing."""
+"""`import deepspeed` for zero-infinity: names are looked up only when they are used, so the import costs nothing."""
 
 import sys
 

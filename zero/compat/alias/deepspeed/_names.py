@@ -1,7 +1,7 @@
-"""Where every module below `deepspeed` comes from: two tables, `_ours.py` and `surface.json`, and one finder.
+"""The modules below `deepspeed`, made from two tables, `_ours.py` and `surface.json`, by one finder.
 
-Modules are made when they are imported, and names looked up when they are asked for: `import deepspeed` has to cost
-nothing. Importing the package installs the finder, so children of every kind have it.
+Modules are made when they are imported, and names are looked up when they are used, since `import deepspeed` must cost
+nothing. Importing the package installs the finder, so every kind of child process has it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 
 def check_zero() -> None:
-    """Say at once that `zero` is not ours, instead of at the first name; loads nothing if it is. Raises ImportError."""
+    """Raise ImportError now, not at the first name, if `zero` is not this library; loads nothing if it is."""
     spec = find_spec("zero")
     origin = Path(spec.origin or "") if spec else Path()
     if origin.is_file() and origin.read_bytes().startswith(b'"""zero-infinity: '):
@@ -45,18 +45,18 @@ def check_zero() -> None:
 
 @functools.cache
 def surface() -> dict[str, Any]:
-    """Module below `deepspeed` -> its classes, functions, values and what it exports of other modules."""
+    """Module below `deepspeed` -> its classes, functions, values, and its exports from other modules."""
     table: dict[str, Any] = json.loads(Path(__file__).with_name("surface.json").read_text(encoding="utf-8"))
     return table
 
 
 def same(path: str) -> str | None:
-    """The module of ours that this one is; None: it has names of its own."""
+    """The name of our module that is used as this one; None: this module has its own names."""
     return SAME["ops.op_builder"] if path.startswith("ops.op_builder.") else SAME.get(path)
 
 
 class Names:
-    """The `__getattr__` of a module. `path`: of the module below `deepspeed`."""
+    """The `__getattr__` of a module. `path`: the module's path below `deepspeed`."""
 
     def __init__(self, path: str, module: ModuleType) -> None:
         self.path, self.module = path, module
@@ -72,7 +72,7 @@ class Names:
             self.exports = _homes({home: names for home, names in there.items() if names != "*"})
 
     def __call__(self, name: str) -> Any:
-        """The value, kept in the module from then on. Raises AttributeError."""
+        """The value of a name, which is then stored in the module. Raises AttributeError."""
         if name == "__all__":
             return sorted({*self.listed()})
         value = self._found(name)
@@ -80,7 +80,7 @@ class Names:
         return value
 
     def listed(self) -> Iterator[str]:
-        """Public names, submodules apart."""
+        """Public names, without submodules."""
         known = (self.homes, self.exports, self.entry.get("values", ()), self.entry.get("classes", ()), self.functions)
         yield from (name for names in known for name in names if not name.startswith("_"))
         for home in self.stars:
@@ -134,7 +134,7 @@ def _homes(table: dict[str, str]) -> dict[str, str]:
 
 
 def fill(name: str, module: ModuleType) -> None:
-    """Make a new module what the tables say: one with names to look up, or the very module of ours."""
+    """Set up a new module as in the tables: it looks its names up, or is replaced by our module."""
     path = name.partition(".")[2]
     home = same(path)
     if home is None:
@@ -176,5 +176,5 @@ class Finder(MetaPathFinder, InspectLoader):
         return bool(surface()[fullname.partition(".")[2]].get("package"))
 
     def get_source(self, fullname: str) -> str:
-        """What runs when it is imported, or by `python -m`."""
+        """The source that runs at the module's import, or with `python -m`."""
         return SOURCE.format(name=fullname)

@@ -1,11 +1,11 @@
-"""What of DeepSpeed's names is ours: the rest of `surface.json` is refused by name.
+"""DeepSpeed's names that this library has; all other names of `surface.json` are refused with an error.
 
-Module below `deepspeed` -> where from -> names; `theirs=ours` where the two differ.
+Module below `deepspeed` -> our module -> names, as `theirs=ours` if the two differ.
 """
 
 from __future__ import annotations
 
-# Modules that are the very module of ours: clients assign into them, or compare classes by them.
+# Modules that are identical to one of ours: clients assign names in them, or compare classes from them.
 SAME: dict[str, str] = {
     "comm": "zero.compat.comm_names",
     "comm.comm": "zero.compat.comm_names",
