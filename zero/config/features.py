@@ -54,7 +54,7 @@ class Unless:
 
 
 class _Refused(ConfigBlock):
-    """A block that is refused by what stands in it, and not by a key of its own."""
+    """A block that is refused because of its content as a whole, not because of a single key."""
 
     unless: ClassVar[Unless]
 

@@ -47,10 +47,10 @@ class ConfigBlock(BaseModel):
     """Other spellings of this block's keys."""
 
     shorthands: ClassVar[Mapping[bool, Mapping[str, object]]] = {}
-    """What true and false stand for where the block should be; empty: nothing."""
+    """The blocks that true and false mean in place of this block; empty: they mean nothing."""
 
     why: ClassVar[str] = ""
-    """Why the block's inert keys change nothing, for those that have no reason of their own."""
+    """The reason why inert keys of this block have no effect, for keys without their own reason."""
 
     @model_validator(mode="wrap")
     @classmethod

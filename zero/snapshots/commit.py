@@ -172,7 +172,7 @@ class Snapshots:
         self._files.prepare(self._number + 1, body, pending.state())
 
     def _meet(self, what: str, failure: StorageError | None, pending: Pending) -> bool:
-        """True once all ranks have come here. False: the snapshot is void on some rank.
+        """Meet the other ranks. Returns False if the snapshot is void on some rank.
 
         Raises StorageError: this rank's failure; StateError: another rank's.
         """
@@ -289,7 +289,7 @@ class Snapshots:
             storage.mover.run("going back to a snapshot", plane.return_to_kept(storage.arena, checksums, whose))
 
     def check_loaded(self) -> None:
-        """Raise StateError if there is a snapshot from which nobody has continued: the next one would replace it."""
+        """Raise StateError if the engine has not continued from an existing snapshot: the next one would replace it."""
         if self.unloaded:
             raise StateError(
                 f"step: the snapshot {self._files.name!r} of step {self.committed_step} is in {self._files.root}, and "
