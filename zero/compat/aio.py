@@ -75,7 +75,7 @@ class aio_handle:
         return 0
 
     def pread(self, buffer: torch.Tensor, filename: str, validate: bool, run_async: bool, file_offset: int = 0) -> int:
-        """Like `read`. `run_async`: return 0 at once, without `wait`; else like `wait`. `validate`: reread, compare."""
+        """Like `read`. `run_async`: return 0 now, `wait` later; else like `wait`. `validate`: reread and compare."""
         self._files.start("read", buffer, filename, file_offset, validate=validate)
         return 0 if run_async else self.wait()
 

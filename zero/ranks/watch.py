@@ -165,7 +165,7 @@ class Watch:
                 self._break()
 
     def _tell(self) -> None:
-        """Publish the position, and the log if another rank has requested it."""
+        """Publish the position; also the log, if another rank has requested it or after a failure or the end."""
         position, failure = self._self, self._fate.failure
         now, waits = time.monotonic(), self._in_progress()
         position.state = FAILED if failure is not None else GONE if self._stopped else WORKS
