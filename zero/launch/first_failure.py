@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-# Signals that a rank does not get as a consequence of another rank's failure.
+# Signals of a rank's own failure. The reaper sends SIGKILL too, but seconds after a failure, which is then the earlier.
 CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 # Words in the errors of a rank whose peer has gone.
 OF_A_PEER = re.compile(
