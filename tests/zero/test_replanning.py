@@ -307,14 +307,17 @@ def test_what_leaves_the_model_has_its_values_and_may_come_back(open_engine: Ope
     assert engine.full_state("blocks.1.up.weight")["step"] == 1, "its moments are gone, as those of a new parameter"
 
 
-def test_a_gradient_from_before_the_first_forward_of_the_engine_counts(open_engine: Open, nvme_path: Path) -> None:
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_gradient_from_before_the_first_forward_of_the_engine_counts(
+    open_engine: Open, nvme_path: Path, sparse: bool
+) -> None:
     """Run as an ordinary module on the side, a new layer has a gradient when the engine takes it up."""
     model: Any = build("gpt")
     engine = open_engine(model, make_config(("cpu", "nvme"), nvme_path))
     run(engine, range(1))
-    model.aside = nn.Linear(4, 2)
-    model.aside(torch.ones(3, 4)).sum().backward()
-    expected = model.aside.weight.grad.clone()
+    model.aside = nn.Embedding(4, 2, sparse=True) if sparse else nn.Linear(4, 2)
+    model.aside(torch.tensor([0, 2, 2]) if sparse else torch.ones(3, 4)).sum().backward()
+    expected = model.aside.weight.grad.to_dense().clone()
     run(engine, range(1, 2))
     # beta1 = 0.9: the first moment of a first step is a tenth of its gradient, which bf16 holds exactly.
     assert torch.equal(engine.full_state("aside.weight")["exp_avg"], expected * torch.tensor(1 - 0.9))

@@ -281,6 +281,7 @@ def _first_gradients(parts: Assembly) -> None:
             parameter = parameters[slot.index]
             gradient = parameter.grad if unit.trainable and parameter.requires_grad else None
             if gradient is not None:
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 part = gradient.reshape(-1)[slot.first_numel : slot.first_numel + slot.numel]
                 parts.gradients.arrive(unit.index, position, part)
                 if slot.first_numel + slot.numel == parameter.numel():

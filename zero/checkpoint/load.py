@@ -415,14 +415,13 @@ class LoadCheckpoints:
             load_values(parts, wanted, source)
             if mine is not None and mine["accumulated"] is not None and not only_module:
                 load_accumulated(parts, placement, mine["accumulated"], source)
+            set_extra_states(parts.model, client.get("extra_states", {}))
 
         with self._state.loading(str(opened.folder), wanted.replaced(), everything=wanted.is_everything):
             try:
                 together.do("loading a checkpoint", fill)
             finally:
                 parts.coordinator.rewritten()
-        extra = partial(set_extra_states, parts.model, client.get("extra_states", {}))
-        together.do("giving modules their extra states", extra)
         if updater is not None:
             for key, saved in numbers.items():
                 updater.set_numbers(key, saved)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload.archives import bytes_tensor, make_archive, pack_any, read_archive, unpack_any
-from offload.errors import StateError
+from offload.errors import ConfigError, StateError
 from zero.activations.rng_tracker import get_cuda_rng_tracker
 from zero.optim.rules import Progress, Scalar
 from zero.params.buffers import extra_states, set_extra_states
@@ -47,7 +47,13 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> Callable[[],
     if hasattr(run.lr_scheduler, "state_dict"):
         state["lr_scheduler"] = pack_any(run.lr_scheduler.state_dict())
     if extra := extra_states(run.module):
-        state["extra_states"] = pack_any(extra)
+        try:
+            state["extra_states"] = pack_any(extra)
+        except Exception as error:
+            raise ConfigError(
+                f"snapshot: the state that get_extra_state of a module gives ({', '.join(extra)}) cannot be pickled: "
+                f"{type(error).__name__}: {error}; let it return plain values or tensors"
+            ) from error
     archive = make_archive(state)
 
     def with_small() -> bytes:

@@ -483,6 +483,39 @@ def test_what_modules_add_to_a_state_dict_comes_back(
     assert again.module[1].calls == 3
 
 
+def test_a_module_that_refuses_its_extra_state_leaves_no_engine_that_trains_on(
+    open_engine: Callable[..., Any], nvme_path: Path, tmp_path: Path
+) -> None:
+    def opened(kind: type[nn.Linear]) -> Any:
+        model = nn.Sequential(nn.Embedding(64, 32), kind(32, 8))
+        return open_engine(model, make_config(("nvme", "nvme"), nvme_path))
+
+    def step(engine: Any) -> None:
+        engine.backward(engine(tokens(0)).square().mean())
+        engine.step()
+
+    class Refusing(Counting):
+        refuses = True
+
+        def set_extra_state(self, state: Any) -> None:
+            if self.refuses:
+                raise ValueError("of another version")
+            super().set_extra_state(state)
+
+    engine = opened(Counting)
+    step(engine)
+    engine.save_checkpoint(tmp_path / "saves")
+    again = opened(Refusing)
+    with pytest.raises(ValueError, match="of another version"):
+        again.load_checkpoint(tmp_path / "saves")
+    with pytest.raises(StateError):
+        step(again)
+    again.module[1].refuses = False
+    again.load_checkpoint(tmp_path / "saves")
+    assert (again.module[1].calls, again.global_steps) == (1, 1)
+    step(again)
+
+
 def test_an_engine_for_inference_loads_what_training_has_saved(saves: Path, there: Any, tmp_path: Path) -> None:
     config = make_config(("nvme", "none"), tmp_path, optimizer={})
     model = odd().requires_grad_(False)

@@ -102,6 +102,21 @@ def test_another_budget_finds_everything_again(open_engine: Open, tmp_path: Path
     assert len(set(seen)) > 2
 
 
+def test_an_extra_state_that_cannot_be_kept_is_an_error_that_names_the_module(
+    open_engine: Open, tmp_path: Path, nvme_path: Path
+) -> None:
+    class Closed(torch.nn.Linear):
+        def get_extra_state(self) -> Any:
+            return lambda: 0
+
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 32), Closed(32, 8))
+    engine = open_engine(model, config_of(nvme_path))
+    engine.backward(engine(tokens(0)).square().mean())
+    with pytest.raises(ConfigError, match=r"get_extra_state of a module gives \(1\) cannot be pickled"):
+        engine.step()
+        engine.save_snapshot()
+
+
 def test_everything_beside_the_planes_goes_on(open_engine: Open, tmp_path: Path, nvme_path: Path) -> None:
     def scheduler(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.5**done)
