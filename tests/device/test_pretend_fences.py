@@ -7,17 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pretend_fences import REMOVALS, Removal
+from pretend_fences import REMOVALS, Removal, code_of
 from pretend_process import TESTS, needed, verdicts, verdicts_of_ranks, wrong
-
-pytestmark = pytest.mark.broad
 
 ROOT = TESTS.parent
 PRODUCT = ("offload", "zero", "native")
 
 
 def test_every_wait_of_the_table_is_in_the_product() -> None:
-    found = {removal.what: (ROOT / removal.file).read_text().count(removal.before) for removal in REMOVALS}
+    found = {removal.what: code_of(ROOT / removal.file).count(removal.before) for removal in REMOVALS}
     assert {what: count for what, count in found.items() if count != 1} == {}
 
 
@@ -37,7 +35,7 @@ def without(copy: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     removal: Removal = request.param
     path = copy / removal.file
     text = path.read_text()
-    path.write_text(text.replace(removal.before, removal.after))
+    path.write_text(code_of(path).replace(removal.before, removal.after))
     yield copy
     path.write_text(text)
 
