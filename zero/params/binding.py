@@ -23,11 +23,11 @@ class BoundUnit:
     def __init__(self, unit: Unit, parameters: list[nn.Parameter], poison: Poison, device: torch.device) -> None:
         self.unit, self.parameters, self.poison = unit, parameters, poison
         self._versions, self._replaced = 0, False
-        self._storage = self._look_at(poison, device)
+        self._storage = self._home = self._new_storage(device)
 
-    def _look_at(self, poison: Poison, device: torch.device) -> FlatStorage:
+    def _new_storage(self, device: torch.device) -> FlatStorage:
         cuts = [(slot.offset_numel, slot.shape) for slot in self.unit.slots]
-        return FlatStorage(self.unit.numel, self.unit.dtype, cuts, poison, device)
+        return FlatStorage(self.unit.numel, self.unit.dtype, cuts, self.poison, device)
 
     @property
     def bound(self) -> bool:
@@ -68,11 +68,13 @@ class BoundUnit:
         """
         if not self.bound:
             self.poison = poison
-            self._look_elsewhere(HOST)
+            self._home = self._new_storage(HOST)
+            self._look_at(self._home)
 
-    def _look_elsewhere(self, device: torch.device) -> None:
-        left, self._storage = self._storage, self._look_at(self.poison, device)
-        for parameter, view in zip(self.parameters, self._storage.views, strict=True):
+    def _look_at(self, storage: FlatStorage) -> None:
+        """Make the parameters released views of `storage`."""
+        left, self._storage = self._storage, storage
+        for parameter, view in zip(self.parameters, storage.views, strict=True):
             if left.holds(parameter):
                 self._turn(parameter, view)
                 self._hide(parameter)
@@ -84,6 +86,19 @@ class BoundUnit:
         self.show(edited=edited)
         self._versions = self._count_versions()
         self._replaced = False
+
+    def bind_apart(self, data: torch.Tensor) -> None:
+        """Bind values for an editor, in a storage of their own: tensors that share it keep it beyond `leave_apart`.
+
+        Views of the unit from before, such as those that autograd saved, do not see these values.
+        """
+        self._look_at(self._new_storage(self.flat.device))
+        self.bind(data, edited=True)
+
+    def leave_apart(self) -> None:
+        """Release the parameters and end `bind_apart`."""
+        self._forget_values()
+        self._look_at(self._home)
 
     def show(self, *, edited: bool = False) -> None:
         """Mark the bound parameters as present: a module call or an editor uses them now, so accesses ask no keeper.
@@ -160,19 +175,6 @@ class BoundUnit:
 
     def _count_versions(self) -> int:
         return sum(version_of(parameter) for parameter in self.parameters)
-
-    @property
-    def lookers(self) -> int:
-        """Number of tensors that share the unit's memory, including its own."""
-        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
-
-    def leave_values(self) -> None:
-        """Release the parameters and move them to another storage, because other tensors share the bound memory.
-
-        These tensors keep that memory and its values.
-        """
-        self._forget_values()
-        self._look_elsewhere(self.flat.device)
 
     def unbind(self) -> torch.Tensor:
         """Release the parameters; returns the memory that was bound."""

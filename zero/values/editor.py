@@ -50,7 +50,6 @@ class UnitEditor:
         self.states, self.placement = storage.plan.states, exchange.placement
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
-        self._lookers: dict[int, int] = {}  # Unit bound to a private copy -> tensors that shared it at first.
         self._unstored: list[Edit] = []
 
     def states_of(self, unit: Unit) -> tuple[str, ...]:
@@ -107,9 +106,8 @@ class UnitEditor:
         copy = torch.empty_like(before)
         copy.copy_(before)
         self._before[index] = before
-        bound.bind(copy, edited=True)
+        bound.bind_apart(copy)
         self._coordinator.hold(index)
-        self._lookers[index] = bound.lookers
 
     def close(self, indices: Iterable[int], modifier_rank: int | None = None) -> None:
         """Store the edits since `open` and release the units that it bound. All ranks call this together.
@@ -127,14 +125,12 @@ class UnitEditor:
                 continue
             bound = self._bound[index]
             refused += bound.recapture()
-            # A view of the private copy, such as `nn.Parameter(weight.data)`, must stay valid: it gets the memory.
-            taken = bound.lookers > self._lookers.pop(index, bound.lookers)
             before = self._before.pop(index)
             after = bound.flat.detach().view(torch.uint8)
             edits.append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
             if self._coordinator.held(index):
                 self._coordinator.unhold(index)
-                bound.leave_values() if taken else bound.unbind()
+                bound.leave_apart()
             else:
                 bound.show()
         try:
