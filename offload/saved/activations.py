@@ -218,7 +218,7 @@ class ActivationStore:
             raise StateError(f"{what}: the engine that keeps it is closed")
 
     def _raise_failure(self) -> None:
-        error, self._pieces.failure = self._pieces.failure, None
+        error = self._pieces.take_failure()
         if error is not None:
             tell(error)
             raise error

@@ -40,6 +40,7 @@ class SpilledPiece:
     read: Transfer[None] | None = None
     rescued: torch.Tensor | None = None  # A host copy of the bytes, if their write failed.
     dropped: bool = False
+    covered: bool = False  # A caller learned of a failure while this piece was being written: its own is no news.
 
     @property
     def nbytes(self) -> int:
@@ -63,9 +64,6 @@ class PieceStore:
         near: `memory` is memory of the device.
         swap: None: pieces stay in memory.
         mover: waits for copies, and for the disk; not needed for memory that grows.
-
-    Attributes:
-        failure: a failed write that no caller knows of yet; its bytes are kept in memory.
     """
 
     def __init__(
@@ -84,7 +82,7 @@ class PieceStore:
         self._ahead: list[SpilledPiece] = []  # Read ahead, or being read.
         self._leaving: list[tuple[Block, Fence]] = []
         self._copied: deque[tuple[torch.Tensor, Fence, Callable[[], None]]] = deque()
-        self.failure: StorageError | None = None
+        self._failure: StorageError | None = None
 
     @property
     def kept_bytes(self) -> int:
@@ -179,9 +177,20 @@ class PieceStore:
         while self._copied and _passed(self._copied[0][1]):
             self._copied.popleft()[2]()
 
+    def take_failure(self) -> StorageError | None:
+        """A failed write that no caller knows of yet; its bytes are kept in memory.
+
+        Writes in flight are likely to fail for the same reason. They are kept too, and no later call returns them.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            for piece in self._moving:
+                piece.covered = True
+        return failure
+
     def end(self) -> None:
         """Drop everything; no transfer may be in flight."""
-        self._moving, self._ahead, self._leaving, self.failure = [], [], [], None
+        self._moving, self._ahead, self._leaving, self._failure = [], [], [], None
         self._copied.clear()
 
     def _copy_away(self, piece: SpilledPiece, block: Block, source: torch.Tensor, copied: Callable[[], None]) -> None:
@@ -325,8 +334,8 @@ class PieceStore:
         error, piece.write = write.settle(), None
         if error is not None and piece.block is not None and not piece.dropped:
             piece.rescued = aligned_copy(piece.block.data)
-            if isinstance(error, StorageError):
-                self.failure = self.failure or error.within(f"storing {self.name}")
+            if isinstance(error, StorageError) and not piece.covered:
+                self._failure = self._failure or error.within(f"storing {self.name}")
         self._let_go(piece)
 
 
