@@ -137,6 +137,11 @@ class FlatStorage:
             self.flat.data.view(torch.uint8).copy_(data)
         self._bound = data
 
+    def bind_beside(self, other: FlatStorage) -> None:
+        """Give `flat` the memory of `other`, which stays bound; without swapping, a copy of it."""
+        data = other.flat.detach().view(torch.uint8)
+        self.bind(exact_alias(data) if self._swaps else data.clone())
+
     def unbind(self) -> torch.Tensor:
         """Poison `flat` again and return the memory that was bound. Raises StateError: not bound."""
         if self._bound is None:

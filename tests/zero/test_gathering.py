@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +13,10 @@ from models import build, make_config, tokens, trainability
 from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor, nn
 
+import offload.memory.flat_storage
 import zero
 from offload.errors import StateError
-from zero.params.released import ReleasedParameter
+from zero.params.released import ReleasedParameter, keeper_of
 
 Open = Callable[..., Any]
 PAIRS = [("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "none"), ("none", "none")]
@@ -238,6 +241,24 @@ def test_an_exception_inside_closes_the_context_and_keeps_what_was_edited(open_e
     stepped(engine, 3)
 
 
+def test_an_interrupt_at_the_end_of_opening_leaves_nothing_open(
+    open_engine: Open, nvme_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, twin = made(open_engine, nvme_path), made(open_engine, nvme_path)
+    keeper, fetch = type(keeper_of(engine.module.norm.bias)), type(keeper_of(engine.module.norm.bias)).open
+
+    def fetch_and_interrupt(self: Any, parameters: Any) -> None:
+        fetch(self, parameters)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(keeper, "open", fetch_and_interrupt)
+        with zero.GatheredParameters([engine.module.norm.bias]):
+            pytest.fail("the context was entered")
+    assert released(engine)
+    assert changed(whole_state(stepped(twin, 2)), whole_state(stepped(engine, 2))) == set()
+
+
 def test_one_context_object_may_be_entered_again(open_engine: Open, nvme_path: Any) -> None:
     engine = made(open_engine, nvme_path)
     parameter = engine.module.norm.bias
@@ -288,6 +309,75 @@ def test_between_forward_and_backward_values_may_be_read(open_engine: Open, nvme
     inside.step()
     stepped(outside, 5)
     assert changed(whole_state(inside), whole_state(outside)) == set()
+
+
+@pytest.fixture(params=[True, False], ids=["swap", "no swap"])
+def swaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether torch can swap storages."""
+    monkeypatch.setattr(offload.memory.flat_storage, "CAN_SWAP", request.param)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("reuse", [0, 10**7], ids=["released", "live"])
+@pytest.mark.parametrize("looked", [False, True], ids=["", "read with gradients before"])
+def test_a_backward_inside_of_a_forward_outside_trains_like_outside(
+    open_engine: Open, nvme_path: Any, swaps: bool, looked: bool, reuse: int
+) -> None:
+    """Views that autograd saved see values inside; a unit that the backward is done with stays until the end."""
+    keys = {"stage3_max_reuse_distance": reuse, "stage3_max_live_parameters": 10**7}
+    inside, outside = (made(open_engine, nvme_path, **keys) for _ in range(2))
+    losses = []
+    for engine in (inside, outside):
+        loss, weight = engine(tokens(5)), engine.module.norm.weight
+        losses.append(loss + weight.float().square().sum() if looked and reuse else loss)
+    with zero.GatheredParameters(inside.module.parameters()):
+        inside.backward(losses[0])
+        assert not any(isinstance(p, ReleasedParameter) for p in inside.module.parameters())
+        assert all(bool(p.isfinite().all()) for p in inside.module.parameters())
+    outside.backward(losses[1])
+    inside.step()
+    outside.step()
+    assert changed(whole_state(inside), whole_state(outside)) == set()
+    assert changed(whole_state(stepped(inside, 6)), whole_state(stepped(outside, 6))) == set()
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_views_from_before_see_the_values_and_edit_them(
+    open_engine: Open, nvme_path: Any, pair: tuple[str, str]
+) -> None:
+    engine = made(open_engine, nvme_path, pair)
+    before = {name: engine.full_parameter(name) for name in engine.module.state_dict()}
+    views = engine.module.state_dict()
+    with zero.GatheredParameters(list(engine.module.parameters())):
+        assert {name for name, view in views.items() if not torch.equal(view, before[name])} == set()
+        views["norm.bias"].fill_(0.5)
+    assert torch.equal(engine.full_parameter("norm.bias"), torch.full_like(before["norm.bias"], 0.5))
+    fine = {name for name in before if torch.equal(engine.full_parameter(name), before[name])}
+    assert fine == before.keys() - {"norm.bias"}
+
+
+def test_parameters_of_two_units_may_exchange_their_data(open_engine: Open, nvme_path: Any) -> None:
+    engine = made(open_engine, nvme_path)
+    first, second = engine.module.blocks[0].norm_in.weight, engine.module.norm.weight
+    names = "blocks.0.norm_in.weight", "norm.weight"
+    before = [engine.full_parameter(name) + shift for name, shift in zip(names, (1, 2), strict=True)]
+    with zero.GatheredParameters([first, second]), torch.no_grad():
+        first.add_(1)
+        second.add_(2)
+        first.data, second.data = second.data, first.data
+    assert all(torch.equal(engine.full_parameter(n), v) for n, v in zip(names, reversed(before), strict=True))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_in_inference_mode_values_are_read_and_edited(open_engine: Open, nvme_path: Any, pair: tuple[str, str]) -> None:
+    engine, twin = made(open_engine, nvme_path, pair), made(open_engine, nvme_path, pair)
+    with torch.inference_mode():
+        assert torch.equal(engine.full_parameter("norm.bias"), twin.full_parameter("norm.bias"))
+        with zero.GatheredParameters([engine.module.norm.bias]):
+            engine.module.norm.bias.fill_(0.5)
+    with zero.GatheredParameters([twin.module.norm.bias]), torch.no_grad():
+        twin.module.norm.bias.fill_(0.5)
+    assert changed(whole_state(stepped(twin, 2, 3)), whole_state(stepped(engine, 2, 3))) == set()
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)

@@ -38,7 +38,7 @@ class Activations:
     def __init__(self, block: ActivationCheckpointing, store: ActivationStore | None = None) -> None:
         self.block, self.store = block, store
         self._model: nn.Module | None = None
-        self._flats: frozenset[int] = frozenset()
+        self._bound: Sequence[BoundUnit] = ()
         self._fixed: frozenset[int] = frozenset()
         self._torn: Callable[[], None] = lambda: None
         self._room_added = False
@@ -54,10 +54,8 @@ class Activations:
             torn: called if a tensor cannot be read inside a backward.
         """
         self.store, self._model, self._torn = store, model, torn
-        # The units own these storages, so the keys stay valid; keys of buffers stay valid while a forward runs.
-        self._flats = frozenset(storage_key(unit.flat) for unit in bound)
+        self._bound = bound
         self._room_added = False
-        self._look_at_buffers()
 
     def close(self) -> None:
         """The engine is closed: reset its settings and drop its store."""
@@ -66,7 +64,7 @@ class Activations:
     @contextmanager
     def forward(self) -> Iterator[None]:
         token = _current.set(self)
-        self._look_at_buffers()
+        self._look_at_model()
         try:
             with self.saving() if self.block.activation_offloading else nothing():
                 yield
@@ -86,9 +84,11 @@ class Activations:
         if self.store is not None:
             self.store.check()
 
-    def _look_at_buffers(self) -> None:
+    def _look_at_model(self) -> None:
+        """Note what stays where it is. The keys are valid while a forward runs."""
         if self.store is not None and self._model is not None:
-            self._fixed = self._flats.union(storage_key(buffer) for buffer in self._model.buffers())
+            flats = frozenset(storage_key(unit.flat) for unit in self._bound)
+            self._fixed = flats.union(storage_key(buffer) for buffer in self._model.buffers())
 
     @whole
     def _pack(self, tensor: torch.Tensor) -> Handle | AsIs:

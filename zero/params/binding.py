@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -41,7 +43,7 @@ class BoundUnit:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if `tensor` is a view of this unit."""
-        return self._storage.holds(tensor)
+        return self._storage.holds(tensor) or self._home.holds(tensor)
 
     def adopt(self, slot: Slot, keeper: Keeper) -> None:
         """Turn one parameter into a released view of this unit; its old memory is freed."""
@@ -69,15 +71,16 @@ class BoundUnit:
         if not self.bound:
             self.poison = poison
             self._home = self._new_storage(HOST)
-            self._look_at(self._home)
-
-    def _look_at(self, storage: FlatStorage) -> None:
-        """Make the parameters released views of `storage`."""
-        left, self._storage = self._storage, storage
-        for parameter, view in zip(self.parameters, storage.views, strict=True):
-            if left.holds(parameter):
-                self._turn(parameter, view)
+            for parameter in self._look_at(self._home):
                 self._hide(parameter)
+
+    def _look_at(self, storage: FlatStorage) -> list[nn.Parameter]:
+        """Make the parameters views of `storage`, present ones. Returns them, without those with other memory."""
+        left, self._storage = self._storage, storage
+        pairs = [each for each in zip(self.parameters, storage.views, strict=True) if left.holds(each[0])]
+        for parameter, view in pairs:
+            self._turn(parameter, view)
+        return [parameter for parameter, _ in pairs]
 
     def bind(self, data: torch.Tensor, *, edited: bool = False) -> None:
         """Make the values in `data` (uint8, `unit.nbytes` long) the parameters' values. See `show`."""
@@ -90,15 +93,18 @@ class BoundUnit:
     def bind_apart(self, data: torch.Tensor) -> None:
         """Bind values for an editor, in a storage of their own: tensors that share it keep it beyond `leave_apart`.
 
-        Views of the unit from before, such as those that autograd saved, do not see these values.
+        Views from before, such as those that autograd saved, see these values until then: they may be used inside.
         """
         self._look_at(self._new_storage(self.flat.device))
         self.bind(data, edited=True)
+        self._home.bind_beside(self._storage)
 
     def leave_apart(self) -> None:
         """Release the parameters and end `bind_apart`."""
         self._forget_values()
+        self._home.unbind()
         self._look_at(self._home)
+        self.hide()
 
     def show(self, *, edited: bool = False) -> None:
         """Mark the bound parameters as present: a module call or an editor uses them now, so accesses ask no keeper.
@@ -134,10 +140,10 @@ class BoundUnit:
         Returns:
             Messages about values that cannot be kept, because their shape has changed.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # else hidden parameters would ask the keeper
-            return self._recapture()
+        return recapture_all([self])
 
-    def _recapture(self) -> list[str]:
+    def take_given(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[str]]:
+        """The first half of `recapture`: (view, its new values) of each replaced `.data`, and the messages."""
         given: list[tuple[torch.Tensor, torch.Tensor]] = []
         refused: list[str] = []
         for slot, parameter, view in zip(self.unit.slots, self.parameters, self._storage.views, strict=True):
@@ -152,13 +158,8 @@ class BoundUnit:
                     f"{tuple(slot.shape)}: an engine's parameters keep their size; resize before zero.initialize "
                     "(inside zero.Init too), or close the engine and initialize again"
                 )
-        # Read all before the first write: the new `.data` of one parameter may be the memory of another.
-        copies = [(view, values.clone()) for view, values in given]
-        with torch.no_grad():
-            for view, values in copies:
-                view.data.copy_(values)
-        self._replaced = self._replaced or bool(copies)
-        return refused
+        self._replaced = self._replaced or bool(given)
+        return given, refused
 
     def _in_place(self, parameter: nn.Parameter, view: torch.Tensor) -> bool:
         return (
@@ -181,3 +182,13 @@ class BoundUnit:
         self.hide()
         self._forget_values()
         return self._storage.unbind()
+
+
+def recapture_all(units: Iterable[BoundUnit]) -> list[str]:
+    """`BoundUnit.recapture` of several units, which may have exchanged the `.data` of their parameters."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # else hidden parameters would ask the keeper
+        taken = [unit.take_given() for unit in units]
+        # Read all before the first write: the new `.data` of one parameter may be the memory of another.
+        for view, values in [(view, values.clone()) for given, _ in taken for view, values in given]:
+            view.data.copy_(values)
+    return [message for _, refused in taken for message in refused]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offload.saved.saved_views import AsIs
+from offload.system.interrupts import uninterrupted, whole
 from zero.params.announced import check_rank, is_announced, take_values_of
 from zero.params.released import Keeper, is_kept, keeper_of
 
@@ -57,18 +58,18 @@ class GatheredParameters:
         """True if `tensor` shares values that are released when the context ends and are not fetched for backward."""
         if tensor.layout != torch.strided:
             return False
-        storage = tensor.untyped_storage()._cdata
-        held = (p for keeper, parameters in self._open if not keeper.keeps_saved for p in parameters)
-        return any(p.untyped_storage()._cdata == storage for p in held)
+        held = ((keeper, p) for keeper, parameters in self._open if not keeper.keeps_saved for p in parameters)
+        return any(keeper.holds(p, tensor) for keeper, p in held)
 
     def __enter__(self) -> None:
         """Fetch the values: all of them, or none and an error."""
         if self._announced or self._by_keeper:
             check_rank(self._modifier_rank)
         try:
-            for keeper, parameters in self._by_keeper.values():
-                keeper.open(parameters)
-                self._open.append((keeper, parameters))
+            with uninterrupted:
+                for keeper, parameters in self._by_keeper.values():
+                    keeper.open(parameters)
+                    self._open.append((keeper, parameters))
             if torch.is_grad_enabled() and not all(keeper.keeps_saved for keeper, _ in self._open):
                 self._keep_saved()
         except BaseException:
@@ -92,6 +93,7 @@ class GatheredParameters:
             self._saving.callback(_entered.remove, self)
             self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, AsIs.get))
 
+    @whole
     def _close_all(self) -> None:
         """Close every keeper, even if one of them raises; the first error is raised at the end."""
         first: BaseException | None = None

@@ -81,6 +81,9 @@ class Keeper(Protocol):
     def part(self, parameter: nn.Parameter) -> slice:
         """The range of the parameter's elements that belong to this rank."""
 
+    def holds(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
+        """True if `tensor` shares the values that `parameter` has now."""
+
     def open(self, parameters: list[nn.Parameter]) -> None:
         """Fetch values for `GatheredParameters`: private copies that may be edited."""
 

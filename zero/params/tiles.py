@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from offload.errors import StateError
+from offload.saved.saved_views import storage_key
 from offload.sizes import BLOCK_NUMEL
 from zero.params.released import (
     Keeper,
@@ -151,6 +152,10 @@ class TiledKeeper:
     def part(self, parameter: nn.Parameter) -> slice:
         """All elements: a rank has a part of each tile, so its part is not contiguous."""
         return slice(0, parameter.numel())
+
+    def holds(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
+        """True if both share a storage."""
+        return storage_key(tensor) == storage_key(parameter)
 
     def open(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins: read all tiles into one tensor for the parameter, outside of any limit."""

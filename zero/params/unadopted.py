@@ -17,6 +17,7 @@ from offload.errors import StateError
 from offload.memory.flat_storage import FlatStorage, Poison
 from offload.memory.pinned import return_freed_memory
 from offload.node.common_file import CommonFile
+from offload.saved.saved_views import storage_key
 from zero.params.announced import take_values_of
 from zero.params.released import (
     ReleasedParameter,
@@ -148,6 +149,10 @@ class ProvisionalKeeper:
     def part(self, parameter: nn.Parameter) -> slice:
         """All elements: before there is an engine, values are not sharded."""
         return slice(0, parameter.numel())
+
+    def holds(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
+        """True if both share a storage."""
+        return storage_key(tensor) == storage_key(parameter)
 
     def open(self, parameters: list[nn.Parameter]) -> None:
         """Fetch the values, so that they can be edited."""

@@ -131,7 +131,7 @@ class Coordinator:
         self._more_numel = 0
         self._hot.shrink(self._live_numel_max)
         for one in (*self._units.at(UnitState.COMING), *self._units.at(UnitState.LIVE)):
-            if not (one.used or one.seen):
+            if not one.stays:
                 self._evict(one)
         self._loader.close_room()
 
@@ -250,7 +250,7 @@ class Coordinator:
         for one in open_uses:
             one.forward_uses = 0
         for one in open_uses:
-            if not one.used:
+            if not (one.used or one.edited):
                 self._release(one)
         if next_phase is not None:
             self._expect(GENERATE if self._hot.on else next_phase, with_backward=False)
@@ -336,16 +336,24 @@ class Coordinator:
             self._evict(self._units[index])
 
     def hold(self, index: int) -> None:
-        """An editor has bound the unit: uses find it present and do not change it."""
-        self._units.move(self._units[index], UnitState.EDITED)
+        """An editor shows the unit, in memory of its own or where it is: uses find it present and do not release it."""
+        one = self._units[index]
+        one.edited = one.state == UnitState.LIVE
+        if one.state == UnitState.AWAY:
+            self._units.move(one, UnitState.EDITED)
 
     def held(self, index: int) -> bool:
-        """True between `hold` and `unhold`."""
+        """True between `hold` and `unhold`, if the editor has bound the unit to memory of its own."""
         return self._units[index].state == UnitState.EDITED
 
     def unhold(self, index: int) -> None:
-        """The editor is about to unbind the unit."""
-        self._units.move(self._units[index], UnitState.AWAY)
+        """The editor is done; a unit that nothing uses any more is released."""
+        one = self._units[index]
+        one.edited = False
+        if one.state == UnitState.EDITED:
+            self._units.move(one, UnitState.AWAY)
+        elif not one.stays:
+            self._release(one)
 
     def rewritten(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
         self._loader.rewritten(indices, unstored)
@@ -508,6 +516,8 @@ class Coordinator:
         return list(until(uses, 2 * self._live_numel_max + self._limits.prefetch_numel, self._numel))
 
     def _keep_or_release(self, one: UnitOnDevice, upcoming: Iterator[int]) -> None:
+        if one.edited:
+            return
         live = one.state == UnitState.LIVE
         if live:
             self._bound[one.index].hide()

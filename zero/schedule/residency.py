@@ -44,6 +44,7 @@ class UnitOnDevice:
         recomputing: open calls of a recomputation.
         recomputed: a backward has fetched it: it stays until a backward use of it ends, or the whole backward.
         seen: it was read with gradients outside any call: it stays until a backward has ended.
+        edited: an editor shows its live values: it stays until the editor is done.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -51,7 +52,7 @@ class UnitOnDevice:
         self.state = UnitState.HOME if unit.persistent else UnitState.AWAY
         self.arrival: Arrival | None = None
         self.forward_uses = self.backward_uses = self.recomputing = 0
-        self.recomputed = self.seen = False
+        self.recomputed = self.seen = self.edited = False
 
     @property
     def index(self) -> int:
@@ -63,9 +64,14 @@ class UnitOnDevice:
         return bool(self.forward_uses or self.backward_uses or self.recomputed)
 
     @property
+    def stays(self) -> bool:
+        """It cannot be evicted."""
+        return self.used or self.seen or self.edited
+
+    @property
     def waits(self) -> bool:
         """It was recomputed, and no open call uses it: if it is evicted, gradients will fetch it again."""
-        return self.recomputed and not (self.forward_uses or self.backward_uses or self.recomputing)
+        return self.recomputed and not (self.forward_uses or self.backward_uses or self.recomputing or self.edited)
 
 
 class Residency:
@@ -104,7 +110,7 @@ class Residency:
 
     def in_use(self) -> set[int]:
         """Live units that cannot be evicted."""
-        return {one.index for one in self._listed[UnitState.LIVE].values() if one.used or one.seen}
+        return {one.index for one in self._listed[UnitState.LIVE].values() if one.stays}
 
     def waiting(self) -> set[int]:
         return {one.index for one in self._units if one.waits}

@@ -106,6 +106,10 @@ class EngineKeeper:
         run = runs_of(placement, bound.unit, slot, slot.first_numel, slot.first_numel + slot.numel)
         return run[placement.shard_index]
 
+    def holds(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
+        """True if `tensor` is a view of the parameter's unit."""
+        return self._bound_of[self._unit_of[id(parameter)]].holds(tensor)
+
     @whole
     def open(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins."""

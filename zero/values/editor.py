@@ -12,7 +12,7 @@ from offload.kernels import masters
 from offload.planes.copies import read_plane, write_plane
 from offload.sizes import format_bytes
 from zero.exchange.exchange import Exchange, whole
-from zero.params.binding import BoundUnit
+from zero.params.binding import BoundUnit, recapture_all
 from zero.params.layout import Layout, Unit
 from zero.plan.machine import read_machine
 from zero.plan.record import Record
@@ -59,6 +59,7 @@ class UnitEditor:
     def busy(self) -> bool:
         return any(self._opened.values())
 
+    @torch.inference_mode(False)
     def open(self, indices: Iterable[int]) -> None:
         """Bind each unit to a private copy, unless it is bound already: all of them, or none.
 
@@ -101,6 +102,7 @@ class UnitEditor:
             self._events.edit_begins()
             self._recapture(bound)
             self._before[index] = bound.flat.detach().clone().view(torch.uint8)
+            self._coordinator.hold(index)
             return
         before = self.read(self._layout.units[index]).to(bound.flat.device)
         copy = torch.empty_like(before)
@@ -109,6 +111,7 @@ class UnitEditor:
         bound.bind_apart(copy)
         self._coordinator.hold(index)
 
+    @torch.inference_mode(False)
     def close(self, indices: Iterable[int], modifier_rank: int | None = None) -> None:
         """Store the edits since `open` and release the units that it bound. All ranks call this together.
 
@@ -117,14 +120,12 @@ class UnitEditor:
         (none is kept). Raises StorageError: the first failure. `modifier_rank`: the rank whose edits count; None: all
         ranks must have made the same edits.
         """
+        self._opened.subtract(indices := list(indices))
+        closed = [index for index in indices if not self._opened[index]]
         edits: list[Edit] = []
-        refused: list[str] = []
-        for index in indices:
-            self._opened[index] -= 1
-            if self._opened[index]:
-                continue
+        refused = recapture_all([self._bound[index] for index in closed])
+        for index in closed:
             bound = self._bound[index]
-            refused += bound.recapture()
             before = self._before.pop(index)
             after = bound.flat.detach().view(torch.uint8)
             edits.append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
@@ -134,12 +135,22 @@ class UnitEditor:
             else:
                 bound.show()
         try:
+            refused += self._keep(edits, modifier_rank)
+        finally:
+            for index in closed:
+                self._coordinator.unhold(index)  # last: what is released now must have the values that count
+        if refused:
+            raise StateError(f"GatheredParameters: {'; '.join(refused)}")
+
+    def _keep(self, edits: list[Edit], modifier_rank: int | None) -> list[str]:
+        """Store the edits that count. Returns messages if none counts."""
+        refused: list[str] = []
+        try:
             changes = agree_on_edits(self._exchange, edits, modifier_rank)
             if changes:
                 self._events.check_open(EDIT)
         except StateError as error:
-            refused.append(str(error))
-            changes = []
+            refused, changes = [str(error)], []
         self._undo(edits, {change.unit.index for change in changes})
         for change in changes:
             self._events.changed(change.unit.index)
@@ -153,8 +164,7 @@ class UnitEditor:
             if changes:
                 unstored = {edit.unit.index for edit in self._unstored}
                 self._coordinator.rewritten([change.unit.index for change in changes], unstored)
-        if refused:
-            raise StateError(f"GatheredParameters: {'; '.join(refused)}")
+        return refused
 
     def _undo(self, edits: list[Edit], kept: set[int]) -> None:
         """Restore the values of edits that do not count, where they were made in place."""
@@ -178,6 +188,7 @@ class UnitEditor:
         if error is not None:
             raise error
 
+    @torch.inference_mode(False)
     def read(self, unit: Unit) -> torch.Tensor:
         """A copy of the unit's weights as uint8 in host memory."""
         bound = self._bound[unit.index]
