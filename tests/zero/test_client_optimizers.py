@@ -277,14 +277,14 @@ def test_a_name_is_known_in_any_spelling(word: str, kind: str) -> None:
     ("block", "told"),
     [
         ({"type": "OneBitAdam"}, "1-bit optimizers are not available; use AdamW"),
-        ({"type": "LBFGS"}, "it runs the model inside its step; use AdamW"),
+        ({"type": "LBFGS"}, "its step runs the model several times; use AdamW"),
         ({"type": "MuAdam", "params": {"momentum": 0.9}}, r"1 problem\n.*muP"),  # its keys are no problem
-        ({"type": "Muon", "params": {"per_head_muon": True}}, "matrices are orthogonalized whole"),
+        ({"type": "Muon", "params": {"per_head_muon": True}}, "Muon orthogonalizes whole matrices"),
         ({"type": "RMSpropp"}, "the nearest is RMSprop"),
         ({"type": "SGD", "params": {"momentun": 0.9}}, "optimizer.params.momentun.*'momentum'"),
-        ({"type": "SGD", "params": {"betas": [0.9, 0.99]}}, "optimizer.params.betas.*it is of Adam, AdamW"),
+        ({"type": "SGD", "params": {"betas": [0.9, 0.99]}}, "optimizer.params.betas.*it belongs to Adam, AdamW"),
         ({"type": "Lion", "params": {"momentum": 0.9}}, "optimizer.params.momentum: expected a key of Lion"),
-        ({"type": "Adagrad", "params": {"amsgrad": True}}, "optimizer.params.amsgrad.*it is of Adam, AdamW"),
+        ({"type": "Adagrad", "params": {"amsgrad": True}}, "optimizer.params.amsgrad.*it belongs to Adam, AdamW"),
         ({"type": "RMSprop", "params": {"momentum": -1}}, "optimizer.params.momentum"),
     ],
 )

@@ -285,7 +285,7 @@ def test_what_cannot_be_clipped_is_refused_by_name(open_engine: Open, nvme_path:
 
 def test_other_optimizers_and_snapshots_are_refused(open_engine: Open, nvme_path: Path) -> None:
     block = {"type": "AdamW", "params": {"qk_clip": 100.0}}
-    with pytest.raises(ConfigError, match=r"qk_clip.*it is of Muon"):
+    with pytest.raises(ConfigError, match=r"qk_clip.*it belongs to Muon"):
         open_engine(llama(), make_config(("cpu", "cpu"), nvme_path, optimizer=block))
     zero_block = {"offload_optimizer": {"snapshot": {"every": 2}}}
     with pytest.raises(ConfigError, match=r"a snapshot is committed when nothing changes weights"):

@@ -318,7 +318,7 @@ def test_backward_keeps_codes_and_no_decoded_weight() -> None:
         ({"nowhere": RULE}, "'nowhere'"),
         ({"base.blocks": {"num_bits": 3}}, "num_bits of 4 or 8"),
         ({"base.blocks": {"num_bits": 4, "group_size": 48}}, "does not divide"),
-        ({"base.blocks": {"bits": 4}}, "no key 'bits', only num_bits"),
+        ({"base.blocks": {"bits": 4}}, "one of the keys num_bits, group_size, group_dim, symmetric, not 'bits'"),
         ({"base.table": RULE}, "'base.table'"),
     ],
 )

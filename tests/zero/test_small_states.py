@@ -341,9 +341,9 @@ def test_what_is_not_small_or_comes_late_is_refused_by_name(
         ({"type": "Adafactor", "params": {"betas": [0.9, 0.99]}}, "optimizer.params.betas"),
         ({"type": "Adafactor", "params": {"eps": 1e-8}}, "params.eps: expected two numbers, the first may be null"),
         ({"type": "AdamW", "params": {"eps": [1e-30, 1e-3]}}, "params.eps: expected a number with AdamW"),
-        ({"type": "Adafactor", "params": {"eps": [None, -1]}}, "params.eps: expected nothing below 0"),
+        ({"type": "Adafactor", "params": {"eps": [None, -1]}}, "params.eps: expected no number below 0"),
         ({"type": "Adafactor", "params": {"beta2_decay": 0.8}}, "params.beta2_decay"),
-        ({"type": "Shampoo"}, "what they keep of a matrix is larger"),
+        ({"type": "Shampoo"}, "its states are larger than the matrix"),
     ],
 )
 def test_keys_that_do_not_fit_are_errors(block: dict[str, Any], told: str) -> None:

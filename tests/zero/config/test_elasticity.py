@@ -88,7 +88,11 @@ def test_whole_nodes_share_the_batch_and_where_they_cannot_it_is_cut() -> None:
     ("content", "ranks", "message"),
     [
         (config(**LARGE), 33, "elasticity: expected 32, 34, 36.*got 33 ranks"),
-        ({**config(**LARGE), "train_batch_size": 64}, 32, "expected no train_batch_size beside elasticity, got 64"),
+        (
+            {**config(**LARGE), "train_batch_size": 64},
+            32,
+            "expected no train_batch_size together with elasticity, got 64",
+        ),
         (
             config(max_train_batch_size=4, micro_batch_sizes=[8]),
             1,

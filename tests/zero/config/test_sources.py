@@ -36,8 +36,10 @@ CLIENTS: dict[str, Any] = {
 }
 """What clients leave at the top level, and a slip of the user's."""
 TOLERATED = {
-    "zero_optimization.reduce_bucket_size": 'put "reduce_bucket_size" into "zero_optimization"',
-    "zero_optimization.stage3_prefetch_bucket_size": 'put "stage3_prefetch_bucket_size" into "zero_optimization"',
+    "zero_optimization.reduce_bucket_size": 'put "reduce_bucket_size" into the block "zero_optimization"',
+    "zero_optimization.stage3_prefetch_bucket_size": (
+        'put "stage3_prefetch_bucket_size" into the block "zero_optimization"'
+    ),
     "gradient_clippng": "'gradient_clipping'",
     "client_version": "unknown key",
 }
