@@ -201,7 +201,7 @@ def make_integer(values: dict[str, Any]) -> None:
     ("damage", "words"),
     [
         (drop, ["1 missing in the checkpoint: norm.weight", "strict=False"]),
-        (add, ["1 unknown to the model: lm_head.bias", "strict=False"]),
+        (add, ["1 not in the model: lm_head.bias", "strict=False"]),
         (reshape, ["norm.weight", "model.safetensors", "expected shape (32,)", "got (31,)", "config"]),
         (make_integer, ["norm.weight", "model.safetensors", "expected torch.", "got torch.int32", "does not convert"]),
     ],

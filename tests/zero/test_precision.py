@@ -171,7 +171,7 @@ def test_weights_that_come_in_bf16_are_warned_of(
 ) -> None:
     with caplog.at_level(logging.WARNING, "zero"):
         open_engine(build("gpt").bfloat16(), fp16(("cpu", "cpu"), nvme_path))
-    assert "come in bf16, whose range fp16 has not" in caplog.text
+    assert "are in bf16, and fp16 cannot hold all of its range" in caplog.text
 
 
 # ---- autocast ---------------------------------------------------------------------------------

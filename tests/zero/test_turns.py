@@ -460,7 +460,7 @@ def test_a_batch_is_not_begun_amid_another(open_engine: Open, nvme_path: Path) -
     engine = open_engine(build("gpt"), config_of(nvme_path, vertical=True))
     engine.backward(engine(tokens(0)))
     engine.step()
-    with pytest.raises(StateError, match="1 micro-batches of this step have been run one by one"):
+    with pytest.raises(StateError, match="1 micro-batches of this step have already been run one by one"):
         engine.train_batch(batches())
 
 
