@@ -170,8 +170,8 @@ def test_what_is_not_made_yet_when_a_checkpoint_is_saved_is_made_after_it_is_loa
     [
         (torch.optim.LBFGS, "closure"),
         (torch.optim.SparseAdam, "dense gradients"),
-        (Global, "steps for all parameters together"),
-        (Handing, "changes nothing of the parameter"),
+        (Global, "steps in common for all parameters"),
+        (Handing, "does not change the parameter"),
     ],
 )
 def test_what_cannot_run_parameter_by_parameter_is_refused_by_name(
@@ -301,5 +301,5 @@ def test_options_that_torch_refuses_are_refused_in_its_words(open_engine: Open, 
 
 def test_narrow_states_are_adams_alone(open_engine: Open, nvme_path: Path) -> None:
     zero = {"offload_optimizer": {"state_dtype": "bf16"}}
-    with pytest.raises(ConfigError, match=r"state_dtype: bf16 is for Adam and AdamW, and NAdam is something else"):
+    with pytest.raises(ConfigError, match=r"state_dtype: bf16 is only available with Adam and AdamW, got NAdam"):
         open_engine(patchy(), make_config(CPU, nvme_path, optimizer={"type": "NAdam"}, zero=zero))

@@ -118,7 +118,7 @@ def test_a_model_built_under_init_is_used_from_the_disk(nvme_path: Path, infer: 
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero_block("nvme", nvme_path)}
     with zero.Init(config_dict_or_path=config):
         model = logits()
-    with pytest.raises(ConfigError, match=r"dtype: parameter position is torch\.float32 and on disk already"):
+    with pytest.raises(ConfigError, match=r"dtype: parameter position is torch\.float32 and already on disk"):
         infer(model, "nvme", dtype="fp16")
     engine = infer(model, "nvme", dtype="bf16")
     with torch.no_grad():

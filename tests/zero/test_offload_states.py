@@ -201,7 +201,8 @@ def test_states_that_are_elsewhere_stay_and_it_is_said_once(
         for _ in range(3):
             engine.offload_states([KINDS[0]])
     assert [r.message for r in caplog.records] == [
-        "offload_states: nothing to do for hp_params, optim_states: they are not on cpu, or share its memory"
+        "offload_states: nothing to do for hp_params, optim_states: they are not on cpu, or share its memory "
+        "with others"
     ]
     assert not engine.offloaded_states
     train(engine, 1)

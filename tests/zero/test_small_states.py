@@ -247,7 +247,7 @@ def test_a_snapshot_of_a_class_without_them_is_refused(open_engine: Open, nvme_p
     engine, _ = handed_over(open_engine, nvme_path, Stateless, NVME, **keys)
     train(engine, 0, 2, bf16=True)
     engine.close()
-    with pytest.raises(ConfigError, match=r"is of another layout \(small states: None then, 5,724 bytes now\)"):
+    with pytest.raises(ConfigError, match=r"has another layout \(small states: None then, 5,724 bytes now\)"):
         handed_over(open_engine, nvme_path, adafactor, NVME, **keys)
 
 
@@ -324,7 +324,10 @@ def test_a_model_that_changes_keeps_them(open_engine: Open, nvme_path: Path) -> 
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (BothSides, r"its state left is of shape \(150, 150\).*elements for parameters of 51,812: it is not small"),
+        (
+            BothSides,
+            r"its state left has the shape \(150, 150\).*elements for parameters of 51,812 elements they are too large",
+        ),
         (LateRows, "its state rows is made after the first step"),
     ],
 )

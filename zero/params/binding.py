@@ -149,8 +149,8 @@ class BoundUnit:
             else:
                 refused.append(
                     f"parameter {slot.name} was given .data of shape {tuple(values.shape)}, expected "
-                    f"{tuple(slot.shape)}: an engine's parameters keep their size; resize before zero.initialize "
-                    "(inside zero.Init too), or close the engine and initialize again"
+                    f"{tuple(slot.shape)}: parameters of an engine cannot change their size; resize before "
+                    "zero.initialize (also inside zero.Init), or close the engine and initialize again"
                 )
         # Read all before the first write: the new `.data` of one parameter may be the memory of another.
         copies = [(view, values.clone()) for view, values in given]

@@ -115,7 +115,7 @@ def test_batch_sizes_beside_it_are_passed_over_if_the_user_says_so() -> None:
 
 def test_the_alias_says_what_is_missing_and_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert theirs.elasticity_enabled(config()) and not theirs.elasticity_enabled({})
-    with pytest.raises(theirs.ElasticityConfigError, match="expected a block with enabled: true"):
+    with pytest.raises(theirs.ElasticityConfigError, match="expected a block with enabled set to true"):
         theirs.compute_elastic_config({"elasticity": {"enabled": False}})
     with pytest.raises(theirs.ElasticityConfigError, match="max_train_batch_size: missing"):
         theirs.compute_elastic_config(config(micro_batch_sizes=[2]))
