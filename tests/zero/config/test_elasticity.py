@@ -125,7 +125,7 @@ def test_the_alias_says_what_is_missing_and_what_does_not_fit(monkeypatch: pytes
         theirs.compute_elastic_config(config(**LARGE), world_size=128)
     monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", json.dumps(LARGE))
     theirs.ensure_immutable_elastic_config(LARGE)
-    with pytest.raises(theirs.ElasticityConfigError, match="expected 10000, which DEEPSPEED_ELASTICITY_CONFIG has"):
+    with pytest.raises(theirs.ElasticityConfigError, match="expected 10000, as in DEEPSPEED_ELASTICITY_CONFIG"):
         theirs.ensure_immutable_elastic_config({**LARGE, "max_train_batch_size": 9000})
 
 
