@@ -380,7 +380,10 @@ def test_moments_that_fit_no_scheme_are_refused_by_name() -> None:
         (Moments(grad, grad, scale, scale), r"exp_avg_scale: only allowed with uint8 moments, got moments of"),
         (Moments(codes, codes, scale, scale[:1]), r"exp_avg_sq_scale: expected 2 elements"),
         (Moments(codes, grad, scale, scale), r"exp_avg_sq: expected 512 elements of torch.uint8"),
-        (Moments(codes, codes, scale, scale, origin=128), r"blocks of 256 elements, got 512 elements from coordinate 128"),
+        (
+            Moments(codes, codes, scale, scale, origin=128),
+            r"blocks of 256 elements, got 512 elements from coordinate 128",
+        ),
         (Moments(grad.half(), grad.half()), r"exp_avg: expected 512 elements of torch.float32 or"),
     ):
         with pytest.raises(TypeError, match=message):

@@ -307,7 +307,7 @@ def _cost(old: Assembly, new: Assembly, seconds: float) -> str:
     return (
         f"planned again for the changed model in {seconds:.1f} s: {_some(joined)} added, {_some(left)} removed, "
         f"{trained[0]:,} -> {trained[1]:,} trained elements; {format_bytes(sum(row.nbytes for row in old.plan.rows))} "
-        f"and {format_bytes(sum(row.nbytes for row in new.plan.rows))} existed at the same time meanwhile"
+        f"and {format_bytes(sum(row.nbytes for row in new.plan.rows))} existed at the same time"
     )
 
 

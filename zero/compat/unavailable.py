@@ -31,9 +31,7 @@ KERNELS = (
     "DeepSpeed's kernels are not part of zero-infinity; use torch's scaled_dot_product_attention and torch.compile"
 )
 INFERENCE = "inference kernels are not implemented; deepspeed.init_inference streams a model that is larger than memory"
-ROLLOUTS = (
-    "use engine.generate() for rollouts; hybrid_engine in the configuration keeps weights on the device meanwhile"
-)
+ROLLOUTS = "use engine.generate() for rollouts; hybrid_engine in the configuration keeps weights on the device for them"
 UNIVERSAL = "it is not needed: a checkpoint loads as it is at any stage, on any device and number of ranks"
 SWAPPERS = (
     "DeepSpeed's swappers are not part of zero-infinity; use zero_optimization.offload_param and offload_optimizer"

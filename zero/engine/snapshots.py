@@ -151,8 +151,8 @@ class SnapshotCalls:
         snapshots = self._run.parts.snapshots
         if snapshots is None:
             raise StateError(
-                f"{what}: there are no snapshots; set zero_optimization.offload_optimizer.snapshot, to "
-                '{"every": 100} say'
+                f"{what}: snapshots are not configured; set zero_optimization.offload_optimizer.snapshot, for example "
+                f'to {{"every": 100}}'
             )
         self._run.parts.check_between(what, "call it between steps")
         return snapshots
