@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-H", "--hostfile", metavar="FILE", help=f"lines HOST slots=N ({DEFAULT_HOSTFILE} if it exists)"
     )
     parser.add_argument("-i", "--include", default="", metavar="SLOTS", help="such as worker-1@worker-2:0,1")
-    parser.add_argument(
-        "-e", "--exclude", default="", metavar="SLOTS", help="hosts and slots to leave out, in the same form"
-    )
+    parser.add_argument("-e", "--exclude", default="", metavar="SLOTS", help="slots to leave out, in the same form")
     add("--num_nodes", type=int, metavar="N", help="use the first N hosts")
     gpus = "ranks per node, one for each of the first N visible GPUs; without GPUs, N ranks on the CPU (1)"
     add("--num_gpus", "--num_accelerators", type=int, metavar="N", help=gpus)
@@ -67,27 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no_python", action="store_true", help="the script is an executable program, not a Python script")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank=i to the script")
     add("--bind_cores_to_rank", action="store_true", help="bind each rank to its own cores")
-    add(
-        "--bind_core_list",
-        metavar="CORES",
-        help="cores to distribute, such as 0-7,16 (all cores that this process may use)",
-    )
-    add(
-        "--max_restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start all ranks again after a failure, up to N times (0)",
-    )
+    add("--bind_core_list", metavar="CORES", help="cores to distribute, such as 0-7,16 (all usable cores)")
+    add("--max_restarts", type=int, default=0, metavar="N", help="restart all ranks up to N times after a failure (0)")
     add("--enable_each_rank_log", metavar="FOLDER", help="write each rank's output to files in this folder")
     tuning = "run a few steps under several configurations and write the best one; run: then train with it"
     add("--autotuning", choices=("tune", "run"), help=tuning)
-    add(
-        "--log_level",
-        choices=("debug", "info", "warning", "error", "critical"),
-        help="accepted, no effect: the launcher is always quiet",
-    )
-    parser.add_argument("-q", "--quiet", action="store_true", help="accepted, no effect: the launcher is always quiet")
+    add("--log_level", choices=("debug", "info", "warning", "error", "critical"), help="accepted, without effect")
+    parser.add_argument("-q", "--quiet", action="store_true", help="accepted, without effect")
     add("--comment", default="", help="for slurm")
     add("--account", default="", help="for slurm")
     add("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)
