@@ -123,7 +123,7 @@ def _open(library: Library) -> Native:
     expected = source_hash(library)
     if built_from != expected:
         raise NativeUnavailable(
-            f"{path} is stale: built from sources {built_from}, the sources beside it are {expected}; "
-            f"run: {REBUILD_COMMAND}"
+            f"{path} is out of date: it was built from sources {built_from}, and the sources are now {expected}; run: "
+            f"{REBUILD_COMMAND}"
         )
     return Native(ffi=ffi, lib=lib, path=path)

@@ -164,7 +164,7 @@ def build(library: Library, package: Path = PACKAGE, *, werror: bool = False) ->
 def main(arguments: list[str] | None = None) -> int:
     """Build every library; 1 when a compiler failed or no C compiler was found."""
     parser = argparse.ArgumentParser(prog=REBUILD_COMMAND, description="Build the native libraries in place.")
-    parser.add_argument("--werror", action="store_true", help="rebuild, and treat warnings as errors")
+    parser.add_argument("--werror", action="store_true", help="rebuild everything, and treat warnings as errors")
     options = parser.parse_args(arguments)
     status = 0
     for library in LIBRARIES:

@@ -84,7 +84,7 @@ def _wish() -> tuple[str, str]:
     asked = {variable: wish for variable, wish in wishes.items() if wish != "auto"}
     if len(set(asked.values())) > 1:
         told = " and ".join(f"{variable}={wish}" for variable, wish in asked.items())
-        raise ConfigError(f"{told} differ: leave one of them out")
+        raise ConfigError(f"{told} contradict each other: unset one of them")
     return next(((wish, variable) for variable, wish in asked.items()), ("auto", ""))
 
 
@@ -99,7 +99,9 @@ def chosen_kind() -> Kind | None:
         return None
     kind = seen_kind()
     if wish != "auto" and (kind is None or kind.name != wish):
-        raise ConfigError(f"{variable}={wish}: torch sees no such GPU here, which takes {KINDS[wish].needs}")
+        raise ConfigError(
+            f"{variable}={wish}: torch sees no such GPU; install {KINDS[wish].needs}, or unset {variable}"
+        )
     return kind
 
 

@@ -34,7 +34,7 @@ def read_archive(data: torch.Tensor, what: str, *, trusted: bool = False) -> Any
     try:
         return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=not trusted)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ImportError, AttributeError) as error:
-        raise ConfigError(f"{what}: cannot be read: {error}") from error
+        raise ConfigError(f"{what} cannot be read: {error}") from error
 
 
 def pack_any(value: Any) -> Any:

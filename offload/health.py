@@ -71,7 +71,7 @@ def direct_io_trouble(folder: Path) -> str:
         try:
             descriptor = os.open(Path(place) / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         except OSError as error:
-            return f"the file system has no O_DIRECT ({error.strerror})"
+            return f"the file system does not support O_DIRECT ({error.strerror})"
         try:
             os.pwrite(descriptor, map_host(PAGE_BYTES), 0)
         except OSError as error:

@@ -103,7 +103,7 @@ class Mover:
                 raise StateError(f"{what}: the engine is closed")
             if self._failure is not None:
                 raise StateError(
-                    f"{what}: the mover thread could not begin: {type(self._failure).__name__}: {self._failure}"
+                    f"{what}: the mover thread could not start: {type(self._failure).__name__}: {self._failure}"
                 ) from self._failure
         except StateError:
             job.close()
@@ -147,7 +147,7 @@ class Mover:
 
     def _stall(self, what: str, seconds: float) -> str:
         in_flight = "; ".join(self._describe()) or "nothing"
-        return f"{what}: no end after {seconds:.0f} s in which no byte moved; in flight: {in_flight}"
+        return f"{what}: not finished, and no byte moved for {seconds:.0f} s; in flight: {in_flight}"
 
     def is_current_thread(self) -> bool:
         """True on the mover thread itself."""
@@ -182,7 +182,8 @@ class Mover:
         if os.getpid() != self._pid:
             raise StateError(
                 f"{what}: this process ({os.getpid()}) was forked from the one that has the engine ({self._pid}), and "
-                "the engine's threads are not here; use it there, or send the child what it needs of the weights"
+                "has none of the engine's threads; use the engine in that process, or send the values that the child "
+                "needs to it"
             )
 
     def _check_not_mine(self, what: str) -> None:

@@ -67,8 +67,8 @@ class Streams:
         """Raise StateError if the device has failed."""
         if self._failure is not None:
             raise StateError(
-                f"the device has failed: {type(self._failure).__name__}: {self._failure}; what was under way there is "
-                "lost: close the engine, and go on from a checkpoint in a new process"
+                f"the device has failed: {type(self._failure).__name__}: {self._failure}; work in progress on it is "
+                "lost: close the engine, and continue from a checkpoint in a new process"
             ) from self._failure
 
     # ---- any thread ---------------------------------------------------------------------------

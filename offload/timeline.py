@@ -74,7 +74,7 @@ class Timeline:
             StateError: it is on.
         """
         if self.on:
-            raise StateError("timeline: a recording is under way; end it before another one begins")
+            raise StateError("timeline: a recording is already running; end it before starting another")
         self._spans.clear()
         self._serials = itertools.count()
         self._begin_ns = time.perf_counter_ns()

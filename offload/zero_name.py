@@ -22,14 +22,14 @@ def trouble() -> str:
     """Why `import zero` does not find our package: which package is found, where, and the fix. Empty if it does."""
     spec = find_spec(PACKAGE)
     if spec is None:
-        return f"`import {PACKAGE}` finds nothing: {OURS} is not installed for {sys.executable}; install it there"
+        return f"`import {PACKAGE}` finds no module: {OURS} is not installed for {sys.executable}; install it there"
     origin = Path(spec.origin or "")
     if origin.is_file() and origin.read_text(encoding="utf-8", errors="replace").startswith(BEGINNING):
         return ""
     ours = Path(__file__).parent.with_name(PACKAGE)
     return (
-        f"`import {PACKAGE}` finds {_place(spec)}{_owners()}, expected that of {OURS}, in {ours}. "
-        f"If it is a file of your own, rename it; if it was installed, {MEND}"
+        f"`import {PACKAGE}` finds {_place(spec)}{_owners()}, expected the module of {OURS} in {ours}. If it is your "
+        f"own file, rename it; if it was installed, {MEND}"
     )
 
 

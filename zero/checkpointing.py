@@ -187,7 +187,7 @@ def _change(block: ActivationCheckpointing, given: dict[str, Any]) -> None:
         changed["activation_offloading"] = False
     _state.block, _state.configured = load_config({"activation_checkpointing": changed}).activation_checkpointing, True
     if _state.block.partition_activations:
-        logger.info("partition_activations: without effect, there is one model-parallel rank")
+        logger.info("partition_activations: no effect, because there is only one model-parallel rank")
 
 
 def _check_mpu(mpu: Any) -> None:
@@ -225,8 +225,8 @@ def _scope(settings: ActivationCheckpointing, args: tuple[Any, ...]) -> Activati
             return scope
     if tier == NVME:
         raise ConfigError(
-            'activation_device "nvme": expected an engine that was made with it, because it owns the swap space; '
-            "set activation_checkpointing.activation_device in the config of zero.initialize"
+            'activation_device "nvme": expected an engine whose config has it, because the engine owns the swap '
+            "space; set activation_checkpointing.activation_device in the config of zero.initialize"
         )
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
     if (tier, device) not in _state.own:

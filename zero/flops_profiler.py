@@ -150,7 +150,7 @@ class Profile:
             if module.depth == depth:
                 flops[module.kind] += module.flops
         most = ", ".join(f"{kind} {short(count)}FLOP" for kind, count in flops.most_common(number))
-        return f"depth {depth}, most operations: {most}"
+        return f"depth {depth}, modules with the most operations: {most}"
 
     def write(self, title: str, lines: Sequence[str], output_file: str | None) -> None:
         """Write to the file, and make its folder; None: write to the log."""

@@ -46,6 +46,5 @@ def _why(is_auto: bool, failures: list[str]) -> str:
 
 def _cannot_use(backend: str, reason: str) -> ConfigError:
     return ConfigError(
-        f'aio backend: "{backend}" was asked for but cannot be used: {reason}; '
-        f'expected one that works here: use "auto", or one of {", ".join(BACKENDS[1:])}'
+        f'aio backend: "{backend}" cannot be used: {reason}; use "auto", or another of {", ".join(BACKENDS[1:])}'
     )

@@ -88,7 +88,7 @@ class AioFault:
     def __post_init__(self) -> None:
         rates = (self.fail_rate, self.short_rate, self.delay_rate)
         if not all(0.0 <= rate <= 1.0 for rate in rates):
-            raise ConfigError(f"AioFault: rates must be within 0..1, got {rates}")
+            raise ConfigError(f"AioFault: rates must be from 0 to 1, got {rates}")
         if self.errno <= 0 or min(self.skip, self.count_max, self.delay_seconds) < 0:
             raise ConfigError(f"AioFault: errno must be positive, counts and delays not negative: {self}")
 
@@ -126,7 +126,7 @@ class Request:
         """The error of this request; `offset`: file offset of the part that failed."""
         what = str(self)
         if errno == errno_names.ENODATA:
-            what += " met the end of the file"
+            what += " reached the end of the file"
         return StorageError(what, errno=errno, path=self.path, offset=offset, free_bytes=free_bytes(self.fd))
 
 
@@ -218,7 +218,7 @@ class Aio(ABC):
         if self._closed:
             return
         if self._pending:
-            raise StateError(f"closing {self.backend}: still in flight: {'; '.join(self.in_flight())}")
+            raise StateError(f"closing {self.backend}: requests are still in flight: {'; '.join(self.in_flight())}")
         self._release()
         self._closed = True
 

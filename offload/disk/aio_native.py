@@ -201,7 +201,7 @@ class NativeAio(Aio):
         if loop is self._loop:
             return
         if self._pending:
-            raise StateError(f"{self.backend} is used by another event loop: {'; '.join(self.in_flight())}")
+            raise StateError(f"{self.backend} is in use by another event loop: {'; '.join(self.in_flight())}")
         self._unbind()
         loop.add_reader(self._event_fd, self._take)
         self._loop, self._room = loop, asyncio.Semaphore(self._requests_max)

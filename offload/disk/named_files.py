@@ -123,7 +123,7 @@ async def _run(aio: Aio, kind: Kind, buffer: torch.Tensor, where: Where, offset:
             again = torch.empty_like(data)
             await aio.read(fd, offset, again, path)
             if not torch.equal(again, data):
-                what = f"{kind} of {data.numel():,} bytes: the file holds other bytes"
+                what = f"{kind} of {data.numel():,} bytes: the file has other contents"
                 raise StorageError(what, errno=errno_names.EIO, path=path, offset=offset, free_bytes=free_bytes(fd))
     if kind == "read" and host is not buffer:
         buffer.copy_(host)

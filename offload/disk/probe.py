@@ -62,7 +62,10 @@ class ProbeFile:
         status = os.statvfs(folder)
         nbytes = min(file_bytes_max, status.f_bavail * status.f_frsize // 2)
         if nbytes < LANES * RECORD_BYTES_MIN:
-            raise ConfigError(f"probing {folder}: needs {LANES * RECORD_BYTES_MIN:,} free bytes, half of what there is")
+            raise ConfigError(
+                f"probing {folder}: expected at least {2 * LANES * RECORD_BYTES_MIN:,} free bytes, because a probe "
+                "uses half of them; free some space, or choose another folder"
+            )
         self._memory = tensor_over(map_host(LANES * RECORD_BYTES_MAX))
         self._memory.view(torch.int64).random_()
         self._loop = asyncio.new_event_loop()

@@ -28,19 +28,20 @@ def make_folder(path: Path | str) -> str:
         return ""
     wrong = f"nvme_path: {folder} is not an existing folder"
     if any(part.startswith(UNEXPANDED) for part in folder.parts):
-        raise ConfigError(f"{wrong}, and ~ and $NAME are not expanded in a configuration; write the path out")
+        raise ConfigError(f"{wrong}; ~ and $NAME are not expanded in a configuration: write the full path")
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
         return ""
     except OSError as error:
         raise ConfigError(
-            f"{wrong}, and cannot be made: {error.strerror} at {error.filename}; create it on the NVMe file system"
+            f"{wrong}, and it cannot be created: {error.strerror} at {error.filename}; create it on the NVMe file "
+            "system"
         ) from error
     return (
-        f"nvme_path: {folder.absolute()} was not there and was made; it lies on {_mount_of(folder)} "
-        f"({identify(folder)}), where {format_bytes(free_bytes(folder))} are free: if a drive belongs there, stop, "
-        "mount it, and start again"
+        f"nvme_path: {folder.absolute()} did not exist and was created; it is on {_mount_of(folder)} "
+        f"({identify(folder)}), where {format_bytes(free_bytes(folder))} are free: if another drive should be mounted "
+        "there, stop, mount it, and start again"
     )
 
 

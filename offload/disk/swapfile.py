@@ -232,7 +232,7 @@ class PeerSwap(SwapSpace):
     def extend(self, nbytes: int) -> int:
         """Not allowed. Raises StateError: always; the space belongs to another process."""
         raise StateError(
-            f"reserving {nbytes:,} bytes: this swap space belongs to another process, and is only read here"
+            f"reserving {nbytes:,} bytes: this swap space belongs to another process, and this process can only read it"
         )
 
 
@@ -252,7 +252,7 @@ def check_folder(path: Path | str) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"nvme_path: {folder} is not an existing folder; create it on the NVMe file system")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"nvme_path: {folder} is not writable for this user")
+        raise ConfigError(f"nvme_path: this user cannot write to {folder}; change its owner or mode")
     return folder
 
 
@@ -265,8 +265,8 @@ def check_room(folders: Sequence[Path], needs: Sequence[int], coming: Mapping[in
         have += coming.get(folder.stat().st_dev, 0)
         if have < need:
             raise ConfigError(
-                f"nvme_path: need {need:,} bytes, have {have:,} at {folder}; free some space, add another path, "
-                "or keep a plane in host memory with offload_param or offload_optimizer device cpu"
+                f"nvme_path: need {need:,} bytes, have {have:,} at {folder}; free some space, add another path, or "
+                "keep weights or optimizer states in host memory with offload_param or offload_optimizer device cpu"
             )
 
 

@@ -123,7 +123,7 @@ def probe(folder: Path) -> Tuning:
     try:
         for question in ("backend", "chunk_bytes", "queue_depth"):
             if not has_time():
-                reasons.append(f"{question}: not measured, the time was over")
+                reasons.append(f"{question}: not measured, because the time was used up")
                 continue
             speeds = take_turns(file, _candidates(question, best), ROUNDS, has_time)
             best, reason, found = choose(question, best, speeds)
@@ -166,7 +166,7 @@ def _confirm(
     chosen, _, found = choose("all together", default, measure([default, best]))
     if chosen == best:
         return best, f"confirmed: {found[1].ratio:.2f} times the defaults", found
-    return default, f"not confirmed ({found[1].ratio:.2f} times the defaults): the defaults stay", found
+    return default, f"not confirmed ({found[1].ratio:.2f} times the defaults): the defaults are kept", found
 
 
 def choose(
@@ -180,7 +180,9 @@ def choose(
         speeds: bytes per second in each round; a setting that could not be opened is missing.
     """
     if not speeds:
-        raise ConfigError(f"tuning: none of the {question} candidates can be opened here; run: python -m native.build")
+        raise ConfigError(
+            f"tuning: none of the {question} candidates can be opened on this machine; run: python -m native.build"
+        )
     known = incumbent if incumbent in speeds else next(iter(speeds))
     found = []
     for setting, samples in speeds.items():
@@ -190,7 +192,7 @@ def choose(
         found.append(Measurement(question, setting, median, statistics.median(ratios), wins, len(ratios)))
     fastest = max(found, key=lambda m: (m.is_clear, m.ratio))
     if known != incumbent:
-        return known, f"{question}: {_value(known, question)}, the best that can be opened here", found
+        return known, f"{question}: {_value(known, question)}, the best that can be opened on this machine", found
     if fastest.setting == known:
         return known, f"{question}: {_value(known, question)} was fastest", found
     text = (
@@ -199,7 +201,7 @@ def choose(
     )
     if fastest.is_clear:
         return fastest.setting, f"{question}: {text}", found
-    return known, f"{question}: {_value(known, question)} stays; {text}, too little to tell", found
+    return known, f"{question}: {_value(known, question)} is kept; {text}, which is not clearly faster", found
 
 
 def _value(setting: Setting, question: str) -> str:
@@ -239,7 +241,7 @@ def store(tuning: Tuning) -> str:
                 os.unlink(name)
             raise
     except (OSError, RuntimeError) as error:
-        return f"the result could not be kept in the cache folder: {error}"
+        return f"the result could not be saved in the cache folder: {error}"
     return ""
 
 

@@ -220,7 +220,7 @@ class BoxReader:
         found = kernels.crc32c(data) if box.crc is not None else None
         if found != box.crc:
             raise DamagedError(
-                f"{path}: {box.nbytes:,} bytes at {box.offset:,} are not those that were written: checksum expected "
+                f"{path}: {box.nbytes:,} bytes at offset {box.offset:,} are damaged: expected the checksum "
                 f"{box.crc:#010x}, got {found:#010x}; load another checkpoint, or restore the file"
             )
         return data

@@ -95,13 +95,13 @@ class SafetensorsFile:
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         if file_bytes < 8 or not 2 <= length <= min(HEADER_BYTES_MAX, file_bytes - 8):
             raise ConfigError(
-                f"{self.path}: no safetensors file, or one that is cut short: it says its header has {length:,} bytes, "
-                f"and has {max(file_bytes - 8, 0):,} after the first 8; {REREAD}"
+                f"{self.path}: not a safetensors file, or truncated: expected a header of {length:,} bytes, got "
+                f"{max(file_bytes - 8, 0):,} bytes after the first 8; {REREAD}"
             )
         try:
             header = json.loads(os.pread(self._fd, length, 8))
         except ValueError as error:
-            raise ConfigError(f"{self.path}: its header is no JSON ({error}); {REREAD}") from error
+            raise ConfigError(f"{self.path}: its header is not valid JSON ({error}); {REREAD}") from error
         header.pop("__metadata__", None)
         return {name: self._entry(name, told, 8 + length, file_bytes) for name, told in header.items()}
 
@@ -115,12 +115,12 @@ class SafetensorsFile:
         expected_bytes = math.prod(shape) * dtype.itemsize
         if end - begin != expected_bytes:
             raise ConfigError(
-                f"{name} in {self.path}: shape {tuple(shape)} of {dtype} takes {expected_bytes:,} bytes, its place in "
-                f"the file has {end - begin:,}; {REREAD}"
+                f"{name} in {self.path}: shape {tuple(shape)} of {dtype} takes {expected_bytes:,} bytes, but its "
+                f"place in the file has {end - begin:,}; {REREAD}"
             )
         if origin + end > file_bytes:
             raise ConfigError(
-                f"{name} in {self.path}: the file is cut short: expected at least {origin + end:,} bytes, got "
+                f"{name} in {self.path}: the file is truncated: expected at least {origin + end:,} bytes, got "
                 f"{file_bytes:,}; {REREAD}"
             )
         return Entry(dtype, shape, origin + begin)
@@ -145,14 +145,14 @@ def _shards(folder: Path) -> list[Path]:
         found = sorted(folder.glob("*.safetensors"))
         if not found:
             raise ConfigError(
-                f"{folder}: expected model.safetensors, or model.safetensors.index.json and the files it names; "
-                "found neither. save_pretrained(folder) of transformers writes them"
+                f"{folder}: expected model.safetensors, or model.safetensors.index.json and the files it names; found "
+                "neither; save_pretrained(folder) of transformers writes them"
             )
         whole = [path for path in found if not SHARD.search(path.name)]
         if not whole:
             raise ConfigError(
                 f"{folder}: {found[0].name} is part of a model whose index, *.safetensors.index.json, is missing; the "
-                "model was not written or copied to its end: write or copy it again"
+                "model was not written or copied completely: write or copy it again"
             )
         return whole
     weight_map: dict[str, str] = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]

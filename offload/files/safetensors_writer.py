@@ -137,7 +137,9 @@ class WeightsWriter:
         Raises StateError: values are missing; StorageError: a write has failed.
         """
         if self._current is not None:
-            raise StateError(f"{self.path}: {self._missing_numel:,} elements of {self._current.name} are missing")
+            raise StateError(
+                f"{self.path}: {self._missing_numel:,} elements of {self._current.name} have not been written"
+            )
         self._open_stream().finish()
         self._file.truncate(self._nbytes)
         self._file.sync()
@@ -202,7 +204,10 @@ class WeightsDraft:
         self._files.make_folder(folder)
         self._lock = self._files.lock_folder(folder, WAIT_SECONDS)
         if self._lock is None:
-            raise StateError(f"{folder}: another process has been writing weights there for {WAIT_SECONDS:.0f} s")
+            raise StateError(
+                f"{folder}: another process has been writing weights there for {WAIT_SECONDS:.0f} s; end it, or "
+                "choose another folder"
+            )
         with ExitStack() as failing:
             failing.callback(self._lock.close)
             self._begin(expected_bytes)

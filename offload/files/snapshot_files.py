@@ -175,8 +175,8 @@ class SnapshotFiles:
                 if time.monotonic() > end:
                     os.close(descriptor)
                     raise ConfigError(
-                        f"offload_optimizer.snapshot: {self.name!r} (rank {self.rank}) is in use by another job, which "
-                        f"holds {path}; end that job, or give this one another snapshot.name"
+                        f"offload_optimizer.snapshot: {self.name!r} (rank {self.rank}) is in use by another job, "
+                        f"which has locked {path}; end that job, or set another snapshot.name for this one"
                     ) from None
             os.close(descriptor)
             time.sleep(0.05)
@@ -188,9 +188,9 @@ class SnapshotFiles:
         found = self._disk.read_bytes(path).decode(errors="replace")
         if found != part:
             raise ConfigError(
-                f"offload_optimizer.snapshot: {path.parent} is part {found} of snapshot {self.name!r}, and nvme_path "
-                f"makes it part {part}; name the same folders in the same order, remove the snapshot (zero snapshots "
-                "rm), or set another snapshot.name"
+                f"offload_optimizer.snapshot: {path.parent} is part {found} of snapshot {self.name!r}, but part "
+                f"{part} in this nvme_path; name the same folders in the same order, remove the snapshot (zero "
+                "snapshots rm), or set another snapshot.name"
             )
 
     def _open(self, path: Path) -> int:
@@ -311,7 +311,9 @@ def _unpacked(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
     body: dict[str, Any] = json.loads(text)
     if body.get("format") not in FORMATS:
         raise ConfigError(
-            f"snapshot: {path} has format {body.get('format')}; this version reads {' and '.join(map(str, FORMATS))}"
+            f"snapshot: {path} has format {body.get('format')}, and this version reads "
+            f"{' and '.join(map(str, FORMATS))}; use the version that wrote it, or remove the snapshot (zero "
+            "snapshots rm)"
         )
     return body, len(text) + len(checksum) + 2
 
@@ -321,5 +323,5 @@ def _checksum(data: bytes) -> str:
 
 
 def _damaged(path: Path) -> StorageError:
-    what = "snapshot: a file is not what was written (its checksum differs)"
+    what = "snapshot: a file is damaged (its checksum differs)"
     return StorageError(what, errno=5, path=str(path), offset=0, free_bytes=None)

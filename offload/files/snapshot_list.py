@@ -39,7 +39,7 @@ def remove_snapshot(path: Path | str, name: str) -> int:
     root = Path(path) / FOLDER / name
     if not NAME.fullmatch(name) or not root.is_dir():
         names = ", ".join(listed.name for listed in list_snapshots(path)) or "none"
-        raise ConfigError(f"no snapshot {name!r} below {path}; there are: {names}")
+        raise ConfigError(f"there is no snapshot {name!r} below {path}; available: {names}")
     parts = sorted({part for rank in root.glob("rank-*") for part in [rank, *_elsewhere(rank)]})
     held: list[int] = []
     try:

@@ -139,12 +139,12 @@ class TorchFile:
             # Damaged bytes can make the unpickler raise any error: the cause is the file.
             if isinstance(error, pickle.UnpicklingError) and _reason(error).startswith(("Can only", "Trying to")):
                 raise ConfigError(
-                    f"{path}: {_reason(error)}. Nothing of a class that is not known is run, and this object cannot be "
+                    f"{path}: {_reason(error)}. Objects of unknown classes are not loaded, and this object cannot be "
                     "left out; save it as plain dicts, lists, numbers and strings"
                 ) from error
             raise ConfigError(
-                f"{path}: expected {wanted}, as torch.save writes it since 1.6; it is cut short, damaged or of another "
-                f"kind ({type(error).__name__}: {_reason(error)}). {COPY}"
+                f"{path}: expected {wanted}, as torch.save has written it since torch 1.6; the file is truncated, "
+                f"damaged or of another format ({type(error).__name__}: {_reason(error)}). {COPY}"
             ) from error
         self._mapped = _Mapped(path)
 
@@ -156,7 +156,7 @@ class TorchFile:
         return Region(self.path, self._mapped.offset_of(tensor.data_ptr()), tensor.numel(), tensor.dtype, layout)
 
 
-COPY = "Copy the folder again, or take another tag"
+COPY = "Copy the folder again, or load another tag"
 
 
 def _load(path: Path) -> Any:
@@ -199,7 +199,7 @@ class _Mapped:
         place = bisect.bisect_right(self._ranges, address, key=lambda found: found[0]) - 1
         if place < 0 or address >= self._ranges[place][1]:
             raise ConfigError(
-                f"{self._path}: its file system does not let it be mapped into memory; copy it to a local disk"
+                f"{self._path}: its file system does not allow mapping it into memory; copy it to a local disk"
             )
         begin, _, offset = self._ranges[place]
         return address - begin + offset
@@ -219,8 +219,8 @@ def replace_strangers(value: Any, where: str, known: Callable[[Stranger], Any]) 
         found = known(value)
         if found is value:
             raise ConfigError(
-                f"{where}: an object of class {value.name} is not loaded, because loading it could run anything. If "
-                f"you trust the file, call torch.serialization.add_safe_globals([{value.name}]) before"
+                f"{where}: an object of class {value.name} is not loaded, because loading it could run any code. If "
+                f"you trust the file, call torch.serialization.add_safe_globals([{value.name}]) first"
             )
         return replace_strangers(found, where, known)
     if isinstance(value, torch.Tensor):

@@ -98,8 +98,8 @@ def _load(device: torch.device, enabled: str | None) -> Backend | None:
         return backend
     except NativeUnavailable as error:
         warnings.warn(
-            f"no native kernels for {device.type}: {error.reason}. Torch operations run instead, with the same "
-            "results but for a last place in Adagrad, RMSprop, SGD and Lion; an update takes about twenty times "
+            f"no native kernels for {device.type}: {error.reason}. Torch operations run instead; results are the "
+            "same, except for the last bit in Adagrad, RMSprop, SGD and Lion, and an update takes about twenty times "
             "as long",
             RuntimeWarning,
             stacklevel=4,
@@ -116,7 +116,7 @@ def try_out(backend: Backend) -> None:
     except NativeError as error:
         raise NativeUnavailable(str(error)) from error
     if numbers[0].item() != 2.0:
-        raise NativeUnavailable(f"a kernel gave {numbers[0].item()} where 2 was expected")
+        raise NativeUnavailable(f"a test of the kernels failed: expected 2, got {numbers[0].item()}")
 
 
 def _segment_values(segment: Segment) -> dict[str, float | int]:

@@ -59,7 +59,9 @@ def check_update(
         if not 0 <= segment.begin <= segment.end <= numel:
             raise ValueError(f"segment [{segment.begin}, {segment.end}) is outside tensors of {numel} elements")
         if segment.begin < position:
-            raise ValueError(f"segment [{segment.begin}, {segment.end}) begins before {position}, where another ends")
+            raise ValueError(
+                f"segment [{segment.begin}, {segment.end}) begins before {position}, where the previous segment ends"
+            )
         position = segment.end
 
 
@@ -70,13 +72,13 @@ def check_moments(moments: Moments, numel: int, device: torch.device) -> None:
     codes = moments.exp_avg.dtype == torch.uint8
     for name, scale in (("exp_avg_scale", moments.exp_avg_scale), ("exp_avg_sq_scale", moments.exp_avg_sq_scale)):
         if codes != (scale is not None):
-            raise TypeError(f"{name}: goes with uint8 moments and with no others; these are {moments.exp_avg.dtype}")
+            raise TypeError(f"{name}: only allowed with uint8 moments, got moments of {moments.exp_avg.dtype}")
         if scale is not None:
             check(name, scale, (torch.float32,), numel // MOMENTS_BLOCK_NUMEL, device)
     if codes and (numel % MOMENTS_BLOCK_NUMEL or moments.origin % MOMENTS_BLOCK_NUMEL):
         raise TypeError(
-            f"moments: uint8 codes come in blocks of {MOMENTS_BLOCK_NUMEL}, got {numel} elements from coordinate "
-            f"{moments.origin:,} on"
+            f"moments: expected uint8 codes in whole blocks of {MOMENTS_BLOCK_NUMEL} elements, got {numel} elements "
+            f"from coordinate {moments.origin:,} on"
         )
 
 
@@ -102,5 +104,5 @@ def check_ranks(stored: Tensor, sources: Sequence[Tensor], add: bool) -> None:
         first, second = sorted((source, stored), key=torch.Tensor.data_ptr)
         overlaps = second.data_ptr() < first.data_ptr() + first.nbytes
         if overlaps and (source.data_ptr() != stored.data_ptr() or source.dtype != stored.dtype):
-            raise ValueError(f"sources[{index}]: overlaps stored without being it; reduce into other memory")
+            raise ValueError(f"sources[{index}]: overlaps stored but is not the same memory; reduce into other memory")
     check("stored", stored, (torch.float32,) if add else (torch.float32, dtype), numel, device)

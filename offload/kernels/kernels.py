@@ -123,7 +123,9 @@ def update(
         return
     backend = backend_for(weight.device)
     if backend is None:
-        raise NativeError(f"update: no native library serves {weight.device}; run torch's optimizer there")
+        raise NativeError(
+            f"update: there is no native library for {weight.device}; use torch's optimizer on that device"
+        )
     ffi = backend.native.ffi
     planes = [ffi.NULL if state is None else backend.pointer(state, "float *") for state in states]
     planes += [ffi.NULL] * (backend.native.lib.ZN_PLANES - len(planes))

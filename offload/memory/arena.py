@@ -114,7 +114,7 @@ class MemoryRegion:
     def _move(self, device: torch.device, *, pinned: bool, away: bool) -> Relocate:
         old = self._data
         if old is None or not self.movable:
-            raise StateError(f"region of {self.nbytes:,} bytes: it cannot be moved, it is closed or shared")
+            raise StateError(f"region of {self.nbytes:,} bytes: it cannot be moved, because it is closed or shared")
         new = _allocate(self.nbytes, device, touched=False)
         unpin = pin(new) if pinned else None
         new.copy_(old)
@@ -241,9 +241,9 @@ class Arena:
         block = self.try_lease(nbytes)
         if block is None:
             raise BudgetError(
-                f"{what}: needs {nbytes:,} contiguous bytes of the {self.name} arena; the largest free run is "
-                f"{self._extents.largest_free_bytes:,} of {self._extents.free_bytes:,} free and "
-                f"{self.capacity_bytes:,} in all; raise {self._knob}"
+                f"{what}: needs {nbytes:,} contiguous bytes of the {self.name} arena; the largest free block has "
+                f"{self._extents.largest_free_bytes:,} of {self._extents.free_bytes:,} free bytes and "
+                f"{self.capacity_bytes:,} in total; raise {self._knob}"
             )
         return block
 
@@ -272,7 +272,7 @@ class Arena:
         Raises StateError: something is leased.
         """
         if self.used_bytes:
-            raise StateError(f"the {self.name} arena cannot be given up: {self.used_bytes:,} bytes are leased")
+            raise StateError(f"the {self.name} arena cannot be freed: {self.used_bytes:,} bytes are in use")
         if self.allocated_bytes:
             undo, self._undo = self._undo, []
             for step in undo:  # before the memory may be freed

@@ -121,7 +121,7 @@ class FlatStorage:
         already bound, or the sizes differ.
         """
         if self._bound is not None:
-            raise StateError("bind: the storage is bound already")
+            raise StateError("bind: the storage is already bound")
         storage = data.untyped_storage()
         found_bytes = storage.nbytes() if self._exact else data.numel()
         if found_bytes != self._nbytes or (self._exact and data.storage_offset() != 0):

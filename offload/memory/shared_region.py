@@ -66,7 +66,7 @@ class SharedRegion:
             sealed = fcntl.fcntl(descriptor, F_GET_SEALS)
         except OSError as error:
             region.close()
-            raise StateError(f"{what}: descriptor {descriptor} is no shared memory: {error.strerror}") from error
+            raise StateError(f"{what}: descriptor {descriptor} is not shared memory: {error.strerror}") from error
         if nbytes is None:
             region.nbytes = found
         expected = align_up(max(region.nbytes, 1), PAGE_BYTES)
@@ -101,7 +101,7 @@ class SharedRegion:
         offset = tensor.data_ptr() - self.data.data_ptr() if tensor.device.type == "cpu" else -1
         if not (tensor.is_contiguous() and offset >= 0 and offset + tensor.nbytes <= self.nbytes):
             raise StateError(
-                f"{self.what}: a tensor of {tensor.nbytes:,} bytes does not lie in the shared memory of {self.nbytes:,}"
+                f"{self.what}: a tensor of {tensor.nbytes:,} bytes is not inside the shared memory of {self.nbytes:,}"
             )
         return offset
 
@@ -137,7 +137,7 @@ class SharedRegion:
     def _refused(self, doing: str, error: OSError) -> BudgetError:
         return BudgetError(
             f"{self.what}: {doing} {self.nbytes:,} bytes of memory: {error.strerror}; lower memory_budget.host, or "
-            "raise the limit that stands in the way (memory cgroup, ulimit -f, -n, -v)"
+            "raise the limit that prevents it (memory cgroup, ulimit -f, -n, -v)"
         )
 
 

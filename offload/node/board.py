@@ -89,7 +89,7 @@ class NodeBoard:
             if isinstance(made, BudgetError):
                 raise made
             if not first:
-                raise PeerError("the board: peer 0 could not make it; its own error says why", [0])
+                raise PeerError("the board: peer 0 could not make it; see the error of peer 0", [0])
             region = made or SharedRegion.open(first[0], nbytes, "board", touched=True)
             return cls(index, count, columns, region, lifelines)
         except BaseException:
@@ -189,10 +189,12 @@ class NodeBoard:
                 what = what or f"column {column} to reach {value:,}"
                 if gone := [peer for peer in behind if peer in dead]:
                     names = ", ".join(f"{self.name(peer)} ended at {self.read(peer, column):,}" for peer in gone)
-                    raise PeerError(f"waiting for {what}: {names}; {value:,} was awaited", gone)
+                    raise PeerError(f"waiting for {what}: expected {value:,}, but {names}", gone)
                 if loop.time() - begin >= deadline_seconds:
                     names = ", ".join(f"{self.name(peer)} is at {self.read(peer, column):,}" for peer in behind)
-                    raise WatchdogError(f"waiting for {what}: after {deadline_seconds:g} s {names} of {value:,}")
+                    raise WatchdogError(
+                        f"waiting for {what}: expected {value:,}, but after {deadline_seconds:g} s {names}"
+                    )
                 if urge is not None:
                     urge()
                 await naps.take(pause)

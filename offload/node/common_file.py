@@ -185,20 +185,23 @@ class CommonFile:
         while not self._is_there(row):
             # It may have stored this row just before it ended.
             if state[0] == ENDED and not self._is_there(row):
-                raise StateError("zero.Init: rank 0 of this node has failed or let the model go; its error says why")
+                raise StateError(
+                    "zero.Init: rank 0 of this node has failed or released the model; see the error of that rank"
+                )
             if state[1] != stored:
                 stored, since = int(state[1]), time.monotonic()
             if time.monotonic() - since > self._patience_seconds:
                 raise StateError(
-                    f"zero.Init: rank 0 of this node has stored nothing for {self._patience_seconds:.0f} s, and "
-                    f"parameter {row} of this rank is not there as it was last edited; build and edit parameters "
-                    "alike on every rank, or edit them in zero.GatheredParameters(..., modifier_rank=R)"
+                    f"zero.Init: rank 0 of this node has stored nothing for {self._patience_seconds:.0f} s, and has "
+                    f"not stored parameter {row} as this rank last edited it; build and edit parameters in the same "
+                    "way on every rank, or edit them in zero.GatheredParameters(..., modifier_rank=R)"
                 )
             time.sleep(pause)
             pause = min(2 * pause, LOOK_SECONDS[1])
         if self._ledger.kinds[row] != self._kinds[row]:
             raise StateError(
-                f"zero.Init: parameter {row} is another on rank 0 of this node: the ranks build different models"
+                f"zero.Init: parameter {row} differs from that of rank 0 of this node; build the same model on every "
+                "rank"
             )
 
     def _is_there(self, row: int) -> bool:

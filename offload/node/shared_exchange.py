@@ -223,10 +223,10 @@ class SharedExchange:
             others = [peer for peer, offer in enumerate(offers) if offer[0] == awaited and offer != offers[board.index]]
             if offers[board.index][0] == awaited and others:
                 self._diverged(awaited, offers, others)
-            ends = {peer: f"gave up in collective {numbers[peer]}" for peer in failed}
+            ends = {peer: f"stopped in collective {numbers[peer]}" for peer in failed}
             ends |= {peer: "has closed its exchange" for peer in failed if numbers[peer] == LEFT}
             names = ", ".join(f"{self._board.name(peer)} {ends[peer]}" for peer in failed)
-            raise PeerError(f"{names}; its own error says why", failed)
+            raise PeerError(f"{names}; see the error of that peer", failed)
 
     def _slices(self, number: int, nbytes: int, unit: int) -> list[torch.Tensor]:
         """This peer's slice of every flat, if all offers are equal."""
@@ -248,7 +248,7 @@ class SharedExchange:
             f"{self._board.name(peer)}: collective {there}, unit {unit}, {nbytes:,} bytes"
             for peer, (there, unit, nbytes) in enumerate(offers)
         )
-        raise PeerError(f"collective {number}: the peers do not do the same: {table}", others)
+        raise PeerError(f"collective {number}: the peers run different collectives: {table}", others)
 
     def _column(self, number: int, column: int) -> int:
         return COMMON_COLUMNS + number % self._slots * SLOT_COLUMNS + column

@@ -67,7 +67,7 @@ class Disk:
             StateError: the swap space belongs to another process.
         """
         if self.swap.read_only:
-            raise StateError(f"{what}: writing to the swap space of another process, which is only read here")
+            raise StateError(f"{what}: this process can only read the swap space of another process, not write to it")
         await self._move(self.aio.write, offset, buffer, what)
         self.traffic.write_bytes += buffer.numel()
 
@@ -157,7 +157,7 @@ class Plane:
         self._begins = [home.begin for home in homes]
         self._stranded: list[Stranded] = []
         if disk is None and any(home.memory is None for home in homes):
-            raise StateError(f"plane {name}: a home lies in the swap space, but there is none")
+            raise StateError(f"plane {name}: a part of it is in swap space, but there is no swap space")
 
     @property
     def homes(self) -> tuple[Home, ...]:
@@ -239,7 +239,7 @@ class Plane:
         if source.numel() == self.nbytes(begin, end):
             await self.write(begin, end, source)
         elif self._stranded or not self.starts_as_zeros:
-            raise StateError(f"plane {self.name}: [{begin:,}, {end:,}) is written as a whole")
+            raise StateError(f"plane {self.name}: [{begin:,}, {end:,}) can only be written as a whole")
         elif home.memory is not None:
             await self._transfer_device(self._slice(home, begin, end)[: source.numel()], source)
         elif self._disk is not None:
@@ -293,7 +293,7 @@ class Plane:
 
     async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
         if self._disk is None:
-            raise StateError(f"plane {self.name}: no swap space")
+            raise StateError(f"plane {self.name}: there is no swap space")
         offset = home.swap_offset + self.nbytes(home.begin, lo)
         if write:
             await self._disk.write(offset, part, self.name)

@@ -210,7 +210,7 @@ class TwoSlotPlane(Plane):
         reads = []
         for index, (pair, text) in enumerate(zip(self._pairs, checksums, strict=True)):
             if pair.kept is None:
-                raise StateError(f"plane {self.name}: no snapshot names [{pair.begin:,}, {pair.end:,})")
+                raise StateError(f"plane {self.name}: no snapshot contains [{pair.begin:,}, {pair.end:,})")
             self._turn(index, pair.kept)
             pair.sums = BlockSums(self.nbytes_of(pair), text)
             if text or self._home_at(pair.begin).memory is not None:
@@ -231,7 +231,7 @@ class TwoSlotPlane(Plane):
         index = bisect_right(self._pair_begins, lo) - 1
         pair = self._pairs[index]
         if self.frozen:
-            raise StateError(f"plane {self.name}: a snapshot is being committed; nothing may be written until it is")
+            raise StateError(f"plane {self.name}: nothing can be written while a snapshot is being committed")
         if pair.current == pair.kept and (lo, hi) == (pair.begin, pair.end):
             other, sums = 1 - pair.current, BlockSums(part.numel())
             await self._write_slot(pair.offsets[other], 0, part, sums)
@@ -307,7 +307,9 @@ class TwoSlotPlane(Plane):
                 await self._open_disk().read(offset + begin, data, self.name)
                 found = kernels.crc32c(data)
                 if expected not in (found, UNKNOWN):
-                    raise self._damaged(pair, begin, end, f"checksum {found:08x}, expected {expected:08x}", whose)
+                    raise self._damaged(
+                        pair, begin, end, f"expected the checksum {expected:08x}, got {found:08x}", whose
+                    )
                 if memory is not None:
                     await self._copy(memory[begin:end], data)
             finally:
@@ -321,8 +323,7 @@ class TwoSlotPlane(Plane):
             lo, hi = pair.begin + begin // self._width, pair.begin - (-end // self._width)
         spans = list(self._open_disk().swap.spans(pair.offsets[pair.current] + begin, end - begin))
         return StorageError(
-            f"snapshot: {end - begin:,} bytes of {self.name} [{lo:,}, {hi:,}){whose(lo, hi)} are not what was written "
-            f"({how})",
+            f"snapshot: {end - begin:,} bytes of {self.name} [{lo:,}, {hi:,}){whose(lo, hi)} are damaged ({how})",
             errno=errno.EIO,
             path=" and ".join(span.path for span in spans),
             offset=spans[0].file_offset,
@@ -343,7 +344,7 @@ class TwoSlotPlane(Plane):
 
     def _open_disk(self) -> Disk:
         if self._disk is None:
-            raise StateError(f"plane {self.name}: no swap space")
+            raise StateError(f"plane {self.name}: there is no swap space")
         return self._disk
 
 

@@ -261,7 +261,7 @@ class ActivationStore:
     @staticmethod
     def _data_of(kept: Kept) -> torch.Tensor:
         if kept.data is None:
-            raise StateError("an activation that was brought is gone")
+            raise StateError("an activation that was fetched no longer exists")
         return kept.data
 
     def _look_ahead(self, kept: Kept) -> None:

@@ -230,7 +230,7 @@ class PieceStore:
             return piece.rescued[: piece.nbytes]
         block = piece.block
         if block is None:
-            raise StateError(f"{self.name}: bytes that were put aside are gone")
+            raise StateError(f"{self.name}: bytes that were moved away no longer exist")
         if piece.read is not None:
             error = piece.read.settle()
             if error is not None:
@@ -245,7 +245,7 @@ class PieceStore:
         while (block := self.memory.lease(nbytes)) is None:
             if not self._wait_for_memory():
                 raise BudgetError(
-                    f"{self.name}: {nbytes:,} more bytes do not fit, {self.memory.used_bytes:,} of "
+                    f"{self.name}: {nbytes:,} more bytes do not fit, because {self.memory.used_bytes:,} of "
                     f"{self.memory.capacity_bytes:,} are in use; raise {self.memory.knob}"
                 )
         return block
@@ -294,8 +294,8 @@ class PieceStore:
         offset = swap.area.take(block.data.numel())
         if offset is None:
             raise BudgetError(
-                f"{self.name}: {block.data.numel():,} more bytes do not fit, {swap.area.used_bytes:,} bytes of swap "
-                f"space are in use; raise {self.memory.knob}"
+                f"{self.name}: {block.data.numel():,} more bytes do not fit, because {swap.area.used_bytes:,} bytes "
+                f"of swap space are in use; raise {self.memory.knob}"
             )
         piece.offset, fence, streams = offset, piece.fence, self._streams
 
@@ -308,7 +308,7 @@ class PieceStore:
 
     def _start_read(self, piece: SpilledPiece, block: Block) -> None:
         if self._swap is None or self._mover is None:
-            raise StateError(f"{self.name}: bytes that were put aside are gone")
+            raise StateError(f"{self.name}: bytes that were moved away no longer exist")
         reading = self._swap.disk.read(piece.offset, block.data, self.name)
         piece.read = self._mover.post(f"reading {self.name}", reading)
         piece.block = block  # set last: a piece with a block and without a read counts as held in memory

@@ -158,7 +158,7 @@ class _Meeting:
         failed = [peer for peer, other in enumerate(self._peers) if other["error"]]
         if failed:
             reasons = "; ".join(f"{self._name(peer)}: {self._peers[peer]['error']}" for peer in failed)
-            raise PeerError(f"passing files between processes: no socket could be made by {reasons}", failed)
+            raise PeerError(f"passing files between processes: these peers could not make a socket: {reasons}", failed)
         self._deadline = time.monotonic() + self._seconds
         self._seen = {peer for peer, other in enumerate(self._peers) if is_running(other["pid"])}
 
@@ -170,12 +170,14 @@ class _Meeting:
                 self._connect(connection, peer)
                 user = _user_of(connection)
                 if user != os.geteuid():
-                    self._fail(peer, f"it runs as user {user}, this process as user {os.geteuid()}")
+                    self._fail(peer, f"it runs as user {user}, but this process as user {os.geteuid()}")
                 connection.send(HELLO.pack(self._index, bytes.fromhex(self._peers[peer]["token"])))
                 self._take(connection, peer)
                 self._give(connection)
             except ConnectionRefusedError:
-                self._fail(peer, "nobody listens: it has ended, or is in another network namespace or machine")
+                self._fail(
+                    peer, "it does not listen: it has ended, or is in another network namespace or on another machine"
+                )
             except OSError as error:
                 self._fail(peer, _reason(error, self._seconds), left=True)
         self._met.add(peer)
@@ -219,7 +221,7 @@ class _Meeting:
 
     def _accepted(self) -> socket.socket:
         if self._listener is None:
-            raise StateError("nothing listens")
+            raise StateError("this process does not listen")
         ended: list[int] = []
         while True:
             self._listener.settimeout(min(self._left(), LOOK_SECONDS))
@@ -260,13 +262,13 @@ class _Meeting:
             message, found, cut = _receive(connection)
             received += found
             if not message:
-                self._fail(peer, f"it gave up after {len(received)} of {expected} descriptors", left=True)
+                self._fail(peer, f"it stopped after {len(received)} of {expected} descriptors", left=True)
             if cut:
-                self._fail(peer, "this process can hold no more open files; raise ulimit -n")
+                self._fail(peer, "this process cannot open more files; raise ulimit -n")
 
     @property
     def _sent_away(self) -> str:
-        return f"; {self._strangers} others were sent away" if self._strangers else ""
+        return f"; {self._strangers} unknown connections were refused" if self._strangers else ""
 
     def _left(self) -> float:
         """Seconds until the deadline; never 0, so that data that has arrived already can be received."""
@@ -287,8 +289,8 @@ class _Meeting:
         missing = [peer for peer in range(self._index + 1, self._count) if peer not in self._met]
         names = ", ".join(self._name(peer) for peer in missing)
         raise PeerError(
-            f"passing files between processes: not called on by {names}: {_reason(error, self._seconds)}"
-            f"{self._sent_away}",
+            f"passing files between processes: no connection from {names}: "
+            f"{_reason(error, self._seconds)}{self._sent_away}",
             missing,
         ) from error
 
@@ -325,5 +327,5 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int], bool]:
 
 def _reason(error: OSError, seconds: float) -> str:
     if isinstance(error, TimeoutError):
-        return f"nothing came within {seconds:g} s; is the process alive, and did it get as far?"
+        return f"nothing came within {seconds:g} s; check that the process is alive and got this far"
     return error.strerror or str(error)

@@ -141,7 +141,9 @@ def test_what_does_not_run_is_left_out(job: Write, monkeypatch: pytest.MonkeyPat
 
 def test_nothing_that_runs_is_an_error_that_says_where_to_look(job: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, lambda config, words: "no memory")
-    with pytest.raises(ConfigError, match=r"train.py ran under no configuration; see autotuning_exps"):
+    with pytest.raises(
+        ConfigError, match=r"train.py did not run with any configuration; see the output of the runs in autotuning_exps"
+    ):
         tune(parsed(job()))
     assert not Path("autotuning_results").exists()
 
@@ -186,7 +188,7 @@ def test_a_script_with_a_micro_batch_of_its_own_is_not_taken_for_faster(
 
     pretend(monkeypatch, measure)
     tune(parsed(job("--rows", "2")))
-    assert "the script's own micro-batch is not the one that is tried" in capsys.readouterr().out
+    assert "the script uses another micro-batch than the one that is tried" in capsys.readouterr().out
     written = json.loads(Path("autotuning_results/ds_config_optimal.json").read_text())
     assert written["train_micro_batch_size_per_gpu"] == 2
 
@@ -223,9 +225,9 @@ def test_an_argument_that_does_not_act_is_told(
     """Whatever it says, the script takes 8 rows."""
     pretend(monkeypatch, lambda config, words: {"seconds": 1.0, "samples": 8, "rows": 8})
     block = {"arg_mappings": {"train_micro_batch_size_per_gpu": "--rows"}}
-    with pytest.raises(ConfigError, match="ran under no configuration"):
+    with pytest.raises(ConfigError, match="did not run with any configuration"):
         tune(parsed(job("--rows=2", base={**BASE, "train_micro_batch_size_per_gpu": "auto"}, **block)))
-    assert "the script's own micro-batch is not the one that is tried" in capsys.readouterr().out
+    assert "the script uses another micro-batch than the one that is tried" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -274,7 +276,7 @@ def test_none_or_several_are_refused_with_the_fix(job: Write, words: list[str]) 
     [
         ({"end_profile_step": 3}, "end_profile_step: expected a step after start_profile_step, which is 3"),
         ({"arg_mappings": {"a": 1}}, "arguments of the script"),
-        ({"max_train_micro_batch_size_per_gpu": 1}, "expected at least 2, the first that is tried, got 1"),
+        ({"max_train_micro_batch_size_per_gpu": 1}, "expected at least 2, the first micro-batch that is tried, got 1"),
         ({"metrik": "latency"}, "the nearest known key is 'metric'"),
     ],
 )
@@ -336,7 +338,7 @@ def test_why_a_run_failed_is_said(job: Write, capfd: pytest.CaptureFixture[str])
     Path("train.py").write_text("raise RuntimeError('no such data')")
     assert cli.main(["run", "--autotuning", "tune", *job()]) == 1
     told = capfd.readouterr()
-    assert "RuntimeError: no such data" in told.out and "ran under no configuration" in told.err
+    assert "RuntimeError: no such data" in told.out and "did not run with any configuration" in told.err
 
 
 def test_a_script_that_ends_too_early_is_told_from_one_that_fails(

@@ -56,7 +56,7 @@ def test_a_hostfile_that_is_missing_or_no_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--hostfile .*/none: cannot be read.*leave --hostfile out"):
         read_hostfile(tmp_path / "none")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="no UTF-8"):
+    with pytest.raises(ConfigError, match="not UTF-8"):
         read_hostfile(tmp_path / "bytes")
 
 
@@ -80,7 +80,7 @@ def test_include_and_exclude_of_the_same_words_share_everything_out(words: str) 
     try:
         rest = choose(POOL, exclude=words)
     except ConfigError as error:
-        assert "at least one slot to be left" in str(error)
+        assert "at least one slot to remain" in str(error)
         rest = []
     assert taken(included) | taken(rest) == taken(choose(POOL)) and not taken(included) & taken(rest)
     assert [node.host for node in included] == [host for host in POOL if host in {node.host for node in included}]
@@ -115,7 +115,7 @@ def test_a_bad_filter_names_the_word(flag: str, words: str, told: list[str]) -> 
 def test_both_filters_or_nothing_left_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected one of them, got both"):
         choose(POOL, "worker-1", "worker-2")
-    with pytest.raises(ConfigError, match="at least one slot to be left, got none"):
+    with pytest.raises(ConfigError, match="at least one slot to remain, got none"):
         choose(POOL, exclude="@".join(POOL))
 
 

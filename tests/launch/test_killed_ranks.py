@@ -71,7 +71,7 @@ def test_a_rank_killed_while_training_takes_all_along_and_leaves_no_byte(
     assert status == 128 + signal.SIGKILL, said
     last = said.rstrip().splitlines()[-3:]
     assert last[0].startswith(f"zero run: rank {victim} on {os.uname().nodename} failed first: killed by SIGKILL")
-    assert "somebody or something sent the signal" in last[1] and "(planned " in last[1]
+    assert "something else sent the signal" in last[1] and "(planned " in last[1]
     assert list(nvme.iterdir()) == [] and left_behind(shared) == set()
 
 

@@ -154,7 +154,7 @@ def test_a_flag_that_cannot_be_is_named(words: tuple[str, ...], told: str) -> No
 def test_several_nodes_need_an_address_that_all_can_reach(tmp_path: Path, hostfile: str) -> None:
     path = tmp_path / "two"
     path.write_text("localhost slots=1\nb slots=1\n")
-    with pytest.raises(ConfigError, match=r"--master_addr: .*got localhost, which is each node itself"):
+    with pytest.raises(ConfigError, match=r"--master_addr: .*got localhost, which on each node means that node itself"):
         planned("-H", str(path), "x.py")
     assert planned("-H", str(path), "--master_addr", "10.1.1.1", "x.py").master_addr == "10.1.1.1"
     assert planned("-H", hostfile, "x.py").master_port == 29500
@@ -195,7 +195,7 @@ def test_a_job_travels_as_one_word_that_shells_leave_alone(words: list[str], add
 
 @pytest.mark.parametrize("word", ["", "nonsense", Job(NODES, Program(("x",))).to_word()[8:]])
 def test_another_word_is_refused(word: str) -> None:
-    with pytest.raises(ConfigError, match="expected the word that zero run makes"):
+    with pytest.raises(ConfigError, match="expected the argument that zero run makes"):
         Job.from_word(word)
 
 

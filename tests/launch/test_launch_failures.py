@@ -72,7 +72,7 @@ def test_the_last_words_name_rank_host_and_cause() -> None:
 
 def test_a_script_that_dies_of_the_argument_it_did_not_expect_is_told_where_that_comes_from() -> None:
     text = "Traceback\n  File 'loop.py', line 3\nValueError: invalid literal for int() with base 10: '--local_rank=0'"
-    told = "zero run passes --local_rank to the script, as DeepSpeed does; --no_local_rank leaves it out"
+    told = "zero run passes --local_rank to the script, as DeepSpeed does; use --no_local_rank to leave it out"
     assert told in describe(failure(0, 1, 1.0, text), 0).splitlines()
     assert told in describe(failure(0, 2, 1.0), 0)  # argparse has said it above
     assert told not in describe(failure(0, 1, 1.0, text), 0, local_rank=False)
@@ -145,7 +145,7 @@ def test_v2_a_kill_is_put_down_to_the_limit_that_was_hit(kernel: Kernel) -> None
     kernel.v2("/job", "max", 2 * GIB, 1, 0)
     kernel.v2("/job/node", str(2 * GIB), 2 * GIB, 1, 12)
     words = explain_kill(before, kernel.states(), {})
-    assert words.startswith("kernel OOM: no plan known (no engine was made), limit 2.15 GB of cgroup /job/node")
+    assert words.startswith("kernel OOM: no plan is known (no engine was made), limit 2.15 GB of cgroup /job/node")
 
 
 def test_a_kill_without_a_cgroups_limit_is_put_down_to_the_machine(kernel: Kernel) -> None:
@@ -159,14 +159,14 @@ def test_a_kill_elsewhere_on_the_machine_is_not_ours(kernel: Kernel) -> None:
     kernel.v2("/job", "max", 0, 0, 0)
     before = kernel.states()
     kernel.write("proc/vmstat", "oom_kill 8\n")
-    assert "somebody or something sent the signal" in explain_kill(before, kernel.states(), PLANS)
+    assert "something else sent the signal" in explain_kill(before, kernel.states(), PLANS)
     kernel.v2("/job", "max", 3 * GIB, 1, 0)
     assert "limit 17.18 GB of the machine" in explain_kill(before, kernel.states(), PLANS)
 
 
 def test_a_kill_that_the_kernel_has_not_counted_came_from_somebody(kernel: Kernel) -> None:
     words = explain_kill(kernel.states(), kernel.states(), PLANS)
-    assert "somebody or something sent the signal" in words and "planned 6.00 GB" in words
+    assert "something else sent the signal" in words and "planned 6.00 GB" in words
 
 
 @settings(max_examples=25)

@@ -94,7 +94,7 @@ def test_a_second_signal_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_node_that_is_gone_without_a_word_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_commands([node("kill -9 $$", "worker-7")]) == 137
-    assert "zero run: what ran on worker-7 ended without a word: signal 9" in capfd.readouterr().err
+    assert "zero run: the command on worker-7 ended without any output: signal 9" in capfd.readouterr().err
 
 
 def test_a_launcher_that_is_not_installed_is_named() -> None:

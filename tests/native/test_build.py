@@ -123,7 +123,7 @@ def test_a_stale_library_is_refused_with_the_command_that_rebuilds_it(tmp_path: 
         source.write("/* changed after the build */\n")
     done = run_python("import native; native.load()", PYTHONPATH=str(tmp_path))
     assert done.returncode != 0
-    assert re.search(r"NativeUnavailable: .*libzn.so is stale: .* run: python -m native.build", done.stderr)
+    assert re.search(r"NativeUnavailable: .*libzn.so is out of date: .* run: python -m native.build", done.stderr)
 
 
 def test_a_missing_library_is_refused_with_the_command_that_builds_it(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_a_read_past_the_end_says_so(aio: Aio, file: int) -> None:
     os.pwrite(file, bytes(5000), 0)
     for fault in ABSORBED.values():
         aio.inject(fault)
-        with pytest.raises(StorageError, match="met the end of the file") as caught:
+        with pytest.raises(StorageError, match="reached the end of the file") as caught:
             run(aio.read(file, 0, noise(4 * CHUNK), "swap"))
         assert (caught.value.errno, caught.value.offset) == (errno.ENODATA, 5000)
 

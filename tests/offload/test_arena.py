@@ -96,8 +96,8 @@ def test_a_lease_that_does_not_fit_says_what_is_free_and_which_knob_to_turn() ->
     with pytest.raises(BudgetError) as caught:
         arena.lease(3 * PAGE_BYTES, "unit layers.7")
     assert str(caught.value) == (
-        "unit layers.7: needs 12,288 contiguous bytes of the test arena; the largest free run is 8,192 of 16,384 free "
-        "and 40,960 in all; raise memory_budget.test"
+        "unit layers.7: needs 12,288 contiguous bytes of the test arena; the largest free block has 8,192 of 16,384 "
+        "free bytes and 40,960 in total; raise memory_budget.test"
     )
     assert arena.used_bytes == 6 * PAGE_BYTES
 

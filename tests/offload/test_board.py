@@ -146,9 +146,13 @@ def test_a_deadline_names_the_peer_what_was_awaited_and_how_far_it_is() -> None:
     async def everybody() -> None:
         await views[1].everybody_reached(1, 5, deadline_seconds=0.01)
 
-    with pytest.raises(WatchdogError, match=r"weights of step 5: after 0.01 s peer 2 \(pid \d+\) is at 3 of 5"):
+    with pytest.raises(
+        WatchdogError, match=r"weights of step 5: expected 5, but after 0.01 s peer 2 \(pid \d+\) is at 3"
+    ):
         asyncio.run(one())
-    with pytest.raises(WatchdogError, match=r"column 1 to reach 5: .* peer 1 .* is at 0, peer 2 .* is at 3 of 5"):
+    with pytest.raises(
+        WatchdogError, match=r"column 1 to reach 5: expected 5, but .* peer 1 .* is at 0, peer 2 .* is at 3"
+    ):
         asyncio.run(everybody())
     assert open_files() == files
     for view in views:
@@ -183,7 +187,7 @@ def test_a_peer_that_died_is_named_at_once_but_what_it_had_published_counts() ->
         for peer in (peers[0], peers[2]):
             text, who = peer.receive()
             assert who == (1,)
-            assert text == f"waiting for its third: peer 1 (pid {peers[1].process.pid}) ended at 2; 3 was awaited"
+            assert text == f"waiting for its third: expected 3, but peer 1 (pid {peers[1].process.pid}) ended at 2"
 
 
 def test_without_lifelines_a_dead_peer_costs_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +219,7 @@ def test_a_board_that_cannot_be_made_is_an_error_on_every_peer(monkeypatch: pyte
 
     found = all_run(3, job)
     assert found[0] == ("BudgetError", "board: no memory")
-    assert found[1] == found[2] == ("PeerError", "the board: peer 0 could not make it; its own error says why")
+    assert found[1] == found[2] == ("PeerError", "the board: peer 0 could not make it; see the error of peer 0")
 
 
 def test_boards_of_different_sizes_are_refused() -> None:

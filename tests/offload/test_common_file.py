@@ -113,7 +113,7 @@ def test_a_peer_that_builds_something_else_says_so(tmp_path: Path) -> None:
         return said, file.settle()
 
     (_, first), (said, second) = all_run(2, job)
-    assert "parameter 0 is another on rank 0" in said and first != second
+    assert "parameter 0 differs from that of rank 0" in said and first != second
 
 
 def test_an_edit_of_one_peer_alone_is_named_where_it_is_read_and_settling_drops_it(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_nobody_waits_for_a_first_peer(tmp_path: Path, fails: bool) -> None:
         offset = file.append(torch.ones(2))
         return raises(lambda: file.read(offset, 2, torch.float32))
 
-    assert "rank 0 of this node has failed or let the model go" in all_run(2, job)[1]
+    assert "rank 0 of this node has failed or released the model" in all_run(2, job)[1]
 
 
 def test_what_all_have_agreed_on_is_read_also_by_one_that_saw_an_edit_too_early(tmp_path: Path) -> None:

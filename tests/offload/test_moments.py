@@ -376,14 +376,17 @@ def test_moments_that_fit_no_scheme_are_refused_by_name() -> None:
     weight, grad, segments = torch.zeros(512), torch.zeros(512), [Segment(0, 512)]
     codes, scale = torch.zeros(512, dtype=torch.uint8), torch.zeros(2)
     for moments, message in (
-        (Moments(codes, codes), r"exp_avg_scale: goes with uint8 moments"),
-        (Moments(grad, grad, scale, scale), r"exp_avg_scale: goes with uint8 moments and with no others"),
+        (Moments(codes, codes), r"exp_avg_scale: only allowed with uint8 moments"),
+        (Moments(grad, grad, scale, scale), r"exp_avg_scale: only allowed with uint8 moments, got moments of"),
         (Moments(codes, codes, scale, scale[:1]), r"exp_avg_sq_scale: expected 2 elements"),
         (Moments(codes, grad, scale, scale), r"exp_avg_sq: expected 512 elements of torch.uint8"),
-        (Moments(codes, codes, scale, scale, origin=128), r"blocks of 256, got 512 elements from coordinate 128"),
+        (
+            Moments(codes, codes, scale, scale, origin=128),
+            r"blocks of 256 elements, got 512 elements from coordinate 128",
+        ),
         (Moments(grad.half(), grad.half()), r"exp_avg: expected 512 elements of torch.float32 or"),
     ):
         with pytest.raises(TypeError, match=message):
             kernels.adamw(weight, None, moments, grad, segments)
-    with pytest.raises(ValueError, match=r"begins before 300, where another ends"):
+    with pytest.raises(ValueError, match=r"begins before 300, where the previous segment ends"):
         kernels.adamw(weight, None, zeros(torch.uint8, 512), grad, [Segment(0, 300), Segment(299, 512)])

@@ -189,7 +189,7 @@ def test_the_watchdog_warns_then_raises_with_what_is_in_flight(monkeypatch: pyte
     monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.05)
     mover, event = Mover(lambda: ["read of 4,096 bytes in swap", "write of 1 byte"]), threading.Event()
     transfer = mover.post("unit layers.3", until(event))
-    in_flight = r"unit layers\.3: no end after .*read of 4,096 bytes in swap; write of 1 byte"
+    in_flight = r"unit layers\.3: not finished, and no byte moved for .*read of 4,096 bytes in swap; write of 1 byte"
     with pytest.warns(RuntimeWarning, match=in_flight), pytest.raises(WatchdogError, match=in_flight):
         transfer.result()
     assert not transfer.settled()
@@ -213,7 +213,7 @@ def test_the_watchdog_only_warns_while_another_rank_is_waited_for(
             return await until(event)
 
     transfer = mover.post("the gradient of layers.3", behind_another())
-    with pytest.warns(RuntimeWarning, match="no end after"):
+    with pytest.warns(RuntimeWarning, match="not finished, and no byte moved for"):
         assert transfer.result() == "done"
     assert not others_are_awaited()
 
@@ -232,7 +232,7 @@ def test_a_job_that_ends_after_the_warning_is_not_an_error(monkeypatch: pytest.M
 
         monkeypatch.setattr(warnings, "warn", warn_then_let_go)
         assert transfer.result() == "done"
-    assert ["slow: no end after" in str(warning.message) for warning in seen] == [True]
+    assert ["slow: not finished, and no byte moved for" in str(warning.message) for warning in seen] == [True]
     assert "in flight: nothing" in str(seen[0].message)
 
 

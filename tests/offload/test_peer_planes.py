@@ -138,7 +138,7 @@ def test_each_of_two_processes_reads_what_the_other_has_written(
                 assert memory is not None and torch.equal(memory, expected[IN_MEMORY[0] * WIDTH : IN_MEMORY[1] * WIDTH])
                 side.board.publish(1, epoch)
                 await side.board.everybody_reached(1, epoch, what="the read", deadline_seconds=SECONDS)
-            with pytest.raises(StateError, match="writing to the swap space of another process"):
+            with pytest.raises(StateError, match="can only read the swap space of another process"):
                 await side.other.write(0, PAGE, source[: PAGE * WIDTH])
             return compared
 

@@ -306,7 +306,7 @@ def test_a_good_write_over_part_of_it_updates_it(
 
 def test_a_front_is_refused_while_something_is_stranded(stranded: tuple[Bench, torch.Tensor, list[str]]) -> None:
     bench, truth, _ = stranded
-    with pytest.raises(StateError, match=r"weights: \[0, 50\) is written as a whole"):
+    with pytest.raises(StateError, match=r"weights: \[0, 50\) can only be written as a whole"):
         asyncio.run(bench.plane.write_front(0, 50, values(12, 5)))
     assert torch.equal(bench.read(0, 50), truth)
 

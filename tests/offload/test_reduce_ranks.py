@@ -178,7 +178,7 @@ def test_operands_that_do_not_go_together_are_refused_by_name(
 @pytest.mark.parametrize("shift", [-4, -1, 1, 7])
 def test_a_source_that_overlaps_the_result_without_being_it_is_refused(shift: int) -> None:
     memory = torch.ones(32)
-    with pytest.raises(ValueError, match=r"sources\[1\]: overlaps stored without being it"):
+    with pytest.raises(ValueError, match=r"sources\[1\]: overlaps stored but is not the same memory"):
         kernels.reduce_ranks(memory[8:16], [torch.ones(8), memory[8 + shift : 16 + shift]])
     kernels.reduce_ranks(memory[8:16], [memory[:8], memory[16:24]])  # neighbours do not overlap
     with pytest.raises(ValueError, match=r"sources\[0\]: overlaps stored"):

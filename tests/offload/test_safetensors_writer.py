@@ -113,7 +113,7 @@ def test_values_out_of_turn_are_refused_and_missing_ones_too(tmp_path: Path) -> 
     for wrong in (torch.ones(4), torch.ones(1).half()):
         with pytest.raises(StateError, match=r"expected up to 3 of a, torch.float32"):
             file.append(wrong)
-    with pytest.raises(StateError, match="3 elements of a are missing"):
+    with pytest.raises(StateError, match="3 elements of a have not been written"):
         file.finish()
     file.append(torch.ones(3))
     with pytest.raises(StateError, match="expected nothing"):

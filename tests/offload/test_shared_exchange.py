@@ -169,7 +169,7 @@ def test_peers_that_do_not_do_the_same_are_all_told_who(what: str, late: bool) -
     assert [peers for _, _, peers in found] == [(1,), (0, 2), (1,)]
     there = "unit 6, 192 bytes" if what == "unit" else "unit 5, 24 bytes"
     for _, text, _ in found:
-        assert text.startswith("collective 2: the peers do not do the same: peer 0 (pid ")
+        assert text.startswith("collective 2: the peers run different collectives: peer 0 (pid ")
         assert text.count("collective 2, unit 5, 192 bytes") == 2 and text.count(there) == 1
 
 
@@ -195,10 +195,11 @@ def test_a_peer_that_dies_is_named_by_all_others_at_once() -> None:
             assert (kind, who) in (("PeerError", (1,)), ("PeerError", (2 if peer is peers[0] else 0,)))
             if who == (1,):
                 assert (
-                    "collective 2 (unit 5, 192 bytes) to be offered: peer 1 (pid " in text and "ended at 0; 2" in text
+                    "collective 2 (unit 5, 192 bytes) to be offered: expected 2, but peer 1 (pid " in text
+                    and "ended at 0" in text
                 )
             else:
-                assert "gave up in collective 2; its own error says why" in text
+                assert "stopped in collective 2; see the error of that peer" in text
 
 
 def test_a_peer_that_dies_while_it_reads_is_named_too() -> None:
@@ -218,7 +219,7 @@ def test_a_peer_that_dies_while_it_reads_is_named_too() -> None:
         peers[1].kill()
         kind, text, who = peers[0].receive()
         assert kind == "PeerError" and who == (1,)
-        assert "collective 1 (unit 0, 64 bytes) to be read: peer 1 " in text
+        assert "collective 1 (unit 0, 64 bytes) to be read: expected 1, but peer 1 " in text
 
 
 def test_an_error_inside_is_its_peers_own_affair() -> None:
@@ -256,7 +257,9 @@ def test_a_peer_that_gives_up_tells_the_others_and_all_their_exchanges_are_over(
     found = all_run(3, job)
     assert found[2][0] == ("StateError", "collective 1: numbers begin at 1, and each is used once", ())
     for first, _ in found[:2]:
-        assert first[0] == "PeerError" and "gave up in collective" in first[1] and "own error says why" in first[1]
+        assert (
+            first[0] == "PeerError" and "stopped in collective" in first[1] and "see the error of that peer" in first[1]
+        )
     for first, (kind, text, _) in found:
         assert kind == "StateError" and text == f"collective 7: an earlier one failed: {first[1]}"
 
@@ -270,7 +273,10 @@ def test_a_peer_that_does_nothing_is_named_when_the_deadline_passes() -> None:
 
     kind, text, _ = all_run(2, job)[0]
     assert kind == "WatchdogError"
-    assert "collective 1 (unit 5, 64 bytes) to be offered: after 0.05 s peer 1 (pid " in text and "is at 0 of 1" in text
+    assert (
+        "collective 1 (unit 5, 64 bytes) to be offered: expected 1, but after 0.05 s peer 1 (pid " in text
+        and "is at 0" in text
+    )
 
 
 def test_a_cancelled_collective_ends_the_exchange() -> None:
@@ -294,7 +300,7 @@ def test_a_cancelled_collective_ends_the_exchange() -> None:
 
     first, second = all_run(2, job)
     assert first[1] == "cancelled"
-    assert second[0] == "PeerError" and second[2] == (0,) and "gave up in collective 1" in second[1]
+    assert second[0] == "PeerError" and second[2] == (0,) and "stopped in collective 1" in second[1]
 
 
 def test_what_a_check_raises_ends_the_wait() -> None:

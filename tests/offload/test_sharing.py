@@ -115,7 +115,7 @@ def test_what_is_no_region_of_that_length_is_refused_and_closed(tmp_path: Path) 
     with pytest.raises(StateError, match=r"weights: expected shared memory of 12,288 bytes .* got 8,192 bytes"):
         SharedRegion.open(os.dup(region.descriptor), 3 * PAGE, "weights")
     ordinary = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    with pytest.raises(StateError, match=r"weights: descriptor .* is no shared memory"):
+    with pytest.raises(StateError, match=r"weights: descriptor .* is not shared memory"):
         SharedRegion.open(ordinary, 1, "weights")
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, PAGE)
@@ -153,7 +153,7 @@ def test_an_offset_tells_another_mapping_where_a_tensor_lies() -> None:
     assert region.offset_of(view) == 100
     assert region.offset_of(region.data) == 0
     for outside in (torch.zeros(4), region.data[::2], torch.zeros(2000, dtype=torch.uint8)):
-        with pytest.raises(StateError, match="does not lie in the shared memory of 1,000"):
+        with pytest.raises(StateError, match="is not inside the shared memory of 1,000"):
             region.offset_of(outside)
     region.close()
 
@@ -271,8 +271,8 @@ def test_a_peer_that_never_comes_is_named_by_all_who_wait_for_it() -> None:
 
     before, left, after = all_run(3, job)
     assert left == ("left", (1,))
-    assert "not called on by peer 1 (pid 77): nothing came within 0.3 s" in before[0] and 1 in before[1]
-    assert "peer 1 (pid 77): nobody listens: it has ended, or is in another network namespace" in after[0]
+    assert "no connection from peer 1 (pid 77): nothing came within 0.3 s" in before[0] and 1 in before[1]
+    assert "peer 1 (pid 77): it does not listen: it has ended, or is in another network namespace" in after[0]
     assert after[1] == (1,)
 
 
@@ -287,7 +287,7 @@ def test_a_peer_without_a_socket_tells_the_others_why(monkeypatch: pytest.Monkey
         return raises(lambda: exchange_descriptors(index, 3, share, [0]))
 
     for text, peers in all_run(3, job):
-        assert "no socket could be made by peer 1" in text and "Too many open files" in text and peers == (1,)
+        assert "these peers could not make a socket: peer 1" in text and "Too many open files" in text and peers == (1,)
 
 
 def test_strangers_are_sent_away_and_the_exchange_goes_on() -> None:
@@ -319,7 +319,7 @@ def test_another_user_is_not_let_in() -> None:
         return raises(lambda: exchange_descriptors(index, 2, share, [0], seconds=0.5))
 
     first, second = all_run(2, job)
-    assert "1 others were sent away" in first[0] and first[1] == (1,)
+    assert "1 unknown connections were refused" in first[0] and first[1] == (1,)
     assert second[1] == (0,)
 
 
@@ -342,8 +342,8 @@ def test_a_process_that_can_open_no_more_files_says_so() -> None:
         return raises(lambda: exchange_descriptors(index, 2, share, own, seconds=5))
 
     first, second = all_run(2, job)
-    assert "can hold no more open files; raise ulimit -n" in second[0] and second[1] == (0,)
-    assert first[1] == (1,) and ("it gave up after 0 of 20 descriptors" in first[0] or "reset" in first[0])
+    assert "cannot open more files; raise ulimit -n" in second[0] and second[1] == (0,)
+    assert first[1] == (1,) and ("it stopped after 0 of 20 descriptors" in first[0] or "reset" in first[0])
 
 
 def test_regions_of_all_peers_are_mapped_by_all() -> None:

@@ -70,7 +70,7 @@ def test_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         patch.setattr("offload.files.snapshot_files.FORMAT", 7)
         committed(tmp_path, 1)
     files = SnapshotFiles([tmp_path], "a", 0)
-    with pytest.raises(ConfigError, match="format 7; this version reads 1 and 2"):
+    with pytest.raises(ConfigError, match="format 7, and this version reads 1 and 2"):
         files.committed_head  # noqa: B018 - the question itself
     files.close()
 

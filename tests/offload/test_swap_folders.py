@@ -16,14 +16,14 @@ def test_a_missing_folder_is_made_with_those_above_it_and_said_once(tmp_path: Pa
     folder = tmp_path / "drive" / "job" / "swap"
     said = make_folder(folder)
     assert folder.is_dir() and not any(folder.iterdir())
-    assert said.startswith(f"nvme_path: {folder} was not there and was made; it lies on /")
+    assert said.startswith(f"nvme_path: {folder} did not exist and was created; it is on /")
     assert "are free" in said and "mount it" in said
     assert make_folder(folder) == ""
 
 
 def test_the_mount_that_is_named_is_the_one_it_lies_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path)
-    assert f"lies on {tmp_path} (" in make_folder(tmp_path / "a" / "b")
+    assert f"is on {tmp_path} (" in make_folder(tmp_path / "a" / "b")
 
 
 def test_of_many_ranks_one_makes_it_and_says_so(tmp_path: Path) -> None:
@@ -43,7 +43,9 @@ def test_what_is_there_is_left_to_whoever_uses_it(tmp_path: Path) -> None:
 
 def test_one_that_cannot_be_made_is_an_error_that_says_why_and_where(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"is not an existing folder, and cannot be made: Not a directory at .*file"):
+    with pytest.raises(
+        ConfigError, match=r"is not an existing folder, and it cannot be created: Not a directory at .*file"
+    ):
         make_folder(tmp_path / "file" / "swap")
 
 
@@ -52,6 +54,6 @@ def test_what_a_shell_would_have_replaced_is_not_made(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="not expanded in a configuration; write the path out"):
+    with pytest.raises(ConfigError, match="not expanded in a configuration: write the full path"):
         make_folder(path)
     assert not any(tmp_path.iterdir())

@@ -329,7 +329,7 @@ def test_a_folder_that_is_missing_or_a_file_is_refused(tmp_path: Path, make: Cal
 
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(ConfigError, match=rf"{tmp_path} is not writable"):
+    with pytest.raises(ConfigError, match=rf"this user cannot write to {tmp_path}"):
         SwapSpace([tmp_path], PAGE)
 
 

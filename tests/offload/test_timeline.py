@@ -97,7 +97,7 @@ def test_one_recording_at_a_time() -> None:
     with pytest.raises(StateError, match="nothing is being recorded"):
         timeline.stop()
     timeline.start()
-    with pytest.raises(StateError, match="under way"):
+    with pytest.raises(StateError, match="already running"):
         timeline.start()
     timeline.stop()
 

@@ -141,7 +141,9 @@ def test_a_file_that_cannot_be_read_says_what_it_should_have_been(tmp_path: Path
     with pytest.raises(ConfigError, match=r"file.pt: missing; expected the weights"):
         TorchFile(path, "the weights")
     torch.save({"a": 1}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(ConfigError, match=r"file.pt: expected the weights, as torch.save writes it since 1.6"):
+    with pytest.raises(
+        ConfigError, match=r"file.pt: expected the weights, as torch.save has written it since torch 1.6"
+    ):
         TorchFile(path, "the weights")
     torch.save({"a": 1}, path)
     whole = path.read_bytes()

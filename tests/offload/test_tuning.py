@@ -157,7 +157,7 @@ def test_when_the_time_is_over_what_was_not_measured_is_named_and_stays(
     monkeypatch.setattr(tuning, "PROBE_SECONDS_MAX", 0.0)
     found = tuning.probe(tmp_path)
     assert found.setting == default_setting() and found.measurements == ()
-    assert all("time was over" in reason for reason in found.reasons) and found.mixed_bytes_per_second > 0
+    assert all("time was used up" in reason for reason in found.reasons) and found.mixed_bytes_per_second > 0
 
 
 def test_a_setting_that_cannot_be_opened_is_left_out(tmp_path: Path, quick: None) -> None:
@@ -262,7 +262,7 @@ def test_a_cache_that_cannot_be_written_costs_a_probe_and_nothing_else(
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home folder")))
     result = result_for(tmp_path)
-    assert "could not be kept" in store(result)
+    assert "could not be saved" in store(result)
     assert cached(tmp_path) is None
     monkeypatch.setattr(tuning, "probe", lambda folder: result)
     assert cached_or_probed(tmp_path) == result

@@ -217,5 +217,5 @@ def test_without_the_library_an_update_says_so(monkeypatch: pytest.MonkeyPatch) 
     kernel_backend._load.cache_clear()  # it warns once a process
     with pytest.warns(RuntimeWarning, match="no native kernels"):
         assert not kernels.native_on(torch.device("cpu"))
-    with pytest.raises(NativeError, match="no native library serves cpu"):
+    with pytest.raises(NativeError, match="there is no native library for cpu"):
         kernels.update(Formula.SGD, torch.zeros(4), None, [None], torch.zeros(4), [Segment(0, 4)])

@@ -72,7 +72,7 @@ def test_the_doctor_names_another_distribution_beside_ours(foreign: Path, monkey
     assert zero_name.trouble() == ""
     there = {fact.name: fact for fact in doctor_command.collect([])}["the name zero"]
     if not zero_name.claims():
-        assert (there.value, there.verdict) == ("ours alone", doctor_command.OK)
+        assert (there.value, there.verdict) == ("only installed by zero-infinity", doctor_command.OK)
     monkeypatch.setattr(sys, "path", [*sys.path, str(foreign)])
     fact = {fact.name: fact for fact in doctor_command.collect([])}["the name zero"]
     assert "zero 3.1" in fact.value and fact.verdict == doctor_command.MISSING and "pip uninstall zero" in fact.note

@@ -617,7 +617,7 @@ def test_several_model_parallel_ranks_are_refused_and_one_is_not(unconfigured: A
 def test_what_has_no_effect_says_so(unconfigured: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="zero"):
         unconfigured.partition_activations_in_checkpoint(True)
-    assert "partition_activations: without effect" in caplog.text
+    assert "partition_activations: no effect, because there is only one model-parallel rank" in caplog.text
     unconfigured.set_num_layers(5)
     assert unconfigured._settings().number_checkpoints == 5
 
@@ -632,7 +632,7 @@ def test_profile_logs_forward_and_recomputation(unconfigured: Any, caplog: pytes
 
 def test_nvme_without_an_engine_names_what_to_do(unconfigured: Any) -> None:
     unconfigured.configure(None, {"activation_checkpointing": {"activation_device": "nvme", "nvme_path": "/x"}})
-    with pytest.raises(ConfigError, match="expected an engine that was made with it"):
+    with pytest.raises(ConfigError, match="expected an engine whose config has it"):
         unconfigured.checkpoint(torch.square, torch.ones(64, 64, requires_grad=True))
 
 

@@ -256,7 +256,7 @@ def test_what_goes_on_from_the_trained_weights_is_refused_inside(
 
 def test_without_averages_and_inside_other_blocks_it_is_refused(open_engine: Open, nvme_path: Path) -> None:
     engine, _ = opened(open_engine, nvme_path, ("cpu", "cpu"), optimizer=BLOCKS["kernel"])
-    with pytest.raises(StateError, match=r"nothing is averaged; set \"ema_decay\""), engine.averaged_weights():
+    with pytest.raises(StateError, match=r"no weights are averaged; set \"ema_decay\""), engine.averaged_weights():
         pass
     engine, model = opened(open_engine, nvme_path, ("cpu", "cpu"), **KINDS["ema"])
     inside = pytest.raises(StateError, match="inside forward, backward or GatheredParameters")
@@ -299,14 +299,14 @@ def test_an_engine_may_be_closed_inside(open_engine: Open, nvme_path: Path) -> N
     ("more", "said"),
     [
         ({"ema_decay": 1.0, "optimizer": BLOCKS["kernel"]}, r"ema_decay: expected less than 1"),
-        ({"ema_decay": DECAY, "optimizer": FREE}, r"ema_decay: AdamWScheduleFree averages the weights already"),
+        ({"ema_decay": DECAY, "optimizer": FREE}, r"ema_decay: AdamWScheduleFree already averages the weights"),
         (
             {"ema_decay": DECAY, "zero": {"offload_optimizer": {"state_dtype": "8bit"}}},
-            r"ema_decay: an average is kept in fp32, and .*state_dtype is 8bit",
+            r"ema_decay: averages are kept in fp32, but .*state_dtype is 8bit",
         ),
         (
             {"ema_decay": DECAY, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-            r"ema_decay: an average is of fp32 masters, and bf16.bf16_master_weights_and_grads keeps none",
+            r"averages are made from fp32 master weights, and with bf16.bf16_master_weights_and_grads there are none",
         ),
     ],
 )
@@ -361,7 +361,7 @@ def test_a_disk_that_fails_on_the_way_loses_nothing(
         with pytest.raises(StorageError), engine.averaged_weights():
             engine.inject(fault)
         engine.inject(None)
-        with pytest.raises(StateError, match="Leaving the block has failed: enter and leave it once more"):
+        with pytest.raises(StateError, match="Leaving the block failed: enter and leave it once more"):
             engine.step()
     with engine.averaged_weights():
         pass

@@ -163,5 +163,7 @@ def test_it_holds_while_bf16_does_and_is_for_adam(open_engine: Open, nvme_path: 
     assert wide.bf16_masters and wide.accumulation_dtype == torch.float32
     for kind in ("Muon", "SGD", "RAdam"):
         block = {"type": kind, "params": {"lr": 1e-3}}
-        with pytest.raises(ConfigError, match=r"bf16_master_weights_and_grads: true is for Adam.*set it to false"):
+        with pytest.raises(
+            ConfigError, match=r"bf16_master_weights_and_grads: true is only available with Adam.*set it to false"
+        ):
             open_engine(build("gpt"), {**config_of(NVME, nvme_path, "fp32", optimizer=block)})

@@ -82,7 +82,7 @@ def test_a_step_that_a_checkpoint_was_saved_amid_goes_on(open_engine: Open, nvme
     resumed.set_gradient_accumulation_steps(3)
     resumed.load_checkpoint(tmp_path)
     for each in (engine, resumed):
-        with pytest.raises(StateError, match="2 micro-batches of this step have been run one by one"):
+        with pytest.raises(StateError, match="2 micro-batches of this step have already been run one by one"):
             whole_batch(each, 4)
         assert by_hand(each, 4, 4) == [2, 2, 2, 3]
     assert equal(masters(engine), masters(resumed))
@@ -100,7 +100,7 @@ def test_after_single_steps_a_batch_of_several_is_one_step(open_engine: Open, nv
 def test_a_whole_batch_may_follow_micro_batches_that_were_forgotten(open_engine: Open, nvme_path: Path) -> None:
     engine, other = (open_engine(build("gpt"), config_of(nvme_path, 4)) for _ in range(2))
     by_hand(engine, 90, 2)
-    with pytest.raises(StateError, match=r"2 micro-batches .* call zero_grad\(\) to forget them"):
+    with pytest.raises(StateError, match=r"2 micro-batches .* call zero_grad\(\) to discard them"):
         whole_batch(engine, 0)
     engine.zero_grad()
     losses = [whole_batch(each, 0) for each in (engine, other)]

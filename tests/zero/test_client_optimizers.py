@@ -170,8 +170,8 @@ def test_what_is_not_made_yet_when_a_checkpoint_is_saved_is_made_after_it_is_loa
     [
         (torch.optim.LBFGS, "closure"),
         (torch.optim.SparseAdam, "dense gradients"),
-        (Global, "steps for all parameters together"),
-        (Handing, "changes nothing of the parameter"),
+        (Global, "steps in common for all parameters"),
+        (Handing, "does not change the parameter"),
     ],
 )
 def test_what_cannot_run_parameter_by_parameter_is_refused_by_name(
@@ -277,14 +277,14 @@ def test_a_name_is_known_in_any_spelling(word: str, kind: str) -> None:
     ("block", "told"),
     [
         ({"type": "OneBitAdam"}, "1-bit optimizers are not available; use AdamW"),
-        ({"type": "LBFGS"}, "it runs the model inside its step; use AdamW"),
+        ({"type": "LBFGS"}, "its step runs the model several times; use AdamW"),
         ({"type": "MuAdam", "params": {"momentum": 0.9}}, r"1 problem\n.*muP"),  # its keys are no problem
-        ({"type": "Muon", "params": {"per_head_muon": True}}, "matrices are orthogonalized whole"),
+        ({"type": "Muon", "params": {"per_head_muon": True}}, "Muon orthogonalizes whole matrices"),
         ({"type": "RMSpropp"}, "the nearest is RMSprop"),
         ({"type": "SGD", "params": {"momentun": 0.9}}, "optimizer.params.momentun.*'momentum'"),
-        ({"type": "SGD", "params": {"betas": [0.9, 0.99]}}, "optimizer.params.betas.*it is of Adam, AdamW"),
+        ({"type": "SGD", "params": {"betas": [0.9, 0.99]}}, "optimizer.params.betas.*it belongs to Adam, AdamW"),
         ({"type": "Lion", "params": {"momentum": 0.9}}, "optimizer.params.momentum: expected a key of Lion"),
-        ({"type": "Adagrad", "params": {"amsgrad": True}}, "optimizer.params.amsgrad.*it is of Adam, AdamW"),
+        ({"type": "Adagrad", "params": {"amsgrad": True}}, "optimizer.params.amsgrad.*it belongs to Adam, AdamW"),
         ({"type": "RMSprop", "params": {"momentum": -1}}, "optimizer.params.momentum"),
     ],
 )
@@ -301,5 +301,5 @@ def test_options_that_torch_refuses_are_refused_in_its_words(open_engine: Open, 
 
 def test_narrow_states_are_adams_alone(open_engine: Open, nvme_path: Path) -> None:
     zero = {"offload_optimizer": {"state_dtype": "bf16"}}
-    with pytest.raises(ConfigError, match=r"state_dtype: bf16 is for Adam and AdamW, and NAdam is something else"):
+    with pytest.raises(ConfigError, match=r"state_dtype: bf16 is only available with Adam and AdamW, got NAdam"):
         open_engine(patchy(), make_config(CPU, nvme_path, optimizer={"type": "NAdam"}, zero=zero))

@@ -119,7 +119,7 @@ def test_comments_are_accepted() -> None:
 
 def test_a_dotted_key_is_an_error_that_says_where_it_goes() -> None:
     (line,) = problems({"zero_optimization.reduce_bucket_size": 1024})
-    assert 'put "reduce_bucket_size" into "zero_optimization"' in line
+    assert 'put "reduce_bucket_size" into the block "zero_optimization"' in line
     (line,) = problems({"zero.optimization": {}})
     assert "nearest known key is 'zero_optimization'" in line
 
@@ -321,8 +321,8 @@ def test_batch_sizes_that_contradict_show_the_product(train: int, micro: int, st
     assert f"world_size {world_size}" in line and f"got {train}" in line
     there = "there is 1 rank" if world_size == 1 else f"there are {world_size} ranks"
     fits = train % (micro * steps) == 0
-    assert (f"{there}, and the numbers fit {train // (micro * steps)}" in line) == fits
-    assert ("knew of no other rank" in line) == (train == micro * steps)
+    assert (f"{there}, and the values fit {train // (micro * steps)}" in line) == fits
+    assert ("they were computed before the other ranks were known" in line) == (train == micro * steps)
 
 
 def test_no_batch_size_means_one_sample_per_rank() -> None:
@@ -456,8 +456,8 @@ REFUSED = {
     "fp16.fp16_master_weights_and_grads": (True, "set it to false"),
     "amp.enabled": (True, "bf16"),
     "optimizer.type": ("OneBitAdam", "AdamW"),
-    "optimizer.params.momentum": (0.9, "it is of Muon, SGD, RMSprop"),
-    "optimizer.params.lambd": (1e-4, "it is of ASGD"),
+    "optimizer.params.momentum": (0.9, "it belongs to Muon, SGD, RMSprop"),
+    "optimizer.params.lambd": (1e-4, "it belongs to ASGD"),
     "optimizer.params.freeze_step": (100, "remove it"),
     "optimizer.params.max_grad_norm": (1.0, "gradient_clipping"),
     "data_efficiency.enabled": (True, "set it to false"),
@@ -475,10 +475,10 @@ REFUSED = {
     "zero_optimization.zero_quantized_nontrainable_weights": (True, "set it to false"),
     "zero_optimization.zero_hpz_partition_size": (8, "set it to 1"),
     "zero_optimization.mics_shard_size": (4, "set it to -1"),
-    "zero_optimization.offload_optimizer.update_in_backward": (True, "it is gone"),
-    "zero_optimization.zenflow": ({"topk_ratio": 0.1}, "remove it"),
+    "zero_optimization.offload_optimizer.update_in_backward": (True, "this key no longer exists"),
+    "zero_optimization.zenflow": ({"topk_ratio": 0.1}, "remove the block"),
     "scheduler.type": ("ReduceLROnPlateau", "yourself"),
-    "sparse_attention": ({"mode": "fixed"}, "remove it"),
+    "sparse_attention": ({"mode": "fixed"}, "remove the block"),
 }
 
 

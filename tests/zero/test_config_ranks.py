@@ -190,7 +190,9 @@ def test_gradients_travel_in_one_of_three_types(bf16: bool, world_size: int) -> 
     for form, meant in {"fp32": "fp32", "FP16": "fp16", "bf16": "bf16", None: None, "auto": None}.items():
         if meant == "fp16" and bf16 and world_size > 1:
             line = problem_of({**base, key: form}, world_size=world_size)
-            assert line.startswith(f'{key}: expected "fp32" or "bf16"') and "2 ranks" in line and "remove it" in line
+            assert (
+                line.startswith(f'{key}: expected "fp32" or "bf16"') and "2 ranks" in line and "remove the key" in line
+            )
         else:
             config = load_config({**base, key: form}, world_size=world_size)
             assert config.communication_data_type == meant and config.inactive == ()
@@ -207,7 +209,7 @@ def test_sums_in_fp32_can_be_asked_for() -> None:
 @pytest.mark.parametrize("divided", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2}])
 def test_a_sum_has_no_division_to_place(divided: dict[str, Any]) -> None:
     assert load_config({"gradient_allreduce_op": "SUM"}, world_size=2).gradient_allreduce_op == "sum"
-    assert 'expected "mean" beside' in problem_of({"gradient_allreduce_op": "sum", **divided})
+    assert 'expected "mean" together with' in problem_of({"gradient_allreduce_op": "sum", **divided})
 
 
 def test_a_predivide_factor_is_above_zero() -> None:

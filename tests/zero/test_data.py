@@ -123,7 +123,7 @@ def test_a_sampler_that_is_given_decides(world_size: int) -> None:
 def test_a_stream_is_for_one_rank() -> None:
     (loader,) = loaders(1, Stream(), micro=2)
     assert epoch(loader) == [[0, 1], [2, 3], [4]]
-    with pytest.raises(ConfigError, match=r"cannot be dealt out to 2 ranks.*DataLoader of your own"):
+    with pytest.raises(ConfigError, match=r"cannot be split over 2 ranks.*your own DataLoader"):
         loaders(2, Stream())
 
 

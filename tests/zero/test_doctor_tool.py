@@ -108,7 +108,7 @@ def test_disks_that_cannot_serve_are_told(tmp_path: Path, monkeypatch: pytest.Mo
     if Path("/dev/shm").is_dir():
         assert "host memory, not a disk" in told["/dev/shm"].note
     monkeypatch.setattr(doctor_command, "free_bytes", lambda path: 10**9)
-    assert "12 bytes a parameter" in facts(tmp_path)[str(tmp_path)].note
+    assert "12 bytes per parameter" in facts(tmp_path)[str(tmp_path)].note
 
 
 def test_a_file_system_without_direct_io_is_told(tmp_path: Path, no_direct_io: None) -> None:
@@ -164,7 +164,7 @@ def test_a_failing_probe_is_a_line(
 ) -> None:
     monkeypatch.setattr(place, attribute, failing)
     assert main(["doctor", str(tmp_path)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "cannot be told" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "not known" in line]
     assert lines and all("(RuntimeError: broken probe)" in line and line.startswith(" ?") for line in lines)
 
 

@@ -100,7 +100,7 @@ def test_the_table_goes_into_the_file_as_deep_as_asked(tmp_path: Path) -> None:
     assert get_model_profile(Net(), (5, 8), output_file=str(path), module_depth=1) == ("1.92 k", "960 ", "208 ")
     text = path.read_text()
     assert "a: Linear" in text and "b: Sequential" in text and "b.1" not in text
-    assert "depth 1, most operations: Linear 1.28 kFLOP" in text
+    assert "depth 1, modules with the most operations: Linear 1.28 kFLOP" in text
     get_model_profile(Net(), (5, 8), output_file=str(path), detailed=False)
     assert "a: Linear" not in path.read_text()
 

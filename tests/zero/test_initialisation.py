@@ -656,7 +656,7 @@ def test_one_line_says_what_cutting_a_whole_model_cost(
 
     nvme, host = make_config(NVME, nvme_path), make_config(("cpu", "cpu"), nvme_path)
     for (model, config), words in (
-        (built(nvme, inside=False), "values were in memory (none would be if it were built under zero.Init), "),
+        (built(nvme, inside=False), "values were in memory (to avoid this, build the model under zero.Init), "),
         (built(nvme, inside=True), "0 B of its values were in memory, "),
         (built(host, inside=False), "values were in memory, 0 B"),
         (built(host, inside=True), "values were in memory, 0 B"),
@@ -664,5 +664,7 @@ def test_one_line_says_what_cutting_a_whole_model_cost(
         caplog.clear()
         with caplog.at_level(logging.INFO, "zero"):
             open_engine(model, config)
-        lines = [line for line in (r.getMessage() for r in caplog.records) if line.startswith("model cut in place in ")]
+        lines = [
+            line for line in (r.getMessage() for r in caplog.records) if line.startswith("model sharded in place in ")
+        ]
         assert len(lines) == 1 and words in lines[0] and "KB" in lines[0], lines

@@ -139,7 +139,7 @@ def test_the_command_shows_what_is_known_and_measures_again_only_when_told(
     store(result_for(nvme_path))
     assert cli.main(["tune", str(nvme_path)]) == 0
     out = capsys.readouterr().out
-    for part in (str(nvme_path), "known since 2026", "queue_depth: 7 won", "0.25 MiB x 7", "threads", "2.50 GB/s"):
+    for part in (str(nvme_path), "measured at 2026", "queue_depth: 7 won", "0.25 MiB x 7", "threads", "2.50 GB/s"):
         assert part in out
     assert cli.main(["tune", "--force", str(nvme_path)]) == 0
     assert "measured anew" in capsys.readouterr().out
@@ -172,4 +172,4 @@ def test_a_cache_that_cannot_be_written_is_told(
     cache.parent.parent.write_text("a file in the way")
     monkeypatch.setattr(tuning, "probe", result_for)
     assert cli.main(["tune", str(nvme_path)]) == 0
-    assert "could not be kept" in capsys.readouterr().out
+    assert "could not be saved" in capsys.readouterr().out

@@ -126,9 +126,9 @@ def test_gradients_go_to_the_disk_when_memory_is_short(
         budget = {"memory_budget": {"host": host_bytes}}
         return make_config(("nvme", "nvme"), nvme_path, accumulation=accumulation, clipping=0.1, **budget)
 
-    with lagging_device(monkeypatch), pytest.raises(BudgetError, match="takes at least") as refused:
+    with lagging_device(monkeypatch), pytest.raises(BudgetError, match="needs at least") as refused:
         zero.initialize(model=build("gpt"), config=config(1))
-    found = re.search(r"takes at least ([\d,]+)", str(refused.value))
+    found = re.search(r"needs at least ([\d,]+)", str(refused.value))
     assert found is not None
     host_bytes = int(found[1].replace(",", "")) + more_bytes
     spilled: list[str] = []

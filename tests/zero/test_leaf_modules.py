@@ -198,7 +198,7 @@ def test_a_threshold_that_finds_nothing_says_what_would(caplog: pytest.LogCaptur
         assert flag_fine_modules(fine_tree(), 3) == []
         assert flag_fine_modules(fine_tree(), 4) != []
     (record,) = caplog.records
-    assert "no module is as fine as 3 elements; the finest, list.0, has 4" in record.getMessage()
+    assert "no module has at most 3 elements per inner module; the least is 4, in list.0" in record.getMessage()
 
 
 def test_the_key_makes_fine_modules_units(open_engine: Open, nvme_path: Any) -> None:

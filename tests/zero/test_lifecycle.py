@@ -347,7 +347,7 @@ def test_a_missing_folder_is_made_and_warned_of_once_before_it_is_used(
         engine = open_engine(model, config)
     micro_batch(engine, 0)
     warned = [text for text in caplog.messages if text.startswith("nvme_path: ")]
-    assert len(warned) == 1 and f"{folder} was not there and was made" in warned[0]
+    assert len(warned) == 1 and f"{folder} did not exist and was created" in warned[0]
     engine.destroy()
     assert folder.is_dir() and not any(folder.iterdir())
 

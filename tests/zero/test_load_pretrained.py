@@ -201,7 +201,7 @@ def make_integer(values: dict[str, Any]) -> None:
     ("damage", "words"),
     [
         (drop, ["1 missing in the checkpoint: norm.weight", "strict=False"]),
-        (add, ["1 unknown to the model: lm_head.bias", "strict=False"]),
+        (add, ["1 not in the model: lm_head.bias", "strict=False"]),
         (reshape, ["norm.weight", "model.safetensors", "expected shape (32,)", "got (31,)", "config"]),
         (make_integer, ["norm.weight", "model.safetensors", "expected torch.", "got torch.int32", "does not convert"]),
     ],
@@ -255,14 +255,14 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
     text = refusal()
-    assert "cut short" in text and f"{len(whole):,}" in text and f"{len(whole) - 100:,}" in text and str(file) in text
+    assert "truncated" in text and f"{len(whole):,}" in text and f"{len(whole) - 100:,}" in text and str(file) in text
     assert text.startswith("position in "), "the last tensor in the file"
     file.write_bytes(whole[:50])
-    assert "cut short" in refusal()
+    assert "truncated" in refusal()
     file.write_bytes(b"")
-    assert "no safetensors file" in refusal()
+    assert "not a safetensors file" in refusal()
     file.write_bytes(struct.pack("<Q", 4) + b"abcd")
-    assert "no JSON" in refusal()
+    assert "not valid JSON" in refusal()
     file.write_bytes(whole)
     rewrite_header(file, lambda header: header["norm.weight"].update(dtype="F12"))
     assert "norm.weight" in refusal() and "F12" in refusal() and "BF16" in refusal()

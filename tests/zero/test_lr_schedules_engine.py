@@ -275,7 +275,7 @@ def problems(scheduler: Any) -> list[str]:
         ({"type": "StepLR", "params": {"step_size": 2, "gama": 1}}, "the nearest known key is 'gamma'"),
         ({"type": "StepLR", "params": {"step_size": 2, "warmup_num_steps": 1}}, '"warmup_num_steps" (of WarmupLR'),
         ({"type": "WarmupLr2"}, "the nearest is WarmupLR"),
-        ({"type": "SequentialLR"}, "pass it to initialize as lr_scheduler"),
+        ({"type": "SequentialLR"}, "pass the object to initialize as lr_scheduler"),
         ({"type": "LRScheduler"}, "or a class of torch.optim.lr_scheduler"),
     ],
 )  # fmt: skip

@@ -80,7 +80,7 @@ def test_a_group_that_says_so_is_not_asked_for_shapes(open_engine: Open, nvme_pa
 def test_a_vector_that_is_said_to_be_muons_is_refused_by_name(open_engine: Open, nvme_path: Path) -> None:
     model = build("gpt")
     model.norm.weight.use_muon = True
-    with pytest.raises(ConfigError, match=r"Muon updates matrices, and norm\.weight is of shape \(32,\).*use_muon"):
+    with pytest.raises(ConfigError, match=r"Muon updates matrices, and norm\.weight has the shape \(32,\).*use_muon"):
         open_engine(model, muon_config(nvme_path, ("cpu", "cpu")))
 
 

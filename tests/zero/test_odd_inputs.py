@@ -303,7 +303,7 @@ def test_weights_in_channels_last_keep_their_values_and_a_warning_says_what_they
         for _ in range(3):
             engine.backward(engine(x))
             engine.step()
-        told = "2 parameters (convs.0.weight, ...) come in channels_last" in caplog.text
+        told = "2 parameters (convs.0.weight, ...) were in channels_last format" in caplog.text
         assert told == (memory_format == last)
         outcomes.append({name: engine.full_parameter(name) for name, _ in model.named_parameters()})
         engine.close()

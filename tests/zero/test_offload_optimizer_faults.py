@@ -106,7 +106,7 @@ def test_states_that_could_not_be_read_or_stored_are_asked_for_again(nvme_path: 
             ours.load_state_dict(plain.state_dict())
         inject(ours, None)
         for use in (ours.step, ours.state_dict):
-            with pytest.raises(StateError, match="states were loaded in part"):
+            with pytest.raises(StateError, match="only a part of the states was loaded"):
                 use()
         model.load_state_dict(expected.state_dict())
         ours.load_state_dict(plain.state_dict())
@@ -182,7 +182,7 @@ def test_an_update_that_ends_amid_its_elements_is_not_made_again(
         with pytest.raises(MemoryError):
             ours.step()
         for _ in range(2):
-            with pytest.raises(StateError, match="amid its elements"):
+            with pytest.raises(StateError, match="in the middle of its elements"):
                 ours.step()
         model.load_state_dict(expected.state_dict())
         ours.load_state_dict(plain.state_dict())

@@ -201,7 +201,8 @@ def test_states_that_are_elsewhere_stay_and_it_is_said_once(
         for _ in range(3):
             engine.offload_states([KINDS[0]])
     assert [r.message for r in caplog.records] == [
-        "offload_states: nothing to do for hp_params, optim_states: not on cpu, or shared"
+        "offload_states: nothing to do for hp_params, optim_states: they are not on cpu, or share its memory "
+        "with others"
     ]
     assert not engine.offloaded_states
     train(engine, 1)
@@ -215,9 +216,9 @@ def test_what_comes_back_by_itself_is_said_with_the_reason(open_engine: Open, ca
         train(engine, 1)
     told = [record.message.split(" are back")[0] for record in caplog.records]
     assert told == [
-        "forward needs what offload_states has put away: lp_params",
-        "backward needs what offload_states has put away: lp_grads",
-        "step needs what offload_states has put away: hp_params, optim_states",
+        "forward needs what offload_states has moved away: lp_params",
+        "backward needs what offload_states has moved away: lp_grads",
+        "step needs what offload_states has moved away: hp_params, optim_states",
     ]
 
 

@@ -292,7 +292,7 @@ def test_states_are_read_and_replaced_by_torchs_names(
     weight, master = model.inside.weight, plain.masters["inside.weight"]
     found = safe_get_full_optimizer_state(weight, "momentum_buffer")
     assert found is not None and torch.equal(found, plain.optimizer.state[master]["momentum_buffer"])
-    with pytest.raises(StateError, match="there are momentum_buffer"):
+    with pytest.raises(StateError, match="available: momentum_buffer"):
         safe_get_full_optimizer_state(weight, "exp_avg")
     safe_set_full_optimizer_state(weight, 2 * found, "momentum_buffer")
     plain.optimizer.state[master]["momentum_buffer"].mul_(2)
@@ -326,6 +326,6 @@ def test_the_states_of_another_optimizer_are_refused_and_nothing_changes(open_en
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
     other.step()
-    with pytest.raises(ConfigError, match=r"SGD keeps momentum_buffer of each parameter, got .*square_avg"):
+    with pytest.raises(ConfigError, match=r"SGD keeps momentum_buffer for each parameter, got .*square_avg"):
         engine.optimizer.load_state_dict(other.state_dict())
     assert differences(held_by(engine, model), before) == [] and engine.get_lr() == [0.05, 0.05]

@@ -70,7 +70,7 @@ def test_a_tied_module_is_one_and_its_attributes_must_exist() -> None:
     model = PipelineModule([TiedLayerSpec(*ends), torch.relu, TiedLayerSpec(*ends)], num_stages=1)
     assert [name for name, _ in model.named_parameters()] == ["tied_modules.ends.weight", "tied_modules.ends.bias"]
     assert model.forward_funcs[0] is model.forward_funcs[2]
-    with pytest.raises(ConfigError, match=r"scale is no parameter of Linear"):
+    with pytest.raises(ConfigError, match=r"scale is not a parameter of Linear"):
         TiedLayerSpec(*ends, tied_weight_attr="scale").build()
 
 

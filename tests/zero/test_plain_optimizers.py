@@ -132,7 +132,7 @@ def test_schedule_free_follows_the_published_rule_and_shows_its_average() -> Non
     optimizer.eval()
     assert all(bool(((p - e.x).abs() <= bound * (1 + e.x.abs())).all()) for p, e in zip(held, exact, strict=True))
     assert not torch.allclose(held[0], trained[0], atol=1e-4)
-    with pytest.raises(StateError, match=r"hold their averages; call optimizer\.train\(\)"):
+    with pytest.raises(StateError, match=r"hold their averages now; call optimizer\.train\(\)"):
         optimizer.step()
     optimizer.train()
     assert all(bool(((p - t).abs() <= 4 * ULP * (1 + t.abs())).all()) for p, t in zip(held, trained, strict=True))

@@ -103,11 +103,11 @@ def test_the_command_prints_tiers_and_times(
     out = capsys.readouterr().out
     assert "zero-infinity plan (this rank)" in out and "nvme    optimizer states" in out
     assert (
-        f"not tuned: run zero tune {nvme_path}" in out
-        and "data movement in all: not known, beside the model's own computation" in out
+        f"the disk's speed is not known: run zero tune {nvme_path}" in out
+        and "all data movement: not known, at the same time as the model's own computation" in out
     )
     assert cli.main([*arguments, "--read-rate", "2GB", "--mixed-rate", "1GB", "--update-rate", "1e8"]) == 0
-    assert "not tuned" not in (out := capsys.readouterr().out) and "data movement in all: 0." in out
+    assert "the disk's speed is not known" not in (out := capsys.readouterr().out) and "all data movement: 0." in out
 
 
 def test_json_holds_the_same(write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,8 +138,8 @@ def test_tuned_disks_give_their_speed(
 
 REFUSALS: dict[str, tuple[list[str], str]] = {
     "host": (["--host", "1KB"], "--host leaves 1,000"),
-    "device": (["--device", "1KB"], "device memory, 1,000 are free"),
-    "nvme": (["--nvme", "1KB"], "bytes of NVMe, --nvme has 1,000; add a folder to nvme_path"),
+    "device": (["--device", "1KB"], "device memory, and 1,000 are free"),
+    "nvme": (["--nvme", "1KB"], "bytes of NVMe, and --nvme has 1,000; add a folder to nvme_path"),
     "ranks": (["--ranks", "0"], "--world-size: expected at least 1, got 0"),
     "nodes": (["--world-size", "4", "--nodes", "3"], "--nodes: expected a divisor of 4, the number of ranks, got 3"),
     "no nodes": (["--nodes", "0"], "--nodes: expected a divisor of 1"),
@@ -195,7 +195,7 @@ def test_a_budget_in_the_config_is_refused_as_by_the_engine(
     content = make_config(("cpu", "nvme"), nvme_path, memory_budget={"host": 1000})
     assert cli.main(["plan", "models:GPT", write("ds.json", content)]) == 1
     error = capsys.readouterr().err
-    assert "memory_budget.host: 1,000 bytes are too few; this model takes at least" in error
+    assert "memory_budget.host: 1,000 bytes are too few; this model needs at least" in error
     assert error.endswith('; raise it, or set offload_param.device "nvme"\n')
 
 
@@ -204,7 +204,7 @@ def test_a_budget_that_is_too_small_on_nvme_names_a_knob_that_turns(
 ) -> None:
     content = make_config(("nvme", "nvme"), nvme_path, memory_budget={"host": "6MB"})
     assert cli.main(["plan", "models:GPT", write("ds.json", content)]) == 1
-    assert "; raise it, or make the 16,777,216 bytes of chunks for the drive fewer" in capsys.readouterr().err
+    assert "; raise it, or reduce the 16,777,216 bytes of I/O chunks" in capsys.readouterr().err
     content["zero_optimization"]["offload_param"] |= {"buffer_count": 2, "buffer_size": 1 << 20}
     assert cli.main(["plan", "models:GPT", write("ds.json", content)]) == 0
     content["memory_budget"]["host"] = 1000
@@ -297,7 +297,7 @@ def test_a_choice_that_does_not_fit_says_what_it_takes(
 ) -> None:
     config = write("ds.json", make_config(("nvme", "nvme"), nvme_path))
     assert cli.main(["plan", "models:GPT", config, "--host", "17200000", "--device", "24GB", "--choices"]) == 0
-    table = capsys.readouterr().out.partition("what one change gives")[2]
+    table = capsys.readouterr().out.partition("what each single change gives")[2]
     (line,) = [line for line in table.splitlines() if 'both devices "cpu"' in line]
     assert "needs at least" in line and "--host leaves 17,200,000" in line
 

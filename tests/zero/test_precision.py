@@ -171,7 +171,7 @@ def test_weights_that_come_in_bf16_are_warned_of(
 ) -> None:
     with caplog.at_level(logging.WARNING, "zero"):
         open_engine(build("gpt").bfloat16(), fp16(("cpu", "cpu"), nvme_path))
-    assert "come in bf16, whose range fp16 has not" in caplog.text
+    assert "are in bf16, and fp16 cannot hold all of its range" in caplog.text
 
 
 # ---- autocast ---------------------------------------------------------------------------------
@@ -276,8 +276,8 @@ def test_a_dtype_of_sums_that_is_not_the_weights_is_fp32_and_is_told(
         with caplog.at_level(logging.WARNING, "zero"):
             engine = open_engine(build("gpt"), configured(("cpu", "cpu"), nvme_path, bf16=bf16, accumulation=2, **keys))
         told = [message for message in caplog.messages if message.startswith("data_types.grad_accum_dtype")]
-        assert told == [f"data_types.grad_accum_dtype: {asked} without {asked}.enabled counts as fp32, in which "
-                        "gradients are added up"] * len(keys)  # fmt: skip
+        assert told == [f"data_types.grad_accum_dtype: {asked} is only used with {asked}.enabled; "
+                        "gradients are accumulated in fp32"] * len(keys)  # fmt: skip
         for index in range(4):
             one_step(engine, index)
         held.append(snapshot(engine, trainability(build("gpt"))))

@@ -318,7 +318,7 @@ def test_backward_keeps_codes_and_no_decoded_weight() -> None:
         ({"nowhere": RULE}, "'nowhere'"),
         ({"base.blocks": {"num_bits": 3}}, "num_bits of 4 or 8"),
         ({"base.blocks": {"num_bits": 4, "group_size": 48}}, "does not divide"),
-        ({"base.blocks": {"bits": 4}}, "no key 'bits', only num_bits"),
+        ({"base.blocks": {"bits": 4}}, "one of the keys num_bits, group_size, group_dim, symmetric, not 'bits'"),
         ({"base.table": RULE}, "'base.table'"),
     ],
 )
@@ -380,7 +380,10 @@ def test_an_adapter_is_not_merged_into_codes() -> None:
 def test_layers_that_are_codes_when_another_cannot_be_are_told() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[1].weight.data[3, 4] = torch.inf
-    with pytest.raises(ConfigError, match="inf or NaN; 1 layers before it are codes by now, so build the model anew"):
+    with pytest.raises(
+        ConfigError,
+        match="inf or NaN; 1 layers before it have already been converted to codes, so build the model again",
+    ):
         quantize(model, {"0": Codes(num_bits=4, group_size=16), "1": Codes(num_bits=4, group_size=16)})
 
 

@@ -59,7 +59,7 @@ def test_the_ranks_of_a_node_are_what_the_launcher_says_if_it_can_be(
     assert world.ranks_per_node() == known
     block = {"zero_optimization": {"zero_hpz_partition_size": 4}}
     if known == 2:
-        with pytest.raises(ConfigError, match="a divisor of 2, the ranks of a node"):
+        with pytest.raises(ConfigError, match="a divisor of 2, the number of ranks on a node"):
             load_config(block)
     else:
         assert load_config(block).zero_optimization.zero_hpz_partition_size == 4

@@ -217,7 +217,7 @@ def test_a_rank_that_dies_while_the_engine_is_made_is_named(rank_pool: Pool, gro
     for kind, text in results:
         assert kind == "RankLostError" and "opening the " in text
         assert (
-            "nothing is known of rank 1" if groups_before < 0 else "rank 1 has failed: its process has died"
+            "nothing is known about rank 1" if groups_before < 0 else "rank 1 has failed: its process has died"
         ) in text
 
 

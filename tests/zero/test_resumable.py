@@ -255,9 +255,9 @@ def test_other_ranks_and_sizes_go_on_after_the_samples_that_were_had(data: st.Da
     ("change", "message"),
     [
         ({"micro": 3}, "batches had 2 samples and have 3"),
-        ({"count": 12}, "the data had 11 samples when this was saved and has 12"),
+        ({"count": 12}, "the dataset had 11 samples when this was saved and has 12 now"),
         ({"sampler": SequentialSampler(Numbers(11))}, "another kind of sampler"),
-        ({"of": 4}, r"6 samples of the epoch were had.*4 ranks; 2 more are left out"),
+        ({"of": 4}, r"6 samples of the epoch were used.*4 ranks cannot divide evenly; 2 more are skipped"),
         ({"of": 3}, None),
         ({}, None),
     ],

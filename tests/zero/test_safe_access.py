@@ -225,7 +225,7 @@ def test_what_cannot_be_is_refused_and_nothing_changes(open_engine: Open, nvme_p
     before, gradient = engine.full_master("head.weight"), utils.safe_get_full_grad(parameter)
     with pytest.raises(StateError, match=r"head\.weight: expected a value of shape"):
         utils.safe_set_full_fp32_param(parameter, torch.zeros(3))
-    with pytest.raises(StateError, match=r"head\.weight: no optimizer state 'momentum'"):
+    with pytest.raises(StateError, match=r"head\.weight: there is no optimizer state 'momentum'"):
         utils.safe_get_full_optimizer_state(parameter, "momentum")
     with pytest.raises(StateError, match=r"head\.weight: expected .* elements"):
         utils.safe_set_full_grad(parameter, torch.zeros(3))

@@ -247,7 +247,7 @@ def test_a_snapshot_of_a_class_without_them_is_refused(open_engine: Open, nvme_p
     engine, _ = handed_over(open_engine, nvme_path, Stateless, NVME, **keys)
     train(engine, 0, 2, bf16=True)
     engine.close()
-    with pytest.raises(ConfigError, match=r"is of another layout \(small states: None then, 5,724 bytes now\)"):
+    with pytest.raises(ConfigError, match=r"has another layout \(small states: None then, 5,724 bytes now\)"):
         handed_over(open_engine, nvme_path, adafactor, NVME, **keys)
 
 
@@ -324,7 +324,10 @@ def test_a_model_that_changes_keeps_them(open_engine: Open, nvme_path: Path) -> 
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (BothSides, r"its state left is of shape \(150, 150\).*elements for parameters of 51,812: it is not small"),
+        (
+            BothSides,
+            r"its state left has the shape \(150, 150\).*elements for parameters of 51,812 elements they are too large",
+        ),
         (LateRows, "its state rows is made after the first step"),
     ],
 )
@@ -341,9 +344,9 @@ def test_what_is_not_small_or_comes_late_is_refused_by_name(
         ({"type": "Adafactor", "params": {"betas": [0.9, 0.99]}}, "optimizer.params.betas"),
         ({"type": "Adafactor", "params": {"eps": 1e-8}}, "params.eps: expected two numbers, the first may be null"),
         ({"type": "AdamW", "params": {"eps": [1e-30, 1e-3]}}, "params.eps: expected a number with AdamW"),
-        ({"type": "Adafactor", "params": {"eps": [None, -1]}}, "params.eps: expected nothing below 0"),
+        ({"type": "Adafactor", "params": {"eps": [None, -1]}}, "params.eps: expected no number below 0"),
         ({"type": "Adafactor", "params": {"beta2_decay": 0.8}}, "params.beta2_decay"),
-        ({"type": "Shampoo"}, "what they keep of a matrix is larger"),
+        ({"type": "Shampoo"}, "its states are larger than the matrix"),
     ],
 )
 def test_keys_that_do_not_fit_are_errors(block: dict[str, Any], told: str) -> None:

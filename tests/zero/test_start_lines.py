@@ -24,7 +24,7 @@ engine.step()
 engine.close()
 """
 LINE = re.compile(r"zero: 676 parameters,.* host [\d.]+ \w+, device [\d.]+ KB, (scalar|avx2|avx512|torch)")
-NOTE = "zero: without effect here: zero_optimization.contiguous_gradients; `zero config show` says why"
+NOTE = "zero: these keys have no effect: zero_optimization.contiguous_gradients; `zero config show` says why"
 
 
 def said(tmp_path: Path, *, ranks: int = 1, **more: Any) -> list[str]:

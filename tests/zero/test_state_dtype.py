@@ -93,7 +93,7 @@ def test_it_holds_while_bf16_does_and_contradicts_no_other_key() -> None:
 
     assert held(True) == held(True, device="cpu") == held(True, state_dtype="bf16") == "bf16"
     assert held(False) == "fp32"
-    with pytest.raises(ConfigError, match=r'bf16_optimizer_states: expected false beside .*state_dtype "8bit"'):
+    with pytest.raises(ConfigError, match=r'bf16_optimizer_states: expected false together with .*state_dtype "8bit"'):
         held(True, state_dtype="8bit")
 
 

@@ -66,7 +66,7 @@ def test_split_inputs_may_come_split_and_outputs_stay_so() -> None:
     parts = tiled(x.split(32, dim=-1))
     assert isinstance(parts, list) and [part.shape[-1] for part in parts] == [160, 160]
     assert torch.equal(torch.cat(parts, -1), joined(x))
-    with pytest.raises(StateError, match="expected an input in 3 splits, got 2"):
+    with pytest.raises(StateError, match="expected an input of 3 splits, got 2"):
         tiled(x.split(48, dim=-1))
 
 

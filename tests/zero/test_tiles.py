@@ -322,5 +322,5 @@ def test_a_weight_with_hooks_of_its_gradient_is_not_cut_and_one_in_tiles_takes_n
     assert not moved[:20].any() and moved[20:40].all()
     other = open_engine(Spread(), config_for(("cpu", "cpu"), nvme_path, bf16=False))
     for hook in (other.module.table.weight.register_hook, other.module.table.weight.register_post_accumulate_grad_hook):
-        with pytest.raises(StateError, match=r"is in tiles.*stage3_max_live_parameters"):
+        with pytest.raises(StateError, match=r"is computed in tiles.*stage3_max_live_parameters"):
             hook(lambda gradient: gradient)

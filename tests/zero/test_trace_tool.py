@@ -111,7 +111,7 @@ def test_a_script_that_takes_too_few_steps_is_told_and_an_older_file_is_not_take
     [
         ([], "got none"),
         (["--config", "a", "--nvme-path", "b"], "got --config, --nvme-path"),
-        (["--script"], "--script needs"),
+        (["--script"], "expected the script's path after --script"),
         (["--nvme-path", ".", "--steps", "0"], "--steps >= 1"),
         (["--nvme-path", ".", "--warmup", "-1"], "--warmup >= 0"),
         (["--nvme-path", ".", "--json", "missing/t.json"], "missing/t.json"),

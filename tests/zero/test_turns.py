@@ -442,7 +442,7 @@ def test_a_disk_that_fails_costs_the_batch_and_nothing_else(open_engine: Open, n
 
 def test_data_that_ends_amid_a_batch_is_told(open_engine: Open, nvme_path: Path) -> None:
     engine = open_engine(build("gpt"), config_of(nvme_path, vertical=True))
-    with pytest.raises(StateError, match="at its end after 3 of 4 micro-batches"):
+    with pytest.raises(StateError, match="data_iter ended after 3 of 4 micro-batches"):
         engine.train_batch(iter([tokens(0)] * 3))
 
 
@@ -460,13 +460,13 @@ def test_a_batch_is_not_begun_amid_another(open_engine: Open, nvme_path: Path) -
     engine = open_engine(build("gpt"), config_of(nvme_path, vertical=True))
     engine.backward(engine(tokens(0)))
     engine.step()
-    with pytest.raises(StateError, match="1 micro-batches of this step have been run one by one"):
+    with pytest.raises(StateError, match="1 micro-batches of this step have already been run one by one"):
         engine.train_batch(batches())
 
 
 def test_a_model_without_a_loss_needs_loss_of(open_engine: Open, nvme_path: Path) -> None:
     engine = open_engine(nn.Linear(4, 4), config_of(nvme_path, vertical=True, bf16=False))
-    with pytest.raises(ConfigError, match=r"expected the model to return a loss.*got \(2, 4\); give loss_of"):
+    with pytest.raises(ConfigError, match=r"expected the model to return a scalar loss.*got \(2, 4\); pass loss_of"):
         engine.train_batch(iter([torch.ones(2, 4)] * COUNT))
 
 

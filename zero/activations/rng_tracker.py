@@ -34,7 +34,10 @@ class CudaRNGStatesTracker:
     def add(self, name: str, seed: int) -> None:
         """Add a state made from `seed`; the generator is unchanged. Raises StateError: name or seed is in use."""
         if seed in self.seeds_ or name in self.states_:
-            raise StateError(f"random state {name}: the name or the seed {seed} is in use; call reset() first")
+            raise StateError(
+                f"random state {name}: the name or the seed {seed} is already in use; call reset() first, or "
+                "choose others"
+            )
         before = _get()
         _seed(seed)
         self.states_[name] = _get()

@@ -65,8 +65,8 @@ class Accumulation:
         done = run.micro_steps - run.collecting_began if run.config.managed_gradient_accumulation else 0
         if done:
             raise StateError(
-                f"{what}: {done} micro-batches of this step have been run one by one; run the others so, or call "
-                "zero_grad() to forget them"
+                f"{what}: {done} micro-batches of this step have already been run one by one with forward and "
+                "backward; run the rest of them in the same way, or call zero_grad() to discard them"
             )
         self.begin_step()
 

@@ -198,10 +198,10 @@ class Assembly:
         return_freed_memory()
         keep_freed_memory()
         logger.info(
-            "model cut in place in %.1f s: %s of its values were in memory%s, %s where zero.Init had put them",
+            "model sharded in place in %.1f s: %s of its values were in memory%s, %s where zero.Init had put them",
             time.perf_counter() - began,
             format_bytes(from_memory),
-            " (none would be if it were built under zero.Init)" if from_memory and cuts_values(self._config) else "",
+            " (to avoid this, build the model under zero.Init)" if from_memory and cuts_values(self._config) else "",
             format_bytes(spilled),
         )
         if self.exchange.placement.rank == 0:
@@ -276,10 +276,10 @@ class Assembly:
         self.coordinator.bind_persistent()
         self.watch.install(self.bound, {index: tiled.whole for index, tiled in self._tiled.items()})
 
-    def check_between(self, what: str, advice: str = "call it between them") -> None:
+    def check_between(self, what: str, advice: str = "call it outside of them") -> None:
         """Raise StateError inside forward, backward or `GatheredParameters`."""
         if self.hooks.in_forward or in_backward() or self.keeper.editor.busy:
-            raise StateError(f"{what}: inside forward, backward or GatheredParameters; {advice}")
+            raise StateError(f"{what}: called inside forward, backward or GatheredParameters; {advice}")
 
     def settle(self) -> None:
         """Wait until no transfer of the planes is in flight and no update is due. Raises StorageError."""
@@ -316,8 +316,8 @@ def _warn_of_range(leaves: Iterable[Leaf], trainable: Container[int], config: Co
     ]
     if came:
         logger.warning(
-            'fp16.enabled: %d parameters (%s, ...) come in bf16, whose range fp16 has not; "bf16": {"enabled": true} '
-            "keeps it",
+            "fp16.enabled: %d parameters (%s, ...) are in bf16, and fp16 cannot hold all of its range; to keep it, set "
+            '"bf16": {"enabled": true} instead',
             *(len(came), came[0]),
         )
 
@@ -340,7 +340,8 @@ def _warn_of_channels_last(leaves: Iterable[Leaf]) -> None:
     ]
     if came:
         logger.warning(
-            "%d parameters (%s, ...) come in channels_last and are contiguous from here on: values are the same, and "
-            "convolutions turn them over at each call where they need to; inputs and activations stay as they are",
+            "%d parameters (%s, ...) were in channels_last format and are stored contiguously from now on: their "
+            "values are the same, and convolutions convert them at each call if needed; inputs and activations keep "
+            "their format",
             *(len(came), came[0]),
         )

@@ -97,8 +97,8 @@ class PutAway:
         except torch.OutOfMemoryError as error:
             free_bytes = read_machine(storage.device).device_bytes or 0
             raise BudgetError(
-                f"reload_states: {', '.join(sorted(kinds))} do not fit on {storage.device} any more, "
-                f"{format_bytes(free_bytes)} are free there: let go of what others have there, then call it again"
+                f"reload_states: {', '.join(sorted(kinds))} do not fit on {storage.device} any more, where "
+                f"{format_bytes(free_bytes)} are free: free other memory there, then call it again"
             ) from error
         self._wait_for_device()
         self.kinds -= kinds
@@ -179,7 +179,7 @@ class StatesAway:
         if not away.kinds:
             self._away = None
             return_freed_memory()
-        why = f"{what} needs what offload_states has put away" if what else "reload_states"
+        why = f"{what} needs what offload_states has moved away" if what else "reload_states"
         logger.info("%s: %s are back on %s in %.2f s", why, names_of(kinds), device, time.perf_counter() - began)
 
     def module_called(self) -> None:

@@ -29,7 +29,10 @@ class LossScaling:
         if self._run.updater is None:
             raise StateError("scale: the engine was made without an optimizer; add one to the config or pass one")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
-            raise StateError("scale: expected a scalar loss that requires a gradient; of others scale a sum")
+            raise StateError(
+                "scale: expected a scalar loss that requires a gradient; reduce other losses to a scalar first, "
+                "such as loss.sum()"
+            )
         return self.scaled(loss, self._run.config.gradient_accumulation_steps)
 
     def part_of(self, loss: torch.Tensor, parts: int) -> torch.Tensor:
@@ -62,7 +65,7 @@ class LossScaling:
             return 1
         if self._run.updater is not None and self._run.scaler.is_needed:
             raise StateError(
-                "backward: the loss is not scaled, and fp16 gradients would vanish; call engine.backward(loss), or "
+                "backward: the loss is not scaled, so fp16 gradients would underflow; call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
         return self._run.config.gradient_accumulation_steps

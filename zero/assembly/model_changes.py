@@ -130,7 +130,7 @@ class ModelChanges:
             StorageError: a transfer failed; nothing has changed.
         """
         self._steps.ready("replan")
-        self._run.parts.check_between("replan", "call it between them, or leave it to the next forward of the engine")
+        self._run.parts.check_between("replan", "call it outside of them, or let the next forward of the engine do it")
         return self.follow()
 
     def rest(self) -> Assembly:
@@ -151,8 +151,8 @@ class ModelChanges:
         refuse_without_values(run.module)
         if parts.snapshots is not None:
             raise StateError(
-                "the model has changed, and snapshots are of the layout that initialize saw; change the model before "
-                "zero.initialize, or remove zero_optimization.offload_optimizer.snapshot"
+                "the model has changed since zero.initialize, and snapshots do not support that; change the model "
+                "before zero.initialize, or remove zero_optimization.offload_optimizer.snapshot"
             )
         if joining and run.updater is not None:
             _join(run.updater, joining, parts.leaves, run.module)
@@ -305,9 +305,9 @@ def _cost(old: Assembly, new: Assembly, seconds: float) -> str:
     left = [leaf.names[0] for leaf in old.leaves if id(leaf.parameter) not in new.index_of]
     trained = [sum(u.numel for u in parts.layout.units if u.trainable) for parts in (old, new)]
     return (
-        f"re-planned in {seconds:.1f} s: {_some(joined)} joined, {_some(left)} left, {trained[0]:,} -> {trained[1]:,} "
-        f"trained elements; {format_bytes(sum(row.nbytes for row in old.plan.rows))} and "
-        f"{format_bytes(sum(row.nbytes for row in new.plan.rows))} existed side by side"
+        f"planned again for the changed model in {seconds:.1f} s: {_some(joined)} added, {_some(left)} removed, "
+        f"{trained[0]:,} -> {trained[1]:,} trained elements; {format_bytes(sum(row.nbytes for row in old.plan.rows))} "
+        f"and {format_bytes(sum(row.nbytes for row in new.plan.rows))} existed at the same time"
     )
 
 

@@ -61,7 +61,7 @@ class OffloadStates:
         nbytes = away.near_bytes(kinds)
         if kinds:
             self._away.put(away, kinds, pinned=pin_memory and is_accelerator(here))
-            told = f"{format_bytes(nbytes)} of {here} given back in {time.perf_counter() - began:.2f} s"
+            told = f"{format_bytes(nbytes)} on {here} freed in {time.perf_counter() - began:.2f} s"
             logger.info("offload_states: %s: %s", names_of(kinds), told)
         self._steps.ready("offload_states", frozenset())  # binds the persistent units, if they are still here
 
@@ -93,7 +93,11 @@ class OffloadStates:
         if kinds and not self._told_nothing:
             self._told_nothing = True
             device = self._run.device
-            logger.info("offload_states: nothing to do for %s: not on %s, or shared", names_of(kinds), device)
+            logger.info(
+                "offload_states: nothing to do for %s: they are not on %s, or share its memory with others",
+                names_of(kinds),
+                device,
+            )
 
     def _rest(self, what: str, kinds: Kinds) -> PutAway:
         """Wait until nothing is in flight; if weights are among the kinds, release all bound units."""

@@ -66,7 +66,7 @@ def chosen_device(device: OffloadDeviceEnum | str) -> OffloadDeviceEnum:
         raise ConfigError(f"offload_states: device: expected cpu, got {device!r}") from None
     if chosen == OffloadDeviceEnum.nvme:
         raise ConfigError(
-            "offload_states: device: states go to host memory (cpu), got nvme; to keep them on NVMe all the time set "
+            "offload_states: device: states go to host memory (cpu), got nvme; to keep them on NVMe all the time, set "
             "zero_optimization.offload_param and offload_optimizer"
         )
     return chosen

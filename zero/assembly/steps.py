@@ -160,7 +160,10 @@ class Steps:
             listener.step_asked()
         self._away.bring_back("step")
         if parts.keeper.editor.busy:
-            raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
+            raise StateError(
+                "step: called inside GatheredParameters, where it would change the weights but not the gathered "
+                "copy; call it outside"
+            )
         parts.watch.end_stray()
         if parts.watch.torn and parts.exchange.placement.alone:  # with several ranks all must raise: see `fix`
             raise TornBackward.behind()

@@ -52,17 +52,18 @@ def check_accumulated(parts: Assembly, placement: Placement, saved: list[int], t
     mine = ranks_shape(placement)
     if saved != mine:
         raise ConfigError(
-            "load_checkpoint: it was saved amid a gradient accumulation, whose sums are each rank's own: expected "
-            f"{_words(saved)}, got {_words(mine)}; load it with those, save after step(), or pass "
-            "load_module_only=True"
+            "load_checkpoint: the checkpoint was saved in the middle of a gradient accumulation, and each rank has "
+            f"its own sums: expected {_words(saved)}, got {_words(mine)}; load it with the same ranks and stage, save "
+            "after step(), or pass load_module_only=True"
         )
     here = {state.unit.name: state.unit for state in parts.gradients.states()}
     for name, unit in (told or {"units": {}})["units"].items():
         known = here.get(name)
         if known is None or known.numel != unit["numel"] or [slot.name for slot in known.slots] != unit["slots"]:
             raise ConfigError(
-                f"load_checkpoint: it was saved amid a gradient accumulation with other units ({name} is not the "
-                "same); load it with the same model and limits, save after step(), or pass load_module_only=True"
+                "load_checkpoint: the checkpoint was saved in the middle of a gradient accumulation with other units "
+                f"({name} differs); load it with the same model and the same zero_optimization sizes, save after "
+                "step(), or pass load_module_only=True"
             )
 
 

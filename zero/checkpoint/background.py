@@ -78,7 +78,7 @@ class BackgroundSave:
                 self._pipeline.before = None
             if self._save.placement.rank == 0:
                 await self._assemble()
-            logger.info("%s in %.1f s, beside training", self._describe, time.perf_counter() - self._began)
+            logger.info("%s in %.1f s, in the background", self._describe, time.perf_counter() - self._began)
         except BaseException as error:
             # Logged as well, since the error is only raised by the next call of the engine, which may never happen.
             logger.warning("checkpoint %s could not be saved: %s", self._save.tag, error)
@@ -138,7 +138,8 @@ class BackgroundSave:
         while (missing := await self._worker.run(self._save.missing_parts)) != []:
             if time.monotonic() > until:
                 raise StorageError(
-                    f"saving a checkpoint: ranks {missing} have not written their parts for {PATIENCE_SECONDS:.0f} s",
+                    f"saving a checkpoint: ranks {missing} have not written their parts within {PATIENCE_SECONDS:.0f} "
+                    "s",
                     errno=0,
                     path=str(self._save.tag),
                     offset=0,
@@ -203,8 +204,8 @@ class CheckpointState(StepListener):
     def check_open(self, what: str) -> None:
         if self.half_loaded:
             raise StateError(
-                f"{what}: loading {self.half_loaded} has failed half way, so values of two models are mixed; load a "
-                "checkpoint, or close the engine"
+                f"{what}: loading {self.half_loaded} failed half way, so some values are from the checkpoint and "
+                "others are not; load a checkpoint, or close the engine"
             )
 
     @override

@@ -192,7 +192,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _MADE_OF.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which metadata does not consist of")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which checkpoint metadata never contains")
         return super().find_class(module, name)
 
 
@@ -206,7 +206,7 @@ def read_metadata(data: bytes, path: str) -> list[tuple[str, WrittenBox]]:
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:
-        raise ConfigError(f"{path}: no metadata of a checkpoint, or damaged: {error}") from error
+        raise ConfigError(f"{path}: not the metadata of a checkpoint, or damaged: {error}") from error
     if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
         raise ConfigError(f"{path}: expected torch.distributed.checkpoint's Metadata, got {type(metadata).__name__}")
     found: list[tuple[str, WrittenBox]] = []
@@ -269,13 +269,15 @@ def read_manifest(files: Files, folder: Path) -> Manifest:
         content = json.loads(files.read_bytes(path))
     except StorageError as error:
         raise ConfigError(
-            f"{folder} is no whole checkpoint of this engine: cannot read {MANIFEST_FILE}: {error}"
+            f"{folder} is not a complete checkpoint of this engine: cannot read {MANIFEST_FILE}: {error}"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is damaged: {error}") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
-        raise ConfigError(f"{path}: expected the format {FORMAT!r}, got {found!r}: not a checkpoint of this engine")
+        raise ConfigError(
+            f"{path}: expected the format {FORMAT!r}, got {found!r}: it is not a checkpoint of this engine"
+        )
     if content.get("version") != VERSION:
         raise ConfigError(
             f"{path}: this version of zero-infinity reads checkpoints of version {VERSION}, got "
@@ -288,10 +290,10 @@ def read_manifest(files: Files, folder: Path) -> Manifest:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
         raise ConfigError(f"{path} is damaged: {wrong}") from error
     if expected != _checksum(content):
-        raise ConfigError(f"{path} is damaged: checksum expected {expected!r}, got {_checksum(content)!r}")
+        raise ConfigError(f"{path} is damaged: expected the checksum {expected!r}, got {_checksum(content)!r}")
     odd = [name for name in manifest.files if not _is_ours(name)]
     if odd:
-        raise ConfigError(f"{path} is damaged: {odd[0]!r} is no name of a file in this folder")
+        raise ConfigError(f"{path} is damaged: {odd[0]!r} is not a valid name of a file in this folder")
     return manifest
 
 

@@ -116,7 +116,7 @@ class SpreadSource:
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the flattened tensor. Raises StorageError."""
         if name not in self._found:
-            raise ConfigError(f"{self._where}: has no {name}; it has {len(self._found)} tensors")
+            raise ConfigError(f"{self._where}: it has no tensor {name}; it has {len(self._found)} tensors")
         shape, values = self._found[name]
         if not 0 <= begin <= end <= shape.numel():
             raise IndexError(f"{name}: elements [{begin}, {end}) of {shape.numel()}")
@@ -165,7 +165,9 @@ def _cut_whole(ranks: Sequence[RankFile], place: int, group: Shapes) -> dict[str
     alignment = ranks[0].alignment
     gaps = alignment[place] if alignment else [0] * len(group)
     if len(gaps) != len(group):
-        raise ConfigError(f"{ranks[0].path}: param_alignment_paddings[{place}] has {len(gaps)} of {len(group)} entries")
+        raise ConfigError(
+            f"{ranks[0].path}: expected param_alignment_paddings[{place}] with {len(group)} entries, got {len(gaps)}"
+        )
     places, first = {}, 0
     for (name, shape), gap in zip(group.items(), gaps, strict=True):
         places[name] = (part_numel, first, 0)
@@ -277,7 +279,9 @@ def open_deepspeed_folder(path: Path | str) -> Opened:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: expected the folder of a DeepSpeed checkpoint's tag; it is no folder")
+        raise ConfigError(
+            f"{folder}: expected the folder of one tag of a DeepSpeed checkpoint, got something that is not a folder"
+        )
     ranks = _ranks(folder)
     stage = ranks[0].stage
     models = [_model(folder, stage, rank) for rank in range(len(ranks) if stage == 3 else 1)]
@@ -347,7 +351,7 @@ def _ranks(folder: Path) -> list[RankFile]:
                 f"{sorted(paths)}. {COPY}"
             )
         raise ConfigError(
-            f"{folder}: expected files of {first.ranks} ranks, found more: {', '.join(sorted(extra))}; they are of "
+            f"{folder}: expected files of {first.ranks} ranks, found more: {', '.join(sorted(extra))}; those are from "
             "another run with the same tag: remove them"
         )
     return [first, *(read_rank(folder, rank, paths[rank]) for rank in range(1, first.ranks))]
@@ -357,7 +361,9 @@ def _model(folder: Path, stage: int, rank: int) -> TorchFile:
     file = TorchFile(model_path(folder, stage, rank), f"the model states of rank {rank} at stage {stage}")
     require(file, "module", "param_shapes", "buffer_names", "global_steps", "skipped_steps")
     if file.contents["module"] is None or file.contents["param_shapes"] is None:
-        raise ConfigError(f"{file.path}: has no module or no param_shapes: checkpoints of pipelines are not read")
+        raise ConfigError(
+            f"{file.path}: it has no module or no param_shapes: checkpoints of DeepSpeed's pipelines cannot be read"
+        )
     return file
 
 
@@ -368,23 +374,23 @@ def _check_agreement(ranks: Sequence[RankFile], models: Sequence[TorchFile], fla
         wanted = (ranks[0].stage, ranks[0].ranks, flat_groups)
         if told != wanted:
             raise ConfigError(
-                f"{rank.path}: expected stage {wanted[0]} on {wanted[1]} ranks with {wanted[2]} flat groups, got stage "
-                f"{told[0]}, {told[1]} ranks, {told[2]} groups: it is of another run. {COPY}"
+                f"{rank.path}: expected stage {wanted[0]} on {wanted[1]} ranks with {wanted[2]} flat groups, got "
+                f"stage {told[0]}, {told[1]} ranks, {told[2]} groups: the file is from another run. {COPY}"
             )
         for place, part in enumerate(rank.parts):
             first = ranks[0].parts[place]
             if (part.step, set(part.moments)) != (first.step, set(first.moments)):
                 raise ConfigError(
-                    f"{rank.path}: group {place} is as of step {part.step} with {sorted(part.moments)}, but of step "
-                    f"{first.step} with {sorted(first.moments)} in {ranks[0].path.name}: they were not written "
-                    f"together. {COPY}"
+                    f"{rank.path}: group {place} is from step {part.step} and has {sorted(part.moments)}, but in "
+                    f"{ranks[0].path.name} it is from step {first.step} and has {sorted(first.moments)}: the files "
+                    f"were not written together. {COPY}"
                 )
     for model in models[1:]:
         steps = model.contents["global_steps"], models[0].contents["global_steps"]
         if steps[0] != steps[1]:
             raise ConfigError(
-                f"{model.path}: is as of step {steps[0]}, {models[0].path.name} of step {steps[1]}: they were not "
-                f"written together. {COPY}"
+                f"{model.path}: it is from step {steps[0]}, {models[0].path.name} from step {steps[1]}: the files "
+                f"were not written together. {COPY}"
             )
 
 

@@ -76,21 +76,26 @@ def optim_paths(folder: Path) -> dict[int, Path]:
     for prefix, what in OTHER_FILES.items():
         found = next((name for name in names if name.startswith(prefix) and name.endswith(".pt")), None)
         if found is not None:
-            raise ConfigError(f"{folder}: {found}: checkpoints of {what} are not read; only data parallel ones are")
+            raise ConfigError(f"{folder}: {found}: checkpoints with {what} cannot be read; only data-parallel ones can")
     matches = [match for match in map(OPTIM_FILE.fullmatch, names) if match]
     models = [match for match in map(MODEL_FILE.fullmatch, names) if match]
     parallel = next((match.string for match in (*matches, *models) if int(match["mp"])), None)
     if parallel is not None:
-        raise ConfigError(f"{folder}: {parallel}: checkpoints of tensor parallelism are not read; only mp_rank_00 is")
+        raise ConfigError(
+            f"{folder}: {parallel}: checkpoints with tensor parallelism cannot be read; only those with "
+            "mp_rank_00 alone can"
+        )
     if not matches:
         raise ConfigError(
-            f"{folder}: expected *zero_pp_rank_0_mp_rank_00_optim_states.pt, found none: checkpoints of ZeRO stages 1, "
-            f"2 and 3 are read, not of stage 0 and no universal ones. {COPY}"
+            f"{folder}: expected *zero_pp_rank_0_mp_rank_00_optim_states.pt, found none: checkpoints of ZeRO stages "
+            f"1, 2 and 3 can be read, not those of stage 0 or universal ones. {COPY}"
         )
     kinds = {match["kind"] for match in matches}
     if len(kinds) > 1:
         files = ", ".join(sorted({f"{kind}zero_pp_rank_*" for kind in kinds}))
-        raise ConfigError(f"{folder}: files of several runs lie side by side: {files}; remove those of the older run")
+        raise ConfigError(
+            f"{folder}: expected the files of one run, found those of several: {files}; remove those of the older run"
+        )
     return {int(match["rank"]): folder / match.string for match in matches}
 
 
@@ -104,7 +109,7 @@ def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
     file = TorchFile(path, f"the optimizer states of rank {rank}")
     saved = require(file, "optimizer_state_dict")
     if "ds_zero_partition_groups" in saved:
-        raise ConfigError(f"{path}: checkpoints of expert parallelism (AutoEP) are not read")
+        raise ConfigError(f"{path}: checkpoints with expert parallelism (AutoEP) cannot be read")
     # BF16_Optimizer, which stage 1 uses where gradients are summed in fp32, does not save the stage.
     stage = number(saved.get("zero_stage", 1))
     optimizer, masters = (
@@ -130,7 +135,7 @@ def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
     count = saved["partition_count"]
     counts = {int(number) for number in count} if isinstance(count, list) else {int(count)}
     if len(counts) != 1:
-        raise ConfigError(f"{path}: partition_count {count}: checkpoints of expert parallelism are not read")
+        raise ConfigError(f"{path}: partition_count {count}: checkpoints with expert parallelism cannot be read")
     alignment = saved.get("param_alignment_paddings")
     return RankFile(path, stage, counts.pop(), parts, groups, alignment, saved.get("loss_scaler"))
 
@@ -160,8 +165,8 @@ def _region(file: TorchFile, swap: Path, tensor: torch.Tensor) -> Region:
     path = swap / f"{name}.tensor.swp"
     if not path.is_file():
         raise ConfigError(
-            f"{path}: missing; {file.path} says that the tensor was on NVMe and lies there. {COPY}, with what is below "
-            "offloaded_tensors"
+            f"{path}: missing; {file.path} says that this tensor was on NVMe and is in that file. {COPY}, together "
+            "with everything below offloaded_tensors"
         )
     return Region(path, 0, path.stat().st_size // tensor.dtype.itemsize, tensor.dtype)
 

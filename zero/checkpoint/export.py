@@ -68,9 +68,10 @@ class SavedWeights:
         missing = [name for name in wanted if name not in held]
         if missing:
             raise ConfigError(
-                f"the checkpoint has no values of {', '.join(missing[:3])}"
-                f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}; if it was saved without frozen "
-                "parameters, exclude them here too (--exclude-frozen, exclude_frozen_parameters=True)"
+                "the checkpoint has no values for "
+                f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}; if it was "
+                "saved without frozen parameters, exclude them here too (--exclude-frozen, "
+                "exclude_frozen_parameters=True)"
             )
         self.frozen = frozen | set(buffers)
         self.aliases = {name: first for name, first in aliases.items() if first in set(wanted)}
@@ -197,7 +198,7 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, t
     if kept is not None:
         raise ConfigError(
             f"load_state_dict_from_zero_checkpoint: an engine keeps the values of {kept}; use engine.load_checkpoint, "
-            "or a model of its own"
+            "or pass a model that no engine holds"
         )
     values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
@@ -277,5 +278,7 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def _excludes(state: Mapping[str, Any], told: bool) -> bool:
     if not (told or state.get("has_frozen", True)):
-        logger.warning("the checkpoint was saved without its frozen parameters; they are left out here too")
+        logger.warning(
+            "the checkpoint was saved without its frozen parameters, so the exported weights do not contain them either"
+        )
     return told or not state.get("has_frozen", True)

@@ -77,15 +77,15 @@ def check_tag(tag: object) -> str:
     if not name:
         wrong = "it is empty"
     elif name.startswith("."):
-        wrong = "it starts with a dot; such names are for folders in the making"
+        wrong = "it starts with a dot; such names are reserved for checkpoints that are being written"
     elif "/" in name or "\\" in name:
         wrong = "it contains a path separator; give the folder as save_dir"
     elif name != name.strip() or not name.isprintable():
-        wrong = "it contains blanks at an end, or characters that cannot be printed"
+        wrong = "it starts or ends with a space, or contains characters that cannot be printed"
     elif len(name.encode(errors="replace")) > TAG_BYTES_MAX:
         wrong = f"it is longer than {TAG_BYTES_MAX} bytes"
     elif name == LATEST or name.startswith(f"{LATEST}{STAGED}"):
-        wrong = f"the file {LATEST!r}, which names the newest checkpoint, lies there"
+        wrong = f"that name is reserved for the file {LATEST!r}, which names the newest checkpoint"
     if wrong:
         raise ConfigError(f"checkpoint tag {name!r} cannot name a folder: {wrong}")
     return name
@@ -130,7 +130,9 @@ class Checkpoints:
         wrong += [f"{name!r} is damaged" for name in without]
         found = self._newest_of([name for name in self.tags() if name != latest and name not in without], wrong)
         if found is not None:
-            notes = (f"{'; '.join(wrong)}: taking {found.tag!r} instead, the newest that is whole",) if wrong else ()
+            notes = (
+                (f"{'; '.join(wrong)}: loading {found.tag!r} instead, the newest complete checkpoint",) if wrong else ()
+            )
             return replace(found, notes=(*notes, *found.notes))
         if wrong:
             raise ConfigError(f"no checkpoint in {self.save_dir} can be loaded: {'; '.join(wrong)}")
@@ -175,7 +177,7 @@ class Checkpoints:
                 problems.append(str(error))
                 continue
             aside = folder.name != tag
-            note = f"{'; '.join(problems) or f'a save of {tag!r} was cut off'}: taking the one before, {folder}"
+            note = f"{'; '.join(problems) or f'a save of {tag!r} was interrupted'}: loading the previous one, {folder}"
             return Found(tag, folder, manifest, (note,) if aside else ())
         wrong += problems
         return None
@@ -186,7 +188,9 @@ class Checkpoints:
         if found is not None:
             return found
         other = self._newest_of([name for name in self.tags() if name != tag], [])
-        hint = "there is no other" if other is None else f"the newest that is whole: tag={other.tag!r}"
+        hint = (
+            "there is no other checkpoint" if other is None else f"the newest complete checkpoint is tag={other.tag!r}"
+        )
         raise ConfigError(f"load_checkpoint(tag={tag!r}): {'; '.join(wrong)}; {hint}")
 
     def _latest(self, latest: str, wrong: list[str]) -> Found | None:
@@ -224,8 +228,8 @@ class Checkpoints:
             folder = self._hidden(tag, PARTIAL)
             if self._files.exists(folder):
                 raise StateError(
-                    f"checkpoint {tag!r} is being written to {self.save_dir} by another process now ({folder} is "
-                    "locked); give each job a save_dir or tags of its own"
+                    f"checkpoint {tag!r} is being written to {self.save_dir} by another process ({folder} is locked); "
+                    "give each job its own save_dir or its own tags"
                 )
             started = max([time.time(), *(m.time + NEXT_SECONDS for m in map(self._manifest, self._names()) if m)])
             try:
@@ -235,7 +239,10 @@ class Checkpoints:
                 self._files.remove(folder)
                 raise
             if lock is None:
-                raise StateError(f"{folder} was locked by another process as soon as it was made")
+                raise StateError(
+                    f"{folder} was locked by another process as soon as it was created; give each job its own "
+                    "save_dir or its own tags"
+                )
             return Partial(tag, folder, started, lock)
 
     def partial_folder(self, tag: str) -> Path:
@@ -306,7 +313,7 @@ class Checkpoints:
         if lock is None:
             raise StateError(
                 f"another process has been changing the checkpoints in {self.save_dir} for {LOCK_SECONDS:.0f} s "
-                f"({LOCK} is locked); end it, or give each job a save_dir of its own"
+                f"({LOCK} is locked); end that process, or give each job its own save_dir"
             )
         return lock
 
@@ -340,8 +347,8 @@ class Checkpoints:
             return
         if self._files.file_bytes(folder) is not None or self._files.listing(folder):
             raise ConfigError(
-                f"save_checkpoint(tag={tag!r}): {folder} is there and is no checkpoint of this engine (no "
-                f"{MANIFEST_FILE} in it); it is not overwritten: choose another tag or save_dir, or remove it"
+                f"save_checkpoint(tag={tag!r}): {folder} exists and is not a checkpoint of this engine (it has no "
+                f"{MANIFEST_FILE}), so it is not overwritten: choose another tag or save_dir, or remove the folder"
             )
 
     def _sweep(self, tag: str) -> None:

@@ -110,9 +110,9 @@ def check_reference(sums: Sums, saved: Sums) -> None:
     if wrong:
         more = f" and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
         raise ConfigError(
-            f"load_checkpoint: it refers to weights that are not trained and not saved (checkpoint.frozen is "
-            f'"reference"), and {len(wrong)} of {len(saved)} are not those: {", ".join(wrong[:NAMES_SHOWN])}{more}; '
-            "build the model from the same base, in the same dtype"
+            "load_checkpoint: the checkpoint refers to frozen weights that it does not contain (checkpoint.frozen is "
+            f'"reference"), and {len(wrong)} of these {len(saved)} differ in this model: '
+            f"{', '.join(wrong[:NAMES_SHOWN])}{more}; build the model from the same base, in the same dtype"
         )
 
 

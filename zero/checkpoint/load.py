@@ -205,8 +205,8 @@ class Wanted:
                     left.setdefault(kind, []).append(name)
         for kind, names in sorted(left.items()):
             logger.warning(
-                "load_checkpoint: the optimizer keeps no %s, the checkpoint's of %d parameters (%s, ...) are left out; "
-                "expected for another optimizer or other options than were saved",
+                "load_checkpoint: the checkpoint has the state %s of %d parameters (%s, ...), which this optimizer "
+                "does not keep, so it is not loaded; this is normal if the optimizer or its options have changed",
                 *(kind, len(names), names[0]),
             )
 
@@ -227,8 +227,8 @@ class Wanted:
         begun = [i for i in sorted(self.stateful) if MODEL + self.names[i] in self._states_of(i, self.names[i])]
         if begun and self._parts.exchange.placement.rank == 0:
             logger.warning(
-                "load_checkpoint: the checkpoint has no averages (ema) of %d parameters (%s, ...): they begin at its "
-                "weights",
+                "load_checkpoint: the checkpoint has no averages (ema) of %d parameters (%s, ...): the averages start "
+                "from its weights",
                 *(len(begun), self.names[begun[0]]),
             )
 
@@ -240,9 +240,9 @@ class Wanted:
         ours = sorted({kind for kinds in self._kinds.values() for kind in kinds})
         if theirs and self.names:
             raise ConfigError(
-                f"load_checkpoint: the optimizer keeps {', '.join(ours) or 'no state'} of each parameter, and "
-                f"the checkpoint has {', '.join(sorted(theirs))}: it is another optimizer's; train with that one, or "
-                "pass load_optimizer_states=False"
+                f"load_checkpoint: the optimizer keeps {', '.join(ours) or 'no state'} for each parameter, but the "
+                f"checkpoint has {', '.join(sorted(theirs))} of another optimizer; train with the optimizer that was "
+                "saved, or pass load_optimizer_states=False"
             )
 
 
@@ -275,7 +275,7 @@ def _check_shape(name: str, saved: Saved, wanted: torch.Tensor) -> None:
 def mismatch(what: str, missing: Sequence[str], unexpected: Sequence[str], advice: str) -> str:
     """The text of an error: `what` does not fit together, which names differ, and the advice."""
     said = [f"{what} do not fit together."]
-    for words, names in (("missing in the checkpoint", missing), ("unknown to the model", unexpected)):
+    for words, names in (("missing in the checkpoint", missing), ("not in the model", unexpected)):
         if names:
             more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
             said.append(f"{len(names)} {words}: {', '.join(names[:NAMES_SHOWN])}{more}.")
@@ -357,8 +357,8 @@ class LoadCheckpoints:
     def _say(self, opened: Opened, *, only_module: bool) -> None:
         """Log the folder and the step, so that a user who continues from the wrong folder or step sees it at once."""
         if self._run.exchange.everyone.placement.rank == 0:
-            what = "weights alone" if only_module else f"step {self._run.global_steps}"
-            logger.log(NOTICE, "zero: going on from %s: %s", opened.folder, what)
+            what = "weights only" if only_module else f"step {self._run.global_steps}"
+            logger.log(NOTICE, "zero: continuing from %s: %s", opened.folder, what)
 
     def _open(self, load_dir: Path, tag: Any, together: Together, without: Collection[str]) -> Opened | None:
         found: list[Opened] = []
@@ -373,8 +373,8 @@ class LoadCheckpoints:
             names = {answer.decode() for answer in self._run.exchange.everyone.agree("checkpoint to load", name)}
             if len(names) > 1:
                 raise ConfigError(
-                    f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
-                    "must be on a file system that all nodes share"
+                    f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); "
+                    "the folder must be on a file system that all nodes share"
                 )
         except BaseException:
             for opened in found:
@@ -441,9 +441,9 @@ class LoadCheckpoints:
         now = self._run.scaler.resumed_scale(saved) if goes_on else self._run.scaler.cur_scale
         if then != now:
             raise ConfigError(
-                f"load_checkpoint: it was saved amid a gradient accumulation with a loss scale of {then:.10g}, "
-                f"expected {now:.10g}; load it with the same fp16 block and load_optimizer_states=True, or save after "
-                "step()"
+                "load_checkpoint: the checkpoint was saved in the middle of a gradient accumulation with a loss "
+                f"scale of {then:.10g}, but the loss scale is {now:.10g} now; load it with the same fp16 block and "
+                "load_optimizer_states=True, or save after step()"
             )
 
 

@@ -88,7 +88,7 @@ class CheckpointSave:
     @property
     def part(self) -> RankPart:
         if self._part is None:
-            raise StateError("checkpoint: nothing was begun")
+            raise StateError("checkpoint: no save is in progress; call begin() first")
         return self._part
 
     def say_failed(self, error: BaseException) -> None:
@@ -110,7 +110,7 @@ class CheckpointSave:
         """On the first rank, once all parts are written: complete the checkpoint. Raises StorageError, ConfigError."""
         partial, files = self._partial, self._files
         if partial is None:
-            raise StateError("checkpoint: nothing was begun")
+            raise StateError("checkpoint: no save is in progress; call begin() first")
         entries, boxes = dict(self.beside[0]), dict(self.beside[1])
         for rank in range(self.placement.world_size):
             path = partial.folder / list_file(rank)
@@ -138,7 +138,9 @@ class CheckpointSave:
         try:
             self._add_tools()
         except ZeroInfinityError as error:
-            logger.warning("checkpoint %s is saved, but not the scripts beside it: %s", self.tag, error)
+            logger.warning(
+                "checkpoint %s is saved, but the scripts next to it could not be written: %s", self.tag, error
+            )
 
     def _add_tools(self) -> None:
         there = set(self._files.listing(self._folders.save_dir)) if self.tools else set()

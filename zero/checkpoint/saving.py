@@ -125,16 +125,18 @@ class SaveCheckpoints:
             return False
         why, changed = "", sorted(frozenset.union(*self._state.changed))
         if self._run.exchange.is_stage:
-            why = "the stages of a pipeline save together"
+            why = "the stages of a pipeline save at the same time"
         elif state["accumulating"] is not None:
-            why = "gradients have been collected since the last step, and they change with the next backward"
+            why = "gradients have been accumulated since the last step, and the next backward would change them"
         elif changed:
             # The next forward may modify them again, and the save could not notice it in time to take the old values.
-            why = f"weights have been modified where they live ({changed[0]})"
+            why = f"weights have been modified in place ({changed[0]})"
         told = [answer.decode() for answer in self._run.exchange.agree("saving beside training", why.encode())]
         why = next(filter(None, told), "")
         if why:
-            logger.warning("save_checkpoint: this one is written before the call returns: %s", why)
+            logger.warning(
+                "save_checkpoint: this checkpoint is written before the call returns, not in the background: %s", why
+            )
         return not why
 
     def between_steps(self, what: str) -> None:
@@ -188,8 +190,8 @@ class SaveCheckpoints:
         found = [answer.decode() for answer in self._run.exchange.agree("shared weights read", damage) if answer]
         if found and placement.rank == 0:
             logger.warning(
-                "save_checkpoint: weights that are not trained, which checkpoints share (checkpoint.frozen is "
-                '"once"), are damaged and are written anew: %s',
+                'save_checkpoint: the file of frozen weights that checkpoints share (checkpoint.frozen is "once") '
+                "is damaged and is written again: %s",
                 "; ".join(found),
             )
         return not found
@@ -255,7 +257,7 @@ class SaveCheckpoints:
             told = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
             message = f"save_checkpoint: ranks have different tags ({told})"
             if self._run.config.checkpoint.tag_validation == "fail":
-                raise ConfigError(f"{message}; give all the same one")
+                raise ConfigError(f"{message}; pass the same tag on all ranks")
             if self._run.config.checkpoint.tag_validation == "warn":
-                logger.warning("%s; the first rank's is taken", message)
+                logger.warning("%s; the tag of the first rank is used", message)
         return names[0]

@@ -105,7 +105,7 @@ class FolderSource:
         data = files.read_bytes(path)
         for offset, nbytes, crc in manifest.files[METADATA_FILE].boxes if METADATA_FILE in manifest.files else ():
             if kernels.crc32c(bytes_tensor(data[offset : offset + nbytes])) != crc:
-                raise DamagedError(f"{path} is damaged: it has not the checksum that {MANIFEST_FILE} says")
+                raise DamagedError(f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}")
         self._names = sorted(manifest.files)
         payloads = {name: [box[0] for box in manifest.files[name].boxes] for name in self._names}
         tensors: dict[str, Saved] = {}
@@ -150,7 +150,7 @@ class FolderSource:
         `name`: one of `blobs`; `trusted`: objects of any class may be made, which runs code that the file names.
         """
         if name not in self._blobs:
-            raise ConfigError(f"{self.folder}: it has no {name!r}; it has {', '.join(sorted(self._blobs))}")
+            raise ConfigError(f"{self.folder}: the checkpoint has no {name!r}; it has {', '.join(sorted(self._blobs))}")
         data = self._reader.get(self._blobs[name])
         return read_archive(data, f"{name} in {self.folder}", trusted=trusted)
 
@@ -160,7 +160,7 @@ class FolderSource:
     def _overlapping(self, name: str, begin: int, end: int) -> Iterator[_Box]:
         boxes = self._boxes.get(name)
         if boxes is None:
-            raise ConfigError(f"{self.folder}: it has no tensor {name!r}")
+            raise ConfigError(f"{self.folder}: the checkpoint has no tensor {name!r}")
         first = max(bisect_right(boxes, begin, key=lambda box: box.begin) - 1, 0)
         for box in boxes[first:]:
             if box.begin >= end:
@@ -172,7 +172,7 @@ class FolderSource:
         if not is_flat(box.shape, box.sizes):
             raise ConfigError(
                 f"{self.folder}: {box.name}: a box of {box.sizes} is not contiguous in {box.shape}; only checkpoints "
-                "that an engine has saved are read here"
+                "that an engine saved can be read"
             )
         begin = begin_of(box.shape, box.offsets)
         return _Box(begin, begin + math.prod(box.sizes), stored)

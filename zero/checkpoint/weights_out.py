@@ -55,7 +55,7 @@ def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[NamedTensor]:
             if is_wrapper(tensor):
                 raise ConfigError(
                     f"{full}: a {type(tensor).__name__} cannot be written as plain weights; leave it out with "
-                    "exclude_frozen_parameters=True, or save the model with the library that has quantised it"
+                    "exclude_frozen_parameters=True, or save the model with the library that quantised it"
                 )
             entries.append(NamedTensor(full, tensor, firsts.setdefault(id(tensor), full), name in decoding))
     return entries
@@ -95,8 +95,8 @@ class ExportWeights:
         zero = self._run.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
             logger.warning(
-                "nothing saved in %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false; set it, or "
-                "run `zero export` on a checkpoint",
+                "nothing was saved in %s, because zero_optimization.stage3_gather_16bit_weights_on_model_save is "
+                "false; set it to true, or run `zero export` on a checkpoint",
                 save_dir,
             )
             return False

@@ -299,7 +299,7 @@ class ExtentWriter:
         if isinstance(part.values, torch.Tensor):
             return partial(copy_alone, target, part.values[lo:hi].view(torch.uint8))
         if part.unit is None:
-            raise StateError(f"{part.name}: nobody knows where its values are")
+            raise StateError(f"{part.name}: it is not known where its values are")
         if staged is None:
             plane = part.values or self._storage.weights[self._layout.space_of(part.unit)]
             return partial(copy_alone, target, await self._stored(plane, part.unit, lo, hi))
@@ -460,7 +460,8 @@ def read_list(files: Files, path: Path) -> tuple[FileEntry, list[WrittenBox]]:
     """
     if not files.exists(path):
         raise ConfigError(
-            f"{path} is missing, though its rank has written it: save_dir must be on a file system that all nodes share"
+            f"{path} is missing, although its rank has written it: save_dir must be on a file system that all nodes "
+            "share"
         )
     nbytes, told = json.loads(files.read_bytes(path))
     boxes = [

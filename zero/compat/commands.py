@@ -33,15 +33,17 @@ _speaking = threading.Lock()
 
 REFUSED = {
     "ds_bench": (
-        "its benchmarks of collectives are not part of zero-infinity; for NCCL take nccl-tests, for a step as a whole "
-        "engine.statistics(), and `zero doctor` lists the collectives that work here"
+        "DeepSpeed's benchmarks of collectives are not part of zero-infinity; for NCCL use nccl-tests, for a whole "
+        "step engine.statistics(); `zero doctor` lists the collectives that work on this machine"
     ),
 }
 
 
 def ds_report(words: Words) -> int:
     """`zero doctor`."""
-    parser = argparse.ArgumentParser(prog="ds_report", description="What this machine has: `zero doctor`.")
+    parser = argparse.ArgumentParser(
+        prog="ds_report", description="Show what this machine has: the same as `zero doctor`."
+    )
     for flag in ("--hide_operator_status", "--hide_errors_and_warnings"):
         parser.add_argument(flag, action="store_true", help="no effect")
     parser.parse_args(words)
@@ -50,12 +52,14 @@ def ds_report(words: Words) -> int:
 
 def ds_nvme_tune(words: Words) -> int:
     """`zero tune` on the folders; also prints the `aio` block for a DeepSpeed configuration."""
-    parser = argparse.ArgumentParser(prog="ds_nvme_tune", description="Measure the disks below folders: `zero tune`.")
-    parser.add_argument("--nvme_dir", nargs="+", required=True, metavar="PATH", help="folders of nvme_path")
+    parser = argparse.ArgumentParser(
+        prog="ds_nvme_tune", description="Measure the disks of folders: the same as `zero tune`."
+    )
+    parser.add_argument("--nvme_dir", nargs="+", required=True, metavar="PATH", help="the folders of nvme_path")
     for flag in ("--no_read", "--no_write", "--gpu", "--gds", "--flush_page_cache", "--verbose"):
-        parser.add_argument(flag, action="store_true", help="no effect: zero tune has a plan of its own")
+        parser.add_argument(flag, action="store_true", help="no effect: zero tune chooses what it measures")
     for flag in ("--sweep_config", "--io_size", "--log_dir", "--loops"):
-        parser.add_argument(flag, help="no effect: zero tune has a plan of its own")
+        parser.add_argument(flag, help="no effect: zero tune chooses what it measures")
     folders = parser.parse_args(words).nvme_dir
     status = cli.main(["tune", "--force", *folders])
     found = [known for folder in folders if (known := tuning.cached(Path(folder)))] if not status else []
@@ -70,13 +74,18 @@ def ds_ssh(words: Words) -> int:
     """Run one command on all hosts of a hostfile at once. Returns the status of the first host that failed."""
     parser = argparse.ArgumentParser(prog="ds_ssh", description="Run a command on all hosts of a hostfile.")
     parser.add_argument("-f", "--hostfile", default=DEFAULT_HOSTFILE, help="lines HOST slots=N (%(default)s)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="as a shell gets it: its words are joined by blanks")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="the command, as for a shell: its words are joined by spaces"
+    )
     options = parser.parse_args(words)
     if not options.command:
         parser.error("expected a command, got none")
     line = " ".join(options.command)
     if options.hostfile == DEFAULT_HOSTFILE and not os.path.exists(DEFAULT_HOSTFILE):
-        print(f"ds_ssh: there is no {DEFAULT_HOSTFILE}, so it runs here alone: {line}", file=sys.stderr)
+        print(
+            f"ds_ssh: {DEFAULT_HOSTFILE} does not exist, so the command runs on this machine only: {line}",
+            file=sys.stderr,
+        )
         return subprocess.run(["sh", "-c", line]).returncode
     hosts = list(read_hostfile(options.hostfile))
     with ThreadPoolExecutor(len(hosts)) as pool:
@@ -93,7 +102,7 @@ def _on_host(host: str, line: str) -> int:
         for answer in running.stdout or ():
             _say(sys.stdout, f"{host}: {answer.rstrip()}")
     if running.returncode:
-        _say(sys.stderr, f"ds_ssh: {host}: status {running.returncode} of {shlex.quote(line)}")
+        _say(sys.stderr, f"ds_ssh: {host}: {shlex.quote(line)} ended with status {running.returncode}")
     return running.returncode
 
 

@@ -18,7 +18,7 @@ from zero.compat.aio import aio_handle
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 WITHOUT_EFFECT = ("--handle", "--slow_bounce_buffer", "--torch_legacy_save", "--use_accelerator_pin_memory")
 REFUSED = {
-    "gpu": "the engine moves bytes between files and host memory; copies to the device are measured by `zero trace`",
+    "gpu": "the engine's I/O goes between files and host memory; to measure copies to the device use `zero trace`",
     "use_gds": "GPUDirect Storage is not used; leave it out",
 }
 
@@ -34,19 +34,23 @@ def parse_size(text: str) -> int:
 def parser_of_ds_io() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ds_io", description="Measure files in folders through the engine's I/O.")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--folder", help="where the files are made, and removed in the end")
-    where.add_argument("--folder_to_device_mapping", nargs="+", metavar="FOLDER:N", help="several; N has no effect")
-    parser.add_argument("--read", action="store_true", help="measure reads; without: writes")
-    parser.add_argument("--io_size", type=parse_size, default="400M", help="of a file (%(default)s)")
-    parser.add_argument("--block_size", type=parse_size, default="1M", help="of a request (%(default)s)")
+    where.add_argument("--folder", help="where the files are made; they are removed at the end")
+    where.add_argument(
+        "--folder_to_device_mapping", nargs="+", metavar="FOLDER:N", help="use several folders; N has no effect"
+    )
+    parser.add_argument("--read", action="store_true", help="measure reads; without this flag, writes")
+    parser.add_argument("--io_size", type=parse_size, default="400M", help="size of a file (%(default)s)")
+    parser.add_argument("--block_size", type=parse_size, default="1M", help="size of a request (%(default)s)")
     parser.add_argument("--queue_depth", type=int, default=128, help="requests in flight (%(default)s)")
-    parser.add_argument("--multi_process", type=int, default=1, metavar="N", help="files per folder at once")
-    parser.add_argument("--io_parallel", type=int, default=1, help="threads, of a backend that has any")
+    parser.add_argument(
+        "--multi_process", type=int, default=1, metavar="N", help="files per folder that are moved at the same time"
+    )
+    parser.add_argument("--io_parallel", type=int, default=1, help="threads, for backends that use threads")
     parser.add_argument("--loops", type=int, default=3, help="passes over the files (%(default)s)")
-    parser.add_argument("--single_submit", action="store_true", help="a system call per request")
-    parser.add_argument("--sequential_requests", action="store_true", help="requests wait for earlier ones")
-    parser.add_argument("--validate", action="store_true", help="read each file once more and compare")
-    parser.add_argument("--engine", help="no effect: there is one")
+    parser.add_argument("--single_submit", action="store_true", help="make one system call per request")
+    parser.add_argument("--sequential_requests", action="store_true", help="let each request wait for the earlier ones")
+    parser.add_argument("--validate", action="store_true", help="read each file once more and compare its contents")
+    parser.add_argument("--engine", help="no effect: there is only one backend")
     for flag in WITHOUT_EFFECT:
         parser.add_argument(flag, action="store_true", help="no effect")
     for name in REFUSED:

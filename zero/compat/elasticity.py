@@ -53,7 +53,7 @@ def compute_elastic_config(
     if not isinstance(ds_config, Mapping):
         raise ValueError(f"ds_config: expected a dict, got {type(ds_config).__name__}")
     if not elasticity_enabled(ds_config):
-        raise ElasticityConfigError("elasticity: expected a block with enabled: true; add one")
+        raise ElasticityConfigError("elasticity: expected a block with enabled set to true; add one")
     block = _block(ds_config[KEY])
     try:
         chosen = elastic_batch(block, world_size)
@@ -67,7 +67,7 @@ def compute_elastic_config(
 def _block(given: Mapping[str, Any]) -> Elasticity:
     for key in ("max_train_batch_size", "micro_batch_sizes"):
         if key not in given:
-            raise ElasticityConfigError(f"elasticity.{key}: missing; give it")
+            raise ElasticityConfigError(f"elasticity.{key}: missing; set it")
     try:
         block = load_config({KEY: {**given, "enabled": False}}).elasticity
     except ConfigError as error:
@@ -87,16 +87,18 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
     for key in ("max_train_batch_size", "micro_batch_sizes", "version"):
         if getattr(now, key) != getattr(then, key):
             raise ElasticityConfigError(
-                f"elasticity.{key}: expected {getattr(then, key)}, which {SCHEDULED} has, got {getattr(now, key)}; use "
-                "the configuration that the scheduler was given"
+                f"elasticity.{key}: expected {getattr(then, key)}, as in {SCHEDULED}, got {getattr(now, key)}; use "
+                "the configuration that was given to the scheduler"
             )
 
 
 def ds_elastic(words: Sequence[str]) -> int:
     """Print the batch sizes that the `elasticity` block of a configuration chooses."""
-    parser = argparse.ArgumentParser(prog="ds_elastic", description="What the elasticity block of a config chooses.")
+    parser = argparse.ArgumentParser(
+        prog="ds_elastic", description="Show what the elasticity block of a configuration chooses."
+    )
     parser.add_argument("-c", "--config", required=True, metavar="FILE", help="DeepSpeed JSON")
-    parser.add_argument("-w", "--world-size", type=int, default=0, metavar="N", help="ranks there are")
+    parser.add_argument("-w", "--world-size", type=int, default=0, metavar="N", help="number of ranks")
     options = parser.parse_args(words)
     found = compute_elastic_config(read_json(options.config), world_size=options.world_size)
     for name, value in zip(("train_batch_size", "valid_gpus", "micro_batch_size"), found, strict=False):

@@ -73,7 +73,7 @@ def say_who_answers() -> None:
     """Log DeepSpeed's line on the first rank, with a note that this is zero-infinity."""
     if world.rank() == 0:
         told = f"DeepSpeed info: version={VERSION}, git-hash=none, git-branch=none"
-        logger.info("%s (this is zero-infinity %s under the name of DeepSpeed)", told, zero.__version__)
+        logger.info("%s (this is zero-infinity %s, imported under the name deepspeed)", told, zero.__version__)
 
 
 class EpochTimer:
@@ -108,7 +108,7 @@ def lend_names(engine: Any, client_optimizer: Any = None) -> None:
         "client_optimizer": client_optimizer,
         **({} if client_optimizer is None else {"optimizer_name": lambda: type(client_optimizer).__name__}),
         "clip_fp32_gradients": missing_function(
-            "DeepSpeedEngine.clip_fp32_gradients", "step() clips, to gradient_clipping of the configuration"
+            "DeepSpeedEngine.clip_fp32_gradients", "step() clips to gradient_clipping from the configuration"
         ),
         "data_parallel_group": dist.group.WORLD,
         "has_moe_layers": has_moe_layers(engine.module)[0],
@@ -133,7 +133,10 @@ def _nothing_to_reduce(bucket_size: int = 0) -> None:
 
 
 def _optimizer_file(checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
-    raise refused("DeepSpeedEngine._get_optimizer_ckpt_name", "its checkpoints have no such file; use load_checkpoint")
+    raise refused(
+        "DeepSpeedEngine._get_optimizer_ckpt_name",
+        "checkpoints of zero-infinity have no such file; use load_checkpoint",
+    )
 
 
 class _Shows(type):

@@ -16,31 +16,31 @@ LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = VALID_L
 # Name -> (type, default, help). Defaults are DeepSpeed's; None: the schedule's own default.
 ARGUMENTS: dict[str, tuple[type, Any, str]] = {
     LR_SCHEDULE: (str, None, "one of " + ", ".join(VALID_LR_SCHEDULES)),
-    "lr_range_test_min_lr": (float, 0.001, "where the range test begins"),
-    "lr_range_test_step_rate": (float, 1.0, "how much the range test grows"),
-    "lr_range_test_step_size": (int, 1000, "[steps] in which the range test grows so much"),
-    "lr_range_test_staircase": (bool, False, "the range test grows in stairs"),
+    "lr_range_test_min_lr": (float, 0.001, "learning rate at the start of the range test"),
+    "lr_range_test_step_rate": (float, 1.0, "how much the learning rate grows in the range test"),
+    "lr_range_test_step_size": (int, 1000, "[steps] in which it grows by that much"),
+    "lr_range_test_staircase": (bool, False, "grow the learning rate in steps, not continuously"),
     "cycle_first_step_size": (int, 1000, "[steps] of the cycle's rising half"),
-    "cycle_first_stair_count": (int, None, "stairs of the rising half; default: none"),
-    "cycle_second_step_size": (int, None, "[steps] of the falling half; default: as many as the first"),
-    "cycle_second_stair_count": (int, None, "stairs of the falling half; default: as many as the first"),
+    "cycle_first_stair_count": (int, None, "stairs of the rising half (none)"),
+    "cycle_second_step_size": (int, None, "[steps] of the falling half (as in the rising half)"),
+    "cycle_second_stair_count": (int, None, "stairs of the falling half (as in the rising half)"),
     "decay_step_size": (int, 1000, "[steps] between two decays after the cycle"),
     "cycle_min_lr": (float, 0.01, "learning rate at the ends of the cycle"),
     "cycle_max_lr": (float, 0.1, "learning rate at the top of the cycle"),
     "decay_lr_rate": (float, 0.0, "how fast the learning rate decays after the cycle"),
-    "cycle_momentum": (bool, False, "momentum is cycled too"),
+    "cycle_momentum": (bool, False, "cycle the momentum too"),
     "cycle_min_mom": (float, 0.8, "momentum at the top of the cycle"),
     "cycle_max_mom": (float, 0.9, "momentum at the ends of the cycle"),
     "decay_mom_rate": (float, 0.0, "how fast momentum decays after the cycle"),
-    "warmup_min_lr": (float, 0.0, "learning rate before warming up"),
-    "warmup_max_lr": (float, 0.001, "learning rate after warming up"),
-    "warmup_num_steps": (int, 1000, "[steps] of warming up"),
-    "warmup_type": (str, LOG, "log or linear"),
-    "warmup_min_ratio": (float, 0.01, "share of the learning rate that a cosine's warming up begins with"),
-    "cos_min_ratio": (float, 0.01, "share of the learning rate that a cosine ends with"),
+    "warmup_min_lr": (float, 0.0, "learning rate before the warmup"),
+    "warmup_max_lr": (float, 0.001, "learning rate after the warmup"),
+    "warmup_num_steps": (int, 1000, "[steps] of the warmup"),
+    "warmup_type": (str, LOG, "shape of the warmup: log or linear"),
+    "warmup_min_ratio": (float, 0.01, "share of the learning rate at which the warmup of a cosine schedule starts"),
+    "cos_min_ratio": (float, 0.01, "share of the learning rate at which a cosine schedule ends"),
 }
 
-NO_RATE = "{} takes shares of the optimizer's learning rates: its params have none"
+NO_RATE = "{} uses shares of the optimizer's learning rates, so its params have no learning rate"
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

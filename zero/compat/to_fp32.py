@@ -45,14 +45,19 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, t
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write a checkpoint's fp32 weights. Returns the exit status. The arguments are DeepSpeed's."""
     parser = argparse.ArgumentParser(
-        prog="zero_to_fp32.py", description="Whole fp32 weights: safetensors, or what the name of the output says."
+        prog="zero_to_fp32.py",
+        description="Write the whole fp32 weights of a checkpoint, as safetensors or as the name of the output says.",
     )
-    parser.add_argument("checkpoint_dir", help="folder of checkpoints, or one of them")
-    parser.add_argument("output_dir", help="folder for safetensors files, or a file such as pytorch_model.bin")
-    parser.add_argument("--max_shard_size", default=MAX_SHARD_SIZE, help="of a file (%(default)s)")
-    parser.add_argument("--safe_serialization", action="store_true", help="no effect: a folder gets no other form")
-    parser.add_argument("-t", "--tag", help="which checkpoint; without: the one that `latest` names")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
+    parser.add_argument("checkpoint_dir", help="a folder of checkpoints, or one checkpoint")
+    parser.add_argument("output_dir", help="a folder for safetensors files, or a file such as pytorch_model.bin")
+    parser.add_argument("--max_shard_size", default=MAX_SHARD_SIZE, help="largest size of a file (%(default)s)")
+    parser.add_argument(
+        "--safe_serialization", action="store_true", help="no effect: a folder always gets safetensors files"
+    )
+    parser.add_argument("-t", "--tag", help="which checkpoint (the one that `latest` names)")
+    parser.add_argument(
+        "--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained"
+    )
     parser.add_argument("-d", "--debug", action="store_true", help="no effect")
     options = parser.parse_args(arguments)
     try:

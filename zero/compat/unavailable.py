@@ -11,41 +11,57 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-TENSORS = "tensor parallelism is not implemented; stage 3 shards weights over the same ranks without it"
+TENSORS = "tensor parallelism is not implemented; stage 3 shards weights over the same ranks instead"
 SEQUENCES = "sequence parallelism is not implemented; use torch.distributed.tensor.experimental.context_parallel"
-SLICES = "torch.utils.checkpoint around each slice of the sequence does it, as TiledMLP does for a module"
-PIPELINES = "the schedules are torch.distributed.pipelining's; zero.pipe.PipelineModule and pipeline.schedule choose"
-EXPERTS = (
-    "experts are not dealt out to ranks; moe.layer.MoE has them on all, and a model's own experts "
-    "(ModuleList, or packed as transformers has them) are units of which only those that are called move"
+SLICES = "use torch.utils.checkpoint around each slice of the sequence, or TiledMLP for a module"
+PIPELINES = (
+    "the schedules are those of torch.distributed.pipelining; use zero.pipe.PipelineModule, and pipeline.schedule "
+    "to choose one"
 )
-COMPRESSION = "compression training is not implemented; quantise the base with bitsandbytes or torchao, or the result"
-ONE_BIT = "1-bit optimizers are not implemented; use AdamW, with communication_data_type for less traffic"
-KERNELS = "DeepSpeed's kernels are not part of it; torch's scaled_dot_product_attention and torch.compile do that"
-INFERENCE = "inference kernels are not implemented; deepspeed.init_inference streams a model larger than memory"
-ROLLOUTS = "engine.generate() makes rollouts; hybrid_engine in the configuration keeps weights on the device for them"
-UNIVERSAL = "it is not needed: a checkpoint loads at any stage, tier and number of ranks as it is"
-SWAPPERS = "DeepSpeed's swappers are not part of it; zero_optimization.offload_param and offload_optimizer are"
-ASYNC_IO = "AsyncIOBuilder().load().aio_handle(...) has the engine's I/O, and `zero tune` or ds_io measures a disk"
-COMPILE = "DeepCompile is not available; engine.compile() has torch compile the model"
-TIMERS = "engine.statistics() has what it counts"
+EXPERTS = (
+    "experts are not distributed over ranks; moe.layer.MoE has all experts on each rank, and of a model's own experts "
+    "(in a ModuleList, or packed as in transformers) only those that are called are fetched"
+)
+COMPRESSION = (
+    "compression training is not implemented; quantise the base with bitsandbytes or torchao before training, or "
+    "the result afterwards"
+)
+ONE_BIT = "1-bit optimizers are not implemented; use AdamW, and communication_data_type for less traffic"
+KERNELS = (
+    "DeepSpeed's kernels are not part of zero-infinity; use torch's scaled_dot_product_attention and torch.compile"
+)
+INFERENCE = "inference kernels are not implemented; deepspeed.init_inference streams a model that is larger than memory"
+ROLLOUTS = "use engine.generate() for rollouts; hybrid_engine in the configuration keeps weights on the device for them"
+UNIVERSAL = "it is not needed: a checkpoint loads as it is at any stage, on any device and number of ranks"
+SWAPPERS = (
+    "DeepSpeed's swappers are not part of zero-infinity; use zero_optimization.offload_param and offload_optimizer"
+)
+ASYNC_IO = (
+    "use AsyncIOBuilder().load().aio_handle(...) for the engine's I/O, and `zero tune` or ds_io to measure a disk"
+)
+COMPILE = "DeepCompile is not available; use engine.compile(), which calls torch.compile on the model"
+TIMERS = "use engine.statistics(), which has the same counts"
 SCALER = "the engine scales the loss itself; set fp16 in the configuration, and read optimizer.loss_scale"
-WRITERS = "DeepSpeed's checkpoint writers are not part of it; engine.save_checkpoint writes with the engine's own I/O"
-CONFIG = "DeepSpeedConfig(...) has the whole configuration, its blocks as attributes"
-STAGES = "DeepSpeed's own machinery of sharding is not part of it; the engine has its own, behind the same calls"
-LAUNCHER = "`zero run` starts the ranks, on one node or several; `zero run --help` tells how"
+WRITERS = "DeepSpeed's checkpoint writers are not part of zero-infinity; use engine.save_checkpoint"
+CONFIG = "use DeepSpeedConfig(...), which has the blocks of the configuration as attributes"
+STAGES = (
+    "DeepSpeed's internals of sharding are not part of zero-infinity; the engine shards behind the same public calls"
+)
+LAUNCHER = "use `zero run`, which starts ranks on one node or several; see `zero run --help`"
 
 # Prefix of a name below `deepspeed` -> what a user can do instead; the longest matching prefix counts.
 INSTEAD: dict[str, str] = {
-    "": "nothing here stands for it; leave it out, or do it with torch",
-    "accelerator": "get_accelerator() has the one of this process; ZERO_DEVICE chooses it",
-    "autotuning": "`zero run --autotuning run SCRIPT`, or deepspeed --autotuning, tries configurations with the script",
+    "": "zero-infinity has no replacement for it; leave it out, or use torch",
+    "accelerator": "use get_accelerator(), which returns the accelerator of this process; ZERO_DEVICE chooses it",
+    "autotuning": "use `zero run --autotuning run SCRIPT`, or deepspeed --autotuning, which tries configurations with "
+    "the script",
     "checkpoint": UNIVERSAL,
-    "comm": "torch.distributed does it: it has the process group that init_distributed makes",
+    "comm": "use torch.distributed, which has the process group that init_distributed makes",
     "compile": COMPILE,
     "compression": COMPRESSION,
     "default_inference_config": INFERENCE,
-    "elasticity": "torchrun restarts ranks (`zero run --max_restarts`); checkpoints load on any number of them",
+    "elasticity": "use `zero run --max_restarts`, with which torchrun restarts ranks; checkpoints load on any number "
+    "of ranks",
     "inference": INFERENCE,
     "io": WRITERS,
     "launcher": LAUNCHER,
@@ -66,17 +82,17 @@ INSTEAD: dict[str, str] = {
     "ops.op_builder": "the engine loads its own libraries; `zero doctor` shows them",
     "ops.random_ltd": "random layer drop is not implemented",
     "ops.sparse_attention": "sparse attention is not implemented; use torch.nn.attention.flex_attention",
-    "profiling": "the flops profiler and engine.trace have the timeline",
+    "profiling": "use the flops profiler, or engine.trace for a timeline",
     "record_tp_model_init_args": TENSORS,
     "runtime": STAGES,
-    "runtime.activation_checkpointing": "torch.utils.checkpoint and deepspeed.checkpointing.checkpoint do it",
+    "runtime.activation_checkpointing": "use torch.utils.checkpoint or deepspeed.checkpointing.checkpoint",
     "runtime.bf16_optimizer": "set bf16 in the configuration",
     "runtime.checkpoint_engine": WRITERS,
     "runtime.comm": ONE_BIT,
     "runtime.compiler": COMPILE,
     "runtime.config": CONFIG,
-    "runtime.data_pipeline": "the data efficiency library is not implemented; hand a sampler to the loader",
-    "runtime.data_pipeline.data_routing": "random layer drop is not implemented; leave tokens out in the model",
+    "runtime.data_pipeline": "the data efficiency library is not implemented; pass a sampler to the data loader",
+    "runtime.data_pipeline.data_routing": "random layer drop is not implemented; drop tokens in the model itself",
     "runtime.domino": TENSORS,
     "runtime.eigenvalue": COMPRESSION,
     "runtime.fp16": "set fp16 in the configuration",
@@ -91,15 +107,16 @@ INSTEAD: dict[str, str] = {
     "runtime.sequence_parallel.ulysses_sp.SequenceTiled": SLICES,
     "runtime.sequence_parallel.ulysses_sp.Tiled": SLICES,
     "runtime.sequence_parallel.ulysses_sp.sequence_tiled": SLICES,
-    "runtime.sparse_tensor": "gradients are reduced dense; nn.Embedding(sparse=True) is not needed",
+    "runtime.sparse_tensor": "gradients are reduced dense; use nn.Embedding without sparse=True",
     "runtime.state_dict_factory": INFERENCE,
     "runtime.swap_tensor": SWAPPERS,
     "runtime.tensor_parallel": TENSORS,
     "runtime.torch_autocast": "set torch_autocast in the configuration, or use torch.autocast around the forward",
     "runtime.weight_quantizer": COMPRESSION,
-    "runtime.zero.leaf_module_config": "utils.set_z3_leaf_modules names leaf modules",
+    "runtime.zero.leaf_module_config": "use utils.set_z3_leaf_modules to name leaf modules",
     "runtime.zero.linear": "torch.nn.functional.linear and nn.Linear need no replacement here",
-    "runtime.zero.partition_parameters.MultipleAllGatherHandles": "the engine waits for its own transfers",
+    "runtime.zero.partition_parameters.MultipleAllGatherHandles": "leave it out; the engine waits for its own "
+    "transfers",
     "sequence": SEQUENCES,
     "set_autotp_mode": TENSORS,
     "tp_model_init": TENSORS,
@@ -107,13 +124,13 @@ INSTEAD: dict[str, str] = {
     "utils.config": CONFIG,
     "utils.groups.get_tensor": TENSORS,
     "utils.groups.set_tensor": TENSORS,
-    "utils.mixed_precision_linkage": "masters are found by safe_get_full_fp32_param",
-    "utils.numa": "`zero run --bind_cores_to_rank` binds ranks to their cores",
-    "utils.pin_memory": "torch's Tensor.pin_memory does it, and the engine pins its own",
-    "utils.tensor_fragment": "the safe_get_ and safe_set_ functions find a parameter's values",
+    "utils.mixed_precision_linkage": "use safe_get_full_fp32_param to read fp32 master weights",
+    "utils.numa": "use `zero run --bind_cores_to_rank` to bind ranks to cores",
+    "utils.pin_memory": "use torch's Tensor.pin_memory; the engine pins its own memory",
+    "utils.tensor_fragment": "use the safe_get_ and safe_set_ functions to read and write a parameter's values",
     "utils.timer": TIMERS,
-    "utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint has the whole weights",
-    "utils.zero_to_torch": "get_fp32_state_dict_from_zero_checkpoint has the whole weights",
+    "utils.zero_to_fp32": "use get_fp32_state_dict_from_zero_checkpoint to get the whole weights",
+    "utils.zero_to_torch": "use get_fp32_state_dict_from_zero_checkpoint to get the whole weights",
 }
 
 # Base classes of unavailable classes, since clients use these classes in `isinstance` and `except`.

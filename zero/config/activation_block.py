@@ -16,7 +16,7 @@ class ActivationCheckpointing(ConfigBlock):
     """`activation_checkpointing`: settings of `zero.checkpointing`, and of what the engine's forward saves."""
 
     partition_activations: Annotated[
-        Flag | None, Inert("there is one model-parallel rank: nobody to share a saved input with")
+        Flag | None, Inert("there is only one model-parallel rank, so saved inputs cannot be split over several")
     ] = None
     number_checkpoints: Annotated[Whole, Field(ge=1)] | None = None
     """With contiguous_memory_optimization: memory is taken for so many saved inputs at once."""

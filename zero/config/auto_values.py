@@ -106,7 +106,7 @@ def auto_lines(config: Config) -> Iterator[str]:
         elif value is None:
             yield f"auto: {key.path} is left to the engine (as without the key)"
         elif value == AUTO:
-            yield f"auto: {key.path} is what is free when the plan is made"
+            yield f"auto: {key.path} is the memory that is free when the plan is made"
         else:
             yield f"auto: {key.path} = {shown(value)} (the default)"
 

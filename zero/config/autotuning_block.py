@@ -27,14 +27,16 @@ from zero.config.fields import (
 
 def _parse_mappings(value: object) -> dict[str, str]:
     if not isinstance(value, Mapping) or not all(isinstance(part, str) for item in value.items() for part in item):
-        raise ValueError("an object of keys and arguments of the script, such as --per_device_train_batch_size")
+        raise ValueError(
+            "an object from configuration keys to arguments of the script, such as --per_device_train_batch_size"
+        )
     return {key.strip(): argument.strip() for key, argument in value.items()}
 
 
 class ModelInfo(ConfigBlock):
     """What DeepSpeed's tuner foretells runs from."""
 
-    why = "memory is planned from the model itself when a run begins"
+    why = "the memory plan is made from the model itself when a run starts"
 
     profile: InertFlag = None
     num_params: InertCount = None
@@ -45,7 +47,10 @@ class ModelInfo(ConfigBlock):
 class Autotuning(ConfigBlock):
     """`autotuning`: of `zero run --autotuning tune|run SCRIPT`, see launching."""
 
-    why = "the runs are a few placements of weights and states, and micro-batches that double while it pays"
+    why = (
+        "the tuner tries a few placements of weights and optimizer states, and doubles the micro-batch while that "
+        "is faster"
+    )
 
     enabled: Annotated[Flag | None, Inert("the launcher's --autotuning decides")] = None
     results_dir: Text = "autotuning_results"
@@ -71,8 +76,14 @@ class Autotuning(ConfigBlock):
     """None: 64."""
     num_tuning_micro_batch_sizes: Annotated[Whole, Field(ge=1)] | None = None
     """So many are tried at most, each twice the one before; 1: it stays as it is."""
-    max_train_batch_size: Annotated[InertWhole, Inert("limit the micro-batch; accumulation is not changed")] = None
-    min_train_batch_size: Annotated[InertWhole, Inert("limit the micro-batch; accumulation is not changed")] = None
+    max_train_batch_size: Annotated[
+        InertWhole,
+        Inert("the tuner changes only the micro-batch, not gradient accumulation; limit the micro-batch instead"),
+    ] = None
+    min_train_batch_size: Annotated[
+        InertWhole,
+        Inert("the tuner changes only the micro-batch, not gradient accumulation; limit the micro-batch instead"),
+    ] = None
     fast: InertFlag = None
     tuner_type: InertText = None
     tuner_early_stopping: InertWhole = None

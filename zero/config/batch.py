@@ -42,8 +42,8 @@ def _contradiction(given: Mapping[str, int], world_size: int, expected: str) -> 
         at=TRAIN,
         got=str(given[TRAIN]),
         keys=tuple(given),
-        fix=f"{_ranks_that_fit(given, world_size)}{TRAIN} = {MICRO} x {STEPS} x world_size; "
-        "remove one of them and it is derived",
+        fix=f"{_ranks_that_fit(given, world_size)}{TRAIN} = {MICRO} x {STEPS} x world_size; remove one of the "
+        "keys, and the engine derives it",
     )
 
 
@@ -52,7 +52,9 @@ def _ranks_that_fit(given: Mapping[str, int], world_size: int) -> str:
     fitting, rest = divmod(given[TRAIN], given.get(MICRO, 1) * given.get(STEPS, 1))
     if rest or not fitting or MICRO not in given:
         return ""
-    told = f"there {'is 1 rank' if world_size == 1 else f'are {world_size} ranks'}, and the numbers fit {fitting}"
+    told = f"there {'is 1 rank' if world_size == 1 else f'are {world_size} ranks'}, and the values fit {fitting}"
     if fitting > 1:
         return f"{told}; "
-    return f"{told}: whoever made them knew of no other rank (fill them in once the process group is there); "
+    return (
+        f"{told}: they were computed before the other ranks were known (compute them after the process group is made); "
+    )

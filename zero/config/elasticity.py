@@ -109,7 +109,7 @@ def elastic_batch(block: Elasticity, world_size: int = 0) -> ElasticBatch:
     Raises ValueError: its text says what was expected, such as other numbers of ranks.
     """
     if block.model_parallel_size > 1:
-        raise ValueError("elasticity.model_parallel_size 1: tensor parallelism is not available")
+        raise ValueError("elasticity.model_parallel_size 1, because tensor parallelism is not available")
     if block.version >= 0.2:
         return _of_whole_nodes(block, world_size)
     batch, ranks = best_batch(block, block.max_train_batch_size, block.min_gpus, block.max_gpus)
@@ -151,15 +151,19 @@ def elastic_sizes(block: Elasticity, given: Mapping[str, int], world_size: int) 
     if given and not block.ignore_non_elastic_batch_info:
         names = ", ".join(given)
         raise problem(
-            f"no {names} beside elasticity",
+            f"no {names} together with elasticity",
             at=next(iter(given)),
             got=", ".join(map(str, given.values())),
             keys=tuple(given),
-            fix="elasticity chooses it: remove it, or set elasticity.ignore_non_elastic_batch_info",
+            fix="elasticity chooses the batch size: remove the key, or set "
+            "elasticity.ignore_non_elastic_batch_info to true",
         )
     try:
         chosen = elastic_batch(block, world_size)
     except ValueError as error:
-        fix = "start as many, or change max_train_batch_size and micro_batch_sizes; ds_elastic shows what they allow"
+        fix = (
+            "start that many ranks, or change max_train_batch_size and micro_batch_sizes; ds_elastic shows which "
+            "numbers of ranks they allow"
+        )
         raise problem(str(error), at="elasticity", got=f"{world_size} ranks", keys=("elasticity",), fix=fix) from None
     return {"train_batch_size": chosen.train_batch_size, "train_micro_batch_size_per_gpu": chosen.micro_batch_size or 1}

@@ -22,7 +22,7 @@ from zero.config.fields import (
 class HybridEngine(ConfigBlock):
     """`hybrid_engine`: `engine.generate()` keeps all units that the memory which is free now has room for."""
 
-    why = "the model generates with its own modules: nothing is injected, and nothing is gathered across tensor ranks"
+    why = "the model generates with its own modules: no kernels are injected, and there are no tensor-parallel ranks"
 
     enabled: Flag = False
     max_out_tokens: Annotated[Whole, Field(ge=1)] = 512
@@ -30,9 +30,12 @@ class HybridEngine(ConfigBlock):
     release_inference_cache: Flag = False
     """Let the units go when `generate` returns; else they stay for the next call, until a forward with gradients."""
     inference_tp_size: Annotated[
-        Whole, Only((1, 0), "tensor parallelism is not available; set it to 1: weights that do not fit are streamed")
+        Whole,
+        Only((1, 0), "tensor parallelism is not available; set it to 1: the engine streams weights that do not fit"),
     ] = 1
-    pin_parameters: Annotated[Flag | None, Inert("what crosses to the device is page-locked wherever it helps")] = None
+    pin_parameters: Annotated[Flag | None, Inert("the engine pins host memory wherever that makes copies faster")] = (
+        None
+    )
     tp_gather_partition_size: InertWhole = None
     enable_cuda_graph: InertFlag = None
 
@@ -40,7 +43,7 @@ class HybridEngine(ConfigBlock):
 class Pipeline(ConfigBlock):
     """Of a `zero.pipe.PipelineModule`; other models do not read it."""
 
-    why: ClassVar[str] = "the arguments of PipelineModule say it; what crosses between stages is sent whole"
+    why: ClassVar[str] = "the arguments of PipelineModule decide this; tensors between stages are always sent whole"
 
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of micro-batches on a stage: "1f1b" keeps at most as many of them as there are stages ahead; "gpipe" runs

@@ -78,7 +78,10 @@ class Feature:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
-_COMPRESSION = off("compression", "quantise or prune the model before, e.g. with torchao: a quantised base trains")
+_COMPRESSION = off(
+    "compression",
+    "quantise or prune the model beforehand, for example with torchao: the engine trains a model with a quantised base",
+)
 _MIXED_QUANTIZE = Feature(
     "flag: enabled number: quantize_change_ratio", why="it belongs to compression training, which is off"
 )
@@ -128,7 +131,7 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "data_efficiency": Feature(
         "whole: seed",
-        about="would choose and cut the samples. Its parts act only if it is enabled itself.",
+        about="would choose and shorten the samples. Its parts act only if it is enabled itself.",
         why="it belongs to data efficiency, which is off",
         enabled=off("data efficiency", "choose samples with a sampler of your own DataLoader"),
         blocks={
@@ -174,14 +177,18 @@ FEATURES: Mapping[str, Feature] = {
         about="automatic expert parallelism.",
         why="it belongs to expert parallelism, which is off",
         enabled=off(
-            "expert parallelism", "keep experts as modules: each is a unit of its own, fetched when it is used"
+            "expert parallelism",
+            "keep the experts as modules: each is a unit of its own and is fetched when it is used",
         ),
     ),
     "quantize_training": Feature(
         "flag: quantize_verbose quantizer_kernel whole: quantize_groups",
         about="mixture of quantization, which DeepSpeed has removed too.",
         why="it belongs to mixture of quantization, which is off",
-        enabled=off("mixture of quantization", "quantise the model before, e.g. with torchao: a quantised base trains"),
+        enabled=off(
+            "mixture of quantization",
+            "quantise the model beforehand, for example with torchao: the engine trains a model with a quantised base",
+        ),
         blocks={
             "quantize_bits": Feature("whole: start_bits target_bits"),
             "quantize_schedule": Feature("whole: quantize_period schedule_offset"),
@@ -193,11 +200,12 @@ FEATURES: Mapping[str, Feature] = {
         """text: mode whole: block flag: different_layout_per_head whole: num_local_blocks num_global_blocks
         text: attention flag: horizontal_global_attention whole: num_different_global_patterns num_random_blocks
         items: local_window_blocks global_block_indices global_block_end_indices whole: num_sliding_window_blocks""",
-        about="there is no such kernel here.",
+        about="there is no sparse attention kernel here.",
         why="it belongs to sparse attention, which is off",
         unless=Unless(
-            'no such block, or mode: "dense"',
-            "sparse attention is not available; remove it, and use flex_attention of torch in the model",
+            'no sparse_attention block, or "mode": "dense" in it',
+            "sparse attention is not available; remove the block, and use torch.nn.attention.flex_attention in the "
+            "model",
             "mode",
             "dense",
         ),
@@ -217,7 +225,9 @@ FEATURES: Mapping[str, Feature] = {
         about="asynchronous optimizer updates, which change the numbers.",
         why="it belongs to ZenFlow, which is off",
         unless=Unless(
-            "no zenflow block", "ZenFlow is not available; remove it: the update runs behind the step, and exactly"
+            "no zenflow block",
+            "ZenFlow is not available; remove the block: the engine already updates in the background, with "
+            "exact results",
         ),
     ),
     # ---- without effect ---------------------------------------------------------------------------
@@ -227,32 +237,35 @@ FEATURES: Mapping[str, Feature] = {
         double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce
         sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors items: passes""",
         about="DeepCompile passes.",
-        why="it steers passes of DeepCompile; compile blocks of the model with torch.compile instead",
+        why="it controls passes of DeepCompile, which is not available; compile blocks of the model with "
+        "torch.compile instead",
     ),
     "eigenvalue": Feature(
         """flag: enabled verbose whole: max_iter number: tol stability whole: gas_boundary_resolution text: layer_name
         whole: layer_num""",
-        about="steers quantization, which is not here.",
-        why="it steers quantization, which is not available",
+        about="controls quantization, which is not available here.",
+        why="it controls quantization, which is not available",
     ),
     "inference": Feature(
         "text: dtype",
-        about="clients read its tensor_parallel.tp_size.",
-        why="training does not read it; zero.init_inference has keys of its own",
+        about="other libraries read its tensor_parallel.tp_size.",
+        why="training does not read it; zero.init_inference has its own keys",
         blocks={"tensor_parallel": _TENSOR_PARALLEL_GROUP},
     ),
     "nebula": Feature(
         """flag: enabled text: persistent_storage_path number: persistent_time_interval
         whole: num_of_version_in_retention flag: enable_nebula_load text: load_path""",
         about="Azure's checkpoint service.",
-        why="checkpoints are written by this engine; checkpoint.async_save does so behind training",
+        why="checkpoints are written by this engine; with checkpoint.async_save it writes them in the background",
     ),
-    "parallel_write": Feature("flag: pipeline_stage", why="each stage of a pipeline writes what it has"),
-    "timers": Feature("", why="throughput is not timed", blocks={"throughput": Feature("flag: enabled synchronized")}),
+    "parallel_write": Feature("flag: pipeline_stage", why="each stage of a pipeline always writes its own part"),
+    "timers": Feature(
+        "", why="the engine has no throughput timer", blocks={"throughput": Feature("flag: enabled synchronized")}
+    ),
     "writer": Feature(
         """text: type any: io_buffer_size flag: io_buffer_double number: io_multiplier flag: show_statistics
         text: data_parallel flag: decoupled""",
-        why="checkpoints are written by this engine, whose buffers follow from the plan",
+        why="checkpoints are written by this engine, which takes the buffer sizes from its plan",
     ),
 }
 

@@ -60,7 +60,9 @@ class CurriculumLearning(ConfigBlock):
             return self
         for key in ("min_difficulty", "max_difficulty"):
             if getattr(self, key) is None:
-                raise problem("a number of at least 1", at=key, fix="set it, or curriculum_learning.enabled to false")
+                raise problem(
+                    "a number of at least 1", at=key, fix="set it, or set curriculum_learning.enabled to false"
+                )
         for key in NEEDS[self.schedule_type]:
             if getattr(self.schedule_config, key) is None:
                 raise problem(f"a value for {self.schedule_type}", at=f"schedule_config.{key}", fix="set it")
@@ -71,10 +73,10 @@ class CurriculumLearning(ConfigBlock):
     def _check_steps(self, difficulties: Sequence[int], last_steps: Sequence[int]) -> None:
         if not last_steps or len(difficulties) != len(last_steps) + 1:
             raise problem(
-                "one step less than difficulties, and at least one",
+                "one step fewer than difficulties, and at least one step",
                 at="schedule_config.max_step",
                 got=f"{len(last_steps)} steps, {len(difficulties)} difficulties",
-                fix="the last difficulty has no end",
+                fix="leave out the last step of the last difficulty, which has no end",
             )
 
 

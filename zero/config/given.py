@@ -101,7 +101,9 @@ def _parsed_as_hjson(text: str, where: str, closed: Callable[..., Any], error: j
     try:
         hjson = importlib.import_module(HJSON)
     except ImportError:
-        raise ConfigError(f"{wrong}; if it is Hjson (comments, no quotes): pip install hjson") from error
+        raise ConfigError(
+            f"{wrong}; if the file is Hjson (with comments or without quotes), pip install hjson"
+        ) from error
     try:
         return hjson.loads(text, object_pairs_hook=closed)
     except (ValueError, RecursionError):
@@ -125,10 +127,13 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     Returns:
         The same parser.
     """
-    group = parser.add_argument_group("zero-infinity", "configuration, with the names of DeepSpeed")
+    group = parser.add_argument_group("zero-infinity", "configuration, with DeepSpeed's names")
     group.add_argument("--zero_config", type=str, default=None, metavar="FILE", help="DeepSpeed JSON for zero-infinity")
     group.add_argument(
-        "--deepspeed", default=False, action="store_true", help="read by scripts that can do without; no effect here"
+        "--deepspeed",
+        default=False,
+        action="store_true",
+        help="for scripts that test args.deepspeed; no effect on the engine",
     )
     group.add_argument("--deepspeed_config", type=str, default=None, metavar="FILE", help="the same as --zero_config")
     group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)

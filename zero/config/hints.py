@@ -27,7 +27,7 @@ def unknown_key(
     """
     parts = ["unknown key"]
     if nested := _known_below(key, block):
-        return f'unknown key; keys are nested: put "{nested[-1]}" into "{".".join(nested[:-1])}"'
+        return f'unknown key; dots do not nest keys: put "{nested[-1]}" into the block "{".".join(nested[:-1])}"'
     names = [*also_known, *block.model_fields, *block.aliases]
     near = nearest(key, names)
     homes = _homes(root).get(key, ())

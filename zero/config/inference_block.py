@@ -45,23 +45,29 @@ def _above_one(*keys: str) -> Callable[[object], bool]:
 
 
 _TENSOR_PARALLEL = (
-    "tensor parallelism is not available; a model that exceeds the device is streamed instead: zero.offload_param "
-    '"cpu" or "nvme"'
+    "tensor parallelism is not available; to stream a model that does not fit on the device, set "
+    'zero.offload_param.device to "cpu" or "nvme"'
 )
 # Key -> (does this value ask for it?, why not and what instead).
 REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
-    "replace_with_kernel_inject": (_on, "kernels are not injected; compile the blocks instead: block.compile()"),
-    "injection_policy": (_on, "modules are not replaced; compile the blocks instead: block.compile()"),
-    "injection_policy_tuple": (_on, "modules are not replaced; compile the blocks instead: block.compile()"),
+    "replace_with_kernel_inject": (
+        _on,
+        "kernels are not injected; compile the model's blocks instead: block.compile()",
+    ),
+    "injection_policy": (_on, "modules are not replaced; compile the model's blocks instead: block.compile()"),
+    "injection_policy_tuple": (_on, "modules are not replaced; compile the model's blocks instead: block.compile()"),
     "tensor_parallel": (_above_one("tp_size"), _TENSOR_PARALLEL),
     "mp_size": (_above_one(), _TENSOR_PARALLEL),
     "moe": (_above_one("ep_size"), "expert parallelism is not available; set ep_size to 1"),
     "ep_size": (_above_one(), "expert parallelism is not available; set it to 1"),
     "enable_cuda_graph": (_on, 'CUDA graphs are not available; try block.compile(mode="reduce-overhead")'),
-    "use_triton": (_on, "triton kernels are not available; compile the blocks instead: block.compile()"),
+    "use_triton": (_on, "triton kernels are not available; compile the model's blocks instead: block.compile()"),
     "triton_autotune": (_on, "triton kernels are not available; remove it"),
-    "set_empty_params": (_on, "build the model under zero.Init instead: its values never are in memory together"),
-    "save_mp_checkpoint_path": (_on, "no checkpoint is written here; save the model yourself"),
+    "set_empty_params": (
+        _on,
+        "build the model under zero.Init instead: its weights are then never all in memory at once",
+    ),
+    "save_mp_checkpoint_path": (_on, "init_inference does not write a checkpoint; save the model yourself"),
 }
 
 _IGNORED_WORDS = """
@@ -190,6 +196,7 @@ def _training_config(given: Mapping[str, Any], dtype: torch.dtype | None) -> Con
     loaded = load_config(source)
     if "zero_optimization.offload_param.device" in loaded.inactive:
         raise ConfigError(
-            'zero.offload_param: expected "stage": 3 beside it, where weights are sharded; leave stage out'
+            'zero.offload_param: expected "stage": 3 in the block zero, because weights are sharded only at stage 3; '
+            "leave stage out"
         )
     return loaded

@@ -239,8 +239,8 @@ class _Reader:
             value = self.read(inner, value, f"{path}.", f"{wrote}.", also_known)
         if name in kept and kept[name] != value:
             self.problems.append(
-                f"{wrote}: expected the same value as {self.written[path]}, of which it is another spelling, "
-                f"got {shown(value)} and {shown(kept[name])}"
+                f"{wrote}: expected the same value as {self.written[path]}, because it is another name of the same "
+                f"key, got {shown(value)} and {shown(kept[name])}; remove one of them"
             )
         if inner is None and role_of(known) == "inert":
             self.inactive.append(wrote)

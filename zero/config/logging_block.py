@@ -70,7 +70,9 @@ class FlopsProfiler(ConfigBlock):
     """The table of modules; false: only the sums."""
     output_file: Text | None = None
     """None: the log."""
-    recompute_fwd_factor: Annotated[InertNumber, Inert("operations are counted, also those of recomputation")] = None
+    recompute_fwd_factor: Annotated[
+        InertNumber, Inert("operations are always counted as they run, including those of recomputation")
+    ] = None
 
 
 def _parse_names(value: object) -> tuple[str, ...]:
@@ -88,4 +90,4 @@ class CommsLogger(ConfigBlock):
     """With prof_all false: only these, such as "gather" and "reduce"."""
     verbose: Flag = False
     """A line after every step."""
-    debug: Annotated[InertFlag, Inert("collectives are counted by what they are for, not by who called them")] = None
+    debug: Annotated[InertFlag, Inert("collectives are counted by purpose, not by caller")] = None

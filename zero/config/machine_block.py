@@ -43,7 +43,8 @@ class AioConfig(ConfigBlock):
     """Ours. Keys above that the user has not set come from measuring the device of nvme_path. "cached": if `zero tune`
     or another run has done it; "probe": it is done now (up to half a minute) if nobody has; "off": never."""
     use_gds: Annotated[
-        Flag, Only((False,), "GPUDirect Storage is not available; set it to false: io_uring with O_DIRECT is used")
+        Flag,
+        Only((False,), "GPUDirect Storage is not available; set it to false: the engine uses io_uring with O_DIRECT"),
     ] = False
 
 
@@ -62,10 +63,10 @@ class CheckpointConfig(ConfigBlock):
         None
     )
     use_node_local_storage: Annotated[
-        Flag, Only((False,), "a checkpoint is one folder that all nodes see; set it to false")
+        Flag, Only((False,), "a checkpoint is one folder that all nodes must see; set it to false")
     ] = False
     parallel_write: features.parallel_write | None = None
-    checkpoint_serialization: Annotated[Flag | None, Inert("there is one format, whatever this says")] = None
+    checkpoint_serialization: Annotated[Flag | None, Inert("there is only one format of checkpoints")] = None
     writer: features.writer | None = None
 
 

@@ -73,19 +73,21 @@ class OffloadOptimizerConfig(_Offload):
     """Written as false: two records in flight, and with pipeline_write false too, one; that saves memory."""
     pipeline_write: Flag = False
     """As pipeline_read."""
-    fast_init: Annotated[Flag | None, Inert("states are made on their tier in the first place")] = None
+    fast_init: Annotated[Flag | None, Inert("optimizer states are always created directly on their device")] = None
     ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
     """Share of the states that is offloaded; the rest stays on the device and is updated there."""
-    super_offload: Annotated[Flag, Inert("updates on the CPU run behind the step anyway, and exactly")] = False
-    cpuadam_cores_perc: Annotated[Number | None, Inert("it belongs to SuperOffload, whose workers are not here")] = None
+    super_offload: Annotated[Flag, Inert("updates on the CPU always run in the background, with exact results")] = False
+    cpuadam_cores_perc: Annotated[
+        Number | None, Inert("it belongs to SuperOffload, whose worker processes do not exist here")
+    ] = None
     state_dtype: Word[Literal["fp32", "bf16", "8bit"]] = "fp32"
     """Ours: what the two moments are stored as. bf16 and 8bit move fewer bytes, and change the numbers."""
     update_in_backward: Annotated[
         Any,
         Only(
             (),
-            "it is gone, remove it: results of updates wait in the memory of used gradients to be written beside "
-            "backward, always",
+            "this key no longer exists, because the engine always does this: it keeps results of updates in the "
+            "memory of used gradients and writes them during backward; remove the key",
         ),
     ] = None
     snapshot: SnapshotConfig | None = None

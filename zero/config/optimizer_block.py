@@ -18,10 +18,10 @@ KNOWN = (
 )
 REFUSED_TYPES = {
     **{name: "1-bit optimizers are not available" for name in ("onebitadam", "zerooneadam", "onebitlamb")},
-    **{name: "torch has no such class, and what they keep of a matrix is larger" for name in ("shampoo", "soap")},
-    "lbfgs": "it runs the model inside its step",
-    "sparseadam": "gradients are dense here",
-    **{name: "widths of muP are not read here; scale lr per param group" for name in ("muadam", "muadamw", "musgd")},
+    **{name: "torch has no such class, and its states are larger than the matrix" for name in ("shampoo", "soap")},
+    "lbfgs": "its step runs the model several times",
+    "sparseadam": "it needs sparse gradients, and the engine's gradients are dense",
+    **{name: "muP widths are not read here; scale lr per param group" for name in ("muadam", "muadamw", "musgd")},
 }
 
 TORCHS_DECAY = 0.01
@@ -75,14 +75,14 @@ def _parse_eps(value: object) -> float | tuple[float | None, float]:
     elif len(value) == 2:
         found = None if value[0] is None else parse_number(value[0]), parse_number(value[1])
     else:
-        raise ValueError("a number; of Adafactor two, the first or null")
+        raise ValueError("a number, or for Adafactor two numbers, of which the first may be null")
     if any(number is not None and number < 0 for number in (found if isinstance(found, tuple) else (found,))):
-        raise ValueError("nothing below 0")
+        raise ValueError("no number below 0")
     return found
 
 
 _Pair = Annotated[tuple[float, float], several(parse_number, "two numbers", 2)]
-_ONE_BIT = Annotated[Any, Only((), "it belongs to the 1-bit and 0/1 optimizers, not available here; remove it")]
+_ONE_BIT = Annotated[Any, Only((), "it belongs to the 1-bit and 0/1 optimizers, which are not available; remove it")]
 
 
 class OptimizerParams(ConfigBlock):
@@ -91,7 +91,9 @@ class OptimizerParams(ConfigBlock):
     A key that is not given is as torch has it for that optimizer.
     """
 
-    why: ClassVar[str] = "it chooses among implementations, and there is one here, bit-equal on every tier"
+    why: ClassVar[str] = (
+        "it chooses between implementations, and the engine has only one, with the same bits on every device"
+    )
 
     aliases: ClassVar[Mapping[str, str]] = {"adamw_mode": "adam_w_mode"}
 
@@ -158,7 +160,7 @@ class OptimizerParams(ConfigBlock):
     """Adafactor: power of the step's number by which the averages of squares forget."""
     d: Annotated[Number, Field(ge=1)] | None = None
     """Adafactor: the most that an update may be, as its root mean square."""
-    fp32_optimizer_states: Annotated[Flag, Only((True,), "moments are fp32; set it to true")] = True
+    fp32_optimizer_states: Annotated[Flag, Only((True,), "moments are kept in fp32; set it to true")] = True
     torch_adam: Flag = False
     """Adam, AdamW: without a weight_decay torch's, 0.01, where weights are decayed; nothing else changes."""
     fused: InertFlag = None
@@ -183,13 +185,13 @@ class OptimizerParams(ConfigBlock):
     min_coeff: Annotated[Number, Field(ge=0)] | None = None
     """Lamb: the least."""
     ns_method: InertText = None
-    per_head_muon: Annotated[Flag, Only((False,), "matrices are orthogonalized whole; remove it")] = False
+    per_head_muon: Annotated[Flag, Only((False,), "Muon orthogonalizes whole matrices; remove it")] = False
 
 
 def _parse_optimizer_type(value: object) -> str:
     word = value.lower().removeprefix("torch.optim.") if isinstance(value, str) else ""
     if word in REFUSED_TYPES:
-        raise problem("an optimizer that is here", fix=f"{REFUSED_TYPES[word]}; use {KNOWN}")
+        raise problem("an available optimizer", fix=f"{REFUSED_TYPES[word]}; use {KNOWN}")
     if word in OPTIMIZER_TYPES:
         return OPTIMIZER_TYPES[word]
     near = nearest(word, OPTIMIZER_TYPES)
@@ -200,7 +202,9 @@ def _parse_optimizer_type(value: object) -> str:
 class OptimizerConfig(ConfigBlock):
     """`optimizer`: made by the engine; absent if the caller hands over a torch optimizer."""
 
-    why: ClassVar[str] = "it chooses among implementations, and there is one here, bit-equal on every tier"
+    why: ClassVar[str] = (
+        "it chooses between implementations, and the engine has only one, with the same bits on every device"
+    )
 
     type: Annotated[str, reads(_parse_optimizer_type)] = "AdamW"
     params: OptimizerParams = OptimizerParams()
@@ -217,7 +221,7 @@ class OptimizerConfig(ConfigBlock):
             if key not in known:
                 owners = [name for name, keys in TYPE_KEYS.items() if key in keys]
                 near = nearest(key, known)
-                hint = f"the nearest is {near[0]}" if near else f"it is of {', '.join(owners)}"
+                hint = f"the nearest is {near[0]}" if near else f"it belongs to {', '.join(owners)}"
                 keys = ", ".join(known)
                 expected, fix = f"a key of {self.type} ({keys})", f"{hint}; remove it"
                 raise problem(expected, at=f"params.{key}", got=key, fix=fix, keys=("type", "params"))

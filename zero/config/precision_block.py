@@ -38,7 +38,7 @@ class Bf16Config(ConfigBlock):
     check_grad_overflow: Flag = True
     """A step whose gradients are not finite is skipped. False: it is taken, as torch takes it."""
     immediate_grad_update: Annotated[
-        Flag | None, Inert("gradients are always added up as soon as they are complete")
+        Flag | None, Inert("gradients are always accumulated as soon as they are complete")
     ] = None
     bf16_master_weights_and_grads: Flag = False
     """Weights are their own masters, rounded up or down at random, and gradients are added up in bf16."""
@@ -66,8 +66,10 @@ class Fp16Config(ConfigBlock):
     """A step without overflow restores the hysteresis; else only a growing scale does."""
     min_loss_scale: Annotated[Number, Field(ge=0)] = 1.0
     """An overflow at this dynamic scale ends the run."""
-    fused_mode: Annotated[Flag | None, Inert("there is one kernel")] = None
-    fp16_master_weights_and_grads: Annotated[Flag, Only((False,), "master weights are fp32; set it to false")] = False
+    fused_mode: Annotated[Flag | None, Inert("there is only one kernel")] = None
+    fp16_master_weights_and_grads: Annotated[
+        Flag, Only((False,), "master weights are always fp32; set it to false")
+    ] = False
 
     @property
     def dynamic(self) -> bool:
@@ -78,7 +80,7 @@ class Fp16Config(ConfigBlock):
     def _dynamic_scale_can_move(self) -> Self:
         for key in ("loss_scale_window", "min_loss_scale"):
             if self.enabled and self.dynamic and getattr(self, key) <= 0:
-                fix = "the scale is dynamic; a static one is loss_scale above 0"
+                fix = "the loss scale is dynamic; for a static one, set loss_scale above 0"
                 raise problem("more than 0", at=key, got=f"{getattr(self, key)}", fix=fix)
         return self
 
@@ -97,7 +99,10 @@ class TorchAutocast(ConfigBlock):
     """None: torch's own choice for the device. With fp16 the loss is scaled as torch.amp.GradScaler does."""
     lower_precision_safe_modules: Annotated[
         tuple[Text, ...] | None,
-        Inert("weights and gradients travel between ranks as they are kept; torch decides which operations are cast"),
+        Inert(
+            "ranks exchange weights and gradients in the dtype they are kept in; torch decides which operations "
+            "are cast"
+        ),
     ] = None
 
 
@@ -111,4 +116,6 @@ class DataTypes(ConfigBlock):
     buffer_dtype: _Dtype = None
     """With bf16 or fp16: what floating buffers become; None: they keep their dtype. Those of quantised storage do
     whatever this says."""
-    keep_in_fp32_modules: Annotated[Any, Only((), "use a model whose own code casts what needs fp32")] = None
+    keep_in_fp32_modules: Annotated[
+        Any, Only((), "this key is not available; remove it, and let the model's own code cast what needs fp32")
+    ] = None

@@ -61,7 +61,7 @@ def _parse_bits(value: object) -> int:
 
 def _parse_dimension(value: object) -> int:
     if parse_whole(value) not in (0, 1):
-        raise ValueError("1, neighbours of a row, or 0, of a column")
+        raise ValueError("1 (groups along a row) or 0 (groups along a column)")
     return parse_whole(value)
 
 
@@ -92,13 +92,15 @@ def parse_codes(value: object) -> Codes:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         if key not in known:
-            raise ValueError(f"no key {key!r}, only {', '.join(known)}") from None
+            raise ValueError(f"one of the keys {', '.join(known)}, not {key!r}") from None
         raise ValueError(f"{key}: {first['msg']}".replace(": expected ", " of ")) from None
 
 
 def _parse_rules(value: object) -> dict[str, dict[str, Any]]:
     if not isinstance(value, Mapping):
-        raise ValueError('an object: a part of the modules\' names, such as "q_proj", to how they are coded')
+        raise ValueError(
+            'an object from a part of the modules\' names, such as "q_proj", to the settings of their codes'
+        )
     for rule in value.values():
         parse_codes(rule)
     return {str(name): dict(rule) for name, rule in value.items()}
@@ -110,7 +112,7 @@ Rules = Annotated[dict[str, dict[str, Any]] | None, reads(_parse_rules)]
 class WeightQuantization(ConfigBlock):
     """`weight_quantization`, as of ZeRO-Inference: weights of `nn.Linear` as codes. On where the block stands."""
 
-    why = "groups are given by post_init_quant and quantized_initialization"
+    why = "post_init_quant and quantized_initialization say how weights are coded"
 
     enabled: Flag = True
     post_init_quant: Rules = None

@@ -27,10 +27,10 @@ def _torch_schedulers() -> Iterator[type[Any]]:
 KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (*_torch_schedulers(), *SCHEDULES.values())}
 
 NOT_BY_NAME = {
-    "ReduceLROnPlateau": "it needs a metric at each step; call its step(metric) yourself on the optimizer that "
-    "initialize returns",
-    "SequentialLR": "it is made of other schedulers; pass it to initialize as lr_scheduler",
-    "ChainedScheduler": "it is made of other schedulers; pass it to initialize as lr_scheduler",
+    "ReduceLROnPlateau": "it needs a metric at each step; make it yourself over the optimizer that initialize returns, "
+    "and call its step(metric)",
+    "SequentialLR": "it is made of other schedulers; pass the object to initialize as lr_scheduler",
+    "ChainedScheduler": "it is made of other schedulers; pass the object to initialize as lr_scheduler",
 }
 
 

@@ -66,7 +66,10 @@ def _parse_version(value: object) -> int:
     except ValueError:
         version = 0
     if not 1 <= version <= VERSION:
-        raise problem(f"{known}, the versions this release knows", fix="remove it for the newest defaults, or update")
+        raise problem(
+            f"{known}, the versions this release knows",
+            fix="remove it to use the newest defaults, or update zero-infinity",
+        )
     return version
 
 
@@ -166,8 +169,8 @@ class Config(ConfigBlock):
         Word,
         Only(
             (1, 0),
-            "sequence parallelism is not available; set it to 1, and for long sequences give activation_checkpointing: "
-            'activation_device "cpu" or "nvme", or zero.TiledLinear',
+            "sequence parallelism is not available; set it to 1, and for long sequences set "
+            'activation_checkpointing.activation_device to "cpu" or "nvme", or use zero.TiledLinear',
         ),
     ] = 1
     amp: features.amp | None = None
@@ -186,15 +189,15 @@ class Config(ConfigBlock):
     inference: features.inference | None = None
 
     zero_allow_untested_optimizer: Annotated[
-        Flag | None, Inert("an optimizer that cannot be used is refused by name, whatever this says")
+        Flag | None, Inert("an optimizer that cannot be used is always refused by name")
     ] = None
     zero_force_ds_cpu_optimizer: Annotated[
-        Flag | None, Inert("an optimizer of torch is taken as it is and runs with our kernels")
+        Flag | None, Inert("torch optimizers are used as they are and run with the engine's kernels")
     ] = None
     seq_parallel_communication_data_type: Annotated[_CommDtype | None, Inert("there is no sequence parallelism")] = None
     sparse_gradients: Annotated[Flag | None, Inert("gradients of embeddings are reduced dense")] = None
     allgather_size: Annotated[Count | None, Inert("weights are gathered a unit at a time")] = None
-    disable_allgather: Annotated[Flag | None, Inert("weights are gathered in one collective a unit")] = None
+    disable_allgather: Annotated[Flag | None, Inert("each unit's weights are gathered in one collective")] = None
     graph_harvesting: Annotated[Flag | None, Inert("no graphs are captured")] = None
     wall_clock_breakdown: Flag = False
     """Log the times of forward, backward, step and waiting after each step."""
@@ -202,15 +205,17 @@ class Config(ConfigBlock):
     """Log what memory is held after each step."""
     dump_state: Flag = False
     """Log the configuration in effect, and where each value comes from, at the start."""
-    disable_python_gc: Annotated[Flag | None, Inert("Python's collector is left alone")] = None
+    disable_python_gc: Annotated[Flag | None, Inert("Python's garbage collector is never disabled")] = None
     log_level: Word[Literal["debug", "info", "warning", "error", "critical"]] | None = None
     """What the logger "zero" shows, "info" the plan and the dtypes too; None: notices, and of other ranks errors."""
-    vocabulary_size: Annotated[Whole | None, Inert("it only makes DeepSpeed warn of sizes that are slow")] = None
+    vocabulary_size: Annotated[Whole | None, Inert("it only makes DeepSpeed warn about slow vocabulary sizes")] = None
     use_data_before_expert_parallelism: Annotated[Flag | None, Inert("there are no expert-parallel groups")] = None
     datastates_ckpt: Annotated[InertObject, Inert("checkpoints are written by this engine")] = None
     comms_logger: logs.CommsLogger | None = None
     comms_config: Annotated[InertObject, Inert('DeepSpeed does not read it either; write "comms_logger"')] = None
-    monitor_config: Annotated[InertObject, Inert("DeepSpeed does not read it either; write what is in it")] = None
+    monitor_config: Annotated[
+        InertObject, Inert("DeepSpeed does not read it either; write the blocks in it at the top level")
+    ] = None
     tensorboard: logs.TensorBoard | None = None
     wandb: logs.Wandb | None = None
     csv_monitor: logs.CsvMonitor | None = None
@@ -274,7 +279,9 @@ class Config(ConfigBlock):
         """As `inactive`, "path, path (why)": those with one reason together."""
         together: dict[str, list[str]] = {}
         for path in self.inactive:
-            together.setdefault(self._report.reasons.get(path, "other keys leave it without effect"), []).append(path)
+            together.setdefault(
+                self._report.reasons.get(path, "the values of other keys leave it without effect"), []
+            ).append(path)
         return tuple(f"{', '.join(paths)} ({reason})" for reason, paths in together.items())
 
     @property
@@ -337,7 +344,11 @@ class Config(ConfigBlock):
         for part in path.split("."):
             name = part if model is None else model.aliases.get(part, part)
             if model is None or name not in model.model_fields:
-                hint = "nothing below it" if model is None else unknown_key(part, block=model, root=cls)
+                hint = (
+                    "it holds a value and has no keys below it"
+                    if model is None
+                    else unknown_key(part, block=model, root=cls)
+                )
                 raise ConfigError(f"{path}: {'.'.join([*names, part])}: {hint}")
             names.append(name)
             model = block_of(model.model_fields[name])
@@ -350,7 +361,7 @@ class Config(ConfigBlock):
         if world_size > 1 and self.communication_data_type == "fp16" and self.bf16.enabled:
             raise problem(
                 '"fp32" or "bf16"',
-                fix="bf16 gradients do not fit fp16; remove it",
+                fix="the range of fp16 is too small for bf16 gradients; remove the key",
                 at="communication_data_type",
                 got=f'"fp16" with {world_size} ranks and bf16.enabled',
                 keys=("communication_data_type",),
@@ -358,8 +369,8 @@ class Config(ConfigBlock):
         divided = self.prescale_gradients or self.gradient_predivide_factor != 1.0
         if self.gradient_allreduce_op == "sum" and divided:
             raise problem(
-                '"mean" beside prescale_gradients or gradient_predivide_factor',
-                fix="they say when gradients are divided, and a sum is not; remove one of them",
+                '"mean" together with prescale_gradients or gradient_predivide_factor',
+                fix="those keys say when gradients are divided, and a sum is not divided; remove one of them",
                 at="gradient_allreduce_op",
                 got='"sum"',
                 keys=("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor"),
@@ -375,7 +386,7 @@ class Config(ConfigBlock):
         named = self.data_types.param_dtype
         if named is not None and DTYPES[named] != (self.compute_dtype or torch.float32):
             raise problem(
-                "the dtype that bf16.enabled or fp16.enabled says",
+                "the dtype that bf16.enabled or fp16.enabled selects",
                 fix="remove it, and enable bf16 or fp16 for 16-bit weights",
                 at="data_types.param_dtype",
                 got=f'"{named}"',
@@ -392,7 +403,7 @@ class Config(ConfigBlock):
             return self
         if "state_dtype" in block.model_fields_set and block.state_dtype != "bf16":
             raise problem(
-                f'false beside zero_optimization.offload_optimizer.state_dtype "{block.state_dtype}"',
+                f'false together with zero_optimization.offload_optimizer.state_dtype "{block.state_dtype}"',
                 fix="remove one of them",
                 at="bf16.bf16_optimizer_states",
                 got="true",

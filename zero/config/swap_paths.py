@@ -30,7 +30,10 @@ def ready_swap_paths(config: Config) -> list[str]:
             if str(path) not in paths:
                 paths.append(str(path))
     if not paths:
-        raise ConfigError("nvme_path: the plan needs a swap space, but no block names a folder in nvme_path")
+        raise ConfigError(
+            "nvme_path: the plan needs swap space, but no block sets nvme_path; set it to a folder on the NVMe "
+            "file system"
+        )
     return make_ready(paths)
 
 

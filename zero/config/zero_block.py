@@ -88,7 +88,7 @@ class LeafModuleConfig(ConfigBlock):
 
 _QUANTIZED = Only(
     (False,),
-    "quantized collectives change the numbers and are not available; set it to false, and to move fewer bytes give "
+    "quantized collectives change the results and are not available; set it to false, and to move fewer bytes set "
     "zero_hpz_partition_size (fewer gathers between nodes) or communication_data_type",
 )
 
@@ -133,7 +133,7 @@ class ZeroConfig(ConfigBlock):
 
     cpu_offload: Annotated[Flag, Deprecated('use offload_optimizer.device "cpu"')] = False
     cpu_offload_param: Annotated[Flag, Deprecated('use offload_param.device "cpu"')] = False
-    cpu_offload_use_pin_memory: Annotated[Flag | None, Deprecated("use pin_memory of the offload blocks")] = None
+    cpu_offload_use_pin_memory: Annotated[Flag | None, Deprecated("use pin_memory in the offload blocks")] = None
 
     zero_quantized_weights: Annotated[Flag, _QUANTIZED] = False
     zero_quantized_nontrainable_weights: Annotated[Flag, _QUANTIZED] = False
@@ -159,38 +159,40 @@ class ZeroConfig(ConfigBlock):
     on the CPU, and on GPUs that cannot read each other's memory, at stage 3 with offload_param on the cpu: each copies
     the slices from host memory of all ranks. True: so on all GPUs."""
 
-    reduce_bucket_size: Annotated[Count, Inert("gradients are reduced a unit at a time")] = 500_000_000
+    reduce_bucket_size: Annotated[Count, Inert("gradients are reduced one unit at a time")] = 500_000_000
     allgather_bucket_size: Annotated[Count, Inert("weights are gathered a unit at a time")] = 500_000_000
     contiguous_gradients: Annotated[Flag, Inert("a unit's gradients are always one buffer")] = True
     reduce_scatter: Annotated[Flag, Inert("a rank gets the sums of its own slice either way")] = True
     allgather_partitions: Annotated[Flag, Inert("a unit is always gathered in one collective")] = True
     round_robin_gradients: Annotated[Flag, Inert("every rank has an equal slice of every unit")] = False
-    use_multi_rank_bucket_allreduce: Annotated[Flag, Inert("one reduction serves all ranks")] = True
-    compute_grad_norm: Annotated[Flag | None, Inert("the norm is always known")] = None
+    use_multi_rank_bucket_allreduce: Annotated[
+        Flag, Inert("each gradient is reduced in one collective for all ranks")
+    ] = True
+    compute_grad_norm: Annotated[Flag | None, Inert("the gradient norm is always computed")] = None
     load_from_fp32_weights: Annotated[Flag | None, Inert("a checkpoint holds the exact fp32 weights")] = None
     elastic_checkpoint: Annotated[Flag | None, Inert("every checkpoint loads at any number of ranks")] = None
-    stage3_model_persistence_threshold: Annotated[Count | None, Inert("each parameter is judged by its own size")] = (
-        None
-    )
-    stage3_use_all_reduce_for_fetch_params: Annotated[Flag | None, Inert("gathered slices are the flat unit")] = None
-    stage3_allgather_sequential: Annotated[Flag | None, Inert("gathered slices are the flat unit")] = None
-    legacy_stage1: Annotated[Flag | None, Inert("all stages are one implementation")] = None
+    stage3_model_persistence_threshold: Annotated[
+        Count | None, Inert("each parameter is kept or released by its own size only")
+    ] = None
+    stage3_use_all_reduce_for_fetch_params: Annotated[
+        Flag | None, Inert("gathered slices are already the flat unit")
+    ] = None
+    stage3_allgather_sequential: Annotated[Flag | None, Inert("gathered slices are already the flat unit")] = None
+    legacy_stage1: Annotated[Flag | None, Inert("all stages share one implementation")] = None
     parameter_alignment: Annotated[Flag | None, Inert("every parameter starts at 64 bytes in its unit")] = None
     zeropp_loco_param: Annotated[
         InertObject, Inert("it corrects quantized gradients, and gradients are not quantized")
     ] = None
-    mics_hierarchical_params_gather: Annotated[Flag | None, Inert("a gather stays inside its group anyway")] = None
-    memory_efficient_linear: Annotated[
-        Flag | None, Inert("what backward needs of a weight is fetched again, for every module")
-    ] = None
-    pipeline_loading_checkpoint: Annotated[Flag | None, Inert("a checkpoint is always loaded in a stream")] = None
-    override_module_apply: Annotated[Flag | None, Inert("Module.apply is left as it is")] = None
+    mics_hierarchical_params_gather: Annotated[Flag | None, Inert("a gather always stays inside its group")] = None
+    memory_efficient_linear: Annotated[Flag | None, Inert("backward fetches the weights of every module again")] = None
+    pipeline_loading_checkpoint: Annotated[Flag | None, Inert("a checkpoint is always loaded piece by piece")] = None
+    override_module_apply: Annotated[Flag | None, Inert("Module.apply is not replaced")] = None
     log_trace_cache_warnings: Annotated[
-        Flag | None, Inert("another order of modules costs one miss and flushes nothing")
+        Flag | None, Inert("a changed order of modules costs one late fetch and does not invalidate the trace")
     ] = None
     enable_sanity_checks: Annotated[Flag | None, Inert("checks are always on")] = None
     save_muon_momentum_buffer_in_memory: Annotated[
-        Flag | None, Inert("momentum lies where offload_optimizer puts states")
+        Flag | None, Inert("momentum is kept where offload_optimizer puts the optimizer states")
     ] = None
     leaf_module: LeafModuleConfig | None = None
 
@@ -204,7 +206,7 @@ class ZeroConfig(ConfigBlock):
                 continue
             if "device" in block.model_fields_set and block.device != "cpu":
                 raise problem(
-                    f'{new}.device "cpu", which is what it stands for', at=old, got=f'true and "{block.device}"',
+                    f'{new}.device "cpu", which {old} stands for', at=old, got=f'true and "{block.device}"',
                     fix=f"remove {old}", keys=(old,),
                 )  # fmt: skip
             update[new] = block.model_copy(update={"device": "cpu", **pin})
@@ -252,7 +254,7 @@ class ZeroConfig(ConfigBlock):
         of_node = (info.context or {}).get("ranks_per_node")
         if hpz > 1 and mics > 0:
             raise problem(
-                f"no mics_shard_size beside zero_hpz_partition_size {hpz}", at="mics_shard_size", got=str(mics),
+                f"no mics_shard_size together with zero_hpz_partition_size {hpz}", at="mics_shard_size", got=str(mics),
                 fix="both choose groups for the gathers; remove one of them",
                 keys=("mics_shard_size", "zero_hpz_partition_size"),
             )  # fmt: skip
@@ -261,12 +263,12 @@ class ZeroConfig(ConfigBlock):
         if hpz > 1 and ranks % hpz:
             raise _indivisible("zero_hpz_partition_size", hpz, f"{ranks}, the number of ranks", 1)
         if hpz > 1 and of_node and of_node % hpz:
-            raise _indivisible("zero_hpz_partition_size", hpz, f"{of_node}, the ranks of a node", 1)
+            raise _indivisible("zero_hpz_partition_size", hpz, f"{of_node}, the number of ranks on a node", 1)
         return self
 
 
 def _indivisible(key: str, size: int, whole: str, off: int) -> Exception:
     return problem(
         f"a divisor of {whole}", at=key, got=str(size), keys=(key,),
-        fix=f"all groups are equally large; set it to {off} for none",
+        fix=f"all groups must be equally large; set it to {off} to use no groups",
     )  # fmt: skip

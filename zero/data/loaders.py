@@ -58,8 +58,8 @@ def make_loader(
     drop, shuffle = config.dataloader_drop_last, route == "train"
     if iterable and world_size > 1:
         raise ConfigError(
-            f"loader: an IterableDataset cannot be dealt out to {world_size} ranks, each would see all of it; make a "
-            "DataLoader of your own over this rank's part"
+            f"loader: an IterableDataset cannot be split over {world_size} ranks, because each would see all of it; "
+            "make your own DataLoader over this rank's part"
         )
     options |= {"batch_size": config.train_micro_batch_size_per_gpu if batch_size is None else batch_size}
     options |= {"pin_memory": pin, "drop_last": drop}

@@ -239,8 +239,8 @@ class ResumableLoader(DataLoader[Any]):
         wrong = [key for key in COUNTS if not isinstance(state.get(key), int)]
         if wrong:
             raise ConfigError(
-                f"loader: load_state_dict: expected the state of a loader made by deepspeed_io, got one without "
-                f"{', '.join(wrong)}; make the loader that was saved"
+                "loader: load_state_dict: expected the state of a loader made by deepspeed_io, got one without "
+                f"{', '.join(wrong)}; make the same loader as when the state was saved"
             )
         epoch, batches, samples, ranks, batch_samples, dataset_samples = (state[key] for key in COUNTS)
         first = min(-(-samples // self._world_size), self._skipping.epoch_samples)
@@ -298,21 +298,33 @@ class ResumableLoader(DataLoader[Any]):
         """The differences from the run in which the state was taken."""
         here = len(self.dataset)  # type: ignore[arg-type]
         if here != dataset_samples:
-            yield f"the data had {dataset_samples:,} samples when this was saved and has {here:,}: the order is another"
+            yield (
+                f"the dataset had {dataset_samples:,} samples when this was saved and has {here:,} now: their "
+                "order is different"
+            )
         if samples and batch_samples != self._samples:
-            yield f"batches had {batch_samples:,} samples and have {self._samples:,}; it goes on at the same sample"
+            yield (
+                f"batches had {batch_samples:,} samples and have {self._samples:,} now; the loader continues at "
+                "the same sample"
+            )
         if samples and (state.get("seed") is None) != (self._seed is None):
-            yield "it was saved with another kind of sampler; the samples that were had are not the ones it leaves out"
+            yield (
+                "it was saved with another kind of sampler; the samples that are skipped are not those that were "
+                "used before"
+            )
         if ranks == self._world_size:
             return
         if samples % self._world_size and samples < here:
             rest = self._world_size - samples % self._world_size
             yield (
-                f"{samples:,} samples of the epoch were had, which do not divide by {self._world_size} ranks; "
-                f"{rest} more are left out"
+                f"{samples:,} samples of the epoch were used, which {self._world_size} ranks cannot divide evenly; "
+                f"{rest} more are skipped"
             )
         if state.get("sampler") is not None or state.get("random") is not None:
-            yield f"the sampler's own state is one rank's of {ranks}; with {self._world_size} it is not taken"
+            yield (
+                f"the sampler's own state was saved with {ranks} ranks; with {self._world_size} ranks it is not "
+                "restored"
+            )
 
 
 class RepeatingLoader:

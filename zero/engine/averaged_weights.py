@@ -70,7 +70,7 @@ class AveragesShown(StepListener):
         if (self.blocks or self.groups) and not self.moving:
             raise StateError(
                 f"{what}: inside engine.averaged_weights() the weights are averages; call it outside"
-                + ("" if self.blocks else ". Leaving the block has failed: enter and leave it once more")
+                + ("" if self.blocks else ". Leaving the block failed: enter and leave it once more")
             )
 
 
@@ -108,9 +108,9 @@ class _MastersAside:
         machine = read_machine(self.storage.device)
         if needed > machine.available_bytes:
             raise BudgetError(
-                f"averaged_weights: the fp32 weights are put aside meanwhile, {format_bytes(needed)} of host memory, "
-                f"and {format_bytes(machine.available_bytes)} are free ({machine.available_source}); give "
-                "offload_optimizer an nvme_path, or train with ema_decay in place of AdamWScheduleFree"
+                f"averaged_weights: a copy of the fp32 weights needs {format_bytes(needed)} of host memory, and "
+                f"{format_bytes(machine.available_bytes)} are free ({machine.available_source}); set "
+                "offload_optimizer.nvme_path, or train with ema_decay in place of AdamWScheduleFree"
             )
 
     async def put(self, group: SubGroup, values: torch.Tensor) -> None:
@@ -157,7 +157,7 @@ class AveragedWeights:
         self._run.parts.check_between("averaged_weights")
         if not any(map(plane_of, self._run.rules.each)):
             raise StateError(
-                'averaged_weights: nothing is averaged; set "ema_decay" in the config, or optimizer.type to '
+                'averaged_weights: no weights are averaged; set "ema_decay" in the config, or optimizer.type to '
                 '"AdamWScheduleFree"'
             )
         if not shown.blocks:

@@ -93,7 +93,7 @@ def init_inference(
     options = read_inference(config, kwargs)
     refuse_without_values(model)
     if options.ignored:
-        logger.log(NOTICE, "zero: without effect here: %s", ", ".join(options.ignored))
+        logger.log(NOTICE, "zero: these keys have no effect: %s", ", ".join(options.ignored))
     device = compute_device()
     take_back(model.parameters())
     if options.dtype is not None:
@@ -117,6 +117,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
         elif dtype != torch.bfloat16:
             raise ConfigError(
-                f"dtype: parameter {name} is {parameter.dtype} and on disk already (zero.Init); it can become "
-                f"torch.bfloat16, not {dtype}; build the model in {dtype} (torch.set_default_dtype), or leave dtype out"
+                f"dtype: parameter {name} is {parameter.dtype} and already on disk (zero.Init); it can become "
+                f"torch.bfloat16, not {dtype}; build the model in {dtype} (torch.set_default_dtype), or leave dtype "
+                "out"
             )

@@ -147,14 +147,19 @@ def _read_config(
     if source is None:
         source = config_argument(args)
     if source is None:
-        raise ConfigError("initialize: give config=, a path or a dict, or args with zero_config or deepspeed_config")
+        raise ConfigError(
+            "initialize: config is missing; pass config= (a path or a dict), or args with zero_config or "
+            "deepspeed_config"
+        )
     loaded = load_config(source, world_size=world_size)
     follow(loaded)
     if loaded.inactive:
-        logger.log(NOTICE, "zero: without effect here: %s; `zero config show` says why", ", ".join(loaded.inactive))
+        logger.log(
+            NOTICE, "zero: these keys have no effect: %s; `zero config show` says why", ", ".join(loaded.inactive)
+        )
         logger.info("why these keys have no effect: %s", ", ".join(loaded.inactive_with_reasons))
     if loaded.ignored:
-        logger.warning("keys that are not known here and were ignored: %s", "; ".join(loaded.ignored))
+        logger.warning("unknown keys that were ignored: %s", "; ".join(loaded.ignored))
     for line in loaded.deprecated:
         logger.info("deprecated: %s", line)
     return loaded
@@ -168,7 +173,7 @@ def _without_autos(loaded: Config, facts: Facts) -> Config:
     wish = resolved.data_types.grad_accum_dtype
     if wish is not None and DTYPES[wish] != resolved.accumulation_dtype:
         logger.warning(
-            "data_types.grad_accum_dtype: %s without %s.enabled counts as fp32, in which gradients are added up",
+            "data_types.grad_accum_dtype: %s is only used with %s.enabled; gradients are accumulated in fp32",
             wish,
             wish,
         )
@@ -180,6 +185,7 @@ def _refuse_pipelines(model: nn.Module) -> None:
     named = any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__)
     if named or all(hasattr(model, mark) for mark in PIPELINE_MARKS):
         raise ConfigError(
-            f"initialize: model: {type(model).__name__} is DeepSpeed's PipelineModule or made like it; make a "
-            "zero.pipe.PipelineModule of the same layers, or an nn.Sequential (with ZeRO it need not fit a device)"
+            f"initialize: model: {type(model).__name__} is DeepSpeed's PipelineModule or similar to it; make a "
+            "zero.pipe.PipelineModule of the same layers, or an nn.Sequential (with ZeRO it does not have to fit on "
+            "one device)"
         )

@@ -21,8 +21,8 @@ def next_batch(data_iter: Iterator[Any], count: int) -> list[Any]:
     batches = list(itertools.islice(data_iter, count))
     if len(batches) < count:
         raise StateError(
-            f"data_iter is at its end after {len(batches)} of {count} micro-batches; give it whole batches, or begin "
-            "anew with zero.RepeatingLoader"
+            f"data_iter ended after {len(batches)} of {count} micro-batches; give it whole batches, or restart it at "
+            "its end with zero.RepeatingLoader"
         )
     return batches
 
@@ -39,7 +39,10 @@ def loss_by_call(model: Callable[..., Any], batch: Any) -> torch.Tensor:
     loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(output).__name__
-        raise ConfigError(f"train_batch: expected the model to return a loss, or what has one, got {got}; give loss_of")
+        raise ConfigError(
+            "train_batch: expected the model to return a scalar loss, or an output with the attribute loss, got "
+            f"{got}; pass loss_of"
+        )
     return loss
 
 

@@ -42,8 +42,9 @@ class EngineStates:
         free = read_machine(self._device).available_bytes
         if nbytes > free:
             raise BudgetError(
-                f"optimizer.state_dict: all states are {format_bytes(nbytes)}, {format_bytes(free)} are free; save "
-                "them with engine.save_checkpoint, which needs no copy, or read optimizer.state[parameter] one by one"
+                f"optimizer.state_dict: all optimizer states take {format_bytes(nbytes)}, and {format_bytes(free)} "
+                "are free; save them with engine.save_checkpoint, which needs no copy, or read "
+                "optimizer.state[parameter] one by one"
             )
 
     def check_open(self, what: str) -> None:

@@ -30,13 +30,16 @@ from zero.pipe.schedules import MicroBatches, Schedules, mapped, shape_of
 from zero.pipe.tied import TiedWeights
 
 RUNS = "train_batch() runs forward, backward and step of all micro-batches, and eval_batch() the forwards"
-PART = "a stage has a part of the weights; save_checkpoint() writes all of them, `zero export` makes weights of it"
+PART = (
+    "a stage has only a part of the weights; use save_checkpoint(), which writes all of them, and `zero export` "
+    "to convert it"
+)
 REFUSED = {
     **dict.fromkeys(("forward", "backward", "step", "scale", "no_sync"), RUNS),
     **dict.fromkeys(("save_16bit_model", "save_fp16_model", "save_fp32_model"), PART),
-    "generation": "tokens would pass all stages one after the other; load the checkpoint with zero.init_inference",
-    "save_snapshot": "snapshots are of one stage only; save_checkpoint() is of all",
-    "load_snapshot": "snapshots are of one stage only; load_checkpoint() is of all",
+    "generation": "each token would pass all stages one after the other; load the checkpoint with zero.init_inference",
+    "save_snapshot": "a snapshot would contain one stage only; use save_checkpoint()",
+    "load_snapshot": "a snapshot would contain one stage only; use load_checkpoint()",
 }
 """Names of ZeroEngine that a pipeline does not have -> why, or what to use instead."""
 
@@ -54,13 +57,13 @@ def open_stages(module: PipelineModule, config: Config, device: torch.device) ->
     zero = config.zero_optimization
     if "return_outputs" not in inspect.signature(ScheduleGPipe.step).parameters:
         raise ConfigError(
-            "PipelineModule: expected a torch whose schedules take `return_outputs`, as 2.13's do, got "
-            f"{torch.__version__}; upgrade it"
+            "PipelineModule: expected a torch whose pipeline schedules accept `return_outputs`, such as torch 2.13, "
+            f"got {torch.__version__}; upgrade it"
         )
     if zero.stage > 1:
         raise ConfigError(
-            f"zero_optimization.stage: {zero.stage} is not available in a pipeline: a stage sums up whole gradients "
-            "over its micro-batches, as with DeepSpeed; set it to 1, or to 3 without a pipeline"
+            f"zero_optimization.stage: {zero.stage} is not available in a pipeline, because a stage accumulates whole "
+            "gradients over its micro-batches (as in DeepSpeed); set it to 1, or to 3 without a pipeline"
         )
     if zero.offload_optimizer is not None and zero.offload_optimizer.snapshot is not None:
         raise ConfigError(
@@ -68,7 +71,10 @@ def open_stages(module: PipelineModule, config: Config, device: torch.device) ->
             "commit together; use save_checkpoint"
         )
     if config.vertical_accumulation:
-        raise ConfigError("vertical_accumulation is not available in a pipeline, which has an order of its own")
+        raise ConfigError(
+            "vertical_accumulation is not available in a pipeline, which has its own order of micro-batches; set "
+            "it to false"
+        )
     columns = module.topology().get_axis_comm_lists("pipe")
     stages = AllStages(device, module.stage_ranks, columns, module.borrowed)
     try:
@@ -226,7 +232,10 @@ class PipelineEngine:
         told = together.exchange("reading micro-batches", json.dumps([count, mine.shape]).encode(), failure)
         asked = [json.loads(answer) for answer in told]
         if len({number for number, _ in asked}) > 1:
-            raise ConfigError(f"the ranks run different numbers of micro-batches: {[number for number, _ in asked]}")
+            raise ConfigError(
+                f"the ranks run different numbers of micro-batches: {[number for number, _ in asked]}; run the "
+                "same number on each rank"
+            )
         # The shapes that pass between the stages follow from the inputs of the first stage. If one part of the data has
         # a new shape, all ranks must exchange their shapes again; so `shape` includes every part.
         shape = " | ".join(asked[rank][1] for rank in self._pipeline.stage_ranks[0])

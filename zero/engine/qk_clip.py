@@ -136,8 +136,8 @@ class QkClip(StepListener):
         self._busy = self._seen = False
         if run.config.zero_optimization.offload_optimizer.snapshot is not None:
             raise ConfigError(
-                "optimizer.params.qk_clip: a snapshot is committed when nothing changes weights between two steps, and "
-                f"clipping does; leave offload_optimizer.snapshot out, {OFF}"
+                "optimizer.params.qk_clip: snapshots do not allow weights to change between two steps, and clipping "
+                f"changes them; leave offload_optimizer.snapshot out, {OFF}"
             )
         run.attention_logits = self
         self.step_asked()
@@ -206,7 +206,7 @@ class QkClip(StepListener):
         rows, rest = divmod(module.q_proj.weight.shape[0], len(largest))
         if rest:
             raise StateError(
-                f"qk_clip: expected as many maxima as {type(module).__name__} has heads, got {len(largest)} for "
+                f"qk_clip: expected one maximum for each head of {type(module).__name__}, got {len(largest)} for "
                 f"{module.q_proj.weight.shape[0]} rows of q_proj"
             )
         pairs = zip(largest, exceeding, strict=True)
@@ -242,17 +242,20 @@ def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
         norm = next((word for word in NORMS if getattr(module, word, None) is not None), None)
         chosen = getattr(getattr(module, "config", None), "_attn_implementation", SEEN_THROUGH)
         if fused is not None:
-            why = f"{fused} holds queries, keys and values, expected q_proj and k_proj"
+            why = f"expected q_proj and k_proj, got {fused}, which holds queries, keys and values together"
         elif norm is not None:
-            why = f"{norm} undoes what scaling a projection does; such a model needs no clipping"
+            why = f"{norm} cancels the scaling of a projection; a model with it does not need clipping"
         elif not all(
             isinstance(p, nn.Linear) and all(own.requires_grad for own in p.parameters()) for p in projections
         ):
-            why = "expected q_proj and k_proj to be nn.Linear that are trained"
+            why = "expected q_proj and k_proj to be nn.Linear modules that are trained"
         elif chosen != SEEN_THROUGH:
-            why = f'attention is "{chosen}", whose masks are not seen; set attn_implementation to "{SEEN_THROUGH}"'
+            why = (
+                f'the attention implementation is "{chosen}", whose masks the engine cannot see; set '
+                f'attn_implementation to "{SEEN_THROUGH}"'
+            )
         elif weights & (here := {id(p.weight) for p in projections if p is not None}):
-            why = "its q_proj or k_proj has the weight of another module's, and would be scaled twice"
+            why = "its q_proj or k_proj shares its weight with another module, so the weight would be scaled twice"
         else:
             found, weights = True, weights | here
             yield module

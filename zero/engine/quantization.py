@@ -51,7 +51,11 @@ def quantize(
             try:
                 layer = QuantizedLinear.of(linear, codes)
             except ConfigError as error:
-                coded = f"; {count} layers before it are codes by now, so build the model anew" if count else ""
+                coded = (
+                    f"; {count} layers before it have already been converted to codes, so build the model again"
+                    if count
+                    else ""
+                )
                 raise ConfigError(f"weight_quantization: {name}: {error}{coded}") from error
         parent, _, own = name.rpartition(".")
         owner = model.get_submodule(parent)
@@ -71,8 +75,8 @@ def quantize(
 
 def _refuse_merge(name: str, *args: object, **options: object) -> None:
     raise ConfigError(
-        f"merge: {name} is kept as codes, to which no adapter can be added; save the adapter alone, and merge it into "
-        "the model without weight_quantization"
+        f"merge: the weight of {name} is kept as codes, into which no adapter can be merged; save the adapter alone, "
+        "and merge it into the model without weight_quantization"
     )
 
 
@@ -92,7 +96,7 @@ def _chosen(
         if trained(module.weight):
             if rule:
                 raise ConfigError(
-                    f"weight_quantization: {name}: its weight is trained, and codes are not; freeze it "
+                    f"weight_quantization: {name}: its weight is trained, but codes cannot be trained; freeze it "
                     "(requires_grad_(False)) and train an adapter, or take it out of post_init_quant"
                 )
         elif wrong and rule:
@@ -107,6 +111,6 @@ def _check_names(rules: Mapping[str, Codes], chosen: list[str]) -> None:
     unused = [part for part in rules if part and not any(part in name for name in chosen)]
     if unused:
         raise ConfigError(
-            f"weight_quantization.post_init_quant: no nn.Linear with a weight of its own has {unused[0]!r} in its "
-            "name; name modules as model.named_modules() does, or a part of that"
+            f"weight_quantization.post_init_quant: no nn.Linear with an unshared weight has {unused[0]!r} in its "
+            "name; use names from model.named_modules(), or parts of them"
         )

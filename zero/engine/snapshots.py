@@ -103,13 +103,15 @@ class SnapshotCalls:
         """
         snapshots, parts = self._ready("save_snapshot"), self._run.parts
         if parts.accumulating:
-            raise StateError("save_snapshot: gradients have been collected since the last step; call it after step()")
+            raise StateError(
+                "save_snapshot: gradients have been accumulated since the last step; call it right after step()"
+            )
         snapshots.check_loaded()
         parts.stepper.finish()
         self._turns.begin(snapshots)
         snapshots.commit()
         if snapshots.committed_step != self._run.global_steps:
-            raise StateError("save_snapshot: another rank has changed weights meanwhile; call it again")
+            raise StateError("save_snapshot: another rank changed weights during the call; call it again")
         return self._run.global_steps
 
     def load_snapshot(self) -> int | None:
@@ -141,7 +143,7 @@ class SnapshotCalls:
         parts.stepper.norm = restore(run, names, state)
         parts.coordinator.rewritten()
         self._accumulation.buffers_differ()
-        logger.log(NOTICE, "going on from the snapshot of step %d", run.global_steps)
+        logger.log(NOTICE, "continuing from the snapshot of step %d", run.global_steps)
         return run.global_steps
 
     def _ready(self, what: str) -> Snapshots:
@@ -149,8 +151,8 @@ class SnapshotCalls:
         snapshots = self._run.parts.snapshots
         if snapshots is None:
             raise StateError(
-                f"{what}: there are no snapshots; set zero_optimization.offload_optimizer.snapshot, to "
-                '{"every": 100} say'
+                f"{what}: snapshots are not configured; set zero_optimization.offload_optimizer.snapshot, for example "
+                f'to {{"every": 100}}'
             )
         self._run.parts.check_between(what, "call it between steps")
         return snapshots

@@ -87,7 +87,7 @@ class AllStages(Exchange):
         try:
             backend.finish(backend.all_gather(whole, own, group.handle), self._comm.check)
         except RuntimeError as error:
-            raise RankLostError(f"a message between stages failed: {error}") from error
+            raise RankLostError(f"a message between pipeline stages failed: {error}") from error
         return backend.slices(whole.cpu(), flat.numel())
 
     def begin_step(self) -> None:

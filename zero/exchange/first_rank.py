@@ -61,8 +61,8 @@ def take_first_ranks_values(exchange: Exchange, parameters: Iterable[nn.Paramete
     if len(set(digests)) > 1:
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise StateError(
-            f"zero.Init: rank {other} has built other parameters than rank 0, or in another order; ranks share one "
-            "file of initial values, so each builds the same model"
+            f"zero.Init: rank {other} has built other parameters than rank 0, or in another order; the ranks share "
+            "one file of initial values, so build the same model on each rank"
         )
     for parameter in parameters:
         source = provisional_source(parameter)

@@ -54,7 +54,7 @@ class Neighbours:
     async def gather(self, unit: Unit, flat: torch.Tensor, fences: tuple[Fence, ...], turn: Turn) -> Fence:
         """Fill `flat` (uint8, the unit's bytes) from the neighbours' parts; `fences` are after its last uses."""
         if unit.index not in self._filled:
-            raise StateError(f"gathering {unit.name} inside the node: its gather from all ranks has failed")
+            raise StateError(f"gathering {unit.name} inside the node: the earlier gather from all ranks has failed")
         streams = self._storage.streams
         with streams.collective(*fences):
             self._part(flat).copy_(self._storage.near[unit.index])

@@ -181,7 +181,7 @@ class SharedMemory(AmongRanks):
         except PeerError as error:
             ranks = ", ".join(f"rank {peer}" for peer in error.peers)
             raise RankLostError(
-                f"rank {self._comm.rank} waits for {what}, in vain because of {ranks}: {error}"
+                f"rank {self._comm.rank} waits for {what}, which will not come because of {ranks}: {error}"
             ) from error
 
     @asynccontextmanager
@@ -189,7 +189,7 @@ class SharedMemory(AmongRanks):
         self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
     ) -> AsyncIterator[list[torch.Tensor]]:
         if self._reducer is None:
-            raise StateError("reduce: nothing is shared yet")
+            raise StateError("reduce: the shared memory is not set up yet")
         own = self._regions.pools[self._comm.rank]
         number, ticket = turn
         with self._named(f"the gradient of {unit.name}"), self._comm.waiting(str(ticket)):
@@ -287,7 +287,7 @@ class SharedMemory(AmongRanks):
     @property
     def _there(self) -> NodeBoard:
         if self._board is None:
-            raise StateError("gather: nothing is shared yet")
+            raise StateError("gather: the shared memory is not set up yet")
         return self._board
 
     def _share_slices(self) -> None:
@@ -310,7 +310,7 @@ class SharedMemory(AmongRanks):
             begin, end = self._copies[index]
             flat = self._storage.flat(unit)
             if flat is None:
-                raise StateError(f"{unit.name}: its home is gone")
+                raise StateError(f"{unit.name}: its memory has already been released")
             self._slices[self._comm.rank].data[begin:end].copy_(unit.own(flat))
         self._there.publish(index, self._epoch)
 
@@ -319,7 +319,7 @@ class SharedMemory(AmongRanks):
         board = self._there
         board.publish(self._urges + rank, epoch)
         if board.read(rank, self._left) and board.read(rank, unit.index) < epoch:
-            raise PeerError(f"{board.name(rank)} has closed its engine without it", [rank])
+            raise PeerError(f"{board.name(rank)} has closed its engine without providing it", [rank])
 
     async def _listen(self, epoch: int) -> None:
         """Run the updates of a step as soon as another rank waits for one, if they have not run before."""

@@ -15,9 +15,10 @@ LAUNCHERS = ("pdsh", "ssh", "slurm", "mpi", "local")
 ALIASES = {"openmpi": "mpi", "nossh": "--no_ssh"}
 HYDRA = ("mpich", "mvapich", "impi")  # MPI launchers that take mpich's flags.
 REFUSED = {
-    "elastic_training": "the number of nodes is fixed; --max_restarts N starts the same ranks again",
-    "save_pid": "the launcher stays in the foreground: its process id is that of this command",
-    "venv_script": "the same Python is started on every node: put the environment there under the same path",
+    "elastic_training": "the number of nodes is fixed; use --max_restarts N, which starts the same ranks again",
+    "save_pid": "the launcher stays in the foreground; use the process id of this command",
+    "venv_script": "the launcher starts the same Python on every node; install the environment there under the same "
+    "path",
 }
 WITH_VALUE = ("venv_script",)
 
@@ -40,45 +41,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-H", "--hostfile", metavar="FILE", help=f"lines HOST slots=N ({DEFAULT_HOSTFILE} if it exists)"
     )
     parser.add_argument("-i", "--include", default="", metavar="SLOTS", help="such as worker-1@worker-2:0,1")
-    parser.add_argument("-e", "--exclude", default="", metavar="SLOTS", help="the same form; what to leave out")
-    add("--num_nodes", type=int, metavar="N", help="the first N hosts")
-    gpus = "ranks per node: the first N visible GPUs; on a machine without GPUs N ranks on the CPU (1)"
+    parser.add_argument("-e", "--exclude", default="", metavar="SLOTS", help="slots to leave out, in the same form")
+    add("--num_nodes", type=int, metavar="N", help="use the first N hosts")
+    gpus = "ranks per node, one for each of the first N visible GPUs; without GPUs, N ranks on the CPU (1)"
     add("--num_gpus", "--num_accelerators", type=int, metavar="N", help=gpus)
     add("--master_addr", default="", metavar="HOST", help="address of node 0 (its name in the hostfile)")
-    port = f"of node 0 (one node: a free one; several: {DEFAULT_PORT})"
+    port = f"port of node 0 (a free port on one node, {DEFAULT_PORT} on several)"
     add("--master_port", type=int, metavar="PORT", help=port)
-    others = "pdsh, ssh, slurm, mpi (also openmpi, mpich, mvapich, impi, nossh), or local: nodes that are reached by "
-    others += "--launcher_args as a prefix (pdsh where it is installed, else ssh)"
+    others = "pdsh, ssh, slurm, mpi (also openmpi, mpich, mvapich, impi, nossh), or local (nodes reached by "
+    others += "the prefix in --launcher_args); default: pdsh if it is installed, else ssh"
     parser.add_argument("--launcher", help=others)
     add(
         "--launcher_args",
         default="",
         metavar="WORDS",
-        help="more words for the launcher; in a prefix {host} is filled in",
+        help="more arguments for the launcher; in a prefix, {host} is replaced by the host",
     )
-    add("--ssh_port", type=int, metavar="PORT", help="of the ssh servers")
-    add("--no_ssh", action="store_true", help="start this node's ranks only; the command is given once on every node")
-    add("--node_rank", type=int, metavar="N", help="which node this is, from 0, with --no_ssh")
-    add("--force_multi", action="store_true", help="use the launcher for a single host too")
+    add("--ssh_port", type=int, metavar="PORT", help="port of the ssh servers")
+    add("--no_ssh", action="store_true", help="start only this node's ranks; run the same command once on every node")
+    add("--node_rank", type=int, metavar="N", help="with --no_ssh: the number of this node, from 0")
+    add("--force_multi", action="store_true", help="use the launcher even for a single host")
     add("--module", action="store_true", help="the script is a module, as with python -m")
-    add("--no_python", action="store_true", help="the script is a program of its own")
+    add("--no_python", action="store_true", help="the script is an executable program, not a Python script")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank=i to the script")
-    add("--bind_cores_to_rank", action="store_true", help="each rank keeps to cores of its own")
-    add("--bind_core_list", metavar="CORES", help="such as 0-7,16: what to share out (all that may be used)")
-    add("--max_restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times (0)")
-    add("--enable_each_rank_log", metavar="FOLDER", help="write each rank's output into files there")
-    tuning = "run a few steps under several configurations and write the best; run: then go on with it"
+    add("--bind_cores_to_rank", action="store_true", help="bind each rank to its own cores")
+    add("--bind_core_list", metavar="CORES", help="cores to distribute, such as 0-7,16 (all usable cores)")
+    add("--max_restarts", type=int, default=0, metavar="N", help="restart all ranks up to N times after a failure (0)")
+    add("--enable_each_rank_log", metavar="FOLDER", help="write each rank's output to files in this folder")
+    tuning = "run a few steps under several configurations and write the best one; run: then train with it"
     add("--autotuning", choices=("tune", "run"), help=tuning)
-    add("--log_level", choices=("debug", "info", "warning", "error", "critical"), help="accepted; it is quiet anyway")
-    parser.add_argument("-q", "--quiet", action="store_true", help="accepted; it is quiet anyway")
+    add("--log_level", choices=("debug", "info", "warning", "error", "critical"), help="accepted, without effect")
+    parser.add_argument("-q", "--quiet", action="store_true", help="accepted, without effect")
     add("--comment", default="", help="for slurm")
     add("--account", default="", help="for slurm")
     add("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)
     for name in REFUSED:
         form = {} if name in WITH_VALUE else {"action": "store_const", "const": "yes"}
         add(f"--{name}", **form, help=argparse.SUPPRESS)
-    parser.add_argument("script", metavar="SCRIPT", help="what each rank runs")
-    parser.add_argument("script_args", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("script", metavar="SCRIPT", help="the script that each rank runs")
+    parser.add_argument("script_args", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def program_of(options: argparse.Namespace) -> Program:
@@ -126,4 +127,4 @@ def _check_numbers(options: argparse.Namespace) -> None:
     if options.node_rank is not None and not options.no_ssh:
         raise ConfigError("--node_rank: expected together with --no_ssh, got it alone; add --no_ssh or leave it out")
     if options.no_ssh and options.node_rank is None:
-        raise ConfigError("--no_ssh: expected --node_rank N too, from 0, got none; say which node this is")
+        raise ConfigError("--no_ssh: expected --node_rank N too, got none; add the number of this node, from 0")

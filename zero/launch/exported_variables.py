@@ -42,7 +42,7 @@ def find_file(environment: Mapping[str, str], here: Path, home: Path) -> Path | 
         if path.is_file():
             return path
     raise ConfigError(
-        f"DS_ENV_FILE: expected an existing file, got {wish} (looked for in {here} and {home}); write it or unset the "
+        f"DS_ENV_FILE: expected an existing file, got {wish} (searched in {here} and {home}); create it or unset the "
         "variable"
     )
 

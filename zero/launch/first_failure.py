@@ -86,9 +86,11 @@ def describe(failure: Failure, others: int, *, local_rank: bool = True) -> str:
     if failure.cause:
         lines.append(f"rank {failure.rank} on {failure.host}: {failure.cause}")
     if not failure.text and not failure.cause:
-        lines.append("(no traceback: the program ended itself; its own output above says why)")
+        lines.append("(no traceback: the program exited by itself; see its own output above)")
     if local_rank and _of_local_rank(failure):
-        lines.append(f"zero run passes {LOCAL_RANK} to the script, as DeepSpeed does; --no_local_rank leaves it out")
+        lines.append(
+            f"zero run passes {LOCAL_RANK} to the script, as DeepSpeed does; use --no_local_rank to leave it out"
+        )
     return "\n".join([*lines, RULE])
 
 

@@ -109,7 +109,9 @@ def _say_if_lost(child: subprocess.Popen[bytes], command: Command) -> None:
     code = child.returncode
     if code < 0 or (code == 255 and command.words[0] == "ssh"):
         ending = f"signal {-code}" if code < 0 else f"status {code} of ssh"
-        print(f"zero run: what ran on {command.host} ended without a word: {ending}", file=sys.stderr, flush=True)
+        print(
+            f"zero run: the command on {command.host} ended without any output: {ending}", file=sys.stderr, flush=True
+        )
 
 
 def _tell_to_end(children: Sequence[subprocess.Popen[bytes]]) -> None:

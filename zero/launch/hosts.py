@@ -36,7 +36,7 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"--hostfile {path}: expected text with lines {WANTED}, got bytes that are no UTF-8"
+            f"--hostfile {path}: expected text with lines {WANTED}, got bytes that are not UTF-8"
         ) from error
     return parse_hostfile(text, str(path))
 
@@ -98,7 +98,7 @@ def choose(
     chosen = named if include else rest
     nodes = [Node(host, chosen[host]) for host in pool if chosen.get(host)]
     if not nodes:
-        raise ConfigError(f"{flag} {words}: expected at least one slot to be left, got none; leave fewer out")
+        raise ConfigError(f"{flag} {words}: expected at least one slot to remain, got none; exclude fewer")
     return nodes
 
 
@@ -144,8 +144,8 @@ def first_nodes(nodes: Sequence[Node], count: int) -> list[Node]:
     """The first `count` nodes. Raises ConfigError: there are fewer."""
     if not 1 <= count <= len(nodes):
         raise ConfigError(
-            f"--num_nodes: expected 1 to {len(nodes)} (the nodes there are), got {count}; "
-            "add hosts to the hostfile or ask for fewer nodes"
+            f"--num_nodes: expected 1 to {len(nodes)} (the number of nodes), got {count}; add hosts to the hostfile "
+            "or lower --num_nodes"
         )
     return list(nodes[:count])
 
@@ -157,7 +157,7 @@ def first_slots(nodes: Sequence[Node], count: int) -> list[Node]:
     for node in nodes:
         if count > len(node.slots):
             raise ConfigError(
-                f"--num_gpus: expected at most {len(node.slots)} (the slots of {node.host}), got {count}; "
-                "raise slots= of that host or ask for fewer"
+                f"--num_gpus: expected at most {len(node.slots)} (the slots of {node.host}), got {count}; raise "
+                "slots= of that host or lower --num_gpus"
             )
     return [Node(node.host, node.slots[:count]) for node in nodes]

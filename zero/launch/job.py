@@ -56,8 +56,8 @@ class Job:
             return Job(**values)
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"zero.launch.node: expected the word that zero run makes, got {word[:20]!r}... ({error}); "
-                "are both nodes at the same version?"
+                f"zero.launch.node: expected the argument that zero run makes, got {word[:20]!r}... ({error}); "
+                "install the same version of zero-infinity on all nodes"
             ) from error
 
 
@@ -118,8 +118,8 @@ def _pool(options: argparse.Namespace, device_count: int) -> tuple[Mapping[str, 
     wanted = options.num_gpus
     if device_count and wanted is not None and wanted > device_count:
         raise ConfigError(
-            f"--num_gpus: expected at most {device_count} (the GPUs that are visible here"
-            f"{_visible_note()}), got {wanted}; ask for fewer, or set ZERO_DEVICE=cpu to run on the CPU"
+            f"--num_gpus: expected at most {device_count} (the GPUs that are visible here{_visible_note()}), got "
+            f"{wanted}; lower --num_gpus, or set ZERO_DEVICE=cpu to run on the CPU"
         )
     count = device_count or max(wanted or 1, 1)
     if options.no_ssh and (options.num_nodes or 1) > 1:
@@ -129,7 +129,7 @@ def _pool(options: argparse.Namespace, device_count: int) -> tuple[Mapping[str, 
             f"--num_nodes: expected --hostfile FILE for more than one node, got {options.num_nodes} without; write "
             "lines HOST slots=N, or use --no_ssh --node_rank N on every node"
         )
-    what = f"{device_count} visible GPUs" if device_count else "no GPU: one slot unless --num_gpus says more"
+    what = f"{device_count} visible GPUs" if device_count else "no GPU: one slot, unless --num_gpus is given"
     return {"localhost": count}, f"this machine ({what})"
 
 
@@ -144,8 +144,8 @@ def _master_addr(options: argparse.Namespace, nodes: list[Node]) -> str:
         raise ConfigError("--master_addr: expected the address of node 0 with --no_ssh, got none; add it on every node")
     if address in LOCAL_NAMES and options.launcher != "local":
         raise ConfigError(
-            f"--master_addr: expected an address that every node can reach, got {address}, which is each node "
-            "itself; give the address of node 0"
+            f"--master_addr: expected an address that every node can reach, got {address}, which on each node means "
+            "that node itself; give the address of node 0"
         )
     return str(address)
 

@@ -105,20 +105,20 @@ def explain_kill(
     told = [state for state in after if state.name in first and state is not after[-1]] or after[-1:]
     kills = sum(state.kills - first[state.name].kills for state in told if state.name in first)
     planned = planned_bytes(plans)
-    words = "no plan known (no engine was made)" if planned is None else f"planned {format_bytes(planned)}"
+    words = "no plan is known (no engine was made)" if planned is None else f"planned {format_bytes(planned)}"
     if kills <= 0:
         return (
-            "the kernel has counted no kill for memory here meanwhile: somebody or something sent the signal, such as "
-            f"a scheduler or an administrator ({words})"
+            "the kernel counted no out-of-memory kill here during the run, so something else sent the signal, such "
+            f"as a scheduler or an administrator ({words})"
         )
     place = _tightest(first, after)
     limit = "unknown" if place.limit_bytes is None else format_bytes(place.limit_bytes)
     peak = "" if place.peak_bytes is None else f", peak {format_bytes(place.peak_bytes)}"
     ranks = f" by {len(plans)} rank{'s' * (len(plans) != 1)} here" if plans else ""
     return (
-        f"kernel OOM: {words}{ranks}, limit {limit} of {place.name}{peak}. Activations and the data loader come on top "
-        "of a plan: lower memory_budget.host or the micro-batch, offload to nvme, use fewer ranks per node, or raise "
-        "the limit"
+        f"kernel OOM: {words}{ranks}, limit {limit} of {place.name}{peak}. A plan does not include activations and "
+        "the data loader: lower memory_budget.host or the micro-batch, offload to nvme, use fewer ranks per node, or "
+        "raise the limit"
     )
 
 

@@ -85,8 +85,8 @@ def _run_ranks(job: Job, node_rank: int, folder: str) -> tuple[list[Failure], in
         return [], 128 + error.sigval
     except DistNetworkError as error:
         raise ConfigError(
-            f"--master_port {job.master_port}: cannot be used ({str(error).splitlines()[0]}); is another job there? "
-            "Choose another port, or on one node leave it out and have a free one taken"
+            f"--master_port {job.master_port}: cannot be used ({str(error).splitlines()[0]}); another job may be "
+            "using it: choose another port, or on a single node leave it out to get a free one"
         ) from error
     return [], 0
 
@@ -108,7 +108,7 @@ def _report(job: Job, node_rank: int, peers: Peers | None, own: Failure | None, 
         words = describe(first, further + len(known) - 1, local_rank=job.program.local_rank)
         print(words, file=sys.stderr, flush=True)
     elif peers is not None and settled is None and peers.failed:
-        lost = f"zero run: {_name(job, node_rank)} ended its ranks: node 0 ({_name(job, 0)}) is gone"
+        lost = f"zero run: {_name(job, node_rank)} ended its ranks, because node 0 ({_name(job, 0)}) has ended"
         print(lost, file=sys.stderr, flush=True)
     return status
 
@@ -203,7 +203,7 @@ def which_node(job: Job, options: argparse.Namespace) -> int:
     if number is None or int(number) >= len(hosts):
         raise ConfigError(
             f"zero.launch.node: expected a number below {len(hosts)} in one of {', '.join(FROM_LAUNCHERS)}, got "
-            f"{number}; does the launcher start one process a node?"
+            f"{number}; the launcher must start one process on each node"
         )
     return int(number)
 
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--host", help="this node's name in the job")
     which.add_argument("--from-launcher", action="store_true", help="the launcher's environment says which node")
-    parser.add_argument("job", help="the word that zero run makes")
+    parser.add_argument("job", help="the argument that zero run makes")
     options = parser.parse_args(arguments)
     try:
         job = Job.from_word(options.job)

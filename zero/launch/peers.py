@@ -50,12 +50,13 @@ class Peers:
         except DistNetworkError as error:
             if node_rank == 0:
                 raise ConfigError(
-                    f"--master_port {job.master_port}: cannot be opened on node 0 ({_first_line(error)}); is another "
-                    "job there? Choose another port"
+                    f"--master_port {job.master_port}: cannot be opened on node 0 ({_first_line(error)}); another job "
+                    "may be using it: choose another port"
                 ) from error
             raise ConfigError(
                 f"node {node_rank} ({job.nodes[node_rank].host}) cannot reach node 0 at {where} "
-                f"({_first_line(error)}); is it up, and is the address right for this node? See --master_addr"
+                f"({_first_line(error)}); check that node 0 is running and that --master_addr is an address that this "
+                "node can reach"
             ) from error
 
     def watch(self, end: Callable[[], None]) -> None:

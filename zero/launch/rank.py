@@ -84,7 +84,7 @@ def leave_error(error: BaseException, trace: TracebackType | None) -> bool:
     try:
         Path(path).write_text(json.dumps(record), encoding="utf-8")
     except OSError as failed:
-        print(f"zero run: the traceback could not be left in {path}: {failed}", file=sys.stderr)
+        print(f"zero run: the traceback could not be written to {path}: {failed}", file=sys.stderr)
         return False
     return True
 

@@ -154,7 +154,9 @@ class OneCycle(Schedule):
         if all("betas" in group for group in self.optimizer.param_groups):
             return True
         name = type(self.optimizer).__name__
-        logger.warning("OneCycle: cycle_momentum has no effect: %s has no betas, and keeps its momentum", name)
+        logger.warning(
+            "OneCycle: cycle_momentum has no effect, because %s has no betas; its momentum stays as it is", name
+        )
         return False
 
     def _decay(self, rate: float) -> float | None:

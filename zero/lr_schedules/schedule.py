@@ -82,7 +82,7 @@ class Schedule:
             return [value] * groups  # type: ignore[list-item]
         if len(value) != groups:
             raise ConfigError(
-                f"{type(self).__name__}: {name}: expected {groups} values, one a param group, got {value}"
+                f"{type(self).__name__}: {name}: expected {groups} values, one for each param group, got {value}"
             )
         return list(value)
 

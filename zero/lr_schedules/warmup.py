@@ -26,8 +26,8 @@ class _Warmup(Schedule):
         self.warmup_num_steps = max(LEAST_STEPS, integer(self, "warmup_num_steps", warmup_num_steps, least=0))
         if warmup_num_steps == 0:
             logger.warning(
-                "%s: warmup_num_steps is 0 and counts as %s: the first steps' learning rates are "
-                "not the largest; leave the scheduler out for none",
+                "%s: warmup_num_steps is 0 and counts as %s, so the first steps have lower learning rates; to train "
+                "without a warmup, leave the scheduler out",
                 *(type(self).__name__, LEAST_STEPS),
             )
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
@@ -43,8 +43,8 @@ class _Warmup(Schedule):
     def _note_total(self, total_num_steps: int) -> None:
         if total_num_steps < self.warmup_num_steps:
             logger.warning(
-                "%s: total_num_steps %s is less than warmup_num_steps %s: training ends before the largest learning "
-                "rate is reached",
+                "%s: total_num_steps %s is less than warmup_num_steps %s, so training ends before it reaches the "
+                "largest learning rate",
                 *(type(self).__name__, total_num_steps, self.warmup_num_steps),
             )
 

@@ -158,8 +158,8 @@ class MoE(nn.Module):
         if ep_size > 1:
             logger.log(
                 NOTICE,
-                "MoE: ep_size %d: experts are not dealt out to ranks; at ZeRO stage 3 each rank keeps a part of every "
-                "expert and fetches them one after the other, with the same results",
+                "MoE: ep_size %d: experts are not distributed over ranks; at ZeRO stage 3 each rank keeps a part of "
+                "every expert and fetches them one after the other, with the same results",
                 ep_size,
             )
         if enable_expert_tensor_parallelism:

@@ -65,7 +65,8 @@ def top1(logits: Tensor, room: Room, *, used: Tensor | None, noisy: bool, at_ran
     tokens, experts = logits.shape
     if tokens < room.least:
         raise ConfigError(
-            f"MoE: {tokens} tokens, and min_capacity is {room.least}; set it to 0, or give more tokens at once"
+            f"MoE: expected at least min_capacity ({room.least}) tokens, got {tokens}; set min_capacity to 0, or pass "
+            "more tokens at once"
         )
     gates = F.softmax(logits, dim=1)
     chosen = torch.argmax(logits + gumbel_like(logits) if noisy else gates, dim=1)

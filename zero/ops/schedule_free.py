@@ -60,7 +60,9 @@ class AdamWScheduleFree(PlainOptimizer):
             StateError: the parameters hold `x`.
         """
         if not group["train_mode"]:
-            raise StateError("AdamWScheduleFree.step: the parameters hold their averages; call optimizer.train() first")
+            raise StateError(
+                "AdamWScheduleFree.step: the parameters hold their averages now; call optimizer.train() first"
+            )
         warmup, before = group["warmup_steps"], group["k"]
         lr = float(group["lr"]) * ((before + 1) / warmup if before < warmup else 1.0)
         group.update(k=before + 1, scheduled_lr=lr, lr_max=max(lr, group["lr_max"]))

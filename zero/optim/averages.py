@@ -131,17 +131,17 @@ def with_averages(rules: Rules, config: Config) -> Rules:
     stored = config.zero_optimization.offload_optimizer.state_dtype
     if stored != "fp32":
         raise ConfigError(
-            f"ema_decay: an average is kept in fp32, and zero_optimization.offload_optimizer.state_dtype is {stored}; "
+            f"ema_decay: averages are kept in fp32, but zero_optimization.offload_optimizer.state_dtype is {stored}; "
             "set it to fp32, or leave ema_decay out"
         )
     if config.bf16_masters:
         raise ConfigError(
-            "ema_decay: an average is of fp32 masters, and bf16.bf16_master_weights_and_grads keeps none; set it to "
-            "false, or leave ema_decay out"
+            "ema_decay: averages are made from fp32 master weights, and with bf16.bf16_master_weights_and_grads there "
+            "are none; set it to false, or leave ema_decay out"
         )
     if any(plane_of(rule) for rule in rules.each):
         raise ConfigError(
-            f"ema_decay: {rules.names} averages the weights already (engine.averaged_weights() shows them); leave "
+            f"ema_decay: {rules.names} already averages the weights (engine.averaged_weights() shows them); leave "
             "ema_decay out"
         )
     return replace(rules, each=tuple(EmaRule(rule, config.ema_decay) for rule in rules.each))

@@ -112,8 +112,8 @@ def _check_masters(rules: Rules, config: Config) -> None:
     others = [rule.name for rule in rules.each if not isinstance(rule, AdamRule)]
     if config.bf16_masters and others:
         raise ConfigError(
-            "bf16.bf16_master_weights_and_grads: true is for Adam and AdamW, whose kernel rounds weights at random, "
-            f"and {others[0]} is something else; set it to false"
+            "bf16.bf16_master_weights_and_grads: true is only available with Adam and AdamW, whose kernel rounds "
+            f"weights at random, got {others[0]}; set it to false"
         )
 
 
@@ -167,7 +167,9 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     if not (known and plain):
         return rule_for(optimizer, optimizer.param_groups)
     if any(optimizer.state.values()):
-        raise ConfigError("optimizer: has state already; pass a fresh one, its states are kept by the engine")
+        raise ConfigError(
+            "optimizer: it already has state; pass a new one, because the engine keeps the optimizer state itself"
+        )
     for group in optimizer.param_groups:
         group["decoupled"] = bool(group.get("decoupled_weight_decay", decoupled))
     return AdamRule(decoupled=decoupled, defaults=optimizer.defaults)
@@ -185,8 +187,8 @@ def _checked(rule: Rule, config: Config) -> Rule:
     stored = config.zero_optimization.offload_optimizer.state_dtype
     if stored != "fp32" and not isinstance(rule, AdamRule):
         raise ConfigError(
-            f"zero_optimization.offload_optimizer.state_dtype: {stored} is for Adam and AdamW, and {rule.name} is "
-            "something else; set it to fp32"
+            f"zero_optimization.offload_optimizer.state_dtype: {stored} is only available with Adam and AdamW, got "
+            f"{rule.name}; set it to fp32"
         )
     return rule
 
@@ -197,8 +199,9 @@ def _owned(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any
     foreign = [tuple(p.shape) for group in groups for p in group["params"] if id(p) not in known]
     if foreign:
         raise ConfigError(
-            f"optimizer: {len(foreign)} parameters are not the model's (shapes {foreign[:4]}); build the optimizer "
-            "from the parameters of the model that is passed, and make a loss or head that has weights a child of it"
+            f"optimizer: {len(foreign)} parameters do not belong to the model (shapes {foreign[:4]}); build the "
+            "optimizer from the parameters of the model that is passed, and make a loss or head that has weights a "
+            "submodule of it"
         )
     return groups
 
@@ -282,7 +285,9 @@ def _look_whole(rule: TiledRule, seen: list[dict[str, Any]], shape: tuple[int, .
         here.small[name] = shape
     if here.planes.keys() != found.planes.keys() or here.scalars.keys() != found.scalars.keys():
         kept = ", ".join(here.planes | here.scalars)
-        raise refusal(rule.name, f"of a parameter of {len(shape)} dimensions it keeps other states ({kept})")
+        raise refusal(
+            rule.name, f"for a parameter of {len(shape)} dimensions it keeps other states ({kept}) than for a matrix"
+        )
     found.small.update(here.small)
 
 
@@ -303,7 +308,7 @@ def _check_small(rule: TiledRule, shapes: list[tuple[int, ...]], found: _Found) 
     for name, shape in found.small.items():
         if name not in rule.small_shapes(shape):
             raise refusal(
-                rule.name, f"its state {name} is made after the first step, and is not of the parameter's shape"
+                rule.name, f"its state {name} is made after the first step and does not have the parameter's shape"
             )
     held = {shape: rule.small_shapes(shape) for shape in set(shapes)}
     numel = sum(math.prod(shape) for shape in shapes)
@@ -313,16 +318,15 @@ def _check_small(rule: TiledRule, shapes: list[tuple[int, ...]], found: _Found) 
         name = max(sizes, key=lambda name: sizes[name].numel())
         raise refusal(
             rule.name,
-            f"its state {name} is of shape {tuple(sizes[name])}, not of the parameter's shape; what is not stays in "
-            f"memory, and has {kept:,} elements for parameters of {numel:,}: it is not small",
+            f"its state {name} has the shape {tuple(sizes[name])}, not the parameter's; such states stay in memory, "
+            f"and with {kept:,} elements for parameters of {numel:,} elements they are too large",
         )
 
 
 def refusal(name: str, why: str) -> ConfigError:
     """The error for an optimizer that cannot be run parameter by parameter."""
     return ConfigError(
-        f"optimizer: {name} is not available: {why}, and states are updated in pieces, wherever they are kept; "
-        f"{ALTERNATIVE}"
+        f"optimizer: {name} is not available: {why}, but the engine updates weights and states in pieces; {ALTERNATIVE}"
     )
 
 
@@ -339,7 +343,7 @@ def _initial(optimizer: torch.optim.Optimizer) -> Initial:
             elif value.numel() == 0:
                 continue
             elif value.shape != parameter.shape:
-                what = f"of shape {tuple(value.shape)}, not of the parameter's shape"
+                what = f"of shape {tuple(value.shape)}, which is not the parameter's shape"
                 raise refusal(type(optimizer).__name__, f"its constructor makes a state {key} {what}")
             else:
                 flat, known = value.detach().reshape(-1), fills
@@ -354,7 +358,9 @@ def _initial(optimizer: torch.optim.Optimizer) -> Initial:
 
 
 def _not_fresh() -> ConfigError:
-    return ConfigError("optimizer: has state already; pass a fresh one, its states are kept by the engine")
+    return ConfigError(
+        "optimizer: it already has state; pass a new one, because the engine keeps the optimizer state itself"
+    )
 
 
 def _samples(count: int, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
@@ -387,7 +393,7 @@ def _look(
             elif isinstance(value, Tensor):
                 found.small[name] = shape
             else:
-                raise refusal(rule.name, f"its state {name} is a {type(value).__name__}, and no tensor")
+                raise refusal(rule.name, f"its state {name} is a {type(value).__name__}, not a tensor")
     kinds = [*found.planes, *found.scalars, *found.small]
     if both := {name for name in kinds if kinds.count(name) > 1}:
         raise refusal(rule.name, f"its state {', '.join(sorted(both))} has several forms")
@@ -404,8 +410,8 @@ def _check_trains(rule: TiledRule, options: Mapping[str, Any]) -> None:
             return
     raise refusal(
         rule.name,
-        "its step changes nothing of the parameter in its param group (other optimizers that it holds have parameters "
-        "of their own, which the engine does not see)",
+        "its step does not change the parameter in its param group (if it holds other optimizers, the engine does not "
+        "see their parameters)",
     )
 
 
@@ -422,7 +428,7 @@ def _train_whole(
         try:
             rule.kind.step(twin)
         except Exception as error:
-            raise refusal(rule.name, f"its step fails on a matrix alone ({type(error).__name__}: {error})") from error
+            raise refusal(rule.name, f"its step fails on a single matrix ({type(error).__name__}: {error})") from error
         weights.append(parameter.detach().clone())
         state = twin.state.get(parameter, {})
         states.append({k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()})
@@ -430,7 +436,7 @@ def _train_whole(
         now = {key: value for key, value in vars(twin).items() if key not in NOT_OF_THE_CLASS}
         changed = [key for key in attributes | now if now.get(key) is not attributes.get(key)]
         if changed or any(isinstance(key, str) for key in twin.state):
-            raise refusal(rule.name, f"it keeps {', '.join(changed) or 'a state'} for all parameters together")
+            raise refusal(rule.name, f"it keeps {', '.join(changed) or 'a state'} in common for all parameters")
     return weights, states, left
 
 
@@ -451,16 +457,20 @@ def _try(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = S
             # One more piece, one element with gradient zero, shows the numbers after the step; see `TiledRule.after`.
             results.append(rule.step_of_one(values, kept))
         except Exception as error:
-            raise refusal(rule.name, f"it does not take flat pieces ({type(error).__name__}: {error})") from error
+            raise refusal(
+                rule.name, f"its step fails on flat pieces of a parameter ({type(error).__name__}: {error})"
+            ) from error
         numbers = [rule.progress_of(state) for state, _ in results]
         same = all(found == numbers[0] for found in numbers) and all(said == left[step] for _, said in results)
         if not same or dict(numbers[0].scalars) != _numbers_of(rule, states[step]):
-            raise refusal(rule.name, "the numbers that it keeps depend on the gradient")
+            raise refusal(rule.name, "the numbers in its state depend on the gradient")
         if not torch.equal(_joined(halves), weights[step].reshape(-1)):
-            raise refusal(rule.name, "it is not element-wise: two halves of a parameter are not trained as the whole")
+            raise refusal(
+                rule.name, "it is not element-wise: two halves of a parameter are not updated like the whole parameter"
+            )
         small = rule.small_of(results[0][0])  # only whole parameters have some; halves have none
         if any(not _equal(value, states[step].get(name)) for name, value in small.items()):
-            raise refusal(rule.name, "what it keeps beside the parameter's shape depends on more than its own state")
+            raise refusal(rule.name, "a state that does not have the parameter's shape depends on more than itself")
         values = TileValues(results[0][1], numbers[0])
     for name in rule.states:
         whole = states[-1].get(name)

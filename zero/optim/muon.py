@@ -83,8 +83,8 @@ def _check_matrices(group: Mapping[str, Any], names: Mapping[int, str]) -> None:
         if parameter.dim() < 2:
             name, shape = names[id(parameter)], tuple(parameter.shape)
             raise ConfigError(
-                f"optimizer: Muon updates matrices, and {name} is of shape {shape}: expected {FLAG} False of its param "
-                "group, or of the parameter as an attribute, so that AdamW updates it"
+                f"optimizer: Muon updates matrices, and {name} has the shape {shape}; set {FLAG} to False in its "
+                "param group, or as an attribute of the parameter, so that AdamW updates it"
             )
 
 

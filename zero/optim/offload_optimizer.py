@@ -210,11 +210,11 @@ class OffloadOptimizer(KeptOptimizer):
         )
         broken = any(shelf.remaining is not None and shelf.remaining.broken for shelf in self._shelves)
         if broken or not same:
-            why = "an update has ended amid its elements" if broken else "its gradients are not there any more"
+            why = "an update stopped in the middle of its elements" if broken else "its gradients no longer exist"
             raise StateError(
-                f"step: the last one has failed, with some weights updated and others not, and {why}, so it cannot "
-                "be finished; load weights and states from a checkpoint (load_state_dict of both), and after the next "
-                "failure call step() again before anything else"
+                f"step: the last step failed after it had updated some weights and not others, and {why}, so it "
+                "cannot be finished; load weights and states from a checkpoint (load_state_dict of model and "
+                "optimizer), and after a failure call step() again before anything else"
             )
 
     # ---- states --------------------------------------------------------------------------------
@@ -235,8 +235,9 @@ class OffloadOptimizer(KeptOptimizer):
         free = read_machine(torch.device("cpu")).available_bytes
         if nbytes > free:
             raise BudgetError(
-                f"optimizer.state_dict: the states here are {format_bytes(nbytes)}, {format_bytes(free)} of host "
-                "memory are free; shard the model over more ranks, or read optimizer.state[parameter] one by one"
+                f"optimizer.state_dict: the states of this rank take {format_bytes(nbytes)}, and {format_bytes(free)} "
+                "of host memory are free; shard the model over more ranks, or read optimizer.state[parameter] one by "
+                "one"
             )
 
     def made(self, key: int, planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -329,13 +330,15 @@ class OffloadOptimizer(KeptOptimizer):
 
     def _check_loaded(self, what: str) -> None:
         if self._torn:
-            raise StateError(f"{what}: states were loaded in part, the disk has failed; call load_state_dict again")
+            raise StateError(
+                f"{what}: the disk failed and only a part of the states was loaded; call load_state_dict again"
+            )
 
     def _check_whole(self, what: str) -> None:
         self._check_loaded(what)
         if any(shelf.remaining for shelf in self._shelves):
             raise StateError(
-                f"{what}: the last step has failed, and some states are new and others are not; call step() again to "
+                f"{what}: the last step failed after it had updated some states and not others; call step() again to "
                 "finish it, or load weights and states from a checkpoint"
             )
 
@@ -365,15 +368,15 @@ class OffloadOptimizer(KeptOptimizer):
         if self._pid != os.getpid():
             raise StateError(
                 f"OffloadOptimizer.{what}: this process ({os.getpid()}) was forked from the one that has the states "
-                f"({self._pid}); use the optimizer there"
+                f"({self._pid}); use the optimizer in that process"
             )
         if self._closed:
-            raise StateError(f"OffloadOptimizer.{what}: the optimizer is closed, and its states are gone")
+            raise StateError(f"OffloadOptimizer.{what}: the optimizer is closed, and its states no longer exist")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError(
             "OffloadOptimizer: it cannot be copied or pickled: its states are in files and memory of this process; "
-            "save state_dict(), and load it into another one"
+            "save its state_dict(), and load it into another optimizer"
         )
 
 
@@ -381,7 +384,9 @@ def _config_of(offload: Mapping[str, Any]) -> Config:
     """The configuration of an engine with these offload options."""
     unknown = sorted(set(offload) - {*OFFLOAD_KEYS, *MORE_KEYS})
     if unknown:
-        raise ConfigError(f"offload: {', '.join(unknown)}: expected of {', '.join((*OFFLOAD_KEYS, *MORE_KEYS))}")
+        raise ConfigError(
+            f"offload: expected keys among {', '.join((*OFFLOAD_KEYS, *MORE_KEYS))}, got {', '.join(unknown)}"
+        )
     block = {key: offload[key] for key in OFFLOAD_KEYS if key in offload}
     if isinstance(block.get("nvme_path"), os.PathLike):
         block["nvme_path"] = os.fspath(block["nvme_path"])
@@ -408,21 +413,21 @@ def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
     stored = config.zero_optimization.offload_optimizer.state_dtype
     if stored == "8bit":
         raise ConfigError(
-            "offload: state_dtype: expected fp32 or bf16, got 8bit: its scales are of 256 elements, and parameters "
-            "that lie in memory of their own are of any length; zero.initialize has it"
+            "offload: state_dtype: expected fp32 or bf16, got 8bit, which needs blocks of 256 elements, and "
+            "parameters in their own memory have any length; use zero.initialize for 8bit"
         )
     if isinstance(given, KernelAdam):
         return rule_of_object(given, config)
     if stored != "fp32":
         raise ConfigError(
-            f"offload: state_dtype: {stored} is for zero.ops.adam.DeepSpeedCPUAdam and FusedAdam, got "
-            f"{type(given).__name__}; give one of them as optimizer_class, or leave state_dtype out"
+            f"offload: state_dtype: {stored} is only available with zero.ops.adam.DeepSpeedCPUAdam and FusedAdam, got "
+            f"{type(given).__name__}; pass one of them as optimizer_class, or leave state_dtype out"
         )
     rule = rule_for(given, given.param_groups, torch_as_kernels=False)
     if rule.small:
         raise ConfigError(
-            f"optimizer: {rule.name} is not available here: it keeps states that have not the parameter's shape "
-            f"({', '.join(rule.small)}), and records have room for others only; zero.initialize trains with it"
+            f"optimizer: {rule.name} is not available in OffloadOptimizer, because it keeps states that do not have "
+            f"the parameter's shape ({', '.join(rule.small)}); use it with zero.initialize"
         )
     return rule
 

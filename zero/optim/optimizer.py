@@ -290,8 +290,8 @@ class KeptOptimizer(torch.optim.Optimizer):
         """Raises StateError: `state` would be replaced by an object that training does not use."""
         if name == "state" and isinstance(self.__dict__.get(name), LiveStates) and not isinstance(value, LiveStates):
             raise StateError(
-                f"optimizer.state: a {type(value).__name__} cannot take its place, states are kept elsewhere; give "
-                "them back by load_state_dict, or make a new optimizer to begin without any"
+                f"optimizer.state: it cannot be replaced by a {type(value).__name__}, because the states are kept "
+                "elsewhere; load states with load_state_dict, or make a new optimizer to start without any"
             )
         super().__setattr__(name, value)
 
@@ -388,8 +388,9 @@ class KeptOptimizer(torch.optim.Optimizer):
             found = tuple(states[name].shape) if isinstance(states.get(name), torch.Tensor) else "none"
             if found != tuple(shape):
                 raise ConfigError(
-                    f"optimizer.load_state_dict: {name} of a parameter of shape {tuple(parameter.shape)}: expected "
-                    f"a tensor of shape {tuple(shape)}, got {found}; load what was saved of the same model"
+                    f"optimizer.load_state_dict: {name} of a parameter of shape {tuple(parameter.shape)}: expected a "
+                    f"tensor of shape {tuple(shape)}, got {found}; load a state dict that was saved from the same "
+                    "model"
                 )
 
     def check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
@@ -408,8 +409,9 @@ class KeptOptimizer(torch.optim.Optimizer):
             )
             if shaped and not any(fits):
                 raise ConfigError(
-                    f"optimizer.load_state_dict: {self.rules.names} keeps {', '.join(sorted(known)) or 'nothing'} of "
-                    f"each parameter, got {', '.join(sorted(state))}; load it into the optimizer that was saved"
+                    f"optimizer.load_state_dict: {self.rules.names} keeps {', '.join(sorted(known)) or 'nothing'} for "
+                    f"each parameter, got {', '.join(sorted(state))}; load it into the kind of optimizer that was "
+                    "saved"
                 )
 
 
@@ -502,7 +504,7 @@ class ZeroOptimizer(KeptOptimizer):
 
     def _with_offloader(self) -> Any:
         if self.offloader is None:
-            raise StateError("optimizer.offload_states: the optimizer belongs to no engine")
+            raise StateError("optimizer.offload_states: the optimizer does not belong to an engine")
         return self.offloader
 
     # The loss scale; whether it follows the overflows; and the number of steps, skipped ones too, which only a dynamic

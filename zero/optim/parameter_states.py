@@ -333,15 +333,15 @@ class ParameterStates:
             expected = (self.device, unit.dtype, unit.numel)
             if found != expected or run is None:
                 raise StateError(
-                    f"{unit.name}: expected {_told(*expected)} as when its states were made, got {_told(*found)}; make "
-                    "the optimizer once the model is on its device, in its dtype and sharded"
+                    f"{unit.name}: expected {_told(*expected)} as when its states were made, got {_told(*found)}; "
+                    "make the optimizer after the model has been moved to its device, cast to its dtype and sharded"
                 )
             was, order = self._orders[unit.slots[0].index], _order_of(weight)
             if was != order:
                 raise StateError(
-                    f"{unit.name}: expected shape and strides {was} as when its states were made, got {order}: its "
-                    "elements lie in another order than their states; change the memory format before the optimizer "
-                    "is made"
+                    f"{unit.name}: expected shape and strides {was} as when its states were made, got {order}: the "
+                    "order of its elements is no longer that of their states; change the memory format before making "
+                    "the optimizer"
                 )
             homes[self.layout.space_of(unit)].append(Home(unit.begin, unit.end, run.view(torch.uint8)))
         return homes
@@ -353,8 +353,8 @@ class ParameterStates:
         expected = (self.device, unit.dtype, unit.numel)
         if found != expected or gradient.layout != torch.strided:
             raise StateError(
-                f"gradient of {unit.name}: expected {_told(*expected)}, got {_told(*found)}, {gradient.layout}; "
-                "gradients are dense, of the parameter's dtype and where it is"
+                f"gradient of {unit.name}: expected {_told(*expected)}, got {_told(*found)}, {gradient.layout}; a "
+                "gradient must be dense, and have the parameter's dtype and device"
             )
         run = run_of(gradient) if lies_as(gradient, weight) else None
         return _run(torch.empty_like(weight).copy_(gradient)) if run is None else run
@@ -379,16 +379,16 @@ def _checked(name: str, parameter: Tensor, rule: Rule) -> Tensor:
     """The local part of a parameter. Raises ConfigError: it cannot be updated where it is."""
     local, problem = local_of(parameter), ""
     if local.dtype not in DTYPES:
-        problem = f"expected float32, bfloat16 or float16, got {local.dtype}; use an optimizer of torch for it"
+        problem = f"expected float32, bfloat16 or float16, got {local.dtype}; use a torch optimizer for this parameter"
     elif local.device.type == "meta":
-        problem = "it is on the meta device; make the optimizer once the model is materialised (model.to_empty)"
+        problem = "it is on the meta device; make the optimizer after the model has been materialised (model.to_empty)"
     elif local.layout != torch.strided or run_of(local) is None:
-        problem = "its memory has gaps or overlaps; make it contiguous before the optimizer"
+        problem = "its memory has gaps or overlaps; make it contiguous before making the optimizer"
     elif rule.whole and (local.shape != parameter.shape or not local.is_contiguous()):
         problem = (
-            f"{rule.name} looks at whole parameters: expected {tuple(parameter.shape)}, contiguous, in this process, "
-            f"got {tuple(local.shape)} with strides {local.stride()}; take an element-wise class, such as "
-            "torch.optim.AdamW, for parameters that are sharded, or zero.initialize"
+            f"{rule.name} updates whole parameters: expected {tuple(parameter.shape)}, contiguous, in this process, "
+            f"got {tuple(local.shape)} with strides {local.stride()}; for sharded parameters use an element-wise "
+            "optimizer such as torch.optim.AdamW, or zero.initialize"
         )
     if problem:
         raise ConfigError(f"OffloadOptimizer: {name}: {problem}")

@@ -197,7 +197,9 @@ class AdamRule(Rule):
         """From torch's options `betas`, `lr`, `weight_decay`, `eps`, and our option `decoupled`."""
         for key in ("amsgrad", "maximize"):
             if group.get(key):
-                raise ConfigError(f"param_groups: {key}: set it before zero.initialize, it is {group[key]} now")
+                raise ConfigError(
+                    f"param_groups: {key}: it was changed to {group[key]} after zero.initialize; set it before"
+                )
         beta1, beta2 = (float(beta) for beta in group["betas"])
         lr, decay = float(group["lr"]), float(group["weight_decay"])
         decoupled = bool(group.get("decoupled", group.get("decoupled_weight_decay", True)))
@@ -359,9 +361,10 @@ class TiledRule(Rule):
         more = set(made.present if made else ()) - set(self.states)
         if more:
             raise ConfigError(
-                f"param_groups: with these options {self.name} keeps {', '.join(sorted(more))} of each parameter; when "
-                "zero.initialize tried a dozen steps it did not, and there is no room for it. Give any param group "
-                "such options then (SGD: a momentum above 0); what is made after more steps cannot be kept"
+                f"param_groups: with these options {self.name} keeps {', '.join(sorted(more))} for each parameter, "
+                "but it did not in the dozen steps that zero.initialize tried, so there is no room for it. Give at "
+                "least one param group such options before zero.initialize (SGD: a momentum above 0); states that "
+                "appear only after more steps are not supported"
             )
         return values
 
@@ -431,9 +434,9 @@ class TiledRule(Rule):
             unknown = found.keys() - {*self.states, *self.scalars, *self.small}
             if wrong or unknown:
                 raise ConfigError(
-                    f"optimizer: of a parameter of shape {tuple(shape)} {self.name} keeps other states "
-                    f"({', '.join(sorted({*wrong, *unknown}))}) than of those of the shapes that it was tried on when "
-                    "zero.initialize was called; give such parameters to another optimizer"
+                    f"optimizer: for a parameter of shape {tuple(shape)}, {self.name} keeps other states "
+                    f"({', '.join(sorted({*wrong, *unknown}))}) than for the shapes that zero.initialize tried; use "
+                    "another optimizer for such parameters"
                 )
             self._small_shapes[shape] = {name: found[name] for name in self.small if name in found}
         return self._small_shapes[shape]

@@ -32,11 +32,13 @@ def scheduler_for(given: Any, optimizer: torch.optim.Optimizer | None, config: C
     block = config.scheduler
     configured = block is not None and block.type is not None
     if given is not None and configured:
-        logger.info("scheduler: the lr_scheduler that was passed is used, and not that of the config")
+        logger.info(
+            "scheduler: the lr_scheduler that was passed to initialize is used instead of the one in the config"
+        )
     if given is not None and not _is_factory(given):
         return check_scheduler(given)
     if given is not None and optimizer is None:
-        raise ConfigError("lr_scheduler: there is no optimizer to make it of; add one to the config or pass one")
+        raise ConfigError("lr_scheduler: expected an optimizer too, got none; add one to the config or pass one")
     if given is not None:
         made = check_scheduler(given(optimizer))
         if not hasattr(made, "step"):
@@ -56,8 +58,8 @@ def check_scheduler(scheduler: Any) -> Any:
     """
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
-            "lr_scheduler: ReduceLROnPlateau needs a metric at each step; call its step(metric) yourself "
-            "on the optimizer that initialize returns"
+            "lr_scheduler: ReduceLROnPlateau needs a metric at each step; make it yourself over the optimizer that "
+            "initialize returns, and call its step(metric)"
         )
     if scheduler is not None and not _is_factory(scheduler) and not callable(getattr(scheduler, "step", None)):
         raise ConfigError(
@@ -70,7 +72,7 @@ def check_scheduler(scheduler: Any) -> Any:
 def _from_config(optimizer: torch.optim.Optimizer, config: Config) -> Any:
     block = config.scheduler
     if block is None or block.kind is None:
-        raise ConfigError(f"scheduler: no class of the name {block and block.type!r}")
+        raise ConfigError(f"scheduler: there is no class named {block and block.type!r}")
     arguments = block.params.given
     if config.origin("scheduler.params.warmup_max_lr") == "auto":
         arguments.setdefault("warmup_max_lr", None)

@@ -153,8 +153,8 @@ class TornBackward(StateError):
     def behind(cls, where: str = "") -> TornBackward:
         """`where`: " on rank 0" or nothing."""
         return cls(
-            f"step: the last backward was broken off{where}, by a transfer that failed or another error, so some "
-            "gradients are missing; call zero_grad() and run forward and backward again"
+            f"step: the last backward was interrupted{where} by a failed transfer or another error, so some gradients "
+            "are missing; call zero_grad() and run forward and backward again"
         )
 
 
@@ -299,8 +299,9 @@ class Stepper:
             raise LossScaleError(
                 f"step {number}: {found} are inf or NaN with a loss scale of {scaler.cur_scale:.10g}. Current loss "
                 "scale already at minimum - cannot decrease scale anymore (fp16.min_loss_scale). No step is taken: "
-                "weights, states and counters are as before it, and engine.save_checkpoint() saves them. Weights that "
-                'were trained in bf16 often exceed what fp16 can hold: use "bf16": {"enabled": true} then'
+                "weights, states and counters are as before it, and engine.save_checkpoint() saves them. Weights "
+                f'that were trained in bf16 often exceed the range of fp16: use "bf16": {{"enabled": true}} for '
+                "them"
             )
         before = scaler.cur_scale
         self.applied, self.norm = False, math.inf

@@ -155,8 +155,8 @@ class BoundUnit:
             else:
                 refused.append(
                     f"parameter {slot.name} was given .data of shape {tuple(values.shape)}, expected "
-                    f"{tuple(slot.shape)}: an engine's parameters keep their size; resize before zero.initialize "
-                    "(inside zero.Init too), or close the engine and initialize again"
+                    f"{tuple(slot.shape)}: parameters of an engine cannot change their size; resize before "
+                    "zero.initialize (also inside zero.Init), or close the engine and initialize again"
                 )
         self._replaced = self._replaced or bool(given)
         return given, refused

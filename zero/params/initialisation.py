@@ -234,15 +234,18 @@ def refuse_without_values(model: nn.Module) -> None:
     if missing:
         named = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
         raise ConfigError(
-            f"the model: {len(missing):,} of {len(tensors):,} parameters and buffers are on the meta device and have "
-            f"no values ({named}); build or load it under zero.Init, which does not need memory for all of it either"
+            f"model: {len(missing):,} of {len(tensors):,} parameters and buffers are on the meta device and have no "
+            f"values ({named}); build or load the model under zero.Init, which does not need memory for the whole "
+            "model either"
         )
 
 
 def _check_keywords(remote_device: str | None, dtype: torch.dtype | None, unused: dict[str, Any]) -> None:
     unknown = sorted(set(unused) - DEEPSPEED_ONLY)
     if unknown:
-        raise TypeError(f"zero.Init: unknown keyword {', '.join(unknown)}; it takes DeepSpeed's")
+        raise TypeError(
+            f"zero.Init: unknown keyword {', '.join(unknown)}; expected the keywords of deepspeed.zero.Init"
+        )
     if remote_device not in (None, "none", "cpu", "nvme"):
         raise ConfigError(f'zero.Init: remote_device: expected "none", "cpu" or "nvme", got {remote_device!r}')
     if dtype is not None and not dtype.is_floating_point:
@@ -253,7 +256,7 @@ def _spill_folders(source: Source, remote_device: str | None) -> tuple[str, ...]
     """Folders for values without a plan; empty: memory of the node; None: values stay with their parameters."""
     if source is None:
         if remote_device == "nvme":
-            raise ConfigError('zero.Init: remote_device "nvme" needs config_dict_or_path: its offload_param.nvme_path')
+            raise ConfigError('zero.Init: remote_device "nvme" needs config_dict_or_path with offload_param.nvme_path')
         return None
     config = _without_batch(source)
     if not cuts_values(config, remote_device):

@@ -151,9 +151,10 @@ def flag_fine_modules(model: nn.Module, granularity_numel: int) -> list[nn.Modul
         known = [(_granularity_numel(module), name) for name, module in model.named_modules()]
         finest, name = min(((numel, name) for numel, name in known if numel is not None), default=(None, ""))
         logger.warning(
-            "zero_optimization.stage3_module_granularity_threshold: no module is as fine as %d elements%s",
+            "zero_optimization.stage3_module_granularity_threshold: no module has at most %d elements per inner "
+            "module%s",
             granularity_numel,
-            "" if finest is None else f"; the finest, {name or type(model).__name__}, has {finest}",
+            "" if finest is None else f"; the least is {finest}, in {name or type(model).__name__}",
         )
     return found
 

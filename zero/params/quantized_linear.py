@@ -131,7 +131,7 @@ class _Product(torch.autograd.Function):
 def encode(weight: Tensor, codes: Codes) -> tuple[Tensor, Tensor, Tensor | None]:
     """(packed, steps, least) of a weight, see the format above. Raises ConfigError: as `QuantizedLinear.of`."""
     if not bool(torch.isfinite(weight).all()):
-        raise ConfigError("a weight to be quantised has values that are inf or NaN")
+        raise ConfigError("the weight to be quantised has values that are inf or NaN")
     values = _grouped(weight.float(), codes)
     axis = 2 if codes.group_dim == 1 else 1
     low, high = values.amin(axis, keepdim=True), values.amax(axis, keepdim=True)
@@ -146,7 +146,9 @@ def encode(weight: Tensor, codes: Codes) -> tuple[Tensor, Tensor, Tensor | None]
         q = (values - least.float()) / _not_zero(steps.float())
     whole = q.round_().clamp_(0, codes.largest).to(torch.uint8).view(weight.shape)
     if not all(bool(torch.isfinite(part).all()) for part in (steps, *([] if least is None else [least]))):
-        raise ConfigError("a weight to be quantised has values beyond the range of fp16; name it not, or scale it")
+        raise ConfigError(
+            "the weight to be quantised has values outside the range of fp16; leave the layer out, or scale its weight"
+        )
     return _packed(whole, codes.num_bits), steps.squeeze(axis), None if least is None else least.squeeze(axis)
 
 

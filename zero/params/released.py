@@ -206,7 +206,7 @@ class Shard(ReleasedAlias):
         """The parameter."""
         owner: Any = self.owner()
         if owner is None:
-            raise StateError("ds_tensor: the parameter that it was a view of is gone")
+            raise StateError("ds_tensor: the parameter that it was a view of no longer exists")
         return owner  # type: ignore[no-any-return]
 
 
@@ -428,8 +428,8 @@ def _keeps_dtype(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 def _cannot(parameter: nn.Parameter, what: str) -> StateError:
     return StateError(
-        f"parameter {name_of(parameter)} (shape {tuple(parameter.shape)}) is released and cannot be {what}: its values "
-        "are elsewhere; do it inside zero.GatheredParameters([parameter])"
+        f"parameter {name_of(parameter)} (shape {tuple(parameter.shape)}) is released and cannot be {what}, because "
+        "its values are elsewhere; do it inside zero.GatheredParameters([parameter])"
     )
 
 

@@ -80,7 +80,7 @@ class TiledLinear(nn.Module):
         if self.in_splits > 1:
             inputs = input_ if self.input_is_already_split else self._split_global_input(input_, _sizes(self.in_parts))
         if len(inputs) != self.in_splits:
-            raise StateError(f"TiledLinear: expected an input in {self.in_splits} splits, got {len(inputs)}")
+            raise StateError(f"TiledLinear: expected an input of {self.in_splits} splits, got {len(inputs)}")
         outputs: list[Any] = [None] * self.out_splits
         for out_id, row in enumerate(self.linears):
             for in_id, tile in enumerate(row.children()):

@@ -139,9 +139,9 @@ class TiledKeeper:
             StateError: always; says what to do instead.
         """
         raise StateError(
-            f"parameter {name_of(parameter)} (shape {tuple(parameter.shape)}) has more elements than may be live and "
-            f"is computed in {len(self.tiles)} tiles, which F.linear and F.embedding know and other operations do "
-            "not; use those, wrap the access in zero.GatheredParameters([parameter]), or raise "
+            f"parameter {name_of(parameter)} (shape {tuple(parameter.shape)}) has more elements than "
+            f"stage3_max_live_parameters allows and is computed in {len(self.tiles)} tiles, which only F.linear and "
+            "F.embedding support; use those, wrap the access in zero.GatheredParameters([parameter]), or raise "
             "zero_optimization.stage3_max_live_parameters"
         )
 
@@ -219,9 +219,9 @@ class TiledParameter(ReleasedParameter):
         kwargs = kwargs or {}
         if func in HOOKS:
             raise StateError(
-                f"{func.__name__}: a weight of {tuple(args[0].shape)} is in tiles, whose gradients come one by one, so "
-                "no hook of the whole would be called; put it on before zero.initialize, or raise "
-                "zero_optimization.stage3_max_live_parameters to the weight's elements"
+                f"{func.__name__}: a weight of shape {tuple(args[0].shape)} is computed in tiles, whose gradients are "
+                "made one by one, so a hook of the whole weight would not be called; register it before "
+                "zero.initialize, or raise zero_optimization.stage3_max_live_parameters to the weight's elements"
             )
         known: dict[Any, Callable[..., torch.Tensor]] = {F.linear: _linear, F.embedding: _embedding}
         by_tiles = known.get(func)

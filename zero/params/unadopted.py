@@ -119,8 +119,8 @@ class ProvisionalKeeper:
         """
         if not self.fetches:
             raise StateError(
-                f"parameter {name_of(parameter)}, is released: its values are on disk since the context has ended; "
-                "wrap the access in zero.GatheredParameters([parameter])"
+                f"parameter {name_of(parameter)}, is released: its values moved to disk when the context ended; wrap "
+                "the access in zero.GatheredParameters([parameter])"
             )
         if isinstance(parameter, ReleasedParameter):
             self.open([parameter])

@@ -76,6 +76,6 @@ class _Said:
         except RuntimeError as error:
             seconds = self._store.timeout / timedelta(seconds=1)
             raise StateError(
-                f"zero.Init: rank {member} has not come in {seconds:.0f} s, or has ended: every rank builds its model "
-                "under zero.Init, with the same configuration"
+                f"zero.Init: rank {member} did not arrive within {seconds:.0f} s, or has ended; build the model under "
+                "zero.Init on every rank, with the same configuration"
             ) from error

@@ -75,8 +75,8 @@ class PipelineModule(nn.Module):
         self.checkpointable_layers = None if checkpointable_layers is None else list(checkpointable_layers)
         if dynamic_shape:
             raise ConfigError(
-                "PipelineModule: dynamic_shape is not available: the micro-batches of one batch have one shape, which "
-                "may be another in the next batch; leave it out"
+                "PipelineModule: dynamic_shape is not available; leave it out: all micro-batches of one batch need "
+                "the same shape, which may differ from batch to batch"
             )
         specs = list(layers)
         _check_layers(specs)
@@ -200,16 +200,16 @@ def _grid(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTo
             )
         if num_stages not in (None, topology.get_dim(PIPE)):
             raise ConfigError(
-                f"PipelineModule: num_stages: expected {topology.get_dim(PIPE)} as in the topology, got {num_stages}; "
-                "leave it out"
+                f"PipelineModule: num_stages: expected {topology.get_dim(PIPE)} as in topology, got {num_stages}; "
+                "leave num_stages out"
             )
         return topology
     if num_stages is None:
         raise ConfigError("PipelineModule: expected num_stages or topology, got neither")
     if num_stages < 1 or ranks % num_stages:
         raise ConfigError(
-            f"PipelineModule: num_stages: expected a divisor of the {ranks} ranks, got {num_stages}; start a multiple "
-            "of the stages as ranks"
+            f"PipelineModule: num_stages: expected a divisor of the {ranks} ranks, got {num_stages}; start a number "
+            "of ranks that is a multiple of num_stages"
         )
     return PipeDataParallelTopology(num_stages, ranks // num_stages)
 

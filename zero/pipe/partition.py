@@ -37,7 +37,9 @@ def stage_bounds(layers: Sequence[Any], num_stages: int, method: str) -> list[in
         pattern = re.compile(method.split(":", 1)[1], re.IGNORECASE)
         weights = [int(pattern.search(_class_name(layer)) is not None) for layer in layers]
         if not any(weights):
-            raise ConfigError(f"PipelineModule: partition_method: no layer's class is named like {pattern.pattern!r}")
+            raise ConfigError(
+                f"PipelineModule: partition_method: no layer has a class whose name matches {pattern.pattern!r}"
+            )
     else:
         raise ConfigError(
             f'PipelineModule: partition_method: expected "uniform", "parameters" or "type:REGEX", got {method!r}'

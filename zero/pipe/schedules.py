@@ -161,7 +161,7 @@ class Schedules:
         except Exception as error:
             if layers.failure is not None:
                 raise layers.failure from None
-            raise RankLostError(f"a message between stages failed: {error}") from error
+            raise RankLostError(f"a message between pipeline stages failed: {error}") from error
         finally:
             outputs = layers.outputs
             layers.begin(MicroBatches((), (), ""))
@@ -251,8 +251,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _checked(part: Any) -> torch.Tensor:
     if not isinstance(part, torch.Tensor):
         raise ConfigError(
-            f"PipelineModule: what crosses from stage to stage is a tensor or a tuple of tensors, got "
-            f"{type(part).__name__}; hand it to the layers when they are made, or put it into a tensor"
+            f"PipelineModule: expected a tensor or a tuple of tensors between stages, got {type(part).__name__}; pass "
+            "it to the layers when they are made, or put it into a tensor"
         )
     return part
 

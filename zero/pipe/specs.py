@@ -78,7 +78,7 @@ class TiedLayerSpec(LayerSpec):
         missing = [name for name in self.tied_weight_attr if name not in names]
         if missing:
             raise ConfigError(
-                f"TiedLayerSpec({self.key!r}): tied_weight_attr: {', '.join(missing)} is no parameter of "
+                f"TiedLayerSpec({self.key!r}): tied_weight_attr: {', '.join(missing)} is not a parameter of "
                 f"{self.typename.__name__}, which has {', '.join(sorted(names)) or 'none'}"
             )
         return module

@@ -36,7 +36,7 @@ def plan_activations(config: Config) -> ActivationPlan:
     if tier == HOST and nbytes is None and isinstance(budget, int):
         raise BudgetError(
             f"{KNOB}: expected bytes, because memory_budget.host is {budget:,} and saved activations go to host "
-            "memory; say how many of these bytes they may take"
+            "memory; set how many of these bytes they may take"
         )
     if tier != NVME:
         return ActivationPlan(tier, nbytes)
@@ -82,6 +82,6 @@ def plan_snapshots(plan: Plan, sizes: PlaneSizes, offload: OffloadOptimizerConfi
     often = "step" if snapshot.every == 1 else f"{snapshot.every} steps"
     plan.notes.append(
         f"snapshots: weights and states take {format_bytes(both)} of NVMe, twice their size; every {often} "
-        f"{format_bytes(through)} of them that live in memory are written beside ({through:,} bytes)"
+        f"{format_bytes(through)} of them that are kept in memory are written too ({through:,} bytes)"
     )
     return both // 2 + in_memory

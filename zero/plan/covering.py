@@ -51,14 +51,14 @@ def cover_model(
     )
     if isinstance(model, torch.jit.ScriptModule):
         raise ConfigError(
-            f"the model is a {type(model).__name__}, whose calls run no hooks: nothing would fetch its weights; pass "
-            "torch.nn.Sequential(model), which calls it, or the model as it was before torch.jit"
+            f"model: a {type(model).__name__} runs no hooks when it is called, so its weights would not be fetched; "
+            "pass torch.nn.Sequential(model), which calls it, or the model as it was before torch.jit"
         )
     for name, parameter in model.named_parameters():
         if id(parameter) in trainable and is_wrapper(parameter):
             raise ConfigError(
-                f"parameter {name}: training a {type(parameter).__name__}, wrapping other tensors, is not available; "
-                "call requires_grad_(False) on it and train adapters beside it"
+                f"parameter {name}: training a {type(parameter).__name__}, which wraps other tensors, is not "
+                "available; call requires_grad_(False) on it and train adapters instead"
             )
     for leaf in leaves:
         p = leaf.parameter

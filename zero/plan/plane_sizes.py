@@ -64,7 +64,11 @@ def padding_notes(trained: Iterable[Unit], ranks: int) -> list[str]:
     share = 1 - sum(slot.numel for unit in whole for slot in unit.slots) / max(numel, 1)
     if not whole or share < PADDING_WORTH_A_NOTE:
         return []
-    why = f": each of {ranks} ranks has some whole, and not equally many" if ranks > 1 else ""
+    why = (
+        f": each of the {ranks} ranks updates some of them whole, and they cannot be divided evenly"
+        if ranks > 1
+        else ""
+    )
     return [f"{share:.0%} of the {numel:,} elements that are updated as whole parameters are padding{why}"]
 
 

@@ -197,7 +197,7 @@ class Planner:
             raise self._host_short(need, plan.table())
         if not self.on_cpu and machine.device_bytes is not None and device > machine.device_bytes:
             raise _Short(
-                f"the plan needs at least {device:,} bytes of device memory, {machine.device_bytes:,} are free; "
+                f"the plan needs at least {device:,} bytes of device memory, and {machine.device_bytes:,} are free; "
                 f"{self._what_could_move(on_host=False)}\n{plan.table()}",
                 device,
                 of_device=True,
@@ -207,8 +207,8 @@ class Planner:
         if not self.on_cpu and machine.memlock_bytes is not None and pinned > machine.memlock_bytes:
             # A note and no refusal: most drivers pin memory without regard to this limit.
             plan.notes.append(
-                f"RLIMIT_MEMLOCK is {machine.memlock_bytes:,} bytes, the plan pins {pinned:,}; if the driver "
-                "refuses to pin, copies are slower: raise it with ulimit -l"
+                f"RLIMIT_MEMLOCK is {machine.memlock_bytes:,} bytes, but the plan pins {pinned:,}; if the driver "
+                "refuses to pin them, copies are slower: raise the limit with ulimit -l"
             )
 
     # ---- the user's wishes --------------------------------------------------------------------
@@ -271,9 +271,9 @@ class Planner:
         explicit = self.config.zero_optimization.stage3_max_live_parameters
         if explicit is not None and explicit < self.uses.most and self.largest is not None:
             logger.warning(
-                "zero_optimization.stage3_max_live_parameters: %s are fewer elements than one call of the model uses; "
-                "%s are gathered there (largest unit: %s, %s elements). Only weights that nothing but nn.Linear and "
-                "nn.Embedding owns are cut into tiles; see zero.TiledLinear",
+                "zero_optimization.stage3_max_live_parameters: %s elements are fewer than one call of the model uses, "
+                "so %s are gathered for it (largest unit: %s, %s elements). Only weights of nn.Linear and "
+                "nn.Embedding are split into tiles; for other modules see zero.TiledLinear",
                 *(f"{explicit:,}", f"{self.uses.most:,}", self.largest.name, f"{self.largest.numel:,}"),
             )
             return self.uses.most
@@ -298,8 +298,8 @@ class Planner:
         name, numel = (self.largest.name, self.largest.numel) if self.largest else ("none", 0)
         return BudgetError(
             f"memory_budget.device: {self.device_budget:,} bytes cannot hold the largest unit ({name}, {numel:,} "
-            f"elements) and its gradient beside what stays on the device; it takes at least "
-            f"{self._device_bytes(least):,}, or units cut smaller by zero_optimization.stage3_max_live_parameters"
+            "elements) and its gradient in addition to what stays on the device; raise it to at least "
+            f"{self._device_bytes(least):,}, or lower zero_optimization.stage3_max_live_parameters for smaller units"
         )
 
     def _staged_on_device(self, bounded: bool) -> int:
@@ -410,7 +410,7 @@ class Planner:
         where = f"with offload_param {self.param_tier} and offload_optimizer {self.state_tier}"
         if self.host_budget is not None and need > self.host_budget:
             budget = f"memory_budget.host: {self.host_budget:,} bytes are too few"
-            return _Short(f"{budget}; this model takes at least {need:,} {where}; {self._what_fits_a_budget()}", need)
+            return _Short(f"{budget}; this model needs at least {need:,} {where}; {self._what_fits_a_budget()}", need)
         return self._host_short(need + (self._device_bytes(depth) if self.on_cpu else 0))
 
     def _host_short(self, need: int, table: str = "") -> _Short:
@@ -427,15 +427,21 @@ class Planner:
         if chunks <= STAGING_CHUNKS_MIN * STAGING_CHUNK_BYTES:
             return "raise it"
         keys = "offload_param.buffer_count times buffer_size (elements)"
-        return f"raise it, or make the {chunks:,} bytes of chunks for the drive fewer by {keys}"
+        return f"raise it, or reduce the {chunks:,} bytes of I/O chunks with {keys}"
 
     def _what_could_move(self, *, on_host: bool) -> str:
         """Advice how to need less memory of the host, or else of the device."""
         if away := self._to_nvme({DEVICE, HOST} if on_host and self.on_cpu else {HOST if on_host else DEVICE}):
             return away
         if on_host and not self.on_cpu:
-            return "all planes are on NVMe; end what else uses memory, or spread the model over more nodes"
-        return "all planes are elsewhere; cut units smaller by zero_optimization.stage3_max_live_parameters"
+            return (
+                "all weights, gradients and optimizer states are already on NVMe; free other memory, or spread the "
+                "model over more nodes"
+            )
+        return (
+            "all weights, gradients and optimizer states are already stored elsewhere; lower "
+            "zero_optimization.stage3_max_live_parameters for smaller units"
+        )
 
     def _to_nvme(self, tiers: set[str]) -> str:
         """Advice which keys to set so that no planes are on these tiers; empty: none are."""

@@ -91,7 +91,7 @@ def plan_states(
     need = plan.tier_bytes(HOST)
     if need > machine.available_bytes:
         raise BudgetError(
-            f"offload: {format_bytes(need)} of host memory are needed ({need:,} bytes), "
+            f"offload: {format_bytes(need)} of host memory are needed ({need:,} bytes), and "
             f"{format_bytes(machine.available_bytes)} are free ({machine.available_source}); "
             + ('set device to "nvme"' if tier == HOST else "set a smaller sub_group_size")
             + f"\n{plan.table()}"

@@ -119,13 +119,18 @@ class Comm:
         """
         key = tuple(ranks)
         if self.rank not in key or len(set(key)) != len(key) or not set(key) <= set(range(self.world_size)):
-            raise ConfigError(f"group: expected distinct ranks below {self.world_size}, {self.rank} among them: {key}")
+            raise ConfigError(
+                f"group: expected distinct ranks below {self.world_size} that include {self.rank}, got {key}"
+            )
         if key not in self._groups:
             told = self.agree("groups", struct.pack(f"<{len(key)}q", *key))
             wanted = [struct.unpack(f"<{len(text) // 8}q", text) for text in told]
             for member in key:
                 if wanted[member] != key:
-                    raise ConfigError(f"group: rank {self.rank} wants {key}, rank {member} wants {wanted[member]}")
+                    raise ConfigError(
+                        f"group: the ranks ask for different groups: rank {self.rank} for {key}, rank {member} "
+                        f"for {wanted[member]}"
+                    )
             for other in sorted(set(wanted)):
                 handle = self._open(other)
                 if other == key:
@@ -306,7 +311,7 @@ class Comm:
         mine.copy_(tensor_of(own))
         await self._done([backend.all_gather(whole, mine, group.handle)], str(ticket))
         if bytes_of(whole) != own * group.size:
-            parted = RankDivergenceError("the ranks have not decided to do the same so far")
+            parted = RankDivergenceError("the ranks have run different operations so far")
             raise await self._explained_later(parted, str(ticket))
 
     async def _done(self, works: list[Any], what: str) -> None:

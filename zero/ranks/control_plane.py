@@ -82,7 +82,7 @@ class Meeting:
         with self._waiting(place, said):
             told = self._all_told(said, head + (payload if fits else b"").ljust(INLINE_BYTES, b"\0"))
             if any(message[: HEADER.size] != head[: HEADER.size] for message in told):
-                raise self._explain(RankDivergenceError("the ranks have not decided to do the same so far"), said)
+                raise self._explain(RankDivergenceError("the ranks have run different operations so far"), said)
             lengths = [LENGTH.unpack_from(message, HEADER.size)[0] for message in told]
             if max(lengths) > INLINE_BYTES:
                 told = [head + message for message in self._all_told(said, payload.ljust(max(lengths), b"\0"))]

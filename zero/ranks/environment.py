@@ -148,8 +148,8 @@ def _with_master(environ: Mapping[str, str], port: int, place: RankPlace, known:
     address = environ.get("MASTER_ADDR") or known or (LOOPBACK if place.world_size == 1 else "")
     if not address:
         raise ConfigError(
-            f"environment of {place.source}: {place.world_size} ranks, but MASTER_ADDR is not set: set it to the host "
-            "of rank 0"
+            f"environment of {place.source}: {place.world_size} ranks, but MASTER_ADDR is not set: set it to the "
+            "address of rank 0's host"
         )
     text = environ.get("MASTER_PORT") or str(port)
     if not text.isdigit() or not 0 <= int(text) < 1 << 16:

@@ -47,7 +47,9 @@ def again(error: BaseException) -> BaseException:
     """A copy of the error for another caller, since an exception object carries only one traceback."""
     if isinstance(error, RankDivergenceError):
         return type(error)(*error.args)
-    return RankDivergenceError(f"the ranks no longer work together since: {type(error).__name__}: {error}")
+    return RankDivergenceError(
+        f"the ranks stopped working together because of an earlier error: {type(error).__name__}: {error}"
+    )
 
 
 @contextmanager

@@ -61,7 +61,10 @@ def init_distributed(  # noqa: PLR0913 - the signature is DeepSpeed's
     if dist.is_initialized():
         return
     if dist_init_required is False:
-        raise StateError("init_distributed: dist_init_required is False, but there is no process group yet")
+        raise StateError(
+            "init_distributed: dist_init_required is False, but there is no process group yet; make one first, or "
+            "leave dist_init_required out"
+        )
     place = find_place(os.environ, distributed_port, mpi=auto_mpi_discovery)
     if not place.alone:
         os.environ.update(variables(place))
@@ -111,11 +114,15 @@ def choose_backend(wish: str | None) -> str:
     name = wish.lower()
     if kind is None and name in [other.collectives for other in KINDS.values()]:
         raise ConfigError(
-            f"dist_backend: {name} needs GPUs, and this process computes on the CPU; leave it out, or gloo"
+            f"dist_backend: {name} needs GPUs, but this process computes on the CPU; leave dist_backend out, or set "
+            "it to gloo"
         )
     missing = [part for part in parts_of(name) if not dist.is_backend_available(part)]
     if missing:
-        raise ConfigError(f"dist_backend: torch has no {', '.join(missing)} here; leave it out for nccl or gloo")
+        raise ConfigError(
+            f"dist_backend: this torch was built without {', '.join(missing)}; leave dist_backend out to get nccl "
+            "or gloo"
+        )
     return name
 
 
@@ -151,7 +158,7 @@ def _take_gpu(place: RankPlace, backend: str) -> None:
     count, local_rank = device_count(), place.local_rank
     if local_rank is None:
         if place.world_size > 1 and count > 1:
-            logger.warning("distributed: LOCAL_RANK is not known; this process stays on the current GPU")
+            logger.warning("distributed: LOCAL_RANK is not set, so this process stays on the current GPU")
         return
     if local_rank >= count > 1 and "nccl" in backend:
         raise ConfigError(

@@ -125,8 +125,8 @@ def open_lines(
         watch = Watch(board, log, fate, rank, len(members), deadline_seconds, lines.cut)
     except RuntimeError as error:
         raise RankLostError(
-            f"rank {rank}: opening the engine failed: the store of the process group, which rank 0 or the launcher "
-            f"keeps, does not answer: {(str(error).splitlines() or [type(error).__name__])[0]}"
+            f"rank {rank}: opening the engine failed: the store of the process group (in rank 0 or the launcher) does "
+            f"not answer: {(str(error).splitlines() or [type(error).__name__])[0]}"
         ) from error
     what = "opening the engine"
     try:

@@ -158,7 +158,7 @@ def difference(tails: Mapping[int, tuple[int, Sequence[SequenceEntry]]]) -> str 
         if len(set(did.values())) > 1:
             behind = [rank for rank in tails if rank not in did]
             lines = [f"{_ranks(ranks)}: {entry}" for entry, ranks in _inverted(did).items()]
-            lines += [f"{_ranks(behind)}: not so far yet"] if behind else []
+            lines += [f"{_ranks(behind)}: not that far yet"] if behind else []
             return f"they differ at number {place}: " + "; ".join(lines)
     return None
 

@@ -257,12 +257,16 @@ class Watch:
         """An error if digests differ."""
         own = dict(self._log.digests())
         if any(own.get(count, digest) != digest for p in positions.values() for count, digest in p.digests):
-            return self._named(f"rank {self._rank}", RuntimeError("the ranks have not done the same"))
+            return self._named(f"rank {self._rank}", RuntimeError("the ranks have run different operations"))
         return None
 
     def _sentence(self, found: str, positions: dict[int, Position]) -> str:
         now = "; ".join(f"rank {rank} {position}" for rank, position in sorted(positions.items()))
-        return f"ranks no longer do the same: {found}. Now: {now}" if now else f"ranks no longer do the same: {found}"
+        return (
+            f"ranks no longer run the same operations: {found}. Now: {now}"
+            if now
+            else f"ranks no longer run the same operations: {found}"
+        )
 
     def _warn(self, positions: dict[int, Position], wait: Wait) -> None:
         now = time.monotonic()
@@ -274,7 +278,7 @@ class Watch:
         for rank, position in sorted((behind or positions).items()):
             before = self._seen.get(rank)
             silent = before is not None and before.beat == position.beat
-            told.append(f"rank {rank} {position}" + (" and shows no sign of life" if silent else ""))
+            told.append(f"rank {rank} {position}" + (" and does not respond" if silent else ""))
         where, self._seen = "; ".join(told), positions
         logger.warning("rank %d has waited %.0f s in %s: %s", self._rank, now - wait.since, wait.what, where)
 
@@ -310,17 +314,17 @@ class Watch:
             time.sleep(0.2)
         silent = [rank for rank, p in positions.items() if rank in begin and begin[rank].beat == p.beat]
         unknown = [rank for rank in range(self._world_size) if rank != self._rank and rank not in positions]
-        known = f"no sign of life of rank {_listed(silent)}" if silent else "the others are alive"
-        known += f", nothing is known of rank {_listed(unknown)}" if unknown else ""
+        known = f"rank {_listed(silent)} does not respond" if silent else "the other ranks are alive"
+        known += f", and nothing is known about rank {_listed(unknown)}" if unknown else ""
         others = "; ".join(f"rank {rank} {position}" for rank, position in sorted(positions.items()))
         return RankLostError(f"rank {self._rank}: {what} failed: {error}; {known}: {others}")
 
     def _without_board(self, what: str, silence: BaseException) -> RankLostError:
         dead = [rank for rank, position in sorted(self._met.items()) if has_died(position)]
-        known = f"the process of rank {_listed(dead)} has died" if dead else "no rank can be asked"
+        known = f"the process of rank {_listed(dead)} has died" if dead else "the state of the other ranks is not known"
         return RankLostError(
-            f"rank {self._rank}: {what}; {known}: the store of the process group, which rank 0 or the launcher keeps, "
-            f"does not answer: {str(silence).splitlines()[0]}"
+            f"rank {self._rank}: {what}; {known}: the store of the process group (in rank 0 or the launcher) does not "
+            f"answer: {str(silence).splitlines()[0]}"
         )
 
     def _named(self, where: str, error: BaseException) -> RankDivergenceError:
@@ -339,7 +343,7 @@ class Watch:
                 break
             time.sleep(0.05)
         if found is None:
-            return RankDivergenceError(f"{where}: {error}; the logs no longer reach back to where they differ")
+            return RankDivergenceError(f"{where}: {error}; the first difference is too old to be in the logs")
         return RankDivergenceError(self._sentence(found, self._board.positions()))
 
 

@@ -72,7 +72,7 @@ def warn_of_slow_matmuls(layout: Layout, config: Config, device: torch.device) -
         return
     _warned.append(device)
     logger.warning(
-        "zero: this CPU has no fast bf16 matmuls: bf16 takes about %.0f times as long as fp32 here; to train in fp32, "
+        "zero: this CPU has no fast bf16 matmuls: bf16 takes about %.0f times as long as fp32; to train in fp32, "
         "leave out bf16, fp16 and torch_autocast (a Trainer: bf16=False) and load the model with dtype=torch.float32",
         slowdown,
     )

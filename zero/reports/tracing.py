@@ -82,7 +82,7 @@ class Tracer:
         """Start recording. Raises ConfigError: `path` cannot be written; StateError: a recording is already running."""
         target = check_target(path)
         if self._trace is not None:
-            raise StateError(f"trace: one that ends in {self._trace.path} is being recorded; end it first")
+            raise StateError(f"trace: a trace is already being recorded to {self._trace.path}; end it first")
         traffic = self._on_mover("starting a trace", self._start)
         self._steps = steps
         self._trace = _Trace(target, steps, self._counters(traffic, self.storage.mover.exposed.seconds), by_environment)
@@ -110,7 +110,7 @@ class Tracer:
         after = self._counters(traffic, exposed_seconds)
         if recording.dropped:
             logger.warning(
-                "trace: the %d oldest spans were dropped, the buffer holds %d; record fewer steps",
+                "trace: the %d oldest spans were dropped, because the buffer holds only %d; record fewer steps",
                 recording.dropped,
                 len(recording.spans),
             )

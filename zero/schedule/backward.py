@@ -125,8 +125,8 @@ class BackwardWatch:
         self._events.check_open("backward")
         if generation != self.generation:
             raise StateError(
-                "backward: this graph was made before the last step() or change of the model; its weights have changed "
-                "since. Run the forward again"
+                "backward: this graph was made before the last step() or change of the model, and its weights have "
+                "changed since; run the forward again"
             )
         self._announce()
 

@@ -293,7 +293,10 @@ class Coordinator:
         """Raise StateError if a unit is in use: a step or a close was called inside forward or backward."""
         busy = [one.unit.name for one in self._units.at(UnitState.LIVE) if one.used]
         if busy:
-            raise StateError(f"units {', '.join(busy)} are in use: step() was called inside forward or backward")
+            raise StateError(
+                f"step: units {', '.join(busy)} are in use, because step() was called inside forward or backward; "
+                "call it after backward"
+            )
 
     def release_all(self) -> None:
         """Release every unit: its values are about to change, or the engine closes.
@@ -502,9 +505,9 @@ class Coordinator:
         names = [f"{unit.name} ({unit.numel:,})" for unit in in_use]
         names += [f"rows of experts ({self._lent_numel:,})"] if self._lent_numel else []
         return BudgetError(
-            f"{what} ({numel:,} elements) is needed while {', '.join(names) or 'nothing'} is in use: together more "
-            f"than {self._limits.live_numel_max:,} live elements; raise zero_optimization.stage3_max_live_parameters "
-            "or memory_budget.device"
+            f"{what} ({numel:,} elements) is needed while {', '.join(names) or 'nothing'} is in use: together they "
+            f"exceed {self._limits.live_numel_max:,} live elements; raise "
+            "zero_optimization.stage3_max_live_parameters or memory_budget.device"
         )
 
     def _horizon(self, *, with_backward: bool) -> list[int]:

@@ -52,8 +52,8 @@ class _Join(torch.autograd.Function):
         """Gradients have reached the call."""
         if torch.is_grad_enabled():
             raise StateError(
-                "backward with create_graph=True: gradients of gradients are not available, the weights they need are "
-                "released as soon as the first backward has passed them"
+                "backward with create_graph=True: gradients of gradients are not available, because the first "
+                "backward releases the weights that they need"
             )
         ctx.reached()
         return (None, None, *gradients)

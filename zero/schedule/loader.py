@@ -182,7 +182,7 @@ class Loader:
     def _flat_of(self, unit: Unit) -> torch.Tensor:
         memory = self._storage.flat(unit)
         if memory is None:
-            raise StateError(f"persistent unit {unit.name} has no home on the device")
+            raise StateError(f"persistent unit {unit.name} has no memory on the device")
         return memory
 
     def await_values(self, arrival: Arrival) -> None:
@@ -256,8 +256,9 @@ class Loader:
             moving = None
             if modified and (self._exchange.reads_homes and self._exchange.placement.weights_sharded):
                 raise StateError(
-                    f"unit {unit.name}: forward has modified its weights in place, and the ranks of this node read "
-                    "each other's slices where they lie, at any time. Set zero_optimization.shared_host_memory to false"
+                    f"unit {unit.name}: forward modified its weights in place, which is not possible while the ranks "
+                    "of this node read each other's slices in shared memory; set "
+                    "zero_optimization.shared_host_memory to false"
                 )
             if modified and arrival.block is not None:
                 moving = self._store_modified(unit, arrival)

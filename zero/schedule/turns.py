@@ -31,7 +31,7 @@ from offload.system.interrupts import LATE_SECONDS, uninterrupted
 from zero.schedule.open_calls import OpenCalls
 
 T = TypeVar("T")
-LEFT = "train_batch: an interrupt has left micro-batches behind that wait for something; close the engine"
+LEFT = "train_batch: an interrupt left unfinished micro-batches behind; close the engine"
 Held = tuple[str, int]
 """(why a unit is held, its index)."""
 

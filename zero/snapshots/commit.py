@@ -152,7 +152,7 @@ class Snapshots:
         """Put everything that the manifest names, and the manifest, on stable storage."""
         storage = self._there
         if storage.disk is None or any(plane.stranded for plane in storage.twice):
-            raise StateError("snapshot: something is not on the disk yet")
+            raise StateError("snapshot: some values are not on the disk yet")
         self.write_bound()
         if not pending.written:
             self._write_through(persistent=False)
@@ -181,8 +181,8 @@ class Snapshots:
         if any(answer["void"] for answer in answers):
             self.pending, self._missed, self._wary = None, True, WARY_SNAPSHOTS
             logger.info(
-                "the snapshot of step %d is void: weights were changed before it was committed; the next ones are "
-                "committed inside their steps",
+                "the snapshot of step %d is dropped, because weights were changed before it was committed; the next "
+                "snapshots are committed inside their steps",
                 pending.step,
             )
             return False
@@ -190,7 +190,9 @@ class Snapshots:
             raise failure
         told = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if answer["error"]]
         if told:
-            raise StateError(f"snapshot of step {pending.step}: {'; '.join(told)}. The one before still counts")
+            raise StateError(
+                f"snapshot of step {pending.step}: {'; '.join(told)}. The previous snapshot is still valid"
+            )
         return True
 
     def _freeze(self, frozen: bool) -> None:
@@ -249,7 +251,7 @@ class Snapshots:
             return None
         storage, manifest = self._there, self._files.manifest(self._number)
         if manifest is None:
-            raise StateError(f"load_snapshot: manifest {self._number} of {self._files.folders[0]} is gone")
+            raise StateError(f"load_snapshot: manifest {self._number} in {self._files.folders[0]} no longer exists")
         check(manifest.state)
         self.pending, self._missed = None, False
         self.unloaded = True  # until all of it is here, no step may replace it
@@ -260,8 +262,8 @@ class Snapshots:
             except StorageError as error:
                 raise error.within(
                     f"load_snapshot: the snapshot {self._files.name!r} of step {self.committed_step} in "
-                    f"{self._files.root} cannot be used, and nothing is left of the one before; load a checkpoint, or "
-                    "remove it (zero snapshots rm) and begin anew"
+                    f"{self._files.root} cannot be used, and the previous one no longer exists; load a checkpoint, or "
+                    "remove the snapshot (zero snapshots rm) and start again"
                 ) from error
 
         self._damaged = True
@@ -280,8 +282,8 @@ class Snapshots:
         found = manifest.body.get("block_checksums", unknown)
         if found is unknown:
             logger.warning(
-                "the snapshot of step %d was taken by an earlier version: damage to it would not be noticed; the next "
-                "one has checksums",
+                "the snapshot of step %d was made by an earlier version without checksums, so damage to it is not "
+                "detected; the next snapshot has checksums",
                 self.committed_step,
             )
         for plane, checksums in zip(storage.twice, found, strict=True):
@@ -293,14 +295,14 @@ class Snapshots:
         if self.unloaded:
             raise StateError(
                 f"step: the snapshot {self._files.name!r} of step {self.committed_step} is in {self._files.root}, and "
-                "a new one would replace it; engine.load_snapshot() goes on from it. To begin anew, remove it "
-                "(zero snapshots rm), or set another offload_optimizer.snapshot.name"
+                "a new snapshot would replace it. To continue from it, call engine.load_snapshot(); to start again, "
+                "remove it (zero snapshots rm), or set another offload_optimizer.snapshot.name"
             )
 
     @property
     def _there(self) -> Storage:
         if self._storage is None:
-            raise StateError("snapshots: there is no storage yet")
+            raise StateError("snapshots: the storage has not been made yet")
         return self._storage
 
 
@@ -357,19 +359,24 @@ def _found(
     if head is None:
         return None
     where = f"offload_optimizer.snapshot: {files.name!r} (step {head['step']}) in {files.root}"
-    mend = "use what it was made with, remove it (zero snapshots rm), or set another snapshot.name"
+    mend = (
+        "use the model, configuration and ranks that it was made with, remove it (zero snapshots rm), or set "
+        "another snapshot.name"
+    )
     if head["ranks"] != exchange.placement.world_size:
-        raise ConfigError(f"{where} is of {head['ranks']} ranks, there are {exchange.placement.world_size} now; {mend}")
+        raise ConfigError(
+            f"{where} was made by {head['ranks']} ranks, and there are {exchange.placement.world_size} now; {mend}"
+        )
     manifest = files.manifest(head["number"])
     if manifest is None:
-        raise ConfigError(f"{where}: rank {files.rank} finds no part of it in {files.folders[0]}; {mend}")
+        raise ConfigError(f"{where}: rank {files.rank} does not find its part in {files.folders[0]}; {mend}")
     theirs = manifest.body["facts"]
     keys = {**theirs, **facts}  # some facts are only there if they differ from the default
     differ = [
         f"{key}: {theirs.get(key)} then, {facts.get(key)} now" for key in keys if theirs.get(key) != facts.get(key)
     ]
     if differ:
-        raise ConfigError(f"{where} is of another layout ({'; '.join(differ)}); {mend}")
+        raise ConfigError(f"{where} has another layout ({'; '.join(differ)}); {mend}")
     return manifest
 
 

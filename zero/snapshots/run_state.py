@@ -99,13 +99,16 @@ def restore_rank(engine: Run, state: Mapping[str, Any], *, own: bool) -> None:
         loader.load_state_dict(position)
     elif position is not None:
         logger.warning(
-            "load_checkpoint: the checkpoint has a position in the data, and the engine %s. Set "
-            "engine.training_dataloader before loading, or call load_state_dict(engine.data_position) of your loader; "
-            "else the data begins anew",
-            "has no loader" if loader is None else f"a {type(loader).__name__} without load_state_dict",
+            "load_checkpoint: the checkpoint has a position in the data, but the engine %s, so the position is not "
+            "restored. To continue from it, set engine.training_dataloader before loading, or call "
+            "load_state_dict(engine.data_position) of your loader",
+            "has no loader" if loader is None else f"has a {type(loader).__name__} without load_state_dict",
         )
     elif hasattr(loader, "load_state_dict"):
-        logger.warning("load_checkpoint: the checkpoint does not say where it was in its data: it is not gone on with")
+        logger.warning(
+            "load_checkpoint: the checkpoint has no position in the data, so the position of the data loader is not "
+            "changed"
+        )
 
 
 def check_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of: Mapping[int, str]) -> None:
@@ -116,16 +119,16 @@ def check_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of:
         return
     if len(mine) != len(theirs):
         raise ConfigError(
-            f"load_checkpoint: the optimizer has {len(mine)} param groups, the checkpoint {len(theirs)}; make the same "
-            "groups, or pass load_optimizer_states=False"
+            f"load_checkpoint: expected {len(theirs)} param groups as in the checkpoint, got {len(mine)}; make the "
+            "same groups, or pass load_optimizer_states=False"
         )
     for number, (here, there) in enumerate(zip(mine, theirs, strict=True)):
         more, less = sorted(set(here) - set(there)), sorted(set(there) - set(here))
         if more or less:
             raise ConfigError(
-                f"load_checkpoint: param group {number} of the optimizer has {more[:3] or 'nothing'} that the "
-                f"checkpoint has not there, and lacks {less[:3] or 'nothing'}; make the same groups, or pass "
-                "load_optimizer_states=False"
+                f"load_checkpoint: param group {number} of the optimizer differs from the checkpoint: only the "
+                f"optimizer has {more[:3] or 'nothing'}, only the checkpoint has {less[:3] or 'nothing'}; make the "
+                "same groups, or pass load_optimizer_states=False"
             )
 
 

@@ -51,8 +51,8 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> Callable[[],
             state["extra_states"] = pack_any(extra)
         except Exception as error:
             raise ConfigError(
-                f"snapshot: the state that get_extra_state of a module gives ({', '.join(extra)}) cannot be pickled: "
-                f"{type(error).__name__}: {error}; let it return plain values or tensors"
+                f"snapshot: the state that get_extra_state of a module returns ({', '.join(extra)}) cannot be "
+                f"pickled: {type(error).__name__}: {error}; return plain values or tensors"
             ) from error
     archive = make_archive(state)
 
@@ -126,6 +126,6 @@ def _check_groups(run: Run, names: dict[int, str], saved: list[dict[str, Any]]) 
     if mine != theirs:
         sizes = [[len(group) for group in each] for each in (theirs, mine)]
         raise StateError(
-            f"load_snapshot: the param groups are others: expected groups of {sizes[0]} parameters as they were saved, "
-            f"got {sizes[1]}; make the optimizer as it was"
+            f"load_snapshot: the param groups differ: expected groups of {sizes[0]} parameters as in the snapshot, "
+            f"got {sizes[1]}; make the optimizer with the same groups"
         )

@@ -185,7 +185,7 @@ class StagedGroup:
         self._storage, self.group, self.space = storage, group, layout.spaces[group.space]
         records, weights = storage.records[group.space], storage.weights[group.space]
         if records is None:
-            raise StateError(f"{group.name}: its space is not trained, it has no state records")
+            raise StateError(f"{group.name}: its parameters are not trained, so it has no optimizer state")
         self.units = list(layout.units_in(group) if units is None else units)
         compute, streams, given = storage.compute(group), storage.streams, given or {}
 

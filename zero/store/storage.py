@@ -144,7 +144,8 @@ class Storage:
         else:
             raise BudgetError(
                 f"gradient of {unit.name}: a second backward before step() needs {nbytes:,} more bytes for fp32 "
-                "accumulation; raise memory_budget.host, or announce it with gradient_accumulation_steps"
+                "accumulation; raise memory_budget.host, or set gradient_accumulation_steps so that the plan "
+                "includes them"
             )
         return self._kept(Plane(f"fp32 gradient of {unit.name}", 4, [home], self.disk, self.streams))
 

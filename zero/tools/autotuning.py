@@ -70,7 +70,10 @@ def tune(options: argparse.Namespace) -> list[str]:
     print(f"autotuning {options.script}: runs of {block.end_profile_step} steps, in {block.exps_dir}", flush=True)
     found = search(_candidates(base), runs, keep, least=least, most=most)
     if found is None:
-        raise ConfigError(f"--autotuning: {options.script} ran under no configuration; see {block.exps_dir}")
+        raise ConfigError(
+            f"--autotuning: {options.script} did not run with any configuration; see the output of the runs in "
+            f"{block.exps_dir}"
+        )
     trial, _ = found
     words = runs.words(best, trial.micro_batch)
     print(f"{best}: {trial}; the script's arguments: {' '.join(words)}", flush=True)
@@ -96,8 +99,8 @@ def find_config(words: Sequence[str]) -> Given:
     if len(found) != 1:
         listed = ", ".join(each.value for each in found) or "none"
         raise ConfigError(
-            f"--autotuning: expected one configuration in the arguments of the script, got {listed}; the script has to "
-            "take it by --deepspeed_config FILE or --deepspeed FILE, so that each run can have its own"
+            f"--autotuning: expected one configuration in the arguments of the script, got {listed}; pass the "
+            "configuration by --deepspeed_config FILE or --deepspeed FILE, so that each run can have its own"
         )
     return found[0]
 
@@ -113,13 +116,16 @@ def _micro_batches(base: Mapping[str, Any], block: Autotuning, words: Sequence[s
         most = min(most, least << block.num_tuning_micro_batch_sizes - 1)
     if least > most:
         raise ConfigError(
-            f"autotuning.max_train_micro_batch_size_per_gpu: expected at least {least}, the first that is tried, got "
-            f"{most}"
+            f"autotuning.max_train_micro_batch_size_per_gpu: expected at least {least}, the first micro-batch that is "
+            f"tried, got {most}"
         )
     is_scripts = own == "auto" and not argument
     stays = is_scripts or block.metric == "latency"
     if is_scripts:
-        print(f"{MICRO_BATCH} is the script's: it stays, unless autotuning.arg_mappings names the argument", flush=True)
+        print(
+            f"{MICRO_BATCH} is set by the script, so it is not tuned unless autotuning.arg_mappings names the argument",
+            flush=True,
+        )
     return least, least if stays else most
 
 
@@ -203,8 +209,8 @@ class Runs:
             self._seen = seen
         argument = (self._block.arg_mappings or {}).get(MICRO_BATCH)
         if seen != self._seen or (argument and own != micro_batch):
-            fix = "let it follow the configuration's, or name its argument in autotuning.arg_mappings"
-            return Trial(own, failure=f"the script's own micro-batch is not the one that is tried; {fix}")
+            fix = "let the script read it from the configuration, or name its argument in autotuning.arg_mappings"
+            return Trial(own, failure=f"the script uses another micro-batch than the one that is tried; {fix}")
         return Trial(own, **found)
 
 

@@ -32,15 +32,19 @@ VALUE_WIDTH = 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    show = actions.add_parser("show", help="every value that holds, and where it comes from")
-    show.add_argument("config", metavar="FILE", help="a configuration; - reads it from the standard input")
-    show.add_argument("--world-size", type=int, default=1, metavar="N", help="complete it for so many ranks (1)")
-    show.add_argument("--json", action="store_true", help="as JSON that loads again, origins in a comment in it")
-    show.add_argument("--all", action="store_true", help="values that were not given too")
+    show = actions.add_parser("show", help="show every value in effect, and where it comes from")
+    show.add_argument("config", metavar="FILE", help="a configuration file; - reads the standard input")
+    show.add_argument("--world-size", type=int, default=1, metavar="N", help="complete it for this number of ranks (1)")
+    show.add_argument(
+        "--json", action="store_true", help="print JSON that can be loaded again, with the origins in a comment"
+    )
+    show.add_argument("--all", action="store_true", help="also show values that were not given")
     show.set_defaults(action=_show)
     actions.add_parser("schema", help="JSON Schema").set_defaults(action=_schema)
-    actions.add_parser("keys", help="the table of all keys, in Markdown").set_defaults(action=_keys)
-    actions.add_parser("optimizers", help="the table of all optimizers, in Markdown").set_defaults(action=_optimizers)
+    actions.add_parser("keys", help="print the table of all keys, in Markdown").set_defaults(action=_keys)
+    actions.add_parser("optimizers", help="print the table of all optimizers, in Markdown").set_defaults(
+        action=_optimizers
+    )
     defaults = actions.add_parser("defaults", help="the defaults of a config_version")
     defaults.add_argument("--config-version", type=int, default=VERSION, metavar="N")
     defaults.set_defaults(action=_defaults)
@@ -95,7 +99,7 @@ def _print_values(config: Config, *, every: bool) -> None:
     for path, value, origin in rows:
         print(f"{path:<{widths[0]}}  {value:<{min(widths[1], VALUE_WIDTH)}}  {origin}")
     if len(rows) < len(origins):
-        print(f"and {len(origins) - len(rows)} defaults, which --all shows")
+        print(f"and {len(origins) - len(rows)} defaults (show them with --all)")
 
 
 def _print_notes(title: str, lines: Sequence[str]) -> None:

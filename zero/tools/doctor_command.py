@@ -114,7 +114,7 @@ def ask(section: str, name: str, question: Callable[[], Answer]) -> Fact:
 
 def _untold(section: str, name: str, error: Exception) -> Fact:
     text = " ".join(str(error).split())
-    return Fact(section, name, f"cannot be told ({type(error).__name__}: {text})", UNKNOWN)
+    return Fact(section, name, f"not known ({type(error).__name__}: {text})", UNKNOWN)
 
 
 def collect(paths: Sequence[Path], *, probe: bool = False) -> Iterator[Fact]:
@@ -150,8 +150,8 @@ def software() -> Questions:
 def _name() -> Answer:
     others = ", ".join(zero_name.claims())
     if others:
-        return f"also of {others}", MISSING, f"its files may replace ours, or be removed with ours: {zero_name.MEND}"
-    return "ours alone"
+        return f"also installed by {others}", MISSING, f"the files of both overwrite each other: {zero_name.MEND}"
+    return "only installed by zero-infinity"
 
 
 def _optional() -> Answer:
@@ -259,11 +259,15 @@ def _backends() -> Answer:
 def _io_choice() -> Answer:
     backend, reason = health.io_choice()
     if backend == "aiofiles":
-        return reason, SLOWER, "Python threads move every request: fast disks are not kept busy; build the C library"
+        return (
+            reason,
+            SLOWER,
+            "Python threads move every request, which is too slow for fast disks; build the C library",
+        )
     if backend == "threads":
-        return reason, SLOWER, "one system call and one thread for each request: more CPU time for a byte"
+        return reason, SLOWER, "each request needs a system call and a thread, so I/O takes more CPU time"
     if "not registered" in reason:
-        return reason, SLOWER, "the kernel pins buffers anew for each request: more CPU time for a byte"
+        return reason, SLOWER, "the kernel pins the buffers again for each request, so I/O takes more CPU time"
     return reason
 
 
@@ -281,28 +285,32 @@ def _usable(path: Path) -> bool:
 
 def _disk(path: Path) -> Answer:
     if not path.is_dir():
-        return "no such folder", MISSING, f"create {path} on the disk that swap files are to use"
+        return "no such folder", MISSING, f"create {path} on the disk for the swap files"
     if not _usable(path):
-        return "not writable", MISSING, f"swap files need to be made in {path}: change its owner or mode"
+        return "not writable", MISSING, f"the engine must create swap files in {path}: change its owner or mode"
     free = free_bytes(path)
     device = identify(path)
     text = f"{device}, {format_bytes(free)} free"
     if device.file_system in IN_MEMORY:
-        return text, SLOWER, "this is host memory, not a disk: offload to cpu instead, or take a folder on NVMe"
+        return text, SLOWER, "this is host memory, not a disk: offload to cpu instead, or use a folder on NVMe"
     if free < FREE_LITTLE_BYTES:
-        return text, SLOWER, "little room: weights and states on NVMe take 12 bytes a parameter (bf16, Adam)"
+        return (
+            text,
+            SLOWER,
+            "little free space: weights and optimizer states on NVMe take 12 bytes per parameter (bf16, Adam)",
+        )
     return text
 
 
 def _direct(path: Path) -> Answer:
-    note = "; the page cache sits between: it takes host memory and a copy of every byte"
+    note = "; I/O goes through the page cache, which takes host memory and copies every byte"
     return _unless(health.direct_io_trouble(path), "no", note, "yes")
 
 
 def _speed(path: Path, probe: bool) -> Answer:
     known = tuning.probe(path) if probe else tuning.cached(path)
     if known is None:
-        return "not measured: --probe, or zero tune, which keeps the result"
+        return "not measured: use --probe, or zero tune, which saves the result"
     rates = (known.read_bytes_per_second, known.write_bytes_per_second, known.mixed_bytes_per_second)
     words = ", ".join(f"{name} {format_bytes(round(rate))}/s" for name, rate in zip(_RATES, rates, strict=True))
     return f"{words} ({'measured now' if probe else known.measured_at})"
@@ -318,7 +326,7 @@ def gpus() -> Questions:
         yield visible_variable(), lambda: repr(visible)
     kind = seen_kind()
     if kind is None:
-        yield "GPUs", lambda: "none visible: the device tier is host memory"
+        yield "GPUs", lambda: "none visible: models compute on the CPU"
         return
     module = torch.get_device_module(kind.name)
     for index in range(module.device_count()):
@@ -356,7 +364,7 @@ def _launchers() -> Answer:
 
 def _collectives() -> Answer:
     if not dist.is_available():
-        return "none", MISSING, "this torch has no torch.distributed: only one rank can run"
+        return "none", MISSING, "this torch was built without torch.distributed: only one rank can run"
     has = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     text = ", ".join(name for name, is_there in has.items() if is_there)
     kind = seen_kind()

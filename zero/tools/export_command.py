@@ -19,12 +19,12 @@ from zero.checkpoint.weights_files import MAX_SHARD_SIZE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of checkpoints, or one of them")
-    parser.add_argument("out", metavar="OUT", help="folder for the files; made if it is not there")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or one checkpoint")
+    parser.add_argument("out", metavar="OUT", help="a folder for the files; it is created if needed")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="fp32: the exact masters (bf16)")
-    parser.add_argument("--max-shard-size", metavar="SIZE", default=MAX_SHARD_SIZE, help="of a file (5GB)")
-    parser.add_argument("--model", metavar="FOLDER", help="where the model's config.json and tokenizer files are")
-    parser.add_argument("--exclude-frozen", action="store_true", help="leave out what was not trained")
+    parser.add_argument("--max-shard-size", metavar="SIZE", default=MAX_SHARD_SIZE, help="largest size of a file (5GB)")
+    parser.add_argument("--model", metavar="FOLDER", help="the folder of the model's config.json and tokenizer files")
+    parser.add_argument("--exclude-frozen", action="store_true", help="leave out parameters that were not trained")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{', '.join(copied)}: from {', '.join(sorted({str(files[name].parent) for name in copied}))}")
     if not (out / CONFIG).exists():
         print(
-            f"from_pretrained needs {CONFIG} and the tokenizer's files in {out} too: give --model FOLDER, or call "
-            f"model.config.save_pretrained({str(out)!r}) and the same of the tokenizer"
+            f"from_pretrained needs {CONFIG} and the tokenizer's files in {out} too: pass --model FOLDER, or call "
+            f"save_pretrained({str(out)!r}) of model.config and of the tokenizer"
         )
     return 0

@@ -68,7 +68,7 @@ def _rows(kind: str) -> Iterator[str]:
         state_dtype = config.zero_optimization.offload_optimizer.state_dtype
         trained = trained_from(None, None, nn.Linear(8, 8), config)
         if trained is None:
-            raise ValueError(f"{kind}: a configuration with an optimizer trains nothing")
+            raise ValueError(f"{kind}: a configuration with an optimizer does not train anything")
         for rule in trained.rules.each:
             of_two = [f"{rule.name}'s part"] if len(trained.rules.each) > 1 else []
             name = ", ".join([f"`{kind}`", *filter(None, (words, *of_two))])

@@ -76,25 +76,34 @@ class StepTime:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", help="folder, config.json or cached id of a Hugging Face model, or module:callable"
+        "model",
+        metavar="MODEL",
+        help="a folder, a config.json or a cached id of a Hugging Face model, or module:callable",
     )
     parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="DeepSpeed JSON file (bf16, AdamW, stage 3, all of it on a drive)"
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help="DeepSpeed JSON file (default: bf16, AdamW, stage 3, everything on NVMe)",
     )
     parser.add_argument("--model-args", metavar="JSON", default="{}", help="keyword arguments of the callable")
-    parser.add_argument("--stage", type=int, help="ZeRO stage, in place of CONFIG's")
+    parser.add_argument("--stage", type=int, help="ZeRO stage, instead of the one in CONFIG")
     parser.add_argument("--world-size", "--ranks", dest="ranks", type=int, default=1, help="ranks (1)")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes, each with as many of the ranks (1)")
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="number of nodes, with the same number of ranks on each (1)"
+    )
     parser.add_argument("--host", type=_size, metavar="BYTES", help="free host memory, such as 64GB")
     parser.add_argument("--device", type=_size, metavar="BYTES", help="a GPU's free memory, such as 24GB")
     parser.add_argument("--nvme", type=_size, metavar="BYTES", help="free space of the drives, such as 2TB")
     for name, what in (
-        ("read-rate", "of the disk, reading, a second"),
-        ("mixed-rate", "of the disk, reading and writing, a second"),
-        ("copy-rate", "to a GPU and from it, a second"),
+        ("read-rate", "bytes per second that the disk reads"),
+        ("mixed-rate", "bytes per second that the disk reads and writes at the same time"),
+        ("copy-rate", "bytes per second of copies to and from a GPU"),
     ):
         parser.add_argument(f"--{name}", type=_size, metavar="BYTES", help=what)
-    parser.add_argument("--update-rate", type=float, metavar="ELEMENTS", help="that the CPU updates a second")
+    parser.add_argument(
+        "--update-rate", type=float, metavar="ELEMENTS", help="elements per second that the CPU updates"
+    )
     parser.add_argument("--choices", action="store_true", help="plan again with other settings, and compare")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
@@ -111,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
             f"{tier} {format_bytes(nbytes)}" for tier, nbytes in least.items() if nbytes or tier != DEVICE
         )
         shared = " (the device is a part of the host here)" if shares_host_memory(planning.device) else ""
-        print(f"smallest machine, for each rank and beside activations: {sizes}{shared}")
+        print(f"smallest machine, for each rank and without activations: {sizes}{shared}")
     layout, plan = planning.make(content)
     traffic = planning.traffic(layout, plan)
     rates = find_rates(config, plan, traffic, options)
@@ -124,8 +133,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     print("\n".join([plan.table(), *_time_lines(traffic, rates, seconds)]))
     if options.choices:
-        now = Choice("CONFIG as it is", tier_sizes(plan), *planning.cost(rates, layout, plan))
-        print("\n".join(["what one change gives", *choice_lines(now, choices)]))
+        now = Choice("CONFIG unchanged", tier_sizes(plan), *planning.cost(rates, layout, plan))
+        print("\n".join(["what each single change gives", *choice_lines(now, choices)]))
     return 0
 
 
@@ -217,7 +226,7 @@ def _from_callable(source: str, keywords: dict[str, Any]) -> Any:
     try:
         return target(**keywords)
     except TypeError as error:
-        raise ConfigError(f"MODEL: {source} cannot be called: {error}; give its arguments with --model-args") from error
+        raise ConfigError(f"MODEL: {source} cannot be called: {error}; pass its arguments with --model-args") from error
 
 
 def _config_file(source: str) -> Path:
@@ -286,8 +295,9 @@ def _check_disk(plan: Plan, config: Config, options: argparse.Namespace) -> None
         where = ", ".join(map(str, folders))
     if free is not None and need > free:
         raise BudgetError(
-            f"the plan needs {need:,} bytes of NVMe, {where} has {free:,}; add a folder to nvme_path, move a plane to "
-            f"host memory, or set offload_optimizer.state_dtype\n{plan.table()}"
+            f"the plan needs {need:,} bytes of NVMe, and {where} has {free:,}; add a folder to nvme_path, move "
+            "weights or optimizer states to host memory with device cpu, or set "
+            f"offload_optimizer.state_dtype\n{plan.table()}"
         )
 
 
@@ -310,12 +320,12 @@ def find_rates(config: Config, plan: Plan, traffic: StepTraffic, options: argpar
             mixed = mixed or sum(result.mixed_bytes_per_second for result in known.values())
         else:
             paths = " ".join(map(str, folders))
-            notes.append(f"not tuned: run zero tune {paths}, or give --read-rate and --mixed-rate")
+            notes.append(f"the disk's speed is not known: run zero tune {paths}, or pass --read-rate and --mixed-rate")
     if update is None and traffic.host_updated_numel:
         update = measure_update_rate(plan.state_dtype)
-        notes.append("the update rate was measured here just now")
+        notes.append("the update rate was measured on this machine just now")
     if options.copy_rate is None and (traffic.copied_in_bytes or traffic.copied_out_bytes):
-        notes.append("the speed of copies to the GPU is not known: give --copy-rate")
+        notes.append("the speed of copies to the GPU is not known: pass --copy-rate")
     return Rates(read, mixed, update, options.copy_rate, tuple(notes))
 
 
@@ -363,9 +373,10 @@ def _time_lines(traffic: StepTraffic, rates: Rates, seconds: StepTime) -> list[s
     lines = [
         f"a step: {read} read from NVMe, {written} written, {traffic.host_updated_numel:,} elements updated by the CPU",
         f"  updates: disk {shown(seconds.update_disk_seconds)}, CPU {shown(seconds.update_seconds)} (at the same time)",
-        f"  fetches from NVMe: {shown(seconds.fetch_seconds)}; copies: {shown(seconds.copy_seconds)} (beside the rest)",
-        f"  data movement in all: {shown(seconds.expected_seconds)}, beside the model's own computation, which is not "
-        "timed here and may take longer",
+        f"  fetches from NVMe: {shown(seconds.fetch_seconds)}; copies: {shown(seconds.copy_seconds)} (at the same "
+        "time as the rest)",
+        f"  all data movement: {shown(seconds.expected_seconds)}, at the same time as the model's own computation, "
+        "which is not timed here and may take longer",
     ]
     return lines + [f"  note: {note}" for note in rates.notes]
 

@@ -17,18 +17,18 @@ from offload.sizes import format_bytes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="name, step, age and size of each")
+    listing = actions.add_parser("list", help="list the name, step, age and size of each snapshot")
     listing.add_argument("path", metavar="PATH", help="first folder of nvme_path")
-    listing.add_argument("--json", action="store_true", help="print them as a JSON list")
-    removal = actions.add_parser("rm", help="remove one, and give its space back")
+    listing.add_argument("--json", action="store_true", help="print a JSON list")
+    removal = actions.add_parser("rm", help="remove one snapshot and free its space")
     removal.add_argument("path", metavar="PATH", help="first folder of nvme_path")
-    removal.add_argument("name", metavar="NAME", help="as listed")
+    removal.add_argument("name", metavar="NAME", help="name, as in the list")
 
 
 def run(options: argparse.Namespace) -> int:
     if options.action == "rm":
         freed = remove_snapshot(options.path, options.name)
-        print(f"{options.name}: removed, {format_bytes(freed)} are free again")
+        print(f"{options.name}: removed, {format_bytes(freed)} freed")
         return 0
     found = list_snapshots(options.path)
     if options.json:
@@ -41,10 +41,10 @@ def run(options: argparse.Namespace) -> int:
 def describe(listed: Listed) -> str:
     head = listed.head
     if head is None:
-        what = listed.trouble or "nothing was committed"
+        what = listed.trouble or "no snapshot was committed"
     else:
         when = datetime.fromtimestamp(listed.committed_at or 0.0).isoformat(" ", "seconds")
-        here = "" if head["ranks"] == len(listed.ranks) else f", {len(listed.ranks)} of them here"
+        here = "" if head["ranks"] == len(listed.ranks) else f", {len(listed.ranks)} of them on this machine"
         what = f"step {head['step']:,}, committed {when}, {head['ranks']} ranks{here}"
     use = ", in use" if listed.in_use else ""
     return f"{listed.name}: {what}, {format_bytes(listed.allocated_bytes)}{use}"

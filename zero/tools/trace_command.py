@@ -28,19 +28,37 @@ from zero.tools.trace_plot import draw, require_matplotlib, summary
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--json", type=Path, default=Path("trace.json"), metavar="FILE", help="write the timeline there (%(default)s)")
-    add("--png", type=Path, metavar="FILE", help="draw it too; needs matplotlib")
+    add(
+        "--json",
+        type=Path,
+        default=Path("trace.json"),
+        metavar="FILE",
+        help="write the timeline to this file (%(default)s)",
+    )
+    add("--png", type=Path, metavar="FILE", help="also draw the timeline to this file; needs matplotlib")
     add("--steps", type=int, default=3, help="steps to record (%(default)s)")
-    add("--warmup", type=int, default=2, help="steps before them, which learn the order of uses (%(default)s)")
-    source = parser.add_argument_group("what is recorded; one of these")
+    add(
+        "--warmup",
+        type=int,
+        default=2,
+        help="steps before the recorded ones, in which the engine learns the order of modules (%(default)s)",
+    )
+    source = parser.add_argument_group("what to record; give one of these")
     source.add_argument("--config", type=Path, metavar="FILE", help="DeepSpeed JSON for the synthetic GPT")
-    source.add_argument("--nvme-path", type=Path, metavar="DIR", help="no JSON: bf16, everything on NVMe there")
-    source.add_argument("--draw", type=Path, metavar="FILE", help="nothing: draw a JSON that was recorded earlier")
+    source.add_argument(
+        "--nvme-path",
+        type=Path,
+        metavar="DIR",
+        help="the synthetic GPT in bf16, with everything on NVMe in this folder",
+    )
+    source.add_argument(
+        "--draw", type=Path, metavar="FILE", help="record nothing, and draw a JSON that was recorded earlier"
+    )
     source.add_argument(
         "--script",
         nargs=argparse.REMAINDER,
         metavar="FILE",
-        help="a training script; all that follows is its own arguments",
+        help="a training script; everything after it is its own arguments",
     )
     model = parser.add_argument_group("the synthetic GPT")
     model.add_argument("--layers", type=int, default=4, help="(%(default)s)")
@@ -75,7 +93,7 @@ def _check(options: argparse.Namespace) -> None:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given) or "none"
         raise ConfigError(f"zero trace: expected one of --config, --nvme-path, --script and --draw, got {names}")
     if options.script == []:
-        raise ConfigError("zero trace: --script needs the script's path and comes last")
+        raise ConfigError("zero trace: expected the script's path after --script, got nothing; put --script last")
     if options.steps < 1 or options.warmup < 0:
         raise ConfigError(
             f"zero trace: expected --steps >= 1 and --warmup >= 0, got {options.steps} and {options.warmup}"
@@ -107,7 +125,7 @@ def _run_script(options: argparse.Namespace) -> int:
     if not options.json.exists():
         raise ConfigError(
             f"zero trace: {options.script[0]} ended with status {status} and recorded nothing: expected an engine of "
-            f"zero.initialize that takes more than {options.warmup} steps; lower --warmup"
+            f"zero.initialize that takes more than {options.warmup} steps; take more steps, or lower --warmup"
         )
     return status
 

@@ -23,8 +23,8 @@ from zero.tools import tune_step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="folder of nvme_path")
-    parser.add_argument("--force", action="store_true", help="measure again what is known")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="a folder of nvme_path")
+    parser.add_argument("--force", action="store_true", help="measure again even if a result is known")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     tune_step.add_arguments(parser)
 
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         source, trouble = ("cache", "") if known else ("measured", "")
         if known is None:
             if not options.json:
-                print(f"{folder}: measuring, up to half a minute ...", flush=True)
+                print(f"{folder}: measuring for up to half a minute ...", flush=True)
             known = tuning.probe(folder)
             trouble = tuning.store(known)
         results[key] = known
@@ -68,12 +68,12 @@ def run(options: argparse.Namespace) -> int:
     if len(folders) > 1:
         shares = ", ".join(f"{folder} {count}" for folder, count in zip(folders, stripes, strict=True))
         print(f"stripes of each round: {shares}")
-    print(f"kept in {tuning.cache_folder()}")
+    print(f"saved in {tuning.cache_folder()}")
     return 0
 
 
 def describe(folder: Path, result: tuning.Tuning, source: str) -> str:
-    when = f"measured in {result.probe_seconds:.0f} s" if source == "measured" else f"known since {result.measured_at}"
+    when = f"measured in {result.probe_seconds:.0f} s" if source == "measured" else f"measured at {result.measured_at}"
     lines = [f"{folder}: {result.device}, {when}"]
     lines.append(f"  {'question':<14}{'candidate':<28}{'mixed':>12}{'ratio':>8}{'wins':>6}")
     for m in result.measurements:

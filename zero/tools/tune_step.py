@@ -53,11 +53,13 @@ DEFAULTS: Mapping[str, Any] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a configuration for a model")
     group.add_argument("--write", metavar="FILE", type=Path, help="run a few steps and write the best configuration")
-    group.add_argument("--model", metavar="MODEL", help="of transformers, as zero plan takes it: what runs")
-    group.add_argument("--base", metavar="CONFIG", help="what else the configuration says (bf16, AdamW, clipping 1)")
+    group.add_argument(
+        "--model", metavar="MODEL", help="the model to run: a folder, config.json or id, as for zero plan"
+    )
+    group.add_argument("--base", metavar="CONFIG", help="the other keys of the configuration (bf16, AdamW, clipping 1)")
     group.add_argument("--sequence", type=int, default=512, help="tokens of a sample (512)")
     group.add_argument("--steps", type=int, default=3, help="timed steps of a run (3)")
-    group.add_argument("--on", choices=("none", "cpu", "nvme"), help="weights and states have to be here")
+    group.add_argument("--on", choices=("none", "cpu", "nvme"), help="keep weights and optimizer states on this device")
     group.add_argument("--no-recompute", action="store_true", help="keep activations instead of recomputing them")
 
 
@@ -65,23 +67,25 @@ def check(options: argparse.Namespace) -> None:
     """Raise ConfigError for options that contradict each other, before anything is measured."""
     if options.write is None:
         if options.model is not None:
-            raise ConfigError("zero tune: --model is for --write FILE, which is missing")
+            raise ConfigError("zero tune: --model needs --write FILE, the configuration to write")
         return
     if options.model is None:
         raise ConfigError("zero tune: --write needs --model, the model to run")
     if options.write.exists():
-        raise ConfigError(f"zero tune: {options.write} exists; remove it, or write another file")
+        raise ConfigError(f"zero tune: {options.write} already exists; remove it, or write another file")
 
 
 def write(options: argparse.Namespace, tuned: list[tuning.Tuning], say: Callable[[str], None]) -> Trial:
     """Find the best configuration and write it. Raises ConfigError: nothing fits or runs."""
     base = dict(DEFAULTS) if options.base is None else dict(read_json(options.base))
     placed = _placed(base, options, tuned)
-    say(f"running {WARM_STEPS + options.steps} steps of each; the best so far is in {options.write}")
+    say(f"running {WARM_STEPS + options.steps} steps with each placement; the best so far is in {options.write}")
     best = search(placed, _Runner(options, say), lambda trial, candidate: _keep(options, trial, candidate))
     if best is None:
         names = ", ".join(candidate.name for candidate in placed)
-        raise ConfigError(f"zero tune: {options.model} ran with weights/states on none of {names}; see above")
+        raise ConfigError(
+            f"zero tune: {options.model} did not run with weights/states on any of {names}; see the output above"
+        )
     trial, _ = best
     say(f"{options.write}: {_told(options, trial)}")
     return trial
@@ -117,7 +121,10 @@ def _placed(base: dict[str, Any], options: argparse.Namespace, tuned: list[tunin
         moved, seconds = planning.cost(rates, layout, plan)
         found.append((seconds if seconds is not None else 0.0, moved, order, f"{weights}/{states}", content))
     if not found:
-        raise ConfigError(f"zero tune: {options.model} fits on this machine in no way; `zero plan` says what it takes")
+        raise ConfigError(
+            f"zero tune: {options.model} does not fit on this machine with any placement; run `zero plan` to see "
+            "what it needs"
+        )
     return [Candidate(name, content) for *_, name, content in sorted(found, key=lambda row: row[:3])]
 
 

@@ -182,7 +182,7 @@ class EngineKeeper:
         """Copies of one parameter's states by name (Adam's are `exp_avg` and `exp_avg_sq`), fp32 on the host."""
         pieces = self._pieces(name)
         if not pieces[0].bound.unit.trainable:
-            raise StateError(f"parameter {name} is not trained by this engine: it has no states")
+            raise StateError(f"parameter {name} is not trained by this engine, so it has no optimizer state")
         records = [(self.editor.read_records(bound.unit), slot) for bound, slot in pieces]
         names = self.editor.states_of(pieces[0].bound.unit)
         return {key: _joined([self._cut(record[key], slot) for record, slot in records]) for key in names}
@@ -206,7 +206,7 @@ class EngineKeeper:
 
     def _pieces(self, name: str) -> list[SlotPlace]:
         if name not in self._places:
-            raise KeyError(f"no parameter is named {name!r}")
+            raise KeyError(f"the model has no parameter named {name!r}")
         return self._places[name]
 
     def _units_of(self, parameters: list[nn.Parameter]) -> list[int]:

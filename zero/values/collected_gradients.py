@@ -107,7 +107,7 @@ class GradientValues:
         for state in self._gradients.states():
             if state.unit.index == unit.index:
                 return state
-        raise StateError(f"{unit.name} is not trained: it has no gradient")
+        raise StateError(f"{unit.name} is not trained, so it has no gradient")
 
     def _stored(self, state: UnitGradient, slot: Slot, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the slot in this rank's slice, fp32; zeros if nothing is stored."""

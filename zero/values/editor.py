@@ -88,9 +88,9 @@ class UnitEditor:
             names = ", ".join(unit.name for unit in units[:3]) + (", ..." if len(units) > 3 else "")
             raise BudgetError(
                 f"GatheredParameters: {len(units)} units ({names}) need {format_bytes(needed)} on "
-                f"{self._storage.device}, the values and a copy to see what was edited; "
-                f"{format_bytes(free_bytes)} are free there. Gather fewer parameters at a time, or look at "
-                "them one by one with engine.named_full_parameters()"
+                f"{self._storage.device} for the values and a copy that shows what was edited, and "
+                f"{format_bytes(free_bytes)} are free there; gather fewer parameters at a time, or read them one by "
+                "one with engine.named_full_parameters()"
             )
 
     def _open_one(self, index: int) -> None:

@@ -51,8 +51,8 @@ def agree_on_edits(exchange: Exchange, edits: list[Edit], modifier_rank: int | N
         if len(kinds) > 1:
             ranks = ", ".join(f"rank {r}: {_words(answer[position])}" for r, answer in enumerate(answers))
             raise StateError(
-                f"GatheredParameters: the ranks have edited {edit.unit.name} differently ({ranks}); pass modifier_rank "
-                "to keep the edits of one, or make the same edits on all. None was kept"
+                f"GatheredParameters: the ranks have edited {edit.unit.name} differently ({ranks}), so no edit was "
+                "kept; pass modifier_rank to keep the edits of one rank, or make the same edits on all"
             )
     return [edit for edit in edits if edit.changed]
 

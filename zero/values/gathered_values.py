@@ -169,12 +169,14 @@ def agree_on_change(exchange: Exchange, model: nn.Module, held: Collection[int],
     told = [json.loads(answer) for answer in exchange.agree("a change", json.dumps([digest, accumulating]).encode())]
     if len({digest for digest, _ in told}) > 1:
         lists = [json.loads(answer) for answer in exchange.agree("what differs", json.dumps(mine).encode())]
-        raise StateError(f"the ranks have changed the model differently: {_differences(lists)}; change all alike")
+        raise StateError(
+            f"the ranks have changed the model differently: {_differences(lists)}; make the same changes on each rank"
+        )
     ranks = [rank for rank, (_, holds) in enumerate(told) if holds]
     if ranks:
         raise StateError(
-            f"the model has changed amid a step: ranks {', '.join(map(str, ranks))} have gradients; "
-            "with several ranks change it right after step(), or call zero_grad() first"
+            f"the model has changed in the middle of a step: ranks {', '.join(map(str, ranks))} have gradients; with "
+            "several ranks, change the model right after step(), or call zero_grad() first"
         )
 
 

@@ -76,7 +76,9 @@ class ParameterValues:
         """A whole optimizer state, fp32 on the host. Raises StateError: no state has this name."""
         states = self.states()
         if key not in states:
-            raise StateError(f"parameter {self._name}: no optimizer state {key!r}; there are {', '.join(states)}")
+            raise StateError(
+                f"parameter {self._name}: there is no optimizer state {key!r}; available: {', '.join(states)}"
+            )
         return states[key]
 
     def own_master(self) -> torch.Tensor:
@@ -94,7 +96,7 @@ class ParameterValues:
         names = self._parts.plan.states_of(self._places[0][0])
         if key not in names:
             known = ", ".join((*names, *self._small_shapes))
-            raise StateError(f"parameter {self._name}: no optimizer state {key!r}; there are {known}")
+            raise StateError(f"parameter {self._name}: there is no optimizer state {key!r}; available: {known}")
         return names.index(key)
 
     def _own(self, number: int) -> torch.Tensor:

@@ -152,7 +152,7 @@ def test_only_folders_of_tags_are_deepspeeds(tmp_path: Path) -> None:
     assert all(is_deepspeed_folder(SAMPLES / stage / TAG) for stage in STAGES)
     assert not is_deepspeed_folder(SAMPLES / "stage1") and not is_deepspeed_folder(tmp_path)
     assert not is_deepspeed_folder(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="something that is not a folder"):
         open_deepspeed_folder(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"expected \*zero_pp_rank_0"):
         open_deepspeed_folder(tmp_path)
@@ -225,8 +225,8 @@ def later(contents: dict[str, Any]) -> None:
     ("edit", "said"),
     [
         (shorten, "weights of group 0: expected at least"),
-        (later, "is as of step 4.*not written together"),
-        (set_in("optimizer_state_dict", "partition_count", value=3), "of another run"),
+        (later, "is from step 4.*not written together"),
+        (set_in("optimizer_state_dict", "partition_count", value=3), "is from another run"),
         (set_in("optimizer_state_dict", "partition_count", value=[2, 1]), "expert parallelism"),
         (set_in("optimizer_state_dict", "ds_zero_partition_groups", value=[]), "AutoEP"),
     ],
@@ -240,7 +240,12 @@ def test_a_rank_that_does_not_fit_the_others_is_named(stage: str, edit: Any, sai
 
 def test_files_of_two_runs_in_one_folder_are_found(tmp_path: Path) -> None:
     for stage, other, name, said in (
-        ("stage1", "stage2", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "several runs lie side by side"),
+        (
+            "stage1",
+            "stage2",
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "expected the files of one run, found those of several",
+        ),
         ("stage2", "stage2", "zero_pp_rank_2_mp_rank_00_optim_states.pt", "found more: zero_pp_rank_2"),
         ("stage2", "stage2", "zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism"),
         ("stage2", "stage2", "layer_00-model_states.pt", "pipeline parallelism"),
@@ -251,7 +256,7 @@ def test_files_of_two_runs_in_one_folder_are_found(tmp_path: Path) -> None:
             open_deepspeed_folder(tag)
     tag = copy_of("stage3", tmp_path)
     change(model_file(tag, 1), set_in("global_steps", value=4))
-    with pytest.raises(ConfigError, match=r"is as of step 4.*not written together"):
+    with pytest.raises(ConfigError, match=r"is from step 4.*not written together"):
         open_deepspeed_folder(tag)
 
 

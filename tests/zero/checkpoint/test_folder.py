@@ -202,14 +202,14 @@ def test_a_damaged_latest_gives_way_to_the_newest_that_is_whole_and_it_is_said(t
     (note,) = found.notes
     with pytest.raises(ConfigError, match=message):
         raise ConfigError(note)
-    assert "latest names 'step30'" in note and "taking 'step20' instead" in note
+    assert "latest names 'step30'" in note and "loading 'step20' instead" in note
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_one_that_was_asked_for_is_refused_with_the_tag_that_would_do(three: Path, kind: str) -> None:
     how, message = DAMAGES[kind]
     how(three / "step20")
-    with pytest.raises(ConfigError, match=rf"(?s)step20.*{message}.*newest that is whole: tag='step30'"):
+    with pytest.raises(ConfigError, match=rf"(?s)step20.*{message}.*newest complete checkpoint is tag='step30'"):
         Checkpoints(three).newest_valid("step20")
     found = Checkpoints(three).newest_valid("step10")
     assert found is not None and found.manifest.global_steps == 10 and not found.notes
@@ -235,7 +235,7 @@ def test_nothing_is_none_and_only_damaged_ones_are_an_error(three: Path) -> None
     assert Checkpoints(three / "nowhere").newest_valid() is None
     (three / "empty").mkdir()
     assert Checkpoints(three / "empty").newest_valid() is None
-    with pytest.raises(ConfigError, match=r"there is no checkpoint 'x'.*there is no other"):
+    with pytest.raises(ConfigError, match=r"there is no checkpoint 'x'.*there is no other checkpoint"):
         Checkpoints(three / "empty").newest_valid("x")
     for step in (10, 20, 30):
         (three / f"step{step}" / NAMES[0]).unlink()
@@ -247,7 +247,7 @@ def test_a_replaced_one_counts_while_its_successor_is_missing_or_damaged(three: 
     (three / "step30").rename(three / ".step30.replaced")
     for asked in (None, "step30"):
         found = Checkpoints(three).newest_valid(asked)
-        assert found is not None and step_of(found.folder) == 30 and "cut off" in found.notes[0]
+        assert found is not None and step_of(found.folder) == 30 and "was interrupted" in found.notes[0]
     (three / "step30").mkdir()
     found = Checkpoints(three).newest_valid()
     assert found is not None and step_of(found.folder) == 30 and "cannot read manifest.json" in found.notes[0]
@@ -330,7 +330,7 @@ def test_a_folder_that_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"theirs")
     before = tree(tmp_path)
     for tag in ("global_step3", "file"):
-        with pytest.raises(ConfigError, match=r"no checkpoint of this engine.*choose another tag"):
+        with pytest.raises(ConfigError, match=r"is not a checkpoint of this engine.*choose another tag"):
             Checkpoints(tmp_path).begin(tag)
     assert tree(tmp_path) == before
 
@@ -349,7 +349,7 @@ def test_a_checkpoint_that_is_not_as_its_manifest_says_gets_no_name(three: Path)
 def test_manifests_name_files_of_their_folder_only(tmp_path: Path) -> None:
     manifest = Manifest(tag="a", global_steps=1, time=0.0, world_size=1, files={"../x": FileEntry(bytes=1)})
     write_manifest(Files(), tmp_path, manifest)
-    with pytest.raises(ConfigError, match=r"'\.\./x' is no name of a file in this folder"):
+    with pytest.raises(ConfigError, match=r"'\.\./x' is not a valid name of a file in this folder"):
         read_manifest(Files(), tmp_path)
 
 

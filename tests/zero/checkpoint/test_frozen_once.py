@@ -69,7 +69,7 @@ def test_what_is_damaged_is_written_anew_and_every_save_loads(
     with caplog.at_level("WARNING", "zero"):
         engine.save_checkpoint(saves, "second")
     engine.close()
-    assert ("written anew" in caplog.text) == (how in ("payload", "metadata"))
+    assert ("is damaged and is written again" in caplog.text) == (how in ("payload", "metadata"))
     for tag in ("first", "second"):
         later = open_engine(model_of(), config_of(tmp_path))
         with torch.no_grad(), zero.GatheredParameters(list(later.module.parameters())):

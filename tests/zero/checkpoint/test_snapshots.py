@@ -112,7 +112,7 @@ def test_an_extra_state_that_cannot_be_kept_is_an_error_that_names_the_module(
     model = torch.nn.Sequential(torch.nn.Embedding(64, 32), Closed(32, 8))
     engine = open_engine(model, config_of(nvme_path))
     engine.backward(engine(tokens(0)).square().mean())
-    with pytest.raises(ConfigError, match=r"get_extra_state of a module gives \(1\) cannot be pickled"):
+    with pytest.raises(ConfigError, match=r"get_extra_state of a module returns \(1\) cannot be pickled"):
         engine.step()
         engine.save_snapshot()
 
@@ -276,7 +276,7 @@ def test_a_step_over_a_snapshot_that_nobody_loaded_is_refused(open_engine: Open,
 
 def test_another_model_is_refused_and_the_snapshot_stays(open_engine: Open, nvme_path: Path) -> None:
     train(open_engine(build("gpt"), config_of(nvme_path)), 0, 1).close()
-    with pytest.raises(ConfigError, match=r"step 2.*another layout.*parameters: \d+ then, \d+ now"):
+    with pytest.raises(ConfigError, match=r"step 2.*has another layout.*parameters: \d+ then, \d+ now"):
         open_engine(build("gpt", blocks=2), config_of(nvme_path))
     with pytest.raises(
         ConfigError, match=r"sub-groups: 7 of up to 16,384 elements then, 16 of up to 4,096 elements now"
@@ -326,7 +326,7 @@ def test_a_model_that_changes_later_is_refused(open_engine: Open, nvme_path: Pat
 
 def test_a_save_amid_an_accumulation_is_refused(open_engine: Open, nvme_path: Path) -> None:
     engine = train(open_engine(build("gpt"), config_of(nvme_path, accumulation=2)), 0)
-    with pytest.raises(StateError, match="gradients have been collected"):
+    with pytest.raises(StateError, match="gradients have been accumulated"):
         engine.save_snapshot()
     train(engine, 1)
     assert engine.save_snapshot() == 1
@@ -426,11 +426,11 @@ def test_every_flipped_bit_of_what_a_snapshot_names_is_noticed(
     chosen = [draw.randrange(8 * begin, 8 * end) for begin, end in named for _ in range(200 // len(named) + 1)]
     names = [name for name, _ in engine.module.named_parameters()]
     for bit in [*chosen, 8 * named[0][0], 8 * named[-1][1] - 1]:
-        with flipped(swap, bit), pytest.raises(StorageError, match="are not what was written") as caught:
+        with flipped(swap, bit), pytest.raises(StorageError, match="are damaged") as caught:
             engine.load_snapshot()
         text = str(caught.value)
         assert caught.value.path == str(swap) and 0 <= bit // 8 - (caught.value.offset or 0) < BLOCK_BYTES
-        assert "load a checkpoint, or remove it" in text
+        assert "load a checkpoint, or remove the snapshot" in text
         assert any(name in text for name in names)
     with pytest.raises(StateError, match="load_snapshot"):
         micro_batch(engine, 0)
@@ -493,7 +493,7 @@ def test_a_snapshot_of_before_checksums_loads_and_says_so(
     second = open_engine(build("gpt", seed=9), config_of(nvme_path))
     with caplog.at_level("WARNING", "zero"):
         assert second.load_snapshot() == 2
-    assert "damage to it would not be noticed" in caplog.text
+    assert "damage to it is not detected" in caplog.text
     train(second, 2)
     second.save_snapshot()
     caplog.clear()

@@ -71,7 +71,7 @@ def test_ranks_whose_number_changed_are_told(rank_pool: Pool, nvme_path: Path, t
     made = config(str(nvme_path), 1, PAIRS[0], 0)
     rank_pool(2).run(job, made, 2, str(tmp_path / "progress"))
     (error,) = rank_pool(1).run(job, made, 2, str(tmp_path / "progress"), errors="return")
-    assert "is of 2 ranks, there are 1 now" in str(error)
+    assert "was made by 2 ranks, and there are 1 now" in str(error)
     assert [result[0] for result in rank_pool(2).run(job, made, 3, str(tmp_path / "progress"))] == [2, 2]
 
 
@@ -81,7 +81,7 @@ def test_a_rank_without_its_part_is_named_on_all(rank_pool: Pool, nvme_path: Pat
     manifest = folder(nvme_path) / "rank-1" / "manifest-0"
     manifest.rename(manifest.with_name("elsewhere"))
     errors = rank_pool(2).run(job, made, 3, str(tmp_path / "progress"), errors="return")
-    assert all("rank 1 finds no part of it" in str(error) for error in errors)
+    assert all("rank 1 does not find its part" in str(error) for error in errors)
     manifest.with_name("elsewhere").rename(manifest)
     assert [result[0] for result in rank_pool(2).run(job, made, 3, str(tmp_path / "progress"))] == [2, 2]
 
@@ -93,7 +93,7 @@ def test_a_damaged_block_of_one_rank_is_told_on_all(rank_pool: Pool, nvme_path: 
     data = bytearray(swap.read_bytes())
     swap.write_bytes(bytes(byte ^ 1 for byte in data))
     errors = rank_pool(2).run(job, made, 3, str(tmp_path / "progress"), errors="return")
-    assert all("are not what was written" in str(error) and str(swap) in str(error) for error in errors)
+    assert all("are damaged" in str(error) and str(swap) in str(error) for error in errors)
     swap.write_bytes(data)
     assert [result[0] for result in rank_pool(2).run(job, made, 3, str(tmp_path / "progress"))] == [2, 2]
 
@@ -103,7 +103,7 @@ def test_what_fails_on_one_rank_keeps_the_snapshot_before_on_all(
 ) -> None:
     made = config(str(nvme_path), 1, PAIRS[0], 0)
     told = rank_pool(2).run(fails_once, made)
-    assert "ENOSPC" in told[1] and "rank 1: " in told[0] and "still counts" in told[0]
+    assert "ENOSPC" in told[1] and "rank 1: " in told[0] and "The previous snapshot is still valid" in told[0]
     assert committed(nvme_path)["step"] == committed(nvme_path, 1)["step"] == 4  # type: ignore[index]
 
 

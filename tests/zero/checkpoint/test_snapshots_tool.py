@@ -34,7 +34,7 @@ def test_list_says_what_is_there(open_engine: Open, nvme_path: Path, capsys: pyt
     assert main(["snapshots", "list", str(nvme_path)]) == 0
     a, b, c = capsys.readouterr().out.splitlines()
     assert a.startswith("a: step 3, committed 2") and "1 ranks" in a and "in use" not in a
-    assert b.startswith("b: nothing was committed") and b.endswith("in use")
+    assert b.startswith("b: no snapshot was committed") and b.endswith("in use")
     assert c.startswith("c: ") and "checksum" in c
     assert main(["snapshots", "list", str(nvme_path), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
@@ -63,7 +63,7 @@ def test_rm_of_what_is_not_there_names_what_is(
 ) -> None:
     train(open_engine(build("gpt"), named(nvme_path, "b")), 0, 1).close()
     assert main(["snapshots", "rm", str(nvme_path), name]) == 1
-    assert f"no snapshot '{name}' below {nvme_path}; there are: b" in capsys.readouterr().err
+    assert f"there is no snapshot '{name}' below {nvme_path}; available: b" in capsys.readouterr().err
     assert (nvme_path / "zero-snapshots" / "b" / "committed").exists()
 
 

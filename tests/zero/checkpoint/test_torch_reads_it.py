@@ -194,7 +194,7 @@ def test_without_a_tag_a_damaged_checkpoint_is_followed_by_the_next_one(
     flip(copy / "three" / name, payload if name == FILES[0] else (copy / "three" / name).stat().st_size // 2)
     with caplog.at_level("WARNING", "zero"):
         assert other.engine.load_checkpoint(copy)[0] == str(copy / "it")
-    assert "taking 'it' instead" in caplog.text and f"three/{name}" in caplog.text
+    assert "loading 'it' instead" in caplog.text and f"three/{name}" in caplog.text
     assert differences(other.state(), state) == []
     flip(copy / "it" / FILES[0], payloads(copy / "it")[0][0])
     with pytest.raises(ConfigError, match=r"can be loaded.*'it' is damaged"):

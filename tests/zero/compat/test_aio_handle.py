@@ -103,7 +103,7 @@ def test_what_fails_raises_and_names_the_file_and_the_next_call_works(handle: An
     for use in (handle.sync_pread, handle.sync_pwrite):
         with pytest.raises(StorageError, match=r"No such file or directory.*none/file"):
             use(torch.zeros(3), missing)
-    with pytest.raises(StorageError, match=r"met the end of the file.*short"):
+    with pytest.raises(StorageError, match=r"reached the end of the file.*short"):
         handle.sync_pread(random_bytes(8192), str(short))
     assert handle.async_pread(torch.zeros(3), missing) == 0
     assert handle.async_pwrite(torch.ones(3), str(short)) == 0

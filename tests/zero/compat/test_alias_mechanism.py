@@ -99,7 +99,7 @@ def test_auto_goes_before_an_installed_one(tmp_path: Path, installed: Path) -> N
 def test_auto_refuses_when_another_one_has_been_imported(tmp_path: Path, installed: Path) -> None:
     file = script(tmp_path, "import deepspeed\nimport zero.compat.deepspeed.auto\n")
     done = python(str(file), env={"PYTHONPATH": os.pathsep.join([str(installed), str(ROOT)])})
-    assert done.returncode == 1 and "ImportError: deepspeed has been imported already" in done.stderr
+    assert done.returncode == 1 and "ImportError: deepspeed has already been imported" in done.stderr
 
 
 @pytest.mark.parametrize("way", ["path", "run", "auto"])

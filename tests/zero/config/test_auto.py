@@ -149,7 +149,7 @@ def test_an_auto_that_the_engine_derives_later_is_said_to_be_left_to_it() -> Non
     lines = list(auto_lines(load_config({**zero_config(3, "sub_group_size"), "memory_budget": {"host": "auto"}})))
     assert len(lines) == 2
     assert any("sub_group_size is left to the engine" in line for line in lines)
-    assert any("memory_budget.host is what is free" in line for line in lines)
+    assert any("memory_budget.host is the memory that is free" in line for line in lines)
 
 
 # ---- schedules ---------------------------------------------------------------------------------

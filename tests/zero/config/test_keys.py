@@ -128,7 +128,7 @@ FEATURES: dict[str, tuple[Any, str]] = {
     "zero_optimization.zero_quantized_weights": (True, "communication_data_type"),
     "zero_optimization.zero_quantized_gradients": (True, "communication_data_type"),
     "zero_optimization.zero_quantized_nontrainable_weights": (True, "communication_data_type"),
-    "zero_optimization.zenflow": ({"topk_ratio": 0.1}, "behind the step"),
+    "zero_optimization.zenflow": ({"topk_ratio": 0.1}, "in the background, with exact results"),
     "aio.use_gds": (True, "io_uring"),
     "data_efficiency.enabled": (True, "sampler"),
     "sparse_attention": ({"mode": "fixed"}, "flex_attention"),
@@ -148,7 +148,7 @@ def test_what_this_engine_does_not_do_is_refused_by_name_with_the_alternative(pa
     ("path", "why"),
     [("pipeline.stages", "arguments of PipelineModule"), ("eigenvalue.enabled", "quantization"),
      ("autotuning.enabled", "--autotuning"), ("nebula.enabled", "async_save"),
-     ("zero_optimization.offload_optimizer.super_offload", "behind the step")],
+     ("zero_optimization.offload_optimizer.super_offload", "in the background, with exact results")],
 )  # fmt: skip
 def test_what_only_helps_a_feature_that_is_not_here_is_listed_with_the_reason(path: str, why: str) -> None:
     (listed,) = load_config(nested(path, True)).inactive_with_reasons

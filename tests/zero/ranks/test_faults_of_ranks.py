@@ -220,4 +220,4 @@ def stumble(place: Place, folder: str, bare: bool) -> tuple[str, int, list[float
 def test_a_backward_that_one_rank_breaks_off_is_no_step_of_any(rank_pool: Pool, nvme_path: Path, bare: bool) -> None:
     first, second = rank_pool(2).run(stumble, SHARED, str(nvme_path), bare)
     assert first == second and first[1] == 2
-    assert first[0].startswith("TornBackward: step: the last backward was broken off on rank 0")
+    assert first[0].startswith("TornBackward: step: the last backward was interrupted on rank 0")

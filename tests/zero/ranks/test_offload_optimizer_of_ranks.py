@@ -182,7 +182,7 @@ def refuses_shards_of_matrices(nvme_path: str) -> str:
 
 def test_a_class_that_looks_at_whole_parameters_gets_no_shards(rank_pool: Pool, nvme_path: Path) -> None:
     for said in rank_pool(2).run(refuses_shards_of_matrices, str(nvme_path)):
-        assert "Muon looks at whole parameters: expected (133, 11), contiguous, in this process" in said
+        assert "Muon updates whole parameters: expected (133, 11), contiguous, in this process" in said
 
 
 def refuses_whole_states(nvme_path: str) -> str:
@@ -237,4 +237,4 @@ def test_a_step_that_failed_on_one_rank_is_finished_there_unless_its_gradients_h
 ) -> None:
     first, second = rank_pool(2).run(after_a_fault, str(nvme_path), change)
     assert second == "same"
-    assert first == "same" if change == "none" else "its gradients are not there any more" in first
+    assert first == "same" if change == "none" else "its gradients no longer exist" in first

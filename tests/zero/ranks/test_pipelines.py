@@ -368,7 +368,7 @@ def test_what_a_pipeline_has_not_is_refused_by_name_and_data_that_ends_changes_n
     rank_pool: Pool, nvme_path: Path
 ) -> None:
     for told in rank_pool(2).run(refusals, str(nvme_path)):
-        words = ["stage: 2", "stage: 3", "divisor", "number of layers", "no layer's class", "forward", "forward"]
+        words = ["stage: 2", "stage: 3", "divisor", "number of layers", "no layer has a class", "forward", "forward"]
         for text, word in zip(told, [*words, "backward", "step", "2 of 4", "one shape"], strict=True):
             assert word in text
 

@@ -31,8 +31,8 @@ def activate() -> None:
     where = str(getattr(known, "__file__", None) or "")
     if known is not None and not where.startswith(ALIAS):
         raise ImportError(
-            f"deepspeed has been imported already, from {where}; import zero.compat.deepspeed.auto before it, and "
-            "before transformers and accelerate, which look for it"
+            f"deepspeed has already been imported, from {where}; import zero.compat.deepspeed.auto earlier, and "
+            "before transformers and accelerate, which look for deepspeed"
         )
     if sys.path[:1] != [ALIAS]:
         sys.path[:] = [ALIAS, *(part for part in sys.path if part != ALIAS)]
