@@ -84,10 +84,10 @@ def test_it_goes_on_from_its_newest_checkpoint(
     folders = sorted(path.name for path in (given / "out" / "checkpoints").glob("global_step*"))
     assert folders == ["global_step12", "global_step8"], "the newest two stay"
     (given / "out" / "checkpoints" / "global_step12").rename(given / "away")
-    assert "going on" not in caplog.text and "checkpoint" not in capsys.readouterr().out
+    assert "continuing" not in caplog.text and "checkpoint" not in capsys.readouterr().out
     again = finetune.main(arguments(given, "data.txt", "--save-every", "4", "--steps", "12"))
     assert again == once
-    assert "global_step8" in caplog.text and "going on" in caplog.text
+    assert "global_step8" in caplog.text and "continuing from" in caplog.text
     capsys.readouterr()
     finetune.main(arguments(given, "data.txt", "--save-every", "4", "--steps", "12"))
     told = capsys.readouterr().out

@@ -138,7 +138,7 @@ def test_ds_ssh_without_a_hostfile_runs_here(
     monkeypatch.setattr(commands, "DEFAULT_HOSTFILE", "/nowhere/hostfile")
     assert in_this_process(monkeypatch, "ds_ssh", "echo", "$((1+2))") == 0
     told = capfd.readouterr()
-    assert told.out == "3\n" and "no /nowhere/hostfile" in told.err
+    assert told.out == "3\n" and "/nowhere/hostfile does not exist" in told.err
 
 
 def test_zero_to_fp32_writes_the_pickled_file_that_is_named(
