@@ -183,7 +183,7 @@ REFUSED = {
     "accelerator.set_accelerator(None)": "ZERO_DEVICE",
     "comm.TorchBackend(None, None, None)": "torch.distributed",
     "moe.mappings.gather_tokens(None)": "experts",
-    "runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator()": "machinery",
+    "runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator()": "internals of sharding",
 }
 
 
