@@ -111,7 +111,7 @@ def test_train_step_holds_a_lean_step_against_its_floor(monkeypatch: pytest.Monk
     assert content["missing"] == {"deepspeed": "left out by the test"}
     assert set(marks(content)) == {"nvme: lean / max(compute floor, read + write alone)"}
     last = content["series"][-1]["tried"][0]
-    assert set(last) == {"lean", "auto", "compute floor", "read + write alone"}
+    assert set(last) == {"lean", "auto", "compute floor", "read + write alone", "torch, fused AdamW"}
     lean = last["lean"]["figures"]
     moved = lean["nvme_read_bytes"] + lean["nvme_write_bytes"]
     told = content["figures"]["nvme: lean, bytes per parameter and step"]
