@@ -251,10 +251,14 @@ def test_an_interrupt_at_the_end_of_opening_leaves_nothing_open(
         fetch(self, parameters)
         os.kill(os.getpid(), signal.SIGINT)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(keeper, "open", fetch_and_interrupt)
-        with zero.GatheredParameters([engine.module.norm.bias]):
-            pytest.fail("the context was entered")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores Ctrl-C
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(keeper, "open", fetch_and_interrupt)
+            with zero.GatheredParameters([engine.module.norm.bias]):
+                pytest.fail("the context was entered")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert released(engine)
     assert changed(whole_state(stepped(twin, 2)), whole_state(stepped(engine, 2))) == set()
 

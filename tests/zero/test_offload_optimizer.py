@@ -433,7 +433,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "8 bits": (lambda path: {"offload": {"device": "cpu", "state_dtype": "8bit"}}, "fp32 or bf16"),
     "rows of means": (
         lambda path: {"offload": {"device": "cpu"}, "optimizer_class": torch.optim.Adafactor},
-        r"not the parameter's shape \(row_var, col_var, variance\)",
+        r"states that do not have the parameter's shape \(row_var, col_var, variance\)",
     ),
     "a norm over what is turned": (
         lambda path: {**of_one(torch.ones(4, 3).t()), "optimizer_class": Doubled},
