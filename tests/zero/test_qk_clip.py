@@ -269,10 +269,10 @@ def fused() -> torch.nn.Module:
 
 REFUSED = {
     eager: 'layers.0.self_attn.*the attention implementation is "eager".*set attn_implementation',
-    normed: "layers.1.self_attn.*q_norm undoes",
+    normed: "layers.1.self_attn: q_norm cancels",
     frozen: "nn.Linear modules that are trained",
     tied: "shares its weight with another module",
-    fused: "qkv_proj holds queries, keys and values",
+    fused: "qkv_proj, which holds queries, keys and values",
     lambda: build("gpt"): "no module has q_proj and k_proj",
 }
 
