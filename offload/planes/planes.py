@@ -156,6 +156,7 @@ class Plane:
         self._homes, self._disk = homes, disk
         self._begins = [home.begin for home in homes]
         self._stranded: list[Stranded] = []
+        self._writing: dict[asyncio.Future[None], tuple[int, int]] = {}  # Range of each write in flight.
         if disk is None and any(home.memory is None for home in homes):
             raise StateError(f"plane {name}: a part of it is in swap space, but there is no swap space")
 
@@ -254,6 +255,9 @@ class Plane:
         """Try the failed writes again. Raises the first StorageError."""
         failure: StorageError | None = None
         for s in list(self._stranded):  # one by one: a write also removes and releases the entries that it supersedes
+            await self._unwritten(
+                s.begin, s.end
+            )  # a newer write in flight supersedes the entry: it must not land first
             if s not in self._stranded:
                 continue
             try:
@@ -270,6 +274,8 @@ class Plane:
                 f"plane {self.name}: [{begin:,}, {end:,}) is {self.nbytes(begin, end):,} bytes, "
                 f"got a buffer of {buffer.numel():,}"
             )
+        if write:  # a stranded entry that is being rewritten must not land after newer values
+            await self._unwritten(begin, end)
         moves = []
         for home, lo, hi in pieces:
             part = buffer[self.nbytes(begin, lo) : self.nbytes(begin, hi)]
@@ -282,10 +288,22 @@ class Plane:
                     moves.append(self._transfer_device(target, source))
             else:
                 moves.append(self._transfer_swap(home, lo, hi, part, write=write))
-        if moves:
+        if moves and write:
+            self._writing[ended := asyncio.get_running_loop().create_future()] = begin, end
+            try:
+                await settle_all(moves)
+            finally:
+                del self._writing[ended]
+                ended.set_result(None)
+        elif moves:
             await settle_all(moves)
         if write:
             self._supersede(begin, end, buffer)
+
+    async def _unwritten(self, begin: int, end: int) -> None:
+        """Wait until no write to any of [begin, end) is in flight."""
+        while ended := [future for future, (lo, hi) in self._writing.items() if lo < end and begin < hi]:
+            await asyncio.wait(ended)
 
     async def _transfer_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
         copy = self._streams.copy_out if target.device.type == "cpu" else self._streams.copy_in

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import functools
 from collections.abc import Callable, Coroutine, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,36 @@ def test_a_front_is_refused_while_something_is_stranded(stranded: tuple[Bench, t
     bench, truth, _ = stranded
     with pytest.raises(StateError, match=r"weights: \[0, 50\) can only be written as a whole"):
         asyncio.run(bench.plane.write_front(0, 50, values(12, 5)))
+    assert torch.equal(bench.read(0, 50), truth)
+
+
+@pytest.mark.parametrize("rewrite_first", [True, False], ids=["rewrite first", "write first"])
+@pytest.mark.parametrize("slow", [0, 1], ids=["first is slow", "second is slow"])
+@pytest.mark.parametrize(("begin", "end"), [(10, 30), (0, 50), (12, 20), (5, 15), (25, 40)])
+def test_a_write_beside_a_rewrite_is_the_newest(
+    stranded: tuple[Bench, torch.Tensor, list[str]], begin: int, end: int, slow: int, rewrite_first: bool
+) -> None:
+    """Whichever of the two the disk completes last."""
+    bench, truth, calls = stranded
+    truth[begin:end] = values(end - begin, 5)
+    move, number = bench.aio._move, ContextVar[int]("number")
+
+    async def delayed(request: Request) -> None:
+        await asyncio.sleep(0.02 if number.get() == slow else 0)
+        await move(request)
+
+    async def job(position: int, work: Coroutine[Any, Any, None]) -> None:
+        number.set(position)
+        await work
+
+    async def both() -> None:
+        jobs = [bench.plane.rewrite_stranded(), bench.plane.write(begin, end, truth[begin:end].clone())]
+        await asyncio.gather(*(job(n, work) for n, work in enumerate(jobs if rewrite_first else reversed(jobs))))
+        bench.aio._move = move  # type: ignore[method-assign]
+
+    bench.aio._move = delayed  # type: ignore[method-assign]
+    asyncio.run(both())
+    assert calls == ["written"]
     assert torch.equal(bench.read(0, 50), truth)
 
 

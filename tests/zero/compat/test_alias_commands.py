@@ -115,7 +115,7 @@ def test_ds_ssh_runs_on_all_hosts_and_fails_with_the_first_that_failed(tmp_path:
     done = called("ds_ssh", "-f", str(hosts), "ls", "-l", "*.py", first=str(ssh))
     assert done.returncode == 7
     assert sorted(done.stdout.splitlines()) == [f"worker-{n}: to worker-{n}: ls -l *.py" for n in (1, 2, 3)]
-    assert done.stderr == "ds_ssh: worker-2: status 7 of 'ls -l *.py'\n"
+    assert done.stderr == "ds_ssh: worker-2: 'ls -l *.py' ended with status 7\n"
     done = called("ds_ssh", "-f", str(tmp_path / "none"), "ls", first=str(ssh))
     assert done.returncode == 1 and "cannot be read" in done.stderr and done.stdout == ""
 
