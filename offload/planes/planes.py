@@ -255,9 +255,7 @@ class Plane:
         """Try the failed writes again. Raises the first StorageError."""
         failure: StorageError | None = None
         for s in list(self._stranded):  # one by one: a write also removes and releases the entries that it supersedes
-            await self._unwritten(
-                s.begin, s.end
-            )  # a newer write in flight supersedes the entry: it must not land first
+            await self._unwritten(s.begin, s.end)  # a newer write in flight may supersede the entry
             if s not in self._stranded:
                 continue
             try:
