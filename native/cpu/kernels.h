@@ -185,7 +185,9 @@ ZN_INLINE void zn_store(void *out, int dtype, int64_t i, float value) {
 /* The exact split: if the magnitude is rounded half away from zero, the remainder is the low 16 bits, read as
  * a signed number. So every fp32 is restored, except NaNs other than the canonical one. */
 ZN_INLINE float zn_join_one(uint16_t weight, int16_t remainder) {
-  return zn_float(((uint32_t)weight << 16) + (uint32_t)(int32_t)remainder);
+  uint32_t alone = (uint32_t)weight << 16, bits = alone + (uint32_t)(int32_t)remainder;
+  /* No split gives a NaN like this: somebody has set the weight to 0 or inf since, and the remainder is an older one's. */
+  return zn_float((bits & ZN_MAGNITUDE_F32) > ZN_INF_F32 ? alone : bits);
 }
 
 ZN_INLINE void zn_split_one(uint16_t *weight, int16_t *remainder, float value) {

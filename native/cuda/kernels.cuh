@@ -102,8 +102,10 @@ __device__ inline void zn_store(void *out, int64_t i, float value) {
   zn_keep<DTYPE>(out, i, value);
 }
 
+/* As on the CPU: if the sum is a NaN, somebody has set the weight to 0 or inf since it was split. */
 __device__ inline float zn_join_one(uint16_t weight, int16_t remainder) {
-  return __uint_as_float(((uint32_t)weight << 16) + (uint32_t)(int32_t)remainder);
+  const uint32_t alone = (uint32_t)weight << 16, bits = alone + (uint32_t)(int32_t)remainder;
+  return __uint_as_float((bits & 0x7FFFFFFFu) > 0x7F800000u ? alone : bits);
 }
 
 __device__ inline void zn_split_one(uint16_t *weight, int16_t *remainder, float value) {

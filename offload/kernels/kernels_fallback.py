@@ -55,7 +55,9 @@ def _split(weight: Tensor, remainder: Tensor, values: Tensor) -> None:
 
 def _join(weight: Tensor, remainder: Tensor) -> Tensor:
     bits = weight.view(torch.int16).to(torch.int32) << 16
-    return bits.add_(remainder.to(torch.int32)).view(torch.float32)
+    joined = (bits + remainder.to(torch.int32)).view(torch.float32)
+    # Somebody has set a weight to 0 or inf since it was split: the remainder is an older weight's.
+    return torch.where(joined.isnan(), bits.view(torch.float32), joined)
 
 
 def _load_master(weight: Tensor, master: Tensor | None) -> Tensor:

@@ -229,6 +229,27 @@ def test_accumulation_adds_in_fp32_with_the_same_bits_in_torch(
 
 
 @pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -2.5, math.inf, -math.inf])
+def test_a_weight_that_was_set_since_its_split_has_a_master_that_is_a_number(
+    monkeypatch: pytest.MonkeyPatch, disabled: bool, value: float
+) -> None:
+    """Whatever the remainder is: it is then an older weight's."""
+    remainder = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16)
+    weight = torch.full_like(remainder, value, dtype=torch.bfloat16)
+
+    def joined() -> list[Tensor]:
+        out = torch.empty(len(weight))
+        kernels.join(out, weight, remainder)
+        return [out]
+
+    (master,) = in_torch(monkeypatch, joined) if disabled else joined()
+    assert not master.isnan().any()
+    assert (master == value).sum() >= (1 << 15) - 1 if value in (0.0, math.inf, -math.inf) else True
+    if math.isfinite(value) and value:
+        assert ((master - value).abs() <= abs(value) / 128).all()
+
+
+@pytest.mark.parametrize("disabled", [False, True])
 def test_split_then_join_gives_the_same_floats_back(monkeypatch: pytest.MonkeyPatch, disabled: bool) -> None:
     def round_trip(src: Tensor) -> list[Tensor]:
         weight, remainder = torch.empty_like(src, dtype=torch.bfloat16), torch.empty_like(src, dtype=torch.int16)
