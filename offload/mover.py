@@ -177,9 +177,14 @@ class Mover:
         self._thread.join()
         self._loop.close()
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """True in a forked child: the thread, and the I/O engine that is shared with it, are the parent's."""
+        return os.getpid() != self._pid
+
     def _check_here(self, what: str) -> None:
         """A forked child has the mover's memory but not its thread: it would wait for ever."""
-        if os.getpid() != self._pid:
+        if self.is_elsewhere:
             raise StateError(
                 f"{what}: this process ({os.getpid()}) was forked from the one that has the engine ({self._pid}), and "
                 "has none of the engine's threads; use the engine in that process, or send the values that the child "

@@ -142,8 +142,7 @@ class NativeAio(Aio):
         self._registered[key] = memory
 
         def undo() -> None:
-            if not self._closed:
-                self._lib.zn_aio_unregister_memory(self._handle, pointer, nbytes)
+            if not self._closed and self._lib.zn_aio_unregister_memory(self._handle, pointer, nbytes) == 0:
                 self._registered.pop(key, None)
 
         return undo

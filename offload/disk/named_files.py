@@ -49,6 +49,8 @@ class NamedFiles:
         self._aio = open_aio(options)
         self._mover = Mover(self._aio.in_flight, _counter(self._aio))
         self._under_way: list[Transfer[None]] = []
+        self._settled = 0  # How many of them have ended; `_error` is the first error of these.
+        self._error: BaseException | None = None
         self._lent: dict[int, Lent] = {}
         self._finish = weakref.finalize(self, _close, self._mover, self._aio, self._lent)
 
@@ -74,11 +76,15 @@ class NamedFiles:
 
     def wait(self) -> int:
         """Wait for all started transfers; returns their number. Raises StorageError: the first that failed."""
-        ended, self._under_way = self._under_way, []
-        errors = [error for transfer in ended if (error := transfer.settle()) is not None]
-        if errors:
-            raise errors[0]
-        return len(ended)
+        while self._settled < len(self._under_way):  # an interrupt in here leaves the rest to the next call
+            error = self._under_way[self._settled].settle()
+            self._error = self._error or error
+            self._settled += 1
+        ended, error = self._settled, self._error
+        self._under_way, self._settled, self._error = [], 0, None
+        if error is not None:
+            raise error
+        return ended
 
     def new_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed page-aligned host memory, 1-D, registered with the I/O engine, and pinned if there is a GPU.
@@ -107,6 +113,8 @@ def _counter(aio: Aio) -> Callable[[], int]:
 
 
 def _close(mover: Mover, aio: Aio, lent: dict[int, Lent]) -> None:
+    if mover.is_elsewhere:
+        return
     mover.close()
     for one in lent.values():
         one.give_up()

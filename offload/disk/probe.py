@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -89,7 +90,13 @@ class ProbeFile:
     def burst(self, aio: Aio, kind: Kind, seconds: float = BURST_SECONDS) -> float:
         """Bytes per second, reads and writes together, in a burst of about `seconds`."""
         begin = time.perf_counter()
-        moved = self._loop.run_until_complete(self._run(aio, kind, begin + seconds))
+        running = self._loop.create_task(self._run(aio, kind, begin + seconds))
+        try:
+            moved = self._loop.run_until_complete(running)
+        except BaseException:  # an interrupt: the transfers in flight must end before the engine is closed
+            if not running.done():
+                self._loop.run_until_complete(asyncio.wait([running]))
+            raise
         return moved / (time.perf_counter() - begin)
 
     def close(self) -> None:
@@ -138,7 +145,10 @@ class ProbeFile:
                     return
 
         starts = range(0, LANES * RECORD_BYTES_MAX, RECORD_BYTES_MAX)
-        await asyncio.gather(*(lane(self._memory[at : at + self.record_bytes]) for at in starts))
+        lanes = [lane(self._memory[at : at + self.record_bytes]) for at in starts]
+        for failed in await asyncio.gather(*lanes, return_exceptions=True):  # all have ended before an error is raised
+            if failed is not None:
+                raise failed
         return moved
 
 
@@ -164,21 +174,19 @@ def take_turns(
     """
     engines: dict[Setting, Aio] = {}
     speeds: dict[Setting, list[float]] = {}
-    try:
+    with ExitStack() as ends:
         for setting in settings:
             try:
                 engines[setting] = file.open(setting)
             except ConfigError:
                 continue
+            ends.callback(engines[setting].close)
             speeds[setting] = []
         for turn in range(rounds):
             if turn and not more():
                 break
             for setting, aio in engines.items():
                 speeds[setting].append(file.burst(aio, "mixed"))
-    finally:
-        for aio in engines.values():
-            aio.close()
     return speeds
 
 
@@ -197,13 +205,12 @@ def mixed_speed(folder: Path) -> float:
     Raises ConfigError: no room; StorageError: the disk failed.
     """
     begin = time.perf_counter()
-    file = ProbeFile(folder, fill_seconds=0.4, file_bytes_max=QUICK_FILE_BYTES_MAX)
     defaults = AioOptions()
-    aio = file.open(Setting("auto", defaults.chunk_bytes, defaults.queue_depth))
-    try:
+    with ExitStack() as ends:
+        file = ProbeFile(folder, fill_seconds=0.4, file_bytes_max=QUICK_FILE_BYTES_MAX)
+        ends.callback(file.close)
+        aio = file.open(Setting("auto", defaults.chunk_bytes, defaults.queue_depth))
+        ends.callback(aio.close)
         file.burst(aio, "mixed")
         # One long burst: a short-lived speed-up of the device (caches, token buckets) must not count.
         return file.burst(aio, "mixed", max(1.5 - (time.perf_counter() - begin), BURST_SECONDS))
-    finally:
-        aio.close()
-        file.close()

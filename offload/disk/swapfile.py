@@ -125,8 +125,9 @@ class SwapSpace:
         self._check_open()
         begin = self.capacity_bytes
         end = align_up(begin + nbytes, PAGE_BYTES)
-        for file, length in zip(self._files, self._lengths(end), strict=True):
-            _reserve(file, max(length, PAGE_BYTES), begin)
+        before = self._lengths(begin) if begin else [0] * len(self._files)
+        for file, old, new in zip(self._files, before, self._lengths(end), strict=True):
+            _reserve(file, old, max(new, PAGE_BYTES), begin)
         self.capacity_bytes = end
         return begin
 
@@ -142,7 +143,7 @@ class SwapSpace:
             return
         self._unreserved = False
         for file, length in zip(self._files, self._lengths(self.capacity_bytes), strict=True):
-            _reserve(file, max(length, PAGE_BYTES), 0)
+            _reserve(file, 0, max(length, PAGE_BYTES), 0)
 
     def spans(self, offset: int, nbytes: int) -> Iterator[Span]:
         """The file ranges that hold [offset, offset + nbytes), in order; neighbours in one file are merged."""
@@ -311,12 +312,18 @@ def remove_stale_runs(folder: Path) -> None:
             continue  # locked by its owner, or removed meanwhile
 
 
-def _reserve(file: SwapFile, nbytes: int, offset: int) -> None:
-    """Reserve the first `nbytes` of the file; `offset`: of the new part of the swap space, for the error."""
+def _reserve(file: SwapFile, begin: int, end: int, offset: int) -> None:
+    """Reserve bytes [begin, end) of the file; `offset`: of the new part of the swap space, for the error.
+
+    Where a file system cannot reserve, libc reads a byte of each block and writes it back: none that is in use may be
+    among them, since a transfer could change it in between.
+    """
+    if end <= begin:
+        return
     try:
-        os.posix_fallocate(file.fd, 0, nbytes)
+        os.posix_fallocate(file.fd, begin, end - begin)
     except OSError as error:
-        raise _failure(f"reserving swap space: need {nbytes:,} bytes", error, file, offset) from error
+        raise _failure(f"reserving swap space: need {end - begin:,} bytes more", error, file, offset) from error
 
 
 def _failure(what: str, error: OSError, file: SwapFile, offset: int) -> StorageError:

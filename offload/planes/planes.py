@@ -310,12 +310,16 @@ class Plane:
     async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
         if self._disk is None:
             raise StateError(f"plane {self.name}: there is no swap space")
-        offset = home.swap_offset + self.nbytes(home.begin, lo)
         if write:
-            await self._disk.write(offset, part, self.name)
+            await self._disk.write(home.swap_offset + self.nbytes(home.begin, lo), part, self.name)
             return
-        if not any(s.begin <= lo and hi <= s.end for s in self._stranded):
-            await self._disk.read(offset, part, self.name)
+        while True:
+            stranded = [s for s in self._stranded if s.begin < hi and lo < s.end]
+            if not any(s.begin <= lo and hi <= s.end for s in stranded):
+                await self._disk.read(home.swap_offset + self.nbytes(home.begin, lo), part, self.name)
+            if all(s in self._stranded for s in stranded):
+                break
+            home = self._home_at(lo)  # a rewrite ended beside the read: its bytes are on the disk now, in another slot
         for kept, given in self._overlaps(lo, hi, part):
             given.copy_(kept)
 

@@ -342,6 +342,31 @@ def test_a_write_beside_a_rewrite_is_the_newest(
     assert torch.equal(bench.read(0, 50), truth)
 
 
+@pytest.mark.parametrize(("begin", "end"), [(10, 30), (0, 50), (5, 35), (12, 50), (0, 20)])
+def test_a_read_beside_a_rewrite_is_the_truth(
+    stranded: tuple[Bench, torch.Tensor, list[str]], begin: int, end: int
+) -> None:
+    """The disk gives its bytes from before the rewrite, and completes the read after it."""
+    bench, truth, calls = stranded
+    move, into = bench.aio._move, torch.zeros(end - begin, dtype=torch.uint8)
+
+    async def late(request: Request) -> None:
+        await move(request)
+        if request.op == "read":
+            await asyncio.sleep(0.02)
+
+    async def both() -> None:
+        reading = asyncio.create_task(bench.plane.read(begin, end, into))
+        await asyncio.sleep(0.005)
+        await bench.plane.rewrite_stranded()
+        await reading
+
+    bench.aio._move = late  # type: ignore[method-assign]
+    asyncio.run(both())
+    assert calls == ["written"]
+    assert torch.equal(into, truth[begin:end])
+
+
 @pytest.mark.parametrize(("begin", "end"), [(10, 30), (5, 35), (12, 20), (0, 15), (25, 40)])
 def test_a_write_that_fails_again_keeps_the_newest(
     stranded: tuple[Bench, torch.Tensor, list[str]], begin: int, end: int

@@ -166,6 +166,29 @@ def test_files_on_real_drives_are_probed_and_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
+def test_extending_reserves_nothing_that_is_in_use(tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file system cannot reserve, libc rewrites a byte of each block."""
+    reserved, reserve = list[tuple[int, int, int]](), os.posix_fallocate
+
+    def noted(fd: int, begin: int, nbytes: int) -> None:
+        reserved.append((fd, begin, begin + nbytes))
+        reserve(fd, begin, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", noted)
+    with in_stripes_of():
+        space = SwapSpace(folders(tmp_path, count), 5 * PAGE, [1.0, 2.0, 3.3][:count])
+        for nbytes in (30 * PAGE, 1, PAGE):
+            used = {fd: os.fstat(fd).st_size for fd in space.descriptors}
+            reserved.clear()
+            space.extend(nbytes)
+            assert reserved and all(begin >= used[fd] for fd, begin, _ in reserved)
+            assert {fd: end for fd, _, end in reserved}.items() <= {
+                fd: os.fstat(fd).st_size for fd in space.descriptors
+            }.items()
+        space.close()
+
+
+@pytest.mark.parametrize("count", [1, 3])
 def test_extending_keeps_the_bytes_that_are_there(tmp_path: Path, count: int) -> None:
     with in_stripes_of():
         space = SwapSpace(folders(tmp_path, count), 5 * PAGE, [1.0, 2.0, 3.3][:count])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from offload.disk import device, probe, tuning
+from offload.disk.aio import AioFault
 from offload.disk.device import DeviceIdentity, identify
 from offload.disk.probe import ProbeFile, Setting, mixed_speed, take_turns
 from offload.disk.tuning import Measurement, Tuning, cached, cached_or_probed, choose, combine, default_setting, store
@@ -165,6 +166,23 @@ def test_a_setting_that_cannot_be_opened_is_left_out(tmp_path: Path, quick: None
     speeds = take_turns(file, [Setting("threads", MIB, 4), Setting("aiofiles", MIB, 9999)], 2, lambda: True)
     file.close()
     assert list(speeds) == [Setting("threads", MIB, 4)] and len(speeds[Setting("threads", MIB, 4)]) == 2
+
+
+@pytest.mark.parametrize("how", ["a fault", "an interrupt"])
+def test_a_burst_that_ends_early_leaves_nothing_in_flight(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    file = ProbeFile(tmp_path, 0.01)
+    aio = file.open(Setting("threads", MIB, 8))
+    if how == "a fault":
+        aio.inject(AioFault(seed=1, fail_rate=1.0, count_max=1))
+    else:
+        file._loop.call_later(0.02, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(StorageError if how == "a fault" else KeyboardInterrupt):
+        file.burst(aio, "mixed")
+    assert aio.in_flight() == []
+    aio.close()
+    file.close()
 
 
 def test_a_disk_without_room_is_refused_and_one_that_fails_is_named(

@@ -34,7 +34,7 @@ from zero.optim.lent_gradients import Places, SpareGradients
 from zero.optim.rules import NO_SMALL, Rules, UpdateRun
 from zero.optim.small_states import Small, SmallStates
 from zero.params.layout import Layout, Slot, SubGroup, Unit
-from zero.store.staging import Staged, StagedGroup
+from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 
 Made = Mapping[int, Small]  # Parameter index -> small states after an update.
@@ -194,8 +194,8 @@ class SubGroupPipeline:
     async def _write_back(self, work: StagedGroup, told: Told, lent: bool) -> tuple[bool, BaseException | None]:
         """Store the results: (is the leased memory still needed, first error).
 
-        A part that cannot be stored stays in leased memory, or in a copy if others need the memory that it is in; its
-        plane reads it from there until a write succeeds.
+        Weights that cannot be stored stay in a copy, a record in leased memory unless that is lent; their plane reads
+        them from there until a write succeeds.
         """
 
         async def write_record() -> None:
@@ -204,36 +204,25 @@ class SubGroupPipeline:
 
         records = [] if work.state.in_place else [asyncio.create_task(write_record())]
         weights = [weight for weight in work.weights.values() if not (weight.copied_home or weight.in_place)]
-        results = list(await asyncio.gather(*(weight.write() for weight in weights), return_exceptions=True))
-        failed = [(part, r) for part, r in zip(weights, results, strict=True) if isinstance(r, BaseException)]
-        for part, _ in failed:
-            if part.borrowed:
-                part.plane.strand(part.begin, part.end, aligned_copy(part.host_bytes))
-        told.returned()  # after the copies above: from here on the owner may overwrite the memory it has lent
+        written = await asyncio.gather(*(weight.write() for weight in weights), return_exceptions=True)
+        failed = [part for part, error in zip(weights, written, strict=True) if error is not None]
+        for part in failed:
+            part.plane.strand(part.begin, part.end, aligned_copy(part.host_bytes))
+        # From here on the owner may overwrite the memory it has lent, and store newer weights of its own: what was
+        # stranded later would replace them.
+        told.returned()
         if not failed:
             told.stored()
-        for result in await asyncio.gather(*records, return_exceptions=True):
-            if isinstance(result, BaseException):
-                failed.append((work.state, result))
-        staged = [part for part, _ in failed if not part.borrowed]
-        return self._strand(staged, work, lent), failed[0][1] if failed else None
-
-    def _strand(self, failed: list[Staged], work: StagedGroup, lent: bool) -> bool:
-        """Keep parts whose write failed, as the true values. True if they stay in leased memory, released later."""
-        holders = len(failed)
-
-        def written() -> None:
-            nonlocal holders
-            holders -= 1
-            if holders == 0:
-                work.release()
-
-        for part in failed:
-            if lent:
-                part.plane.strand(part.begin, part.end, aligned_copy(part.host_bytes))
-            else:
-                part.plane.strand(part.begin, part.end, part.host_bytes, written)
-        return bool(failed) and not lent
+        recorded = await asyncio.gather(*records, return_exceptions=True)
+        error = next((error for error in (*written, *recorded) if error is not None), None)
+        if not any(recorded):
+            return False, error
+        state = work.state
+        if lent:
+            state.plane.strand(state.begin, state.end, aligned_copy(state.host_bytes))
+        else:
+            state.plane.strand(state.begin, state.end, state.host_bytes, work.release)
+        return not lent, error
 
     def _apply(self, work: StagedGroup, unit: Unit, arguments: StepArguments, threads: int) -> Made:
         """Update the part of a unit that is in a sub-group; returns the new small states."""

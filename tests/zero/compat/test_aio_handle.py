@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from aliased import code, said
 
 from offload.errors import ConfigError, StorageError
 from offload.memory.pinned import map_host, tensor_over
+from offload.mover import Transfer
 from zero.compat.operators import BUILDERS
 
 SIZES = [1, 511, 4096, 4097, 3 * 4096, (1 << 20) + 4096, (2 << 20) + 3]
@@ -132,3 +135,55 @@ def test_what_was_started_is_whole_when_the_process_ends(nvme_path: Path) -> Non
     said(*code(text))
     written = torch.frombuffer(bytearray((nvme_path / "file").read_bytes()), dtype=torch.int32)
     assert torch.equal(written, torch.arange(3_000_001, dtype=torch.int32))
+
+
+def test_an_interrupted_wait_can_be_called_again(handle: Any, nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for what has failed."""
+    path, data = nvme_path / "file", random_bytes(3 * 4096)
+    handle.sync_pwrite(data, str(path))
+    settle, left = Transfer.settle, [1]
+
+    def interrupted(transfer: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise KeyboardInterrupt
+        return settle(transfer)
+
+    monkeypatch.setattr(Transfer, "settle", interrupted)
+    back = torch.zeros_like(data)
+    handle.async_pread(back, str(path))
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    assert handle.wait() == 1
+    assert torch.equal(back, data)
+    path.unlink()
+    left[0] = 1
+    with pytest.raises(KeyboardInterrupt):
+        handle.sync_pread(torch.zeros(4096, dtype=torch.uint8), str(path))
+    with pytest.raises(StorageError):
+        handle.wait()
+
+
+IN_A_CHILD = """
+import os, signal, sys, torch
+from zero.compat.operators import BUILDERS
+handle = BUILDERS["AsyncIOBuilder"]().load().aio_handle(1 << 20, 8, False, False, 1)
+data = torch.arange(4096, dtype=torch.uint8)
+handle.sync_pwrite(data, sys.argv[1])
+if os.fork() == 0:
+    sys.exit(0)
+assert os.wait()[1] == 0
+signal.alarm(60)
+back = torch.zeros_like(data)
+handle.sync_pread(back, sys.argv[1])
+assert torch.equal(back, data)
+print("went on")
+"""
+
+
+def test_a_forked_child_that_ends_leaves_its_parents_handle_alone(nvme_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IN_A_CHILD, str(nvme_path / "file")],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.split("\n")[0] == "went on", done.stderr[-2000:]
