@@ -178,7 +178,7 @@ def _join(place: RankPlace, backend: str, init_method: str | None, timeout: time
             timeout=timeout,
         )
         atexit.unregister(_leave_alone)
-        atexit.register(_leave_alone)
+        atexit.register(_leave_alone, os.getpid())
         return
     where = init_method or f"tcp://{place.master_addr}:{place.master_port}"
     if init_method is None:
@@ -197,9 +197,9 @@ def _join(place: RankPlace, backend: str, init_method: str | None, timeout: time
         ) from error
 
 
-def _leave_alone() -> None:
+def _leave_alone(pid: int) -> None:
     """Destroy a group of one at exit: NCCL warns of groups that still exist, and here no other rank must be awaited."""
-    if dist.is_initialized() and dist.get_world_size() == 1:
+    if os.getpid() == pid and dist.is_initialized() and dist.get_world_size() == 1:
         dist.destroy_process_group()
 
 

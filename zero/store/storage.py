@@ -231,7 +231,9 @@ class Storage:
             await plane.rewrite_stranded()
 
     def close(self) -> None:
-        """Wait for running transfers, then free everything. Idempotent."""
+        """Wait for running transfers, then free everything. Idempotent. Does nothing in a forked child."""
+        if self.mover.is_elsewhere:
+            return
         self._prepare_end()
         self.mover.close()
         try:
