@@ -5,6 +5,7 @@ own, and the run is one that was so from the beginning.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -111,7 +112,11 @@ def test_a_whole_batch_may_follow_micro_batches_that_were_forgotten(open_engine:
 def test_a_loop_that_forgets_its_gradients_goes_on_counting(open_engine: Open, nvme_path: Path) -> None:
     engine = open_engine(build("gpt"), config_of(nvme_path, 3))
     for _ in range(6):
-        engine.zero_grad()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            begun = engine.micro_steps % 3
+            engine.zero_grad()
+        assert ["zero_grad() discards" in str(each.message) for each in told] == [True] * (begun > 0)
         by_hand(engine, 0, 1)
     assert engine.global_steps == 2
 
@@ -203,3 +208,22 @@ def test_the_number_of_micro_batches_may_be_set_as_in_deepspeed(open_engine: Ope
     assert by_hand(engine, 4, 3) == [1, 1, 2]
     engine.micro_steps = 4
     assert by_hand(engine, 7, 2) == [2, 3]
+
+
+@pytest.mark.parametrize("how", ["the boundary is set", "boundaries are the user's"])
+def test_gradients_that_are_dropped_within_a_step_are_named_whoever_counts(
+    open_engine: Open, nvme_path: Path, how: str
+) -> None:
+    more = {"managed_gradient_accumulation": False} if how == "boundaries are the user's" else {}
+    engine = open_engine(build("gpt"), config_of(nvme_path, 2, **more))
+    engine.set_gradient_accumulation_boundary(False)
+    engine.backward(engine(tokens(0)))
+    with pytest.raises(StateError, match="micro-batches of this step have already been run"):
+        whole_batch(engine, 0)
+    with pytest.warns(UserWarning, match=r"zero_grad\(\) discards"):
+        engine.zero_grad()
+    engine.set_gradient_accumulation_boundary(True)
+    by_hand(engine, 1, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.zero_grad()

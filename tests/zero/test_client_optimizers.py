@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,7 @@ def test_a_name_is_known_in_any_spelling(word: str, kind: str) -> None:
         ({"type": "Lion", "params": {"momentum": 0.9}}, "optimizer.params.momentum: expected a key of Lion"),
         ({"type": "Adagrad", "params": {"amsgrad": True}}, "optimizer.params.amsgrad.*it belongs to Adam, AdamW"),
         ({"type": "RMSprop", "params": {"momentum": -1}}, "optimizer.params.momentum"),
+        ({"type": "Adam", "params": {"bias_correction": False, "amsgrad": True}}, "optimizer.params.bias_correction"),
     ],
 )
 def test_a_name_or_key_that_does_not_fit_is_an_error_with_the_nearest(block: Group, told: str) -> None:
@@ -303,3 +305,51 @@ def test_narrow_states_are_adams_alone(open_engine: Open, nvme_path: Path) -> No
     zero = {"offload_optimizer": {"state_dtype": "bf16"}}
     with pytest.raises(ConfigError, match=r"state_dtype: bf16 is only available with Adam and AdamW, got NAdam"):
         open_engine(patchy(), make_config(CPU, nvme_path, optimizer={"type": "NAdam"}, zero=zero))
+
+
+# ---- which parameters, and in which groups -----------------------------------------------------
+
+
+def two_layers() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+
+
+def test_a_callable_gets_the_parameters_that_were_passed(open_engine: Open, nvme_path: Path, caplog: Any) -> None:
+    model = two_layers()
+    before = [p.detach().clone() for p in model[0].parameters()]
+    groups = [{"params": [model[1].weight], "lr": 0.5}, {"params": [model[1].bias], "lr": 0.25}]
+    config = make_config(CPU, nvme_path, optimizer={}, bf16=False)
+    engine = open_engine(model, config, optimizer=lambda given: torch.optim.SGD(given, lr=1.0), model_parameters=groups)
+    assert engine.get_lr() == [0.5, 0.25]
+    assert "2 parameters (0.weight, 0.bias) require a gradient and are in no param group" in caplog.text
+    engine.backward(engine(torch.ones(2, 16)).sum())
+    engine.step()
+    assert all(torch.equal(engine.full_parameter(f"0.{n}"), v) for n, v in zip(("weight", "bias"), before, strict=True))
+
+
+@pytest.mark.parametrize("way", ["named", "an object"])
+def test_a_parameter_that_is_passed_twice_is_refused_by_name(open_engine: Open, nvme_path: Path, way: str) -> None:
+    model = two_layers()
+    twice = [*model.parameters(), model[0].weight]
+    config = make_config(CPU, nvme_path, bf16=False, **({} if way == "named" else {"optimizer": {}}))
+    with pytest.warns(UserWarning, match="duplicate") if way == "an object" else nullcontext():
+        more = {"model_parameters": twice} if way == "named" else {"optimizer": torch.optim.AdamW(twice)}
+    with pytest.raises(ConfigError, match=r"0\.weight: expected each parameter once"):
+        open_engine(model, config, **more)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_what_is_written_into_a_group_that_was_passed_acts_as_with_torch(
+    open_engine: Open, nvme_path: Path, kind: str
+) -> None:
+    model = two_layers()
+    groups: list[Group] = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "weight_decay": 0.0}]
+    config = make_config(CPU, nvme_path, bf16=False, optimizer={"type": kind, "params": {"lr": 0.5}})
+    engine = open_engine(model, config, model_parameters=groups)
+    groups[1]["lr"] = 0.0
+    before = engine.full_parameter("1.weight").clone(), engine.full_parameter("0.weight").clone()
+    engine.backward(engine(torch.ones(2, 16)).sum())
+    engine.step()
+    assert engine.get_lr() == [0.5, 0.0]
+    assert torch.equal(engine.full_parameter("1.weight"), before[0])
+    assert not torch.equal(engine.full_parameter("0.weight"), before[1])

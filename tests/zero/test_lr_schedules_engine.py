@@ -184,6 +184,54 @@ def test_what_is_handed_over_is_stepped_and_goes_before_the_config(
     assert max(engine.get_lr()) < 1
 
 
+@pytest.mark.parametrize("passed", [False, True], ids=["named", "an object"])
+def test_a_schedule_of_another_optimizer_is_refused(open_engine: Open, nvme_path: Path, passed: bool) -> None:
+    model = build("gpt")
+    other = torch_schedulers.StepLR(plain_adamw(model), 2)
+    config = make_config(("none", "none"), nvme_path, **({"optimizer": {}} if passed else {}))
+    with pytest.raises(ConfigError, match="lr_scheduler: expected a schedule of the optimizer that is used"):
+        open_engine(model, config, optimizer=plain_adamw(model) if passed else None, lr_scheduler=other)
+
+
+def test_a_schedule_over_the_groups_that_the_optimizer_was_made_of_is_its_own(
+    open_engine: Open, nvme_path: Path
+) -> None:
+    """As accelerate does: it makes another optimizer of the groups of the one that the schedule drives."""
+    model = build("gpt")
+    first = plain_adamw(model)
+    schedule = torch_schedulers.LambdaLR(first, lambda step: 0.5**step)
+    config = make_config(("none", "none"), nvme_path, optimizer={})
+    engine = open_engine(model, config, optimizer=torch.optim.AdamW(first.param_groups), lr_scheduler=schedule)
+    before = engine.get_lr()
+    train(engine, 0)
+    assert engine.get_lr() == [lr / 2 for lr in before]
+
+
+def test_a_schedule_reads_the_counters_of_the_steps_before(open_engine: Open, nvme_path: Path) -> None:
+    read: list[tuple[int, int]] = []
+
+    class Reader:
+        def step(self) -> None:
+            read.append((engine.global_steps, engine.global_samples))
+
+    engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path), lr_scheduler=Reader())
+    train(engine, 0, 1, 2)
+    batch = engine.train_batch_size()
+    assert read == [(0, 0), (1, batch), (2, 2 * batch)]
+    assert (engine.global_steps, engine.global_samples) == (3, 3 * batch)
+
+
+def test_a_step_whose_schedule_fails_is_counted(open_engine: Open, nvme_path: Path) -> None:
+    class Failing:
+        def step(self) -> None:
+            raise ArithmeticError("no rate")
+
+    engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path), lr_scheduler=Failing())
+    with pytest.raises(ArithmeticError):
+        train(engine, 0)
+    assert engine.global_steps == 1
+
+
 def test_without_an_optimizer_a_configured_scheduler_is_left_out(open_engine: Open, nvme_path: Path) -> None:
     config = make_config(("none", "none"), nvme_path, optimizer={}, scheduler={"type": "WarmupLR"})
     assert open_engine(build("gpt"), config).lr_scheduler is None

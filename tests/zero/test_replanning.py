@@ -203,6 +203,25 @@ def test_a_frozen_parameter_that_thaws_joins_and_one_that_freezes_keeps_its_mome
     assert engine.full_state("blocks.1.up.weight")["step"] == 6 and engine.full_state("norm.weight")["step"] == 12
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_a_frozen_parameter_that_thaws_joins_the_group_it_was_passed_in(
+    open_engine: Open, nvme_path: Path, kind: str
+) -> None:
+    model: Any = build("gpt")
+    model.blocks.requires_grad_(False)
+    rest = [p for name, p in model.named_parameters() if not name.startswith("blocks.")]
+    groups = [{"params": rest}, {"params": model.blocks.parameters(), "lr": 1e-5, "weight_decay": 0.0}]
+    config = make_config(("nvme", "nvme"), nvme_path, optimizer={"type": kind, "params": {"lr": 1e-3}})
+    engine = open_engine(model, config, model_parameters=groups)
+    run(engine, range(1))
+    model.blocks.requires_grad_(True)
+    run(engine, range(1, 2))
+    first, second = engine.optimizer.param_groups
+    assert {id(p) for p in first["params"]} == {id(p) for p in rest}
+    assert {id(p) for p in second["params"]} == {id(p) for p in model.blocks.parameters()}
+    assert (second["lr"], second["weight_decay"]) == (1e-5, 0.0)
+
+
 def test_a_frozen_unit_costs_no_update(open_engine: Open, nvme_path: Path) -> None:
     model: Any = build("gpt")
     engine = open_engine(model, make_config(("nvme", "nvme"), nvme_path))

@@ -43,6 +43,13 @@ class Accumulation:
         """Calls of `step()` since the current step began. No remainder: the number of micro-batches may change."""
         return self._run.micro_steps - self._run.step_began
 
+    @property
+    def collected(self) -> int:
+        """Micro-batches of the current step whose gradients are kept; at least 1 if there are any."""
+        run = self._run
+        counted = run.micro_steps - run.collecting_began if run.config.managed_gradient_accumulation else 0
+        return max(counted, int(run.parts.accumulating))
+
     def begin_step(self) -> None:
         """The next micro-batch is the first of a step."""
         self._run.step_began = self._run.collecting_began = self._run.micro_steps
@@ -61,12 +68,10 @@ class Accumulation:
 
     def begin_batch(self, what: str) -> None:
         """Begin a step whose micro-batches all follow. Raises StateError: backward has run for some of them."""
-        run = self._run
-        done = run.micro_steps - run.collecting_began if run.config.managed_gradient_accumulation else 0
-        if done:
+        if self.collected:
             raise StateError(
-                f"{what}: {done} micro-batches of this step have already been run one by one with forward and "
-                "backward; run the rest of them in the same way, or call zero_grad() to discard them"
+                f"{what}: {self.collected} micro-batches of this step have already been run one by one with forward "
+                "and backward; run the rest of them in the same way, or call zero_grad() to discard them"
             )
         self.begin_step()
 
@@ -74,7 +79,7 @@ class Accumulation:
     def whole_batch(self, forget_gradients: Callable[[], None] | None) -> Iterator[None]:
         """Context around all forwards and backwards of a step: if one fails, none of them counts.
 
-        `forget_gradients`: None if other ranks have a part in the gradients; they cannot continue without this rank.
+        `forget_gradients`: None if other ranks have a part in the gradients; the next step is refused on all ranks.
         """
         begun = self._run.micro_steps
         try:
@@ -84,6 +89,8 @@ class Accumulation:
             if forget_gradients is not None:
                 with suppress(StorageError):  # the next call raises it again
                     forget_gradients()
+            else:
+                self._run.parts.watch.torn |= self._run.parts.accumulating
             raise
 
     @contextmanager

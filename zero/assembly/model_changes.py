@@ -104,6 +104,11 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter | N
         pending.extend(child for child in module._modules.values() if child is not None)
 
 
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(model.named_parameters())
+
+
 def _held(optimizer: ZeroOptimizer | None) -> set[int]:
     return set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
 
@@ -115,6 +120,12 @@ class ModelChanges:
         self._run, self._steps, self._events = run, steps, events
         self._census = Census(run.module, run.updater)
         self._census.decline()
+        if run.updater is not None and (names := [n for n, p in _named(run.module) if id(p) in self._census.declined]):
+            logger.warning(
+                "%s require a gradient and are in no param group: they are not trained, and their gradients are "
+                "dropped; pass them too, or set requires_grad to False",
+                _some(names),
+            )
 
     def replan(self) -> bool:
         """Apply changes of the model now instead of at the next forward. True if there were any.
@@ -249,9 +260,9 @@ def _switch(old: Assembly, new: Assembly, leaving: list[tuple[Leaf, torch.Tensor
 
 
 def _join(optimizer: ZeroOptimizer, joining: list[nn.Parameter], leaves: list[Leaf], model: nn.Module) -> None:
-    """Put each parameter into the group of the parameter that had its name before, else into the first group.
+    """Put each parameter into the group of the parameter that had its name before, or that it was passed in.
 
-    With several update rules, that is the first group of the parameter's default rule.
+    Else into the first group; with several update rules, the first of the parameter's default rule.
     """
     number_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     names = ((name, number_of.get(id(leaf.parameter))) for leaf in leaves for name in leaf.names)
@@ -259,7 +270,7 @@ def _join(optimizer: ZeroOptimizer, joining: list[nn.Parameter], leaves: list[Le
     name_of = {id(p): name for name, p in model.named_parameters()}
     for parameter in joining:
         name = name_of[id(parameter)]
-        number = number_by_name.get(name)
+        number = number_by_name.get(name, optimizer.frozen.get(parameter))
         group = optimizer.default_group(name, parameter) if number is None else optimizer.param_groups[number]
         group["params"].append(parameter)
 

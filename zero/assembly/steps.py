@@ -7,6 +7,7 @@ for the updates of the values that the call is going to use.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -67,6 +68,9 @@ class StepListener:
     def weights_change(self, index: int) -> None:
         """A unit's weights are about to change by other means than a step."""
 
+    def forward_modified(self, index: int) -> None:
+        """A forward has changed a unit's weights in place; `weights_change` follows."""
+
     def edit_begins(self) -> None:
         """Planes are about to be moved, or edited in place."""
 
@@ -125,6 +129,18 @@ class Steps:
     @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated since the last step."""
+        if not self._run.closed and not self._run.parts.watch.torn and self._accumulation.collected:
+            warnings.warn(
+                "zero_grad() discards the gradients of micro-batches whose step is not complete, and that step will "
+                "take the later ones only; call it after step(), or leave it out (DeepSpeed's does nothing here at "
+                "stages 2 and 3)",
+                stacklevel=3,
+            )
+        self._forget(forwards=False)
+
+    @whole
+    def forget_gradients(self) -> None:
+        """As `zero_grad`, for callers that replace them."""
         self._forget(forwards=False)
 
     @whole
@@ -224,17 +240,19 @@ class Steps:
         parts.coordinator.step_taken()
         parts.stepper.count()
         parts.watch.generation += 1
-        run.global_steps = number
-        run.global_samples += self._samples()
-        run.skipped_steps += not applied
         self._applied, optimizer.overflow = applied, not applied
-        self._backwards = 0
-        self._accumulation.begin_step()
-        self._scaling.begin_step()
-        if applied:
-            optimizer.mark_stepped()
-            if run.lr_scheduler is not None:
-                step_scheduler(run.lr_scheduler, self._schedule_arguments, run.config.train_batch_size)
+        try:
+            if applied:
+                optimizer.mark_stepped()
+                if run.lr_scheduler is not None:
+                    step_scheduler(run.lr_scheduler, self._schedule_arguments, run.config.train_batch_size)
+        finally:  # As in DeepSpeed, a schedule that reads the counters sees those of the steps before.
+            run.global_steps = number
+            run.global_samples += self._samples()
+            run.skipped_steps += not applied
+            self._backwards = 0
+            self._accumulation.begin_step()
+            self._scaling.begin_step()
         optimizer._global_grad_norm = parts.stepper.norm
         for listener in self._listeners:
             listener.step_counted()
@@ -330,6 +348,12 @@ class Steps:
         """A unit is about to change by other means than a step."""
         for listener in self._listeners:
             listener.weights_change(index)
+
+    def modified(self, index: int) -> None:
+        """A forward has changed a unit in place."""
+        for listener in self._listeners:
+            listener.forward_modified(index)
+        self.changed(index)
 
     def edit_begins(self) -> None:
         for listener in self._listeners:

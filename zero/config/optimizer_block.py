@@ -217,6 +217,9 @@ class OptimizerConfig(ConfigBlock):
         if "eps" in self.given and isinstance(eps, tuple) != (self.type == "Adafactor"):
             expected = "two numbers, the first may be null" if self.type == "Adafactor" else "a number"
             raise problem(f"{expected} with {self.type}", at="params.eps", got=str(eps), keys=("type", "params"))
+        if self.is_adam and not self.is_plain_adam and not self.params.bias_correction:
+            expected = "true with amsgrad or maximize, whose class in torch always corrects"
+            raise problem(expected, at="params.bias_correction", fix="remove one of them", keys=("type", "params"))
         for key in sorted(self.given):
             if key not in known:
                 owners = [name for name, keys in TYPE_KEYS.items() if key in keys]

@@ -112,6 +112,7 @@ class ZeroEngine(EngineNames, nn.Module):
             states_are_away=lambda: bool(self._away.kinds),
             current=steps.current,
             changed=steps.changed,
+            modified=steps.modified,
             edit_begins=steps.edit_begins,
             reduces=accumulation.reduces,
             parts_of_backward=self.scaling.parts_of_backward,

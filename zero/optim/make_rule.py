@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.errors import ConfigError
 from zero.config import Config
@@ -77,18 +78,32 @@ def trained_from(
     Raises ConfigError: the optimizer, its param groups or its block in the config cannot be used here.
     """
     if optimizer is not None:
-        trained = _passed(optimizer, model, config)
+        trained = _passed(optimizer, model_parameters, model, config)
     elif config.optimizer is not None:
-        trained = _named(config, config.optimizer, _groups_of(model_parameters, model), model)
+        given: list[Any] = list(model.parameters() if model_parameters is None else model_parameters)
+        groups = _groups_of(given, model)
+        frozen = WeakTensorKeyDictionary()
+        for number, group in enumerate(groups):
+            frozen.update({p: number for p in group["params"] if not p.requires_grad})
+            group["params"] = [p for p in group["params"] if p.requires_grad]
+        trained = _named(config, config.optimizer, groups, model)
+        if given and isinstance(given[0], dict) and len(trained.rules.each) == 1:  # Muon makes groups of its own
+            trained = replace(trained, groups=_live(given, trained.groups), frozen=frozen)
     else:
         return None
     _check_masters(trained.rules, config)
     return replace(trained, rules=with_averages(trained.rules, config))
 
 
-def _passed(optimizer: torch.optim.Optimizer | Callable[..., Any], model: nn.Module, config: Config) -> Trained:
+def _passed(
+    optimizer: torch.optim.Optimizer | Callable[..., Any],
+    model_parameters: Iterable[Any] | None,
+    model: nn.Module,
+    config: Config,
+) -> Trained:
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
+        trained = (p for p in model.parameters() if p.requires_grad)
+        optimizer = optimizer(list(trained if model_parameters is None else model_parameters))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
@@ -98,13 +113,20 @@ def _passed(optimizer: torch.optim.Optimizer | Callable[..., Any], model: nn.Mod
     return Trained(groups, Rules((rule_of_object(optimizer, config),)), optimizer)
 
 
-def _groups_of(parameters: Iterable[Any] | None, model: nn.Module) -> list[dict[str, Any]]:
-    """Param groups of the trained parameters among those, or the groups, that were passed; None: the model's."""
-    given: list[Any] = list(model.parameters() if parameters is None else parameters)
+def _groups_of(given: list[Any], model: nn.Module) -> list[dict[str, Any]]:
+    """New param groups of the parameters, or like the groups, that were passed."""
     if any(isinstance(entry, tuple) for entry in given):
         raise ConfigError("model_parameters: got (name, parameter) pairs; pass model.parameters() or param groups")
     as_groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    return _owned([{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in as_groups], model)
+    lists = ([g["params"]] if isinstance(g["params"], Tensor) else list(g["params"]) for g in as_groups)
+    return _owned([{**g, "params": parameters} for g, parameters in zip(as_groups, lists, strict=True)], model)
+
+
+def _live(given: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The caller's own dicts with all options: as with torch, a value written into them later is used."""
+    for own, group in zip(given, groups, strict=True):
+        own.update(group)
+    return given
 
 
 def _check_masters(rules: Rules, config: Config) -> None:
@@ -202,6 +224,13 @@ def _owned(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any
             f"optimizer: {len(foreign)} parameters do not belong to the model (shapes {foreign[:4]}); build the "
             "optimizer from the parameters of the model that is passed, and make a loss or head that has weights a "
             "submodule of it"
+        )
+    every = [id(p) for group in groups for p in group["params"]]
+    if len(set(every)) < len(every):
+        names = [name for name, p in model.named_parameters() if every.count(id(p)) > 1]
+        raise ConfigError(
+            f"optimizer: {', '.join(names[:4])}: expected each parameter once, got {len(names)} of them several times, "
+            "and Adam would count its steps as often; pass each once, as model.parameters() does with tied weights"
         )
     return groups
 

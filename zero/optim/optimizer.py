@@ -121,9 +121,10 @@ class KeptOptimizer(torch.optim.Optimizer):
     _kept: KeptStates | None = None
 
     def __init__(self, trained: Trained) -> None:
-        super().__init__(trained.groups, dict(trained.rules.each[-1].defaults))
+        # With two rules each group has the options of its own: `betas` in a group of Muon would look like Adam's.
+        super().__init__(trained.groups, dict(trained.rules.each[0].defaults) if len(trained.rules.each) == 1 else {})
         self.param_groups = trained.groups
-        self.rules = trained.rules
+        self.rules, self.frozen = trained.rules, trained.frozen
         self.step_counts: dict[int, int] = {}  # id(parameter) -> updates so far; torch counts per parameter too.
         # id(parameter) -> the rest of its state besides planes, for rules that have more.
         self.progress: dict[int, Progress] = {}

@@ -270,6 +270,7 @@ class Trained:
     groups: list[dict[str, Any]]  # Param groups, as torch's; live.
     rules: Rules
     given: torch.optim.Optimizer | None = None  # The optimizer object that they were taken from, if any.
+    frozen: Mapping[Tensor, int] = field(default_factory=dict)  # Parameter -> number of the group it may join later.
 
 
 @dataclass(frozen=True, slots=True)

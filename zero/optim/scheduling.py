@@ -36,7 +36,7 @@ def scheduler_for(given: Any, optimizer: torch.optim.Optimizer | None, config: C
             "scheduler: the lr_scheduler that was passed to initialize is used instead of the one in the config"
         )
     if given is not None and not _is_factory(given):
-        return check_scheduler(given)
+        return _check_drives(check_scheduler(given), optimizer)
     if given is not None and optimizer is None:
         raise ConfigError("lr_scheduler: expected an optimizer too, got none; add one to the config or pass one")
     if given is not None:
@@ -45,6 +45,20 @@ def scheduler_for(given: Any, optimizer: torch.optim.Optimizer | None, config: C
             raise ConfigError(f"lr_scheduler: expected a callable that returns an object with step(), got {made!r}")
         return made
     return None if optimizer is None or not configured else _from_config(optimizer, config)
+
+
+def _check_drives(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    """Return `scheduler`; raises ConfigError if it changes rates of another optimizer only."""
+    driven = getattr(scheduler, "optimizer", None)
+    if optimizer is not None and isinstance(driven, torch.optim.Optimizer):
+        used = {id(group) for group in optimizer.param_groups}
+        if used.isdisjoint(map(id, driven.param_groups)):
+            raise ConfigError(
+                f"lr_scheduler: expected a schedule of the optimizer that is used, got a {type(scheduler).__name__} of "
+                f"another {type(driven).__name__}, so that the rates would stay; pass that optimizer too, or a "
+                "callable that makes the schedule: lambda optimizer: ..."
+            )
+    return scheduler
 
 
 def _is_factory(given: Any) -> bool:

@@ -20,6 +20,7 @@ class Events:
     # (what, units=None): StateError if the engine is closed; else these units (None: all) have the last step's values.
     current: Callable[..., None]
     changed: Callable[[int], None]  # A unit changes by other means than a step.
+    modified: Callable[[int], None]  # A forward has changed a unit in place.
     edit_begins: Callable[[], None]  # Weights may be edited: on return no checkpoint is being written.
     reduces: Callable[[], bool]  # True if gradients of the running backward are reduced as soon as possible.
     # Divisor of the gradients of a backward that the engine has not started; raises if the engine had to start it.
