@@ -178,6 +178,17 @@ def test_what_joins_the_model_later_joins_the_group_of_its_kind(open_engine: Ope
     assert set(engine.full_state("blocks.0.up.1.bias")) == {"step", "exp_avg", "exp_avg_sq"}
 
 
+def test_a_cycle_of_momenta_leaves_adams_part_alone(
+    open_engine: Open, nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2}}
+    engine = open_engine(build("gpt"), {**muon_config(nvme_path, ("cpu", "cpu")), "scheduler": cycle})
+    harness.train(engine, 0, 1)
+    (muon, adam) = engine.optimizer.param_groups
+    assert "betas" not in muon and adam["betas"] == (0.9, 0.95)
+    assert "cycle_momentum has no effect" in caplog.text
+
+
 def test_the_plan_says_how_much_of_several_ranks_slices_is_padding() -> None:
     """Three matrices of one size: each of four ranks has room for one."""
     model = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(3))
@@ -188,3 +199,21 @@ def test_the_plan_says_how_much_of_several_ranks_slices_is_padding() -> None:
     assert any(note.startswith("25% of the 16,384 elements that are updated as whole") for note in plan.notes)
     _, alone = plan_model(model, load_config({"optimizer": BLOCK}), machine, torch.device("cpu"))
     assert not any("padding" in note for note in alone.notes)
+
+
+def test_a_checkpoint_of_groups_that_another_rule_updated_is_refused(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    def opened(second: bool) -> Any:
+        model = build("gpt")
+        matrices = [block.up.weight for block in model.blocks]
+        rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+        groups = [{"params": matrices[:1], "use_muon": True}, {"params": matrices[1:], "use_muon": second}]
+        groups.append({"params": rest, "use_muon": False})
+        return open_engine(model, muon_config(nvme_path, ("cpu", "cpu")), model_parameters=groups)
+
+    harness.train(opened(True), 0).save_checkpoint(tmp_path)
+    engine = opened(False)
+    with pytest.raises(ConfigError, match="param group 1: expected use_muon True as in the checkpoint, got False"):
+        engine.load_checkpoint(tmp_path)
+    harness.train(engine, 0)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import reference_of, train, unequal
+from harness import masters, reference_of, train, unequal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lagging import lagging_device
 from models import build, make_config, tokens
+from on_tiers import equal
 from probe import gradients_of, is_lent, spare_of
 from recovery import NVME, Open, once_more
 
@@ -142,3 +143,23 @@ def test_closing_does_not_wait_for_a_backward(engine: Any, nothing_left: None) -
     engine.inject(slow_writes())
     train(engine, 0, 1)
     engine.close()
+
+
+def test_loaded_gradients_lie_in_no_memory_that_updates_use(engine: Any, tmp_path: Path) -> None:
+    train(engine, 0, 1)
+    engine.backward(engine(tokens(2)))
+    engine.save_checkpoint(tmp_path)
+    engine.inject(slow_writes())
+    engine.step()
+    engine.synchronize()
+    expected = masters(engine)
+    train(engine, 3)
+    engine.synchronize()
+    spare, gradients = spare_of(engine), gradients_of(engine)
+    units = [state.unit for state in gradients.states()]
+    assert any(spare.holds(unit.index) for unit in units), "else nothing is tested"
+    engine.load_checkpoint(tmp_path)
+    assert not any(spare.holds(state.unit.index) for state in gradients.states() if not state.empty)
+    engine.step()
+    engine.synchronize()
+    assert equal(masters(engine), expected)

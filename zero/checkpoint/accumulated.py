@@ -89,6 +89,7 @@ def _load_stored(parts: Assembly, state: UnitGradient, source: Source, name: str
     unit = state.unit
     if source.tensors[name].dtype == torch.float32:
         parts.gradients.make_wide(state)
+    parts.gradients.reclaim(unit)  # updates may still use this memory for records
     for lo in range(0, unit.shard_numel, PIECE_NUMEL):
         hi = min(lo + PIECE_NUMEL, unit.shard_numel)
         chunk = source.read(name, lo, hi).to(state.dtype)

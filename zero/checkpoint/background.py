@@ -156,7 +156,7 @@ class CheckpointState(StepListener):
         half_loaded: the checkpoint of which only a part of the values has been loaded; "" for none.
         mixed: names of those values.
         frozen_sums: checksums of the weights that are not trained; None once these may have changed.
-        changed: units in memory that changed by other means than a step: between the last two steps, and since.
+        modified: units that a forward has changed in place so far, in memory that a save reads.
     """
 
     def __init__(self, run: Run) -> None:
@@ -164,7 +164,7 @@ class CheckpointState(StepListener):
         self._behind: BackgroundSave | None = None
         self.half_loaded, self.mixed = "", frozenset[str]()
         self.frozen_sums: Sums | None = None
-        self.changed: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
+        self.modified: set[str] = set()
 
     @contextmanager
     def loading(self, folder: str, values: frozenset[str], *, everything: bool) -> Iterator[None]:
@@ -216,12 +216,11 @@ class CheckpointState(StepListener):
     @override
     def releasing(self) -> None:
         bound = (bound for bound in self._run.parts.bound if bound.unit.persistent and bound.bound and bound.differs)
-        self.changed = self.changed[0], self.changed[1] | {each.unit.name for each in bound}
+        self.modified.update(each.unit.name for each in bound)
 
     @override
     def step_begins(self) -> None:
         self.releasing()
-        self.changed = self.changed[1], frozenset()
 
     @override
     def weights_change(self, index: int) -> None:
@@ -229,11 +228,13 @@ class CheckpointState(StepListener):
         # raised here it would prevent the change.
         if self._behind is not None:
             self._behind.end()
-        parts = self._run.parts
-        unit = parts.layout.units[index]
-        if parts.storage.flat(unit) is not None:
-            self.changed = self.changed[0], self.changed[1] | {unit.name}
         self.frozen_sums = None
+
+    @override
+    def forward_modified(self, index: int) -> None:
+        unit = self._run.parts.layout.units[index]
+        if self._run.parts.storage.flat(unit) is not None:
+            self.modified.add(unit.name)
 
     @override
     def edit_begins(self) -> None:

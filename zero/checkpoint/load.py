@@ -401,6 +401,7 @@ class LoadCheckpoints:
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(parts, placement, state["accumulating"], mine and mine["accumulated"])
                 self._check_scale(state.get("loss_scaler"), goes_on=updater is not None)
+                self._check_divisor(int(state["config"]["gradient_accumulation_steps"]))
             numbers = wanted.numbers(updater.number_names() if updater is not None else ())
             return client, mine, told, wanted, numbers, {} if updater is None else wanted.small(numbers, updater)
 
@@ -408,7 +409,7 @@ class LoadCheckpoints:
         if state["frozen_sums"]:
             sums = frozen_sums(parts, parts.exchange)
             together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
-        self._steps.zero_grad()
+        self._steps.forget_gradients()
         self._steps.at_rest()
 
         def fill() -> None:
@@ -432,6 +433,7 @@ class LoadCheckpoints:
         if not only_module:
             go_on = partial(_restore_small, run, state, told, own=mine is not None)
             together.do("going on from a checkpoint", go_on)
+        self._steps.ready("load_checkpoint")  # what only all ranks can gather; later one may evaluate alone
         self._say(opened, only_module=only_module)
         return client
 
@@ -444,6 +446,16 @@ class LoadCheckpoints:
                 "load_checkpoint: the checkpoint was saved in the middle of a gradient accumulation with a loss "
                 f"scale of {then:.10g}, but the loss scale is {now:.10g} now; load it with the same fp16 block and "
                 "load_optimizer_states=True, or save after step()"
+            )
+
+    def _check_divisor(self, then: int) -> None:
+        """Gradients are divided by the number of micro-batches. Raises ConfigError: it is another now."""
+        now = self._run.config.gradient_accumulation_steps
+        if then != now:
+            raise ConfigError(
+                "load_checkpoint: the checkpoint was saved in the middle of a gradient accumulation over "
+                f"{then} micro-batches: expected gradient_accumulation_steps {then}, got {now}; load it with {then} "
+                "and change the number after step(), save after step(), or pass load_module_only=True"
             )
 
 

@@ -123,14 +123,14 @@ class SaveCheckpoints:
         """True when training may continue while this is written; else the log says why not."""
         if not self._run.config.checkpoint.async_save:
             return False
-        why, changed = "", sorted(frozenset.union(*self._state.changed))
+        why, modified = "", sorted(self._state.modified)
         if self._run.exchange.is_stage:
             why = "the stages of a pipeline save at the same time"
         elif state["accumulating"] is not None:
             why = "gradients have been accumulated since the last step, and the next backward would change them"
-        elif changed:
-            # The next forward may modify them again, and the save could not notice it in time to take the old values.
-            why = f"weights have been modified in place ({changed[0]})"
+        elif modified:
+            # A forward may modify them again, and the save could not notice it in time to take the old values.
+            why = f"weights have been modified in place ({modified[0]})"
         told = [answer.decode() for answer in self._run.exchange.agree("saving beside training", why.encode())]
         why = next(filter(None, told), "")
         if why:
@@ -221,7 +221,9 @@ class SaveCheckpoints:
         if parts.exchange.is_stage:
             state = whole_state(parts.exchange.everyone, state)
         together = Together(parts.exchange.everyone)
-        accumulated = together.do("saving collected gradients", lambda: add_accumulated(extents, parts, placement))
+        accumulated = None
+        if not self._backward_torn():
+            accumulated = together.do("saving collected gradients", lambda: add_accumulated(extents, parts, placement))
         answers = self._run.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
         state["accumulating"] = ranks_shape(placement) if any(answers) else None
         blobs = together.do("capturing what is saved", lambda: self._blobs(state, client_state, accumulated))
@@ -229,6 +231,19 @@ class SaveCheckpoints:
             extents.add_blob(name, archive)
         extents.end()
         return state, extents
+
+    def _backward_torn(self) -> bool:
+        """True, with a warning, if gradients are missing: they are not saved, so that no later step can use them."""
+        watch, everyone = self._run.parts.watch, self._run.exchange.everyone
+        watch.end_stray()
+        mine = watch.torn or self._run.parts.gradients.lost
+        torn = any(everyone.agree("a backward that was broken off", b"torn" if mine else b""))
+        if torn:
+            logger.warning(
+                "save_checkpoint: the last backward was broken off, so the gradients since the last step are not "
+                "saved; a run that is continued from this checkpoint begins that step again"
+            )
+        return torn
 
     def _blobs(
         self, state: dict[str, Any], client_state: Mapping[str, Any], accumulated: dict[str, Any] | None

@@ -13,6 +13,7 @@ from offload.errors import StateError, ZeroInfinityError
 from zero.assembly.accumulation import Accumulation
 from zero.assembly.run import Run
 from zero.assembly.steps import StepListener, Steps
+from zero.exchange.together import Together
 from zero.reports.log import NOTICE
 from zero.snapshots.commit import Snapshots
 from zero.snapshots.snapshot_state import capture, check, restore
@@ -133,9 +134,9 @@ class SnapshotCalls:
         snapshots, run = self._ready("load_snapshot"), self._run
         if snapshots.committed_step is None:
             return None
-        parts = self._steps.at_rest()
-        parts.gradients.clear()
-        parts.watch.torn = False
+        self._steps.forget_batch()
+        together = Together(run.exchange)
+        parts = together.do("load_snapshot", self._steps.at_rest)  # no rank uses this rank's slices any more
         names = self._turns.names()
         state = snapshots.load(lambda kept: check(run, names, kept))
         if state is None:
@@ -143,6 +144,7 @@ class SnapshotCalls:
         parts.stepper.norm = restore(run, names, state)
         parts.coordinator.rewritten()
         self._accumulation.buffers_differ()
+        self._steps.ready("load_snapshot")  # what only all ranks can gather; later one may evaluate alone
         logger.log(NOTICE, "continuing from the snapshot of step %d", run.global_steps)
         return run.global_steps
 

@@ -86,13 +86,14 @@ class Gradients:
 
     Attributes:
         deferred: gradients of an earlier backward of this step wait to be reduced.
+        lost: since `clear`, a gradient could not be reduced, and cannot be again.
         together: in this backward several micro-batches pass each unit before it is `passed`.
         update: called with a unit whose sealed gradient occupies its place; must not return before an update used it.
         reclaim: called with a unit whose gradient needs its memory now; must not return before the memory is free.
         order: (unit, position of the slot), in the order in which the first gradients since the last step arrived.
     """
 
-    deferred = together = False
+    deferred = together = lost = False
 
     def __init__(self, layout: Layout, storage: Storage, device: torch.device, in_place: bool, threads: int) -> None:
         self._storage, self._device, self._in_place = storage, device, in_place
@@ -246,6 +247,7 @@ class Gradients:
             self._begin_anew(state)
         self._storing.clear()
         self.order.clear()
+        self.lost = False
 
     def seal(self) -> None:
         """A step takes the present gradients; the caller has flushed and settled all."""

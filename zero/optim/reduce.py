@@ -503,5 +503,8 @@ class ReducedGradients(Gradients):
                 await self._store.store_sum(unit, home, sources, scale, state.sums, first=first, rounds=rounds)
                 if waiting.blank:
                     waiting.flat.zero_()  # the exchange may have made sums in this memory
+        except BaseException:
+            self.lost = True  # a peer's part cannot be had again: this gradient lacks a backward
+            raise
         finally:
             item.done = True

@@ -256,6 +256,7 @@ class Stepper:
         """
         self.finish()  # updates of the last step read the gradients that it has sealed
         self._gradients.complete()
+        torn = torn or self._gradients.lost
         mine = {
             slot.index
             for unit in self._layout.units

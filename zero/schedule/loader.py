@@ -264,7 +264,7 @@ class Loader:
                 moving = self._store_modified(unit, arrival)
                 moving.result()
             elif modified:
-                self._events.changed(unit.index)
+                self._events.modified(unit.index)
         except StorageError as error:
             tell(error)
             raise
@@ -336,7 +336,7 @@ class Loader:
     def _store_modified(self, unit: Unit, arrival: Arrival) -> Transfer[Fence]:
         """Begin to store the values; if the waiting thread is interrupted, the transfer continues."""
         plane, streams = self._storage.weights[self._layout.space_of(unit)], self._storage.streams
-        self._events.changed(unit.index)
+        self._events.modified(unit.index)
         data, modified = arrival.data, self._behind_uses(arrival)
 
         async def store() -> Fence:

@@ -18,6 +18,7 @@ import torch
 from offload.accelerator import is_accelerator, rng_state, set_rng_state
 from offload.archives import pack_any, unpack_any
 from offload.errors import ConfigError
+from zero.activations.rng_tracker import get_cuda_rng_tracker
 from zero.config import Config
 from zero.optim.optimizer import ZeroOptimizer
 from zero.params.buffers import extra_states
@@ -54,6 +55,7 @@ def rank_state(engine: Run, accumulated: dict[str, Any] | None) -> dict[str, Any
     logits = engine.attention_logits
     return {
         "rng": random_state(engine.device),
+        "named": get_cuda_rng_tracker().get_states(),
         "data": pack_any(loader.state_dict() if hasattr(loader, "state_dict") else None),
         "accumulated": accumulated,
         **({} if logits is None else {"attention_logits": logits.state_dict()}),
@@ -91,6 +93,8 @@ def restore_rank(engine: Run, state: Mapping[str, Any], *, own: bool) -> None:
     """
     if own:
         restore_random_state(state["rng"], engine.device)
+        named = get_cuda_rng_tracker()
+        named.set_states({**named.get_states(), **state.get("named", {})})
     if engine.attention_logits is not None:
         engine.attention_logits.load_state_dict(state.get("attention_logits", {}) if own else {})
     loader: Any = engine.training_dataloader
@@ -115,7 +119,14 @@ def check_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of:
     """Raise ConfigError unless the param groups have the same parameters as the saved ones."""
     mine = [[name_of[id(p)] for p in group["params"] if id(p) in name_of] for group in optimizer.param_groups]
     theirs = [list(group["params"]) for group in saved]
+    flag = optimizer.rules.flag
     if [set(names) for names in mine] == [set(names) for names in theirs]:
+        for number, (group, options) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+            if flag and bool(group.get(flag)) != bool(options.get(flag)):
+                raise ConfigError(
+                    f"load_checkpoint: param group {number}: expected {flag} {options.get(flag)} as in the checkpoint, "
+                    f"got {group.get(flag)}; set it in the group, or pass load_optimizer_states=False"
+                )
         return
     if len(mine) != len(theirs):
         raise ConfigError(

@@ -9,7 +9,6 @@ import torch
 
 from offload.archives import bytes_tensor, make_archive, pack_any, read_archive, unpack_any
 from offload.errors import ConfigError, StateError
-from zero.activations.rng_tracker import get_cuda_rng_tracker
 from zero.optim.rules import Progress, Scalar
 from zero.params.buffers import extra_states, set_extra_states
 from zero.snapshots.run_state import rank_state, restore_counters, restore_groups, restore_rank
@@ -34,7 +33,6 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> Callable[[],
         "step_counts": {},
         "progress": {},
         "rank": rank_state(run, None),
-        "named_random_states": get_cuda_rng_tracker().get_states(),
         "buffers": {name: buffer.detach().cpu() for name, buffer in run.module.named_buffers()},
     }
     if run.updater is not None:
@@ -101,8 +99,8 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
                 buffers[name].copy_(value)
     if "extra_states" in state:
         set_extra_states(run.module, unpack_any(state["extra_states"], "the extra states of modules"))
-    get_cuda_rng_tracker().set_states(state["named_random_states"])
-    restore_rank(run, state["rank"], own=True)
+    earlier = state.get("named_random_states", {})  # where snapshots had them before
+    restore_rank(run, {"named": earlier, **state["rank"]}, own=True)
     norm: float | None = state["norm"]
     return norm
 

@@ -315,6 +315,19 @@ def test_weights_that_forward_modifies_are_saved_as_they_were_when_a_save_began(
     assert {name for name in names if not torch.equal(engine.full_parameter(name), expected[name])} == set()
 
 
+def test_a_model_that_has_modified_weights_once_is_not_saved_beside_training(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, caplog: Any
+) -> None:
+    """It may do it again, however long ago that was."""
+    engine = open_engine(Counting(), config(CPU, nvme_path, bf16=False))
+    for number in range(4):
+        engine.train(number == 0)
+        engine.backward(engine(torch.ones(2, 64)))
+        engine.step()
+    engine.save_checkpoint(tmp_path)
+    assert "weights have been modified in place" in caplog.text
+
+
 # ---- what fails before anything is written ---------------------------------------------------------------------------
 
 

@@ -498,3 +498,15 @@ def test_a_snapshot_of_before_checksums_loads_and_says_so(
     second.save_snapshot()
     caplog.clear()
     assert second.load_snapshot() == 3 and "damage" not in caplog.text
+
+
+def test_a_gradient_that_was_written_before_a_return_to_the_snapshot_is_forgotten(
+    open_engine: Open, nvme_path: Path
+) -> None:
+    engine = train(open_engine(build("gpt"), config_of(nvme_path)), 0)
+    assert engine.save_snapshot() == 1
+    parameter = engine.module.head.weight
+    parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype)
+    assert engine.load_snapshot() == 1
+    train(engine, 1)
+    assert unequal(engine, reference_run(0, 1)) == []
