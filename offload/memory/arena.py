@@ -321,6 +321,7 @@ def _check_room(what: str, nbytes: int, region: SharedRegion | None) -> None:
         raise BudgetError(f"{what}: {nbytes:,} bytes do not fit the shared memory of {region.nbytes:,} ({region.what})")
 
 
+@torch.inference_mode(False)
 def _allocate(
     nbytes: int, device: torch.device, *, touched: bool = True, region: SharedRegion | None = None
 ) -> torch.Tensor:

@@ -29,6 +29,7 @@ def has_aliases(device: torch.device) -> bool:
     return kind is None or kind.aliases
 
 
+@torch.inference_mode(False)  # the mover, whose thread is in the normal mode, writes into it
 def exact_alias(data: torch.Tensor) -> torch.Tensor:
     """A uint8 tensor over the memory of `data` (uint8, flat), with its own storage of exactly that length.
 
@@ -112,6 +113,8 @@ class FlatStorage:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if `tensor` is a view of this storage."""
+        if tensor.layout != torch.strided:
+            return False
         return bool(tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata)
 
     def bind(self, data: torch.Tensor) -> None:

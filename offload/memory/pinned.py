@@ -223,6 +223,7 @@ def aligned_copy(data: torch.Tensor) -> torch.Tensor:
     return copy
 
 
+@torch.inference_mode(False)  # whoever writes to it later may be in the normal mode
 def tensor_over(view: memoryview, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """A flat tensor whose storage is exactly `view`, so that storages of one size can be swapped."""
     if len(view) == 0:

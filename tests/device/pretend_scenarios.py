@@ -413,6 +413,17 @@ def evaluation(place: Place, folder: Path) -> Results:
 
 
 @scenario
+def evaluation_in_inference_mode(place: Place, folder: Path) -> Results:
+    """The mover, which copies the weights, is not in this mode."""
+    engine, losses = opened("gpt", place, folder), {}
+    for index in range(3):
+        step(engine, index)
+        with torch.inference_mode():
+            losses[f"loss {index}"] = engine(sent(batch(9), engine)).detach().clone()
+    return closing(engine, {name: kept(loss) for name, loss in losses.items()})
+
+
+@scenario
 def evaluation_before_a_step(place: Place, folder: Path) -> Results:
     """It uses the weights that the step replaces. The engine does not wait for losses that it has not seen."""
     engine, losses = opened("gpt", place, folder), {}

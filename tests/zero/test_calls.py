@@ -6,6 +6,7 @@ early too, and one that is never let go stops the run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,9 @@ from models import TOKENS, VOCAB, make_config, seeded, tokens, trainability
 from probe import bound_units
 from reference import differences, snapshot
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import zero
 from offload.errors import StateError
 
 Open = Callable[..., Any]
@@ -293,6 +296,42 @@ class ReadTwice(Model):
         return x + F.linear(x, self.lender.weight) + self.lender(x)
 
 
+class ReadAndRecomputed(ReadTwice):
+    """A module of a region reads the weight before its owner is called there; the owner's gradient comes first."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda x: self.lender(self.reader(x, self.lender)), x, use_reentrant=True)
+        return Model.middle(self, x)
+
+
+class OpenedInForward(Model):
+    """A weight is gathered in a forward, and its module is called behind the context."""
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        with zero.GatheredParameters(self.head.parameters()):
+            scale = self.head.weight.detach().norm()
+        return super().loss(x, tokens) * scale
+
+
+class WithEdges(Model):
+    """A graph's edges, a sparse tensor, go from layer to layer."""
+
+    class Layer(Block):
+        def forward(self, x: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            mixed = torch.sparse.mm(edges, x.flatten(0, 1).float()).to(x.dtype).view(x.shape)
+            return super().forward(mixed), edges
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WithEdges.Layer() for _ in range(4))
+
+    def middle(self, x: Tensor) -> Tensor:
+        edges = torch.eye(x.shape[0] * x.shape[1]).roll(1, 0).to_sparse()
+        for block in self.blocks:
+            x, edges = block(x, edges)
+        return x
+
+
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -354,7 +393,7 @@ class InPlaceKeyword(InPlace):
 STRUCTURES: list[type[nn.Module]] = [
     *(EncoderDecoder, KeywordDecoder, Skips, Heads, Auxiliary),
     *(PositionTable, ReturnedParameter, Generated),
-    *(TiedByHand, ReadBefore, ReadInsteadOf, ReadTwice, CustomFunction),
+    *(TiedByHand, ReadBefore, ReadInsteadOf, ReadTwice, ReadAndRecomputed, OpenedInForward, WithEdges, CustomFunction),
     *(InPlace, InPlaceKeyword),
 ]
 
@@ -656,3 +695,28 @@ def test_a_container_that_a_module_returns_is_the_one_its_caller_gets(
 
     engine = assert_trains_equally(open_engine, nvme_path, Carriers)
     assert engine.module.same and all(engine.module.same)
+
+
+class Pruned(Model):
+    """Its forward keeps pruned weights at zero."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            with torch.no_grad():
+                block.up.weight.mul_(torch.arange(WIDTH) % 2)
+                block.down.bias.zero_()
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("threshold", [0, 100_000])
+@pytest.mark.parametrize("pair", TIERS, ids="-".join)
+def test_weights_that_forward_sets_to_zero_have_masters_that_are_numbers(
+    open_engine: Open, nvme_path: Any, pair: tuple[str, str], threshold: int
+) -> None:
+    keys = {"stage3_param_persistence_threshold": threshold}
+    engine = open_engine(built(Pruned), make_config(pair, nvme_path, bf16=True, zero=keys))
+    for index in range(STEPS):
+        micro_batch(engine, index)
+    assert all(engine.full_master(name).isfinite().all() for name, _ in engine.module.named_parameters())
+    assert math.isfinite(float(engine(tokens(0))))

@@ -14,7 +14,7 @@ from reference import Reference, differences, snapshot
 from torch import Tensor, nn
 
 import zero
-from offload.errors import StateError
+from offload.errors import ConfigError, StateError
 
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")
@@ -364,11 +364,13 @@ def test_gradients_that_embeddings_give_as_sparse_tensors_count_as_dense_ones(
     assert all(torch.equal(dense[name], sparse_ones[name]) for name in dense)
 
 
-@pytest.mark.parametrize("pair", [NVME, ("cpu", "none")], ids="-".join)
+@pytest.mark.parametrize("pair", [NVME, ("cpu", "none"), ("cpu", "cpu")], ids="-".join)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("alias", [True, False], ids=["alias", "copy"])
 def test_forward_alone_computes_what_the_plain_model_computes(
-    open_engine: Open, nvme_path: Any, pair: tuple[str, str], mode: Any
+    open_engine: Open, nvme_path: Any, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], mode: Any, alias: bool
 ) -> None:
+    monkeypatch.setenv("ZERO_NO_ALIAS", "0" if alias else "1")
     engine = open_engine(build("gpt"), make_config(pair, nvme_path))
     plain = reference_of()
     before = engine.statistics()
@@ -379,6 +381,28 @@ def test_forward_alone_computes_what_the_plain_model_computes(
     after = engine.statistics()
     assert after.steps == 0 and after.gathered_bytes > before.gathered_bytes
     assert after.nvme_write_bytes == before.nvme_write_bytes
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adamax"])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_an_evaluation_in_inference_mode_right_behind_a_step_changes_nothing(
+    open_engine: Open, nvme_path: Any, monkeypatch: pytest.MonkeyPatch, kind: str, bf16: bool
+) -> None:
+    """It brings the updates; without aliases weights of the host are copied."""
+    monkeypatch.setenv("ZERO_NO_ALIAS", "1")
+    held = []
+    for evaluates in (True, False):
+        optimizer = {"type": kind, "params": {"lr": 1e-2}}
+        engine = open_engine(build("gpt"), make_config(NVME, nvme_path, bf16=bf16, optimizer=optimizer))
+        for index in range(3):
+            engine.backward(engine(tokens(index)))
+            engine.step()
+            if evaluates:
+                with torch.inference_mode():
+                    engine(tokens(9))
+        held.append({name: engine.full_master(name) for name, _ in engine.module.named_parameters()})
+        engine.close()
+    assert all(torch.equal(value, held[1][name]) for name, value in held[0].items())
 
 
 def test_forwards_that_are_never_followed_by_backward_do_not_pile_up(open_engine: Open, nvme_path: Any) -> None:
@@ -527,3 +551,11 @@ def test_an_exception_inside_init_leaves_torch_as_it_was(nvme_path: Any) -> None
         raise KeyError("constructor")
     assert (nn.Linear.__init__, nn.Module.__init__) == before
     assert torch.equal(nn.LayerNorm(3).weight.detach(), torch.ones(3))
+
+
+@pytest.mark.parametrize("more", [{"bf16": True}, {"bf16": False}, {"bf16": False, "fp16": {"enabled": True}}])
+def test_a_trained_complex_parameter_is_refused_by_name(open_engine: Open, nvme_path: Any, more: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.phase = nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat))
+    with pytest.raises(ConfigError, match=r"parameter phase: training torch\.complex64 weights is not available"):
+        open_engine(model, make_config(NVME, nvme_path, **more))

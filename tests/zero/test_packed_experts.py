@@ -88,6 +88,15 @@ def test_a_mixtral_fetched_by_rows_trains_to_the_bits_of_a_run_without_the_engin
     assert_equal_to_plain_torch(engine, losses, names, mixtral(implementation=implementation))
 
 
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+def test_rows_are_fetched_in_inference_mode(open_engine: Open, nvme_path: Any, device: str) -> None:
+    engine = open_engine(mixtral(), make_config((device, device), nvme_path, zero=LIMITS)).eval()
+    with torch.no_grad():
+        expected = engine(tokens(0)).logits
+    with torch.inference_mode():
+        assert torch.equal(engine(tokens(0)).logits, expected)
+
+
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("recompute", [True, False], ids=["reentrant", "nonreentrant"])
 def test_recomputed_layers_fetch_their_rows_again(
@@ -235,7 +244,10 @@ def test_no_row_stays_live_after_a_step_and_the_limit_holds(open_engine: Open, n
     assert used_bytes(engine, "unit_pool") == 0
 
 
-def test_hooks_on_packed_experts_see_and_replace_the_whole_gradient(open_engine: Open, nvme_path: Any) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["gradient", "accumulated gradient"])
+def test_hooks_on_packed_experts_see_and_replace_the_whole_gradient(
+    open_engine: Open, nvme_path: Any, late: bool
+) -> None:
     """As in plain torch, rows that were not routed to included: they get a gradient here that only the hook gives."""
     engine = open_engine(mixtral(), make_config(("nvme", "nvme"), nvme_path, zero=LIMITS))
     plain, seen = mixtral(), {}
@@ -248,7 +260,13 @@ def test_hooks_on_packed_experts_see_and_replace_the_whole_gradient(open_engine:
             seen[name] = gradient.clone()
             return gradient + 1
 
-        parameter.register_hook(hook)
+        def behind(parameter: nn.Parameter, hook: Any = hook) -> None:
+            parameter.grad = hook(parameter.grad)
+
+        if late:
+            parameter.register_post_accumulate_grad_hook(behind)
+        else:
+            parameter.register_hook(hook)
     engine.backward(next_token_loss(engine(tokens(0)).logits, tokens(0)))
     next_token_loss(plain(tokens(0)).logits, tokens(0)).backward()
     assert seen["engine"].shape == seen["plain"].shape

@@ -186,6 +186,33 @@ def test_what_could_not_be_stored_is_clipped_by_the_next_call_and_once(
     assert all(torch.equal(ends[1][name], ends[0][name]) for name in ends[0])
 
 
+def test_what_was_stored_although_the_call_was_interrupted_is_scaled_once(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = []
+    for fails in (False, True):
+        engine = open_engine(llama(), config_of(("cpu", "cpu"), nvme_path))
+        engine.backward(loss_of(engine, 0))
+        if fails:
+            left, stored = [1], ParameterValues.set_master
+
+            def set_master(
+                values: ParameterValues, value: torch.Tensor, left: Any = left, stored: Any = stored
+            ) -> None:
+                stored(values, value)
+                if left[0]:
+                    left[0] -= 1
+                    raise KeyboardInterrupt
+
+            monkeypatch.setattr(ParameterValues, "set_master", set_master)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        else:
+            engine.step()
+        ends.append(held(engine))
+    assert all(torch.equal(ends[1][name], ends[0][name]) for name in ends[0])
+
+
 @pytest.mark.parametrize("mask", ["none", "causal", "hidden", "added"])
 def test_masked_logits_do_not_count_and_pieces_give_what_the_whole_gives(
     monkeypatch: pytest.MonkeyPatch, mask: str

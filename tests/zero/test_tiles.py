@@ -307,12 +307,20 @@ def test_models_that_fit_the_limit_are_not_tiled(open_engine: Open, nvme_path: A
     assert not [unit.name for unit in engine.units if "[0:" in unit.name]
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["gradient", "accumulated gradient"])
 def test_a_weight_with_hooks_of_its_gradient_is_not_cut_and_one_in_tiles_takes_none(
-    open_engine: Open, nvme_path: Any
+    open_engine: Open, nvme_path: Any, late: bool
 ) -> None:
     """A mask of the rows that are trained is what such hooks are for."""
+
+    def masked(gradient: Tensor) -> Tensor:
+        return gradient * (torch.arange(ROWS) >= 20)[:, None]
+
     model = Spread()
-    model.table.weight.register_hook(lambda gradient: gradient * (torch.arange(ROWS) >= 20)[:, None])
+    if late:
+        model.table.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", masked(p.grad)))
+    else:
+        model.table.weight.register_hook(masked)
     sgd = {"type": "SGD", "params": {"lr": 0.5}}
     engine = open_engine(model, config_for(("cpu", "cpu"), nvme_path, bf16=False, optimizer=sgd))
     before = engine.full_master("table.weight")
@@ -324,3 +332,13 @@ def test_a_weight_with_hooks_of_its_gradient_is_not_cut_and_one_in_tiles_takes_n
     for hook in (other.module.table.weight.register_hook, other.module.table.weight.register_post_accumulate_grad_hook):
         with pytest.raises(StateError, match=r"is computed in tiles.*stage3_max_live_parameters"):
             hook(lambda gradient: gradient)
+
+
+def test_hooks_of_an_engine_do_not_keep_a_weight_from_being_cut_again(open_engine: Open, nvme_path: Any) -> None:
+    """The plan for a changed model is made while the old hooks are there."""
+    model = Spread()
+    engine = open_engine(model, config_for(("cpu", "cpu"), nvme_path))
+    before = [unit.name for unit in engine.units if "table" in unit.name]
+    model.more = torch.nn.Linear(4, 4)
+    assert engine.replan()
+    assert [unit.name for unit in engine.units if "table" in unit.name] == before

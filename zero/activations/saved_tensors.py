@@ -88,7 +88,8 @@ class Activations:
         """Note what stays where it is. The keys are valid while a forward runs."""
         if self.store is not None and self._model is not None:
             flats = frozenset(storage_key(unit.flat) for unit in self._bound)
-            self._fixed = flats.union(storage_key(buffer) for buffer in self._model.buffers())
+            buffers = (buffer for buffer in self._model.buffers() if buffer.layout == torch.strided)
+            self._fixed = flats.union(map(storage_key, buffers))
 
     @whole
     def _pack(self, tensor: torch.Tensor) -> Handle | AsIs:

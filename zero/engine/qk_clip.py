@@ -132,6 +132,7 @@ class QkClip(StepListener):
     def __init__(self, run: Run, threshold: float, values_of: Callable[[nn.Parameter], ParameterValues]) -> None:
         self._run, self._threshold, self._values_of = run, threshold, values_of
         self._pending: list[tuple[nn.Parameter, Tensor]] = []
+        self._scaled: Tensor | None = None  # New values of the first of them.
         """(parameter, factor of each row): parameters that are still to be scaled after the last step."""
         self._busy = self._seen = False
         if run.config.zero_optimization.offload_optimizer.snapshot is not None:
@@ -225,7 +226,10 @@ class QkClip(StepListener):
             while self._pending:
                 parameter, factor = self._pending[0]
                 values = self._values_of(parameter)
-                values.set_master(values.master() * factor.view(-1, *[1] * (parameter.dim() - 1)))
+                if self._scaled is None:  # else they may be stored already, although that was interrupted
+                    self._scaled = values.master() * factor.view(-1, *[1] * (parameter.dim() - 1))
+                values.set_master(self._scaled)
+                self._scaled = None
                 del self._pending[0]
         finally:
             self._busy = False

@@ -38,6 +38,7 @@ from zero.ranks.world import world_size
 
 ROWS_ALIGN = 64
 """Tiles start at multiples of this if a tile has that many rows."""
+ENGINES = "of_zero_engine"  # An attribute of the hooks that an engine registers.
 HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 
@@ -61,11 +62,19 @@ class Tile(nn.Module):
         return function(x, self.weight, *rest)
 
 
+def hooks_behind(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """The user's hooks that run when the gradient has been added to `parameter.grad`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return [hook for hook in hooks if not hasattr(hook, ENGINES)]
+
+
 def can_tile(parameter: nn.Parameter, owners: Sequence[nn.Module]) -> bool:
     """True for the weight of nn.Linear and nn.Embedding, also if several of them share it, unless it has hooks."""
     return (
         parameter.dim() == 2
         and not parameter._backward_hooks
+        and not hooks_behind(parameter)
         and all(
             isinstance(owner, (nn.Linear, nn.Embedding))
             and owner._parameters.get("weight") is parameter

@@ -344,12 +344,10 @@ def _kind_words(kind: Kind) -> str:
 
 def _scopes(root: nn.Module, members: list[Leaf]) -> list[nn.Module]:
     """The root and every module that owns a parameter of the unit; the owner of a tied one may be elsewhere."""
-    scopes = [root]
+    scopes = {id(root): root}
     for leaf in members:
-        for owner in leaf.owners:
-            if can_root(owner) and all(owner is not scope for scope in scopes):
-                scopes.append(owner)
-    return scopes
+        scopes.update({id(owner): owner for owner in leaf.owners if can_root(owner)})
+    return list(scopes.values())
 
 
 @dataclass(frozen=True, slots=True)

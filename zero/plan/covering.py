@@ -62,7 +62,7 @@ def cover_model(
             )
     for leaf in leaves:
         p = leaf.parameter
-        castable = rules.compute_dtype is not None and not is_packed(p)
+        castable = rules.compute_dtype is not None and not is_packed(p) and p.is_floating_point()
         if id(p) in trainable and not castable and p.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(
                 f"parameter {leaf.names[0]}: training {p.dtype} weights is not available; use float32 or bfloat16, "

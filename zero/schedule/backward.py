@@ -15,6 +15,7 @@ from offload.system.interrupts import uninterrupted, whole
 from zero.optim.gradients import Gradients
 from zero.params.binding import BoundUnit
 from zero.params.layout import Slot, Unit
+from zero.params.tiles import ENGINES
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
 
@@ -214,6 +215,7 @@ class BackwardWatch:
                 part = gradient.flatten()[slot.first_numel : slot.first_numel + slot.numel]
                 watch._receive(unit, slot.position, part.view(slot.shape))
 
+        setattr(receive, ENGINES, True)
         return receive
 
     def receive_rows(self, unit: Unit, position: int, rows: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -355,6 +355,8 @@ class Coordinator:
         one.edited = False
         if one.state == UnitState.EDITED:
             self._units.move(one, UnitState.AWAY)
+        elif one.state == UnitState.AWAY and one.used:
+            self._bring(one)  # a use began meanwhile, and goes on
         elif not one.stays:
             self._release(one)
 

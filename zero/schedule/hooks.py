@@ -203,6 +203,9 @@ class ModuleHooks:
         if in_backward():
             with self._events.tearing():
                 self._coordinator.begin_recompute(index)
+            if self._calls and index not in self._calls[-1].units:  # it stays until gradients have passed this call
+                self._calls[-1].units.append(index)
+                self._open_frame_once(self._calls[-1])
         elif self._calls and not self._uses(index):
             self._use(index, self._calls[-1])
 
@@ -216,8 +219,7 @@ class ModuleHooks:
     def _use(self, index: int, call: OpenCall) -> None:
         """A forward use of the unit that ends with the call."""
         self._begin_use(index, call)
-        if torch.is_grad_enabled() and call.sentinel is None and not transformed():
-            self._open_frame(call)
+        self._open_frame_once(call)
 
     def _begin_use(self, index: int, call: OpenCall) -> None:
         follows, end = torch.is_grad_enabled(), self._coordinator.end_forward_use
@@ -337,6 +339,10 @@ class ModuleHooks:
     def _hold_in_backward(self, index: int) -> None:
         if self._turns.first((BACKWARD, index), lambda: self._events.unit_passed(index)):
             self._coordinator.begin_backward_use(index)
+
+    def _open_frame_once(self, call: OpenCall) -> None:
+        if torch.is_grad_enabled() and call.sentinel is None and not transformed():
+            self._open_frame(call)
 
     def _open_frame(self, call: OpenCall) -> None:
         call.sentinel = open_frame(self._passed(call), self._coordinator.device)

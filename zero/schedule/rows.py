@@ -22,6 +22,7 @@ from offload.sizes import ALIGN_BYTES, align_up
 from offload.system.interrupts import uninterrupted, whole
 from zero.optim.pending_updates import DueUpdates
 from zero.params.binding import BoundUnit
+from zero.params.tiles import hooks_behind
 from zero.schedule.backward import BackwardWatch
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.frame import close_frame, open_frame
@@ -253,11 +254,15 @@ def _hooked(
     parameter: nn.Parameter, numbers: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, their gradient) after the user's hooks on the parameter, which get the whole gradient."""
-    hooks = tuple((parameter._backward_hooks or {}).values())
-    if not hooks:
+    hooks, behind = tuple((parameter._backward_hooks or {}).values()), hooks_behind(parameter)
+    if not (hooks or behind):
         return numbers, gradient
     whole = gradient.new_zeros(parameter.shape).index_copy_(0, numbers, gradient)
     for hook in hooks:
         changed = hook(whole)
         whole = whole if changed is None else changed
+    for late in behind:
+        parameter.grad = whole
+        late(parameter)
+        whole, parameter.grad = torch.zeros_like(whole) if parameter.grad is None else parameter.grad, None
     return torch.arange(len(whole), device=whole.device), whole
