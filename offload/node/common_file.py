@@ -13,6 +13,7 @@ import zlib
 from bisect import bisect_right
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload.disk.provisional import ProvisionalFile
@@ -141,8 +142,9 @@ class CommonFile:
 
         A peer may have counted fewer edits than the first: the values that it read may already have contained an edit.
         """
-        self._share(b"")
-        self._versions = self._ledger.versions[: len(self._versions)].tolist()
+        # Not the ledger: the first peer may have edited again by the time that another one reads it.
+        told = self._share(np.asarray(self._versions, "int32").tobytes() if self.writes else b"")
+        self._versions = np.frombuffer(told[0], "int32").tolist()
 
     def release(self, offset: int, nbytes: int) -> None:
         """This peer does not read these bytes again. When this is true for all peers, their space is freed."""

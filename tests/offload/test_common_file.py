@@ -79,6 +79,25 @@ def test_an_edit_of_all_peers_is_the_first_ones_and_a_look_is_no_edit(folder: Pa
     assert all_run(COUNT, job) == [[True, True]] * COUNT
 
 
+def test_a_peer_that_is_late_at_a_meeting_does_not_count_what_the_first_has_edited_since(folder: Path | None) -> None:
+    def job(index: int, share: Share, parent: Parent) -> bool:
+        def late(told: bytes) -> list[bytes]:
+            answers = share(told)
+            time.sleep(0.3 * index)
+            return answers
+
+        file = opened(folder, index, late, count=2, patience_seconds=3.0)
+        offset = file.append(values(index))
+        file.agree()
+        file.write(offset, 2 * file.read(offset, MIB, torch.float32) + index)
+        same = torch.equal(file.read(offset, MIB, torch.float32), 2 * values(0))
+        share(b"")
+        file.close()
+        return same
+
+    assert all_run(2, job) == [True, True]
+
+
 def test_room_returns_when_every_peer_has_released_it(folder: Path | None) -> None:
     def job(index: int, share: Share, parent: Parent) -> list[int]:
         file = opened(folder, index, share)

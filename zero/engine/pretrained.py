@@ -19,6 +19,7 @@ from offload.errors import ConfigError
 from offload.files.safetensors_file import Entry, SafetensorsFile, open_checkpoint
 from zero.checkpoint.load import mismatch
 from zero.engine.engine import ZeroEngine
+from zero.exchange.together import Together
 from zero.params.buffers import persistent_buffers
 from zero.params.initialisation import refuse_without_values
 from zero.params.released import is_kept
@@ -112,15 +113,19 @@ def _load_parameters(leaves: list[Leaf], sources: dict[int, _Source]) -> None:
 
 def _load_engine(keeper: EngineKeeper, sources: dict[int, _Source]) -> None:
     parts = keeper.events.rest()
+    together = Together(parts.exchange)
+    together.do("load_pretrained", lambda: None)  # no rank uses this rank's slices any more
     indices = {parts.index_of[key] for key in sources if key in parts.index_of}
 
     def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
         yield Piece(begin, sources[id(parameter)].read(begin, end))
 
+    adoption = Adoption(parts.layout, parts.parameters(), parts.storage, read, lambda unit, slot: None, only=indices)
     try:
-        Adoption(parts.layout, parts.parameters(), parts.storage, read, lambda unit, slot: None, only=indices).run()
+        together.do("load_pretrained", adoption.run)
     finally:
         parts.coordinator.rewritten()
+    keeper.events.ready_to_run("load_pretrained")  # what only all ranks can gather; later one may evaluate alone
 
 
 def _fill(tensor: torch.Tensor, source: _Source) -> None:

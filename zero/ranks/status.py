@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -113,9 +113,13 @@ class StatusBoard:
 
 
 def home() -> str:
-    """Host and PID namespace: equal for processes that can see each other by process id."""
+    """Boot of a kernel and PID namespace: equal for processes that can see each other by process id.
+
+    Not the host's name: nodes may have equal ones, and each kernel's first PID namespace has the same number.
+    """
     try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from ranks_plain import Ddp, Opposite, Outcome, Plain, beyond
 from ranks_runs import CLIPPING, HYPER, Place, Run, engine_config, outcome_of, quiet
 from reference import differences
 from torch import nn
+
+from offload.errors import StateError
 
 pytestmark = pytest.mark.broad
 
@@ -119,6 +123,44 @@ def test_a_loop_that_counts_itself_steps_whenever_it_says(rank_pool: Pool, nvme_
     ours = rank_pool(2).run(run_engine_with, more, run, place, str(nvme_path), backwards_before_a_step, 3)
     assert beyond(ours[0], one, other) == []
     assert differences(ours[0].tensors, ours[1].tensors) == []
+
+
+def batches_one_of_which_fails(engine: Any, fails: bool) -> list[float]:
+    """On all ranks, in the forward of its second micro-batch."""
+
+    def stream(first: int) -> Any:
+        return (batch(index, dist.get_rank()) for index in range(first, 1000))
+
+    def second_fails(micro_batch: Any) -> Any:
+        called.append(1)
+        if len(called) == 2:
+            raise ArithmeticError("no loss")
+        return engine(micro_batch)
+
+    called: list[int] = []
+    norms = []
+    for first in (0, 3, 6):
+        if fails and first == 3:
+            with pytest.raises(ArithmeticError):
+                engine.train_batch(stream(50), second_fails)
+            with pytest.raises(StateError, match="some gradients are missing"):
+                engine.train_batch(stream(60), engine)
+            engine.zero_grad()
+        engine.train_batch(stream(first), engine)
+        norms.append(norm_of(engine))
+    return norms
+
+
+@of_every_stage
+def test_gradients_of_a_whole_batch_that_fails_on_all_ranks_are_in_no_step(
+    rank_pool: Pool, nvme_path: Any, place: Place
+) -> None:
+    run = Run(2, 3, CLIPPING)
+    one, other = (
+        rank_pool(2).run(run_engine, run, place, str(nvme_path), batches_one_of_which_fails, fails)[0]
+        for fails in (True, False)
+    )
+    assert differences(one.tensors, other.tensors) == []
 
 
 # ---- sums ---------------------------------------------------------------------------------------
@@ -227,6 +269,79 @@ def test_rank_0_may_evaluate_alone_where_it_has_or_can_read_all_weights(
     held = [rank_pool(2).run(run_engine, run, place, str(nvme_path), evaluating, n)[0] for n in (0, 3)]
     assert differences(held[0].tensors, held[1].tensors) == []
     assert held[0].norms == held[1].norms
+
+
+def evaluating_alone_after_a_load(engine: Any, folder: str, how: str) -> list[float]:
+    """Rank 0 evaluates what it has loaded, while the other ranks wait behind a barrier."""
+    from zero import load_pretrained
+
+    train_some = partial(trained, engine)
+    train_some(0)
+    if how == "checkpoint":
+        engine.save_checkpoint(folder, "now")
+    else:
+        engine.save_16bit_model(f"{folder}/weights", "model.safetensors")
+    train_some(1)
+    engine.load_checkpoint(folder, "now") if how == "checkpoint" else load_pretrained(engine, f"{folder}/weights")
+    loss = 0.0
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            loss = float(engine(batch(9, 0)))
+    dist.barrier()
+    train_some(2)
+    return [loss]
+
+
+def trained(engine: Any, index: int) -> None:
+    engine.backward(engine(batch(index, dist.get_rank())))
+    engine.step()
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "weights"])
+@pytest.mark.parametrize("place", [Place(1, shared=False), Place(2, "none", "cpu", shared=False), Place(3)])
+@pytest.mark.timeout(120)
+def test_rank_0_may_evaluate_alone_right_behind_a_load(
+    rank_pool: Pool, nvme_path: Any, tmp_path: Any, place: Place, how: str
+) -> None:
+    run = Run(2, 1, CLIPPING, steps=3)
+    rank_pool(2).run(run_engine, run, place, str(nvme_path), evaluating_alone_after_a_load, str(tmp_path), how)
+
+
+def loading_beside_an_evaluation(engine: Any, folder: str, slow: bool) -> list[float]:
+    """Rank 0 is still evaluating when rank 1 loads other weights."""
+    from zero import load_pretrained
+
+    trained(engine, 0)
+    engine.save_16bit_model(f"{folder}/weights", "model.safetensors")
+    trained(engine, 1)
+    handle = None
+    if slow:
+        handle = next(engine.module.children()).register_forward_hook(lambda *_: time.sleep(0.5))
+    loss = 0.0
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            loss = float(engine(batch(9, 0)))
+    if not slow:
+        dist.barrier()
+    load_pretrained(engine, f"{folder}/weights")
+    if handle is not None:
+        handle.remove()
+    dist.barrier()
+    return [loss]
+
+
+@pytest.mark.timeout(120)
+def test_a_load_waits_for_ranks_that_still_use_the_weights(rank_pool: Pool, nvme_path: Any, tmp_path: Any) -> None:
+    run = Run(2, 1, CLIPPING, steps=3)
+    losses = [
+        rank_pool(2)
+        .run(
+            run_engine, run, Place(3, "cpu", "cpu"), str(nvme_path), loading_beside_an_evaluation, str(tmp_path), slow
+        )[0]
+        .norms
+        for slow in (False, True)
+    ]
+    assert losses[0] == losses[1]
 
 
 # ---- buffers ----------------------------------------------------------------------------------
