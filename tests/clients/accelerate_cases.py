@@ -79,13 +79,14 @@ def train(deepspeed: dict[str, Any] | None, **more: Any) -> Report:
     state = chosen.get_state_dict(model)
     chosen.save_model(model, "model")
     told["state_dict"] = {name: value.detach().clone() for name, value in (state or {}).items()}
+    unwrapped = chosen.unwrap_model(model)  # on all ranks, as accelerate's manual has it
+    unwrapped.save_pretrained("saved", is_main_process=chosen.is_main_process, state_dict=state)
     if chosen.is_main_process:
-        chosen.unwrap_model(model).save_pretrained("saved", state_dict=state)
         told["weights"] = weights("saved")
         told["save_model"] = _file("model")
     chosen.wait_for_everyone()
     told["ranks"] = chosen.num_processes
-    del model, prepared, state
+    del model, unwrapped, prepared, state
     chosen.free_memory(*objects)
     return told
 

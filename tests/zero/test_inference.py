@@ -222,3 +222,12 @@ def test_close_returns_everything(nvme_path: Path, nothing_left: None) -> None:
     engine.close()
     with pytest.raises(StateError, match="the engine is closed"):
         engine(tokens(0))
+
+
+def test_its_config_is_the_models(infer: Open) -> None:
+    """Pipelines read `model.config.problem_type`, `id2label` or `eos_token_id` of what they are given."""
+    model = logits()
+    assert infer(model, "cpu").config is None
+    other = logits()
+    other.config = object()
+    assert infer(other, "cpu").config is other.config

@@ -25,7 +25,7 @@ from zero.ranks import world
 # DeepSpeed's name of an argument -> torch's.
 RENAMED = {
     "all_gather_into_tensor": {"tensor": "input_tensor"},
-    "reduce_scatter_tensor": {"tensor": "input"},
+    "reduce_scatter_tensor": {"output_tensor": "output", "tensor": "input"},
     "all_to_all_single": {"tensor": "input"},
 }
 SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import zero
@@ -19,7 +20,7 @@ from zero.compat.to_fp32 import TOOLS
 from zero.compat.unavailable import TIMERS, WRITERS, missing_function, refused
 from zero.config import reading_as_deepspeed
 from zero.optim.optimizer import ZeroOptimizer
-from zero.params.released import save_released_as_empty
+from zero.params.released import ReleasedAlias, save_released_as_empty
 from zero.ranks import world
 from zero.ranks.joining import init_distributed
 
@@ -124,8 +125,17 @@ def lend_names(engine: Any, client_optimizer: Any = None) -> None:
     }
     for name, value in names.items():
         setattr(engine, name, value)
+    if not engine.run.exchange.placement.alone:
+        engine.module.register_state_dict_post_hook(_empty_where_released)
     if engine.updater is not None:
         engine.updater.__dict__["optimizer"] = engine.updater  # in DeepSpeed it is the wrapped optimizer
+
+
+def _empty_where_released(module: Any, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """As in DeepSpeed: one rank of several cannot read these, and clients look whether such a value has elements."""
+    for name, value in state.items():
+        if isinstance(value, ReleasedAlias):
+            state[name] = torch.empty(0, dtype=value.dtype)
 
 
 def _nothing_to_reduce(bucket_size: int = 0) -> None:

@@ -36,6 +36,11 @@ class InferenceEngine(ZeroEngine):
         super().__init__(model, None, config, device, generates=True)
         self.eval()
 
+    @property
+    def config(self) -> Any:
+        """The model's own, as pipelines expect; None if it has none."""
+        return getattr(self.module, "config", None)
+
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, without a graph; arguments are passed on untouched."""
