@@ -34,14 +34,15 @@ def counted(series: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def machine_of(results: Iterable[Mapping[str, Any]]) -> str:
-    """The machine that the results name, with the most versions of what ran there; empty if none names one."""
+    """The machines that the results name, with the most versions of what ran there; empty if none names one."""
     machines = [result["machine"] for result in results if "machine" in result]
     if not machines:
         return ""
     machine = max(machines, key=lambda m: sum(version is not None for version in m["versions"].values()))
     versions = [f"{name} {version}" for name, version in sorted(machine["versions"].items()) if version is not None]
     memory = f"{machine['memory_bytes'] / 1e9:.0f} GB of memory"
-    return ", ".join([f"{machine['cores']} cores of an {machine['cpu']}", memory, *versions])
+    cores = " or of an ".join(dict.fromkeys(each["cpu"] for each in machines))
+    return ", ".join([f"{machine['cores']} cores of an {cores}", memory, *versions])
 
 
 @dataclass(frozen=True, slots=True)
