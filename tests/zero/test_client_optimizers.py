@@ -353,3 +353,30 @@ def test_what_is_written_into_a_group_that_was_passed_acts_as_with_torch(
     assert engine.get_lr() == [0.5, 0.0]
     assert torch.equal(engine.full_parameter("1.weight"), before[0])
     assert not torch.equal(engine.full_parameter("0.weight"), before[1])
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_callable_gets_nothing_that_is_frozen(open_engine: Open, nvme_path: Path, grouped: bool) -> None:
+    model = two_layers()
+    model[0].requires_grad_(False)
+    every = list(model.parameters())
+    got: list[Any] = []
+
+    def make(given: Any) -> torch.optim.Optimizer:
+        got.extend(given)
+        return torch.optim.SGD(given, lr=1.0)
+
+    config = make_config(CPU, nvme_path, optimizer={}, bf16=False)
+    open_engine(model, config, optimizer=make, model_parameters=[{"params": every}] if grouped else iter(every))
+    trained = got[0]["params"] if grouped else got
+    assert [id(p) for p in trained] == [id(p) for p in model[1].parameters()]
+
+
+def test_groups_that_were_passed_keep_what_is_frozen(open_engine: Open, nvme_path: Path) -> None:
+    """So that code that thaws through them finds it."""
+    model = two_layers()
+    model[0].requires_grad_(False)
+    groups: list[Group] = [{"params": list(layer.parameters())} for layer in model]
+    engine = open_engine(model, make_config(CPU, nvme_path, bf16=False), model_parameters=groups)
+    assert [len(group["params"]) for group in groups] == [2, 2]
+    assert [len(group["params"]) for group in engine.optimizer.param_groups] == [0, 2]

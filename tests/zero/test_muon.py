@@ -217,3 +217,15 @@ def test_a_checkpoint_of_groups_that_another_rule_updated_is_refused(
     with pytest.raises(ConfigError, match="param group 1: expected use_muon True as in the checkpoint, got False"):
         engine.load_checkpoint(tmp_path)
     harness.train(engine, 0)
+
+
+@pytest.mark.parametrize("muon", [True, False])
+def test_a_group_that_is_added_has_the_defaults_of_its_rule(open_engine: Open, nvme_path: Path, muon: bool) -> None:
+    model = build("gpt")
+    engine = open_engine(model, muon_config(nvme_path, ("cpu", "cpu")))
+    harness.train(engine, 0)
+    model.more = torch.nn.Linear(128, 128, bias=False)
+    engine.optimizer.add_param_group({"params": [model.more.weight], "use_muon": muon})
+    added = engine.optimizer.param_groups[-1]
+    assert ("betas" in added, "momentum" in added) == (not muon, muon) and added["lr"] > 0
+    harness.train(engine, 1, 2)

@@ -68,7 +68,7 @@ class Accumulation:
 
     def begin_batch(self, what: str) -> None:
         """Begin a step whose micro-batches all follow. Raises StateError: backward has run for some of them."""
-        if self.collected:
+        if self.collected and not self._run.parts.watch.torn:  # else all ranks refuse the step together
             raise StateError(
                 f"{what}: {self.collected} micro-batches of this step have already been run one by one with forward "
                 "and backward; run the rest of them in the same way, or call zero_grad() to discard them"

@@ -157,6 +157,7 @@ class CheckpointState(StepListener):
         mixed: names of those values.
         frozen_sums: checksums of the weights that are not trained; None once these may have changed.
         modified: units that a forward has changed in place so far, in memory that a save reads.
+        edited: persistent units that somebody has changed in place: between the last two steps, and since.
     """
 
     def __init__(self, run: Run) -> None:
@@ -165,6 +166,7 @@ class CheckpointState(StepListener):
         self.half_loaded, self.mixed = "", frozenset[str]()
         self.frozen_sums: Sums | None = None
         self.modified: set[str] = set()
+        self.edited: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
 
     @contextmanager
     def loading(self, folder: str, values: frozenset[str], *, everything: bool) -> Iterator[None]:
@@ -216,11 +218,12 @@ class CheckpointState(StepListener):
     @override
     def releasing(self) -> None:
         bound = (bound for bound in self._run.parts.bound if bound.unit.persistent and bound.bound and bound.differs)
-        self.modified.update(each.unit.name for each in bound)
+        self.edited = self.edited[0], self.edited[1] | {each.unit.name for each in bound}
 
     @override
     def step_begins(self) -> None:
         self.releasing()
+        self.edited = self.edited[1], frozenset()
 
     @override
     def weights_change(self, index: int) -> None:

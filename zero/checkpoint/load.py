@@ -433,9 +433,14 @@ class LoadCheckpoints:
         if not only_module:
             go_on = partial(_restore_small, run, state, told, own=mine is not None)
             together.do("going on from a checkpoint", go_on)
-        self._steps.ready("load_checkpoint")  # what only all ranks can gather; later one may evaluate alone
+        self._gather()
         self._say(opened, only_module=only_module)
         return client
+
+    def _gather(self) -> None:
+        """Bring what only all ranks together can gather; later one rank may evaluate alone."""
+        if not self._state.half_loaded:  # else an earlier load has left states that this one did not replace
+            self._steps.ready("load_checkpoint")
 
     def _check_scale(self, saved: dict[str, Any] | None, *, goes_on: bool) -> None:
         """Gradients that were collected with one loss scale cannot go on with another. Raises ConfigError."""

@@ -123,7 +123,7 @@ class SaveCheckpoints:
         """True when training may continue while this is written; else the log says why not."""
         if not self._run.config.checkpoint.async_save:
             return False
-        why, modified = "", sorted(self._state.modified)
+        why, modified = "", sorted(self._state.modified.union(*self._state.edited))
         if self._run.exchange.is_stage:
             why = "the stages of a pipeline save at the same time"
         elif state["accumulating"] is not None:

@@ -20,7 +20,7 @@ from zero.compat.to_fp32 import TOOLS
 from zero.compat.unavailable import TIMERS, WRITERS, missing_function, refused
 from zero.config import reading_as_deepspeed
 from zero.optim.optimizer import ZeroOptimizer
-from zero.params.released import ReleasedAlias, save_released_as_empty
+from zero.params.released import ReleasedAlias, save_released_as_empty, warn_of_empty_values
 from zero.ranks import world
 from zero.ranks.joining import init_distributed
 
@@ -135,6 +135,7 @@ def _empty_where_released(module: Any, state: dict[str, Any], prefix: str, local
     """As in DeepSpeed: one rank of several cannot read these, and clients look whether such a value has elements."""
     for name, value in state.items():
         if isinstance(value, ReleasedAlias):
+            warn_of_empty_values()
             state[name] = torch.empty(0, dtype=value.dtype)
 
 

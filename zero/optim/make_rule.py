@@ -88,7 +88,8 @@ def trained_from(
             group["params"] = [p for p in group["params"] if p.requires_grad]
         trained = _named(config, config.optimizer, groups, model)
         if given and isinstance(given[0], dict) and len(trained.rules.each) == 1:  # Muon makes groups of its own
-            trained = replace(trained, groups=_live(given, trained.groups), frozen=frozen)
+            groups = trained.groups if frozen else _live(given, trained.groups)  # the caller's keep what is frozen
+            trained = replace(trained, groups=groups, frozen=frozen)
     else:
         return None
     _check_masters(trained.rules, config)
@@ -102,8 +103,7 @@ def _passed(
     config: Config,
 ) -> Trained:
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        trained = (p for p in model.parameters() if p.requires_grad)
-        optimizer = optimizer(list(trained if model_parameters is None else model_parameters))
+        optimizer = optimizer(_trained_of(model.parameters() if model_parameters is None else model_parameters))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
@@ -113,13 +113,27 @@ def _passed(
     return Trained(groups, Rules((rule_of_object(optimizer, config),)), optimizer)
 
 
+def _trained_of(given: Iterable[Any]) -> list[Any]:
+    """The parameters, or groups, without those that are frozen: what is in a group gets states and gradients."""
+    trained = []
+    for each in given:
+        if isinstance(each, dict):
+            trained.append({**each, "params": [p for p in _listed(each["params"]) if p.requires_grad]})
+        elif not isinstance(each, Tensor) or each.requires_grad:
+            trained.append(each)
+    return trained
+
+
+def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
 def _groups_of(given: list[Any], model: nn.Module) -> list[dict[str, Any]]:
     """New param groups of the parameters, or like the groups, that were passed."""
     if any(isinstance(entry, tuple) for entry in given):
         raise ConfigError("model_parameters: got (name, parameter) pairs; pass model.parameters() or param groups")
     as_groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    lists = ([g["params"]] if isinstance(g["params"], Tensor) else list(g["params"]) for g in as_groups)
-    return _owned([{**g, "params": parameters} for g, parameters in zip(as_groups, lists, strict=True)], model)
+    return _owned([{**g, "params": _listed(g["params"])} for g in as_groups], model)
 
 
 def _live(given: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -121,16 +121,22 @@ class KeptOptimizer(torch.optim.Optimizer):
     _kept: KeptStates | None = None
 
     def __init__(self, trained: Trained) -> None:
+        self.rules, self.frozen = trained.rules, trained.frozen
         # With two rules each group has the options of its own: `betas` in a group of Muon would look like Adam's.
         super().__init__(trained.groups, dict(trained.rules.each[0].defaults) if len(trained.rules.each) == 1 else {})
         self.param_groups = trained.groups
-        self.rules, self.frozen = trained.rules, trained.frozen
         self.step_counts: dict[int, int] = {}  # id(parameter) -> updates so far; torch counts per parameter too.
         # id(parameter) -> the rest of its state besides planes, for rules that have more.
         self.progress: dict[int, Progress] = {}
         # id(parameter) -> its small states that are on this rank, for rules that have some.
         self.small: dict[int, SmallStates] = {}
         self._numbers: dict[int, int] = {}  # id(parameter) -> number of its rule; rebuilt if a parameter is missing.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, with the default options of the rule that will update the group."""
+        for key, value in self.rules.of(param_group).defaults.items() if len(self.rules.each) > 1 else ():
+            param_group.setdefault(key, value)
+        super().add_param_group(param_group)
 
     def values(self, index_of: dict[int, int], contributed: Container[int]) -> dict[int, Any]:
         """The fixed values, in the step that is taken now, of every parameter that has a gradient.

@@ -224,7 +224,7 @@ def save_released_as_empty() -> None:
 
 
 @functools.cache
-def _warn_of_empty_values() -> None:
+def warn_of_empty_values() -> None:
     logger.warning(
         "released parameters are saved as empty tensors; engine.save_16bit_model, save_checkpoint, or saving inside "
         "GatheredParameters keep the values"
@@ -235,7 +235,7 @@ def _saved(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     """The empty tensor that is saved for a released parameter or its alias. Raises StateError: this is not enabled."""
     if not _saved_as_empty:
         raise _cannot(parameter, "pickled or saved")
-    _warn_of_empty_values()
+    warn_of_empty_values()
     return torch.empty(0, dtype=dtype)
 
 

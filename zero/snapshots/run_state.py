@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from offload.accelerator import is_accelerator, rng_state, set_rng_state
+from offload.accelerator import compute_device, is_accelerator, rng_state, set_rng_state
 from offload.archives import pack_any, unpack_any
 from offload.errors import ConfigError
 from zero.activations.rng_tracker import get_cuda_rng_tracker
@@ -93,8 +93,9 @@ def restore_rank(engine: Run, state: Mapping[str, Any], *, own: bool) -> None:
     """
     if own:
         restore_random_state(state["rng"], engine.device)
-        named = get_cuda_rng_tracker()
-        named.set_states({**named.get_states(), **state.get("named", {})})
+        named, nbytes = get_cuda_rng_tracker(), rng_state(compute_device()).numel()
+        fitting = {name: kept for name, kept in state.get("named", {}).items() if kept.numel() == nbytes}
+        named.set_states({**named.get_states(), **fitting})  # states of another kind of device cannot go on here
     if engine.attention_logits is not None:
         engine.attention_logits.load_state_dict(state.get("attention_logits", {}) if own else {})
     loader: Any = engine.training_dataloader

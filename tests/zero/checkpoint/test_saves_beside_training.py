@@ -328,6 +328,19 @@ def test_a_model_that_has_modified_weights_once_is_not_saved_beside_training(
     assert "weights have been modified in place" in caplog.text
 
 
+def test_an_edit_long_ago_keeps_no_later_save_from_training(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, caplog: Any
+) -> None:
+    keys = {"stage3_param_persistence_threshold": 100_000}
+    engine = open_engine(build("gpt"), config(CPU, nvme_path, zero=keys))
+    with zero.GatheredParameters([engine.module.norm.weight]):
+        engine.module.norm.weight.data.fill_(0.5)
+    train(engine, 0, 1, 2)
+    engine.save_checkpoint(tmp_path)
+    engine.wait_for_checkpoint()
+    assert "modified in place" not in caplog.text
+
+
 # ---- what fails before anything is written ---------------------------------------------------------------------------
 
 
