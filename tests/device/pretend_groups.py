@@ -47,7 +47,15 @@ AROUND_TRAINING = {
         *("towers_offloaded", "towers_on_the_host", "towers_near", "forwards_for_nothing"),
     ),
     "around_a_step": (
-        *("offload_states", "evaluation", "evaluation_before_a_step", "inference", "generation", "looked_at_between"),
+        *(
+            "offload_states",
+            "evaluation",
+            "evaluation_before_a_step",
+            "evaluation_in_inference_mode",
+            "inference",
+            "generation",
+            "looked_at_between",
+        ),
         *("backward_of_the_users", "moving_averages", "moving_averages_of_muon", "averages_schedule_free"),
         "evaluated_before_its_backward",
     ),

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ranks_model import batch, motley
 from ranks_plain import Ddp, Opposite, Outcome, Plain, beyond
 from ranks_runs import CLIPPING, HYPER, Place, Run, engine_config, outcome_of, quiet
 from reference import differences
+from safetensors.torch import save_file
 from torch import nn
 
 from offload.errors import StateError
@@ -271,6 +273,14 @@ def test_rank_0_may_evaluate_alone_where_it_has_or_can_read_all_weights(
     assert held[0].norms == held[1].norms
 
 
+def write_weights(engine: Any, folder: str) -> None:
+    values = {name: engine.full_parameter(name) for name, _ in engine.module.named_parameters()}
+    if dist.get_rank() == 0:
+        Path(folder).mkdir(exist_ok=True)
+        save_file(values, f"{folder}/model.safetensors")
+    dist.barrier()
+
+
 def evaluating_alone_after_a_load(engine: Any, folder: str, how: str) -> list[float]:
     """Rank 0 evaluates what it has loaded, while the other ranks wait behind a barrier."""
     from zero import load_pretrained
@@ -280,7 +290,7 @@ def evaluating_alone_after_a_load(engine: Any, folder: str, how: str) -> list[fl
     if how == "checkpoint":
         engine.save_checkpoint(folder, "now")
     else:
-        engine.save_16bit_model(f"{folder}/weights", "model.safetensors")
+        write_weights(engine, f"{folder}/weights")
     train_some(1)
     engine.load_checkpoint(folder, "now") if how == "checkpoint" else load_pretrained(engine, f"{folder}/weights")
     loss = 0.0
@@ -312,7 +322,7 @@ def loading_beside_an_evaluation(engine: Any, folder: str, slow: bool) -> list[f
     from zero import load_pretrained
 
     trained(engine, 0)
-    engine.save_16bit_model(f"{folder}/weights", "model.safetensors")
+    write_weights(engine, f"{folder}/weights")
     trained(engine, 1)
     handle = None
     if slow:
