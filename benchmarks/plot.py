@@ -191,7 +191,7 @@ class Picture:
 
 
 OF_336M = ("train_step_336M",)
-ON_EPYC = ("train_step_nvme_336M_epyc", "train_step_cpu_336M_epyc")
+ON_EPYC = ("train_step_nvme_336M_epyc",)
 SIZES = ("train_step_70M", "train_step_168M", *OF_336M, "train_step_1.3B", "train_step_3B")
 """The first three of the Xeon, the others of the EPYC."""
 LARGEST = ("largest_model_8B", "largest_model", "largest_model_3B")

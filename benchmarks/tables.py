@@ -339,7 +339,7 @@ def checkpoints(*results: Mapping[str, Any]) -> str:
 PLACES = {"nvme": "NVMe", "cpu": "host memory"}
 PUBLISHED, CHECKPOINT, CHECKPOINT_NVME = "memory_published", "checkpoint_cpu_336M", "checkpoint_nvme_336M"
 ON_NVME, IN_HOST = "checkpoint_deepspeed_nvme_336M", "checkpoint_deepspeed_cpu_336M"
-(STEP,), (STEP_ON_EPYC, _) = plot.OF_336M, plot.ON_EPYC
+(STEP,), (STEP_ON_EPYC,) = plot.OF_336M, plot.ON_EPYC
 TABLES = {
     "steps": Table((STEP,), steps),
     "sizes": Table(plot.SIZES, sizes),
