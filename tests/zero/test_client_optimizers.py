@@ -321,6 +321,8 @@ def test_a_callable_gets_the_parameters_that_were_passed(open_engine: Open, nvme
     config = make_config(CPU, nvme_path, optimizer={}, bf16=False)
     engine = open_engine(model, config, optimizer=lambda given: torch.optim.SGD(given, lr=1.0), model_parameters=groups)
     assert engine.get_lr() == [0.5, 0.25]
+    groups[0]["lr"] = 0.125
+    assert engine.get_lr() == [0.125, 0.25]
     assert "2 parameters (0.weight, 0.bias) require a gradient and are in no param group" in caplog.text
     engine.backward(engine(torch.ones(2, 16)).sum())
     engine.step()
@@ -376,7 +378,7 @@ def test_groups_that_were_passed_keep_what_is_frozen(open_engine: Open, nvme_pat
     """So that code that thaws through them finds it."""
     model = two_layers()
     model[0].requires_grad_(False)
-    groups: list[Group] = [{"params": list(layer.parameters())} for layer in model]
+    groups: list[Group] = [{"params": layer.parameters()} for layer in model]
     engine = open_engine(model, make_config(CPU, nvme_path, bf16=False), model_parameters=groups)
     assert [len(group["params"]) for group in groups] == [2, 2]
     assert [len(group["params"]) for group in engine.optimizer.param_groups] == [0, 2]

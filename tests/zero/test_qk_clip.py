@@ -159,9 +159,13 @@ def test_a_batch_that_fails_clips_nothing(open_engine: Open, nvme_path: Path) ->
     torch.testing.assert_close(factors_of(held(engine)), wanted, rtol=1e-5, atol=0)
 
 
-def test_what_could_not_be_stored_is_clipped_by_the_next_call_and_once(
-    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("call", "stores", "error"), [(2, False, OSError("the disk is full")), (1, True, KeyboardInterrupt("behind it"))]
+)
+def test_what_could_not_be_stored_or_was_interrupted_behind_it_is_clipped_by_the_next_call_and_once(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, stores: bool, error: BaseException
 ) -> None:
+    """`call`: which one fails; `stores`: it has stored the values before."""
     ends = []
     for fails in (False, True):
         engine = open_engine(llama(), config_of(("cpu", "cpu"), nvme_path))
@@ -173,39 +177,13 @@ def test_what_could_not_be_stored_is_clipped_by_the_next_call_and_once(
                 values: ParameterValues, value: torch.Tensor, calls: Any = calls, stored: Any = stored
             ) -> None:
                 calls.append(value)
-                if len(calls) == 2:
-                    raise OSError("the disk is full, says the test")
-                stored(values, value)
+                if len(calls) != call or stores:
+                    stored(values, value)
+                if len(calls) == call:
+                    raise error
 
             monkeypatch.setattr(ParameterValues, "set_master", set_master)
-            with pytest.raises(OSError, match="says the test"):
-                engine.step()
-        else:
-            engine.step()
-        ends.append(held(engine))
-    assert all(torch.equal(ends[1][name], ends[0][name]) for name in ends[0])
-
-
-def test_what_was_stored_although_the_call_was_interrupted_is_scaled_once(
-    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends = []
-    for fails in (False, True):
-        engine = open_engine(llama(), config_of(("cpu", "cpu"), nvme_path))
-        engine.backward(loss_of(engine, 0))
-        if fails:
-            left, stored = [1], ParameterValues.set_master
-
-            def set_master(
-                values: ParameterValues, value: torch.Tensor, left: Any = left, stored: Any = stored
-            ) -> None:
-                stored(values, value)
-                if left[0]:
-                    left[0] -= 1
-                    raise KeyboardInterrupt
-
-            monkeypatch.setattr(ParameterValues, "set_master", set_master)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(type(error), match=str(error)):
                 engine.step()
         else:
             engine.step()

@@ -118,14 +118,18 @@ def _trained_of(given: Iterable[Any]) -> list[Any]:
     trained = []
     for each in given:
         if isinstance(each, dict):
-            trained.append({**each, "params": [p for p in _listed(each["params"]) if p.requires_grad]})
+            kept = [p for p in _listed(each) if p.requires_grad]
+            trained.append(each if len(kept) == len(each["params"]) else {**each, "params": kept})
         elif not isinstance(each, Tensor) or each.requires_grad:
             trained.append(each)
     return trained
 
 
-def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+def _listed(group: dict[str, Any]) -> list[Tensor]:
+    """The parameters of a caller's group, which has them as a list afterwards, as with torch."""
+    given = group["params"]
+    group["params"] = parameters = [given] if isinstance(given, Tensor) else list(given)
+    return parameters
 
 
 def _groups_of(given: list[Any], model: nn.Module) -> list[dict[str, Any]]:
@@ -133,7 +137,7 @@ def _groups_of(given: list[Any], model: nn.Module) -> list[dict[str, Any]]:
     if any(isinstance(entry, tuple) for entry in given):
         raise ConfigError("model_parameters: got (name, parameter) pairs; pass model.parameters() or param groups")
     as_groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    return _owned([{**g, "params": _listed(g["params"])} for g in as_groups], model)
+    return _owned([{**g, "params": _listed(g)} for g in as_groups], model)
 
 
 def _live(given: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
