@@ -35,8 +35,13 @@ STALL_MARK = 0.05
 TRACE_BYTES_MAX = 2_000_000
 """Compressed."""
 WORKER, FSDP2 = "benchmarks.gpu_worker", "benchmarks.rivals.fsdp2"
+DEEPSPEED = "benchmarks.rivals.deepspeed_training"
 PLAIN = "torch, no offload"
-PAIRS = (("ours, no offload", PLAIN), ("ours, cpu", "FSDP2, fp32 masters"), ("ours, cpu", "FSDP2, all bf16"))
+PAIRS = (
+    ("ours, no offload", PLAIN),
+    *(("ours, cpu", rival) for rival in ("FSDP2, fp32 masters", "FSDP2, all bf16", "DeepSpeed, cpu, defaults")),
+    *((f"ours, {way}", f"DeepSpeed, {way}") for way in ("cpu", "cpu, 4 micro-batches", "states on nvme")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +55,44 @@ class Contestant:
 
 
 @dataclass(frozen=True, slots=True)
-class Ours:
-    """Where our engine keeps what, and how many micro-batches a step has."""
+class Tiers:
+    """Where an engine keeps what, and how many micro-batches a step has."""
 
     name: str
     weights: str
     states: str
     micro_steps: int
     share: float
+    module: str = WORKER
 
 
-OURS = {
+TIERS = {
     "1B": (
-        Ours("ours, cpu", "cpu", "cpu", 1, 0.25),
-        Ours("ours, cpu, 4 micro-batches", "cpu", "cpu", 4, 0.25),
-        Ours("ours, no offload", "none", "none", 1, 0.25),
-        Ours("ours, states on nvme, 4 micro-batches", "cpu", "nvme", 4, 0.35),
-        Ours("ours, states on nvme", "cpu", "nvme", 1, 0.4),
+        Tiers("ours, cpu", "cpu", "cpu", 1, 0.25),
+        Tiers("DeepSpeed, cpu", "cpu", "cpu", 1, 0.3, DEEPSPEED),
+        Tiers("ours, cpu, 4 micro-batches", "cpu", "cpu", 4, 0.25),
+        Tiers("DeepSpeed, cpu, 4 micro-batches", "cpu", "cpu", 4, 0.3, DEEPSPEED),
+        Tiers("ours, no offload", "none", "none", 1, 0.25),
+        Tiers("ours, states on nvme", "cpu", "nvme", 1, 0.35),
+        Tiers("DeepSpeed, states on nvme", "cpu", "nvme", 1, 0.4, DEEPSPEED),
+        Tiers("ours, states on nvme, 4 micro-batches", "cpu", "nvme", 4, 0.35),
+        Tiers("DeepSpeed, cpu, defaults", "cpu", "cpu", 1, 0.4, DEEPSPEED),
     ),
-    "8B": (Ours("ours, 8 B on 24 GB", "nvme", "cpu", 1, 1.0),),
+    "8B": (Tiers("ours, 8 B on 24 GB", "nvme", "cpu", 1, 1.0),),
 }
-OURS["tiny"] = OURS["1B"]
-"""In the order of their interest: the last ones may find no time left."""
+TIERS["tiny"] = TIERS["1B"]
+"""In the order of their interest: the last ones may find no time left. DeepSpeed has the JSON of ours without the
+budget, and page-locked host memory, which it uses when told to, but for its defaults."""
 TRACED = "ours, cpu, 4 micro-batches"
 
 
-def our_config(how: Ours, path: Path, batch: int, device_bytes: int) -> dict[str, Any]:
+def config_of(how: Tiers, path: Path, batch: int, device_bytes: int) -> dict[str, Any]:
     """The engine's JSON."""
+    ours = how.module == WORKER
 
     def on(tier: str) -> dict[str, Any]:
-        return {"device": tier, **({"nvme_path": str(path)} if tier == "nvme" else {})}
+        pinned = {} if ours or how.name.endswith("defaults") else {"pin_memory": True}
+        return {"device": tier, **pinned, **({"nvme_path": str(path)} if tier == "nvme" else {})}
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch,
@@ -89,22 +102,25 @@ def our_config(how: Ours, path: Path, batch: int, device_bytes: int) -> dict[str
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         "zero_optimization": {"stage": 3, "offload_param": on(how.weights), "offload_optimizer": on(how.states)},
     }
-    return config if how.weights == "none" else {**config, "memory_budget": {"device": device_bytes}}
+    return {**config, "memory_budget": {"device": device_bytes}} if ours and how.weights != "none" else config
 
 
 def contestants(options: argparse.Namespace, trace: Path | None = None) -> list[Contestant]:
-    """Those of a shape: plain torch first, for without it no floor is known; the other rivals last."""
+    """Those of a shape: plain torch first, for without it no floor is known; FSDP2, which starts slowly, last."""
     shape, path = SHAPES[options.shape], Path(options.path).resolve()
     common = {"shape": asdict(shape), "warmup": options.warmup, "steps": options.steps, "path": str(path)}
     device_bytes = DEVICE_BUDGET_BYTES[options.shape]
     found = []
-    for how in OURS[options.shape]:
-        spec = {**common, "contestant": "ours", "config": our_config(how, path, shape.batch, device_bytes)}
+    for how in TIERS[options.shape]:
+        spec = {**common, "contestant": "ours", "config": config_of(how, path, shape.batch, device_bytes)}
         if how.states == "nvme":  # a step takes seconds
             spec |= {"warmup": 1, "steps": max(options.steps // 4, 1)}
+        if how.module == DEEPSPEED:
+            operators = ["cpu_adam", "async_io"] if how.states == "nvme" else ["cpu_adam"]
+            spec |= {"contestant": "deepspeed", "operators": operators, "recomputing": True}
         spec["trace"] = str(trace) if trace is not None and how.name == TRACED else None
         spec["llama"] = LLAMAS["8B"] if options.shape == "8B" else None
-        found.append(Contestant(how.name, spec, how.share))
+        found.append(Contestant(how.name, spec, how.share, how.module))
     if options.shape == "8B":
         return found
     rivals = [("FSDP2, fp32 masters", "float32"), ("FSDP2, all bf16", "bfloat16")]
@@ -193,8 +209,8 @@ def judge_floor(
 def judge(report: Report, newest: str, results: dict[str, dict[str, Any]], shape: str, rates: Rates) -> None:
     """What can be said now that the newest contestant has run."""
     found, plain = results[newest], results.get(PLAIN)
-    for how in OURS[shape]:
-        if how.name == newest:
+    for how in TIERS[shape]:
+        if how.name == newest and how.module == WORKER:
             compute = median_of(plain, "compute_seconds") if plain else None
             judge_floor(report, newest, found, how.micro_steps, compute, rates)
     peak = max((step.get("peak_reserved_bytes", 0) for step in found["steps"]), default=0)

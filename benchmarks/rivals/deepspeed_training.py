@@ -1,6 +1,7 @@
 """DeepSpeed's turn of a training question, once, in a process of its own.
 
-`python -m benchmarks.rivals.deepspeed_training SPEC`: as `benchmarks.train_worker`, with DeepSpeed's own JSON.
+`python -m benchmarks.rivals.deepspeed_training SPEC`: as `benchmarks.train_worker`, with DeepSpeed's own JSON, or with
+`recomputing` as `benchmarks.gpu_worker`: a GPT whose blocks are recomputed. `operators`: those it needs.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import os
 import socket
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from benchmarks.gpu import RecomputingGPT, device_figures, quick_initialisation
 from benchmarks.loop import emit, peak_rss_bytes, timed_steps
 from benchmarks.machine import version
 from benchmarks.models import GPT, Samples
@@ -28,18 +31,22 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
 
         begin = time.perf_counter()
         shape, config = Shape(**spec["shape"]), spec["config"]
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            model = GPT(shape)
+        recomputing = spec.get("recomputing", False)
+        with deepspeed.zero.Init(config_dict_or_path=config), quick_initialisation() if recomputing else nullcontext():
+            model = RecomputingGPT(shape) if recomputing else GPT(shape)
         engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
         ready = time.perf_counter() - begin
     emit("ready", seconds=ready)
     samples = Samples(shape, engine.device)
 
-    def step() -> None:
+    def step() -> dict[str, Any]:
         with deepspeed_setup.quietly():
             for _ in range(config.get("gradient_accumulation_steps", 1)):
                 engine.backward(engine(samples.next()))
                 engine.step()
+            if engine.device.type == "cuda":
+                torch.cuda.synchronize()
+        return device_figures()
 
     return timed_steps(step, warmup=spec["warmup"], steps=spec["steps"], path=spec.get("path"))
 
@@ -55,7 +62,7 @@ def main() -> None:
     """Train as the specification says and print the figures."""
     spec = json.loads(sys.argv[1])
     os.environ.setdefault("MASTER_PORT", free_port())
-    deepspeed_setup.require("async_io", "cpu_adam")
+    deepspeed_setup.require(*spec.get("operators", ("async_io", "cpu_adam")))
     torch.manual_seed(0)
     result = train(spec)
     emit("done", **result, peak_rss_bytes=peak_rss_bytes(), deepspeed=version("deepspeed"))

@@ -89,10 +89,15 @@ def settle() -> None:
     _synchronize(noted=False)
 
 
+_called: list[Any] = []
+"""Listeners so far: a thread that was about to call one when it was taken off must find its code."""
+
+
 @contextlib.contextmanager
 def on_wait(listener: Callable[[str], None]) -> Iterator[None]:
     """Call `listener(reason)` in a thread that waits for the device, whenever one does."""
     callback = LISTENER(lambda reason: listener(reason.decode()))
+    _called.append(callback)
     _device.pretend_listen(callback)
     try:
         yield

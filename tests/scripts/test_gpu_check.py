@@ -109,6 +109,22 @@ def test_steps_have_4096_tokens_a_micro_batch_and_every_wanted_tier(tmp_path: Pa
     assert found == offloaded | {("none", "none", 1)}
 
 
+def test_deepspeed_gets_the_json_of_ours_but_for_the_budget_and_where_memory_is_page_locked(tmp_path: Path) -> None:
+    asked = {
+        c.name: c.spec["config"] for c in gpu_step.contestants(options(tmp_path, shape="1B")) if "config" in c.spec
+    }
+    rivals = [name for name in asked if name.startswith("DeepSpeed")]
+    assert len(rivals) == 4
+    for name in rivals:
+        ours = asked[name.replace("DeepSpeed", "ours").removesuffix(", defaults")]
+        ours = {key: value for key, value in ours.items() if key != "memory_budget"}
+        theirs = json.loads(json.dumps(asked[name]))
+        for block in ("offload_param", "offload_optimizer"):
+            pinned = theirs["zero_optimization"][block].pop("pin_memory", None)
+            assert pinned is (None if name.endswith("defaults") else True)
+        assert theirs == ours
+
+
 def test_the_large_model_is_a_llama_of_8_billion_with_weights_on_nvme_and_states_on_the_host(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (asked,) = gpu_step.contestants(options(tmp_path, shape="8B"))
@@ -267,6 +283,8 @@ def test_every_contestant_is_on_disk_before_the_next_one_begins(
             raise KeyboardInterrupt
         if given.name == gpu_step.PLAIN:
             return answer_of([9.0], compute_seconds=2.0)
+        if given.module == gpu_step.DEEPSPEED:
+            return answer_of([4.8, 4.8])
         Path(str(given.spec["trace"] or tmp_path / "none")).write_text("{}")
         return answer_of([2.4, 2.4], exposed_wait_seconds=0.06, device_wait_seconds=0.24, peak_reserved_bytes=7)
 
@@ -279,6 +297,7 @@ def test_every_contestant_is_on_disk_before_the_next_one_begins(
         "ours, cpu: exposed_wait_seconds / step": (0.025, "met"),
         "ours, cpu: device_wait_seconds / step": (0.1, "MISSED"),
         "ours, cpu: step / floor (compute)": (1.2, ""),
+        "step time, ours, cpu / DeepSpeed, cpu": (0.5, ""),
     }
     assert content["figures"]["ours, cpu: floors"]["host update"] == 1.0
 
