@@ -95,7 +95,8 @@ def make_model(shape: Shape, llama: dict[str, int] | None) -> nn.Module:
 def fill_with_noise(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
     """Small normal values that repeat; for billions of elements torch's generators take minutes."""
     with torch.no_grad():
-        noise = torch.randn(NOISE_NUMEL, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+        # On the host also where a context makes tensors on a GPU, as DeepSpeed's does.
+        noise = torch.randn(NOISE_NUMEL, generator=torch.Generator("cpu").manual_seed(0), device="cpu").mul_(0.02)
         flat = tensor.detach().view(-1)
         for begin in range(0, flat.numel(), NOISE_NUMEL):
             part = flat[begin : begin + NOISE_NUMEL]

@@ -26,8 +26,8 @@ from benchmarks.common import Report, parser
 from benchmarks.gpu import LLAMAS, SHAPES, require_gpu
 from benchmarks.gpu_floors import Rates, floors, slowest, work_of
 
-DEVICE_BUDGET_BYTES = {"tiny": 10**9, "1B": 2_000_000_000, "8B": 10_000_000_000}
-"""Of the engine; activations, logits and torch's libraries come on top."""
+DEVICE_BUDGET_BYTES = {"8B": 10_000_000_000}
+"""Of the engine; activations, logits and torch's libraries come on top. Others have DeepSpeed's defaults as limits."""
 DEVICE_LIMIT_BYTES = 24_000_000_000
 """All of what the 8 B model may take, as torch's allocator counts it."""
 STALL_MARK = 0.05
@@ -81,17 +81,16 @@ TIERS = {
     "8B": (Tiers("ours, 8 B on 24 GB", "nvme", "cpu", 1, 1.0),),
 }
 TIERS["tiny"] = TIERS["1B"]
-"""In the order of their interest: the last ones may find no time left. DeepSpeed has the JSON of ours without the
-budget, and page-locked host memory, which it uses when told to, but for its defaults."""
+"""In the order of their interest: the last ones may find no time left. DeepSpeed has the JSON of ours and page-locked
+host memory, which it uses when told to, but for its defaults."""
 TRACED = "ours, cpu, 4 micro-batches"
 
 
-def config_of(how: Tiers, path: Path, batch: int, device_bytes: int) -> dict[str, Any]:
+def config_of(how: Tiers, path: Path, batch: int, device_bytes: int | None) -> dict[str, Any]:
     """The engine's JSON."""
-    ours = how.module == WORKER
 
     def on(tier: str) -> dict[str, Any]:
-        pinned = {} if ours or how.name.endswith("defaults") else {"pin_memory": True}
+        pinned = {} if how.module == WORKER or how.name.endswith("defaults") else {"pin_memory": True}
         return {"device": tier, **pinned, **({"nvme_path": str(path)} if tier == "nvme" else {})}
 
     config: dict[str, Any] = {
@@ -102,14 +101,14 @@ def config_of(how: Tiers, path: Path, batch: int, device_bytes: int) -> dict[str
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         "zero_optimization": {"stage": 3, "offload_param": on(how.weights), "offload_optimizer": on(how.states)},
     }
-    return {**config, "memory_budget": {"device": device_bytes}} if ours and how.weights != "none" else config
+    return config if device_bytes is None else {**config, "memory_budget": {"device": device_bytes}}
 
 
 def contestants(options: argparse.Namespace, trace: Path | None = None) -> list[Contestant]:
     """Those of a shape: plain torch first, for without it no floor is known; FSDP2, which starts slowly, last."""
     shape, path = SHAPES[options.shape], Path(options.path).resolve()
     common = {"shape": asdict(shape), "warmup": options.warmup, "steps": options.steps, "path": str(path)}
-    device_bytes = DEVICE_BUDGET_BYTES[options.shape]
+    device_bytes = DEVICE_BUDGET_BYTES.get(options.shape)
     found = []
     for how in TIERS[options.shape]:
         spec = {**common, "contestant": "ours", "config": config_of(how, path, shape.batch, device_bytes)}

@@ -98,7 +98,7 @@ def on_a_gpu(result: Mapping[str, Any]) -> str:
     for name, each in found.items():
         seconds = statistics.median(each["step_seconds"])
         bound = slowest(figures.get(f"{name}: floors", {}))
-        peak = max(step["peak_reserved_bytes"] for step in each["steps"])
+        peak = max(told.get("peak_reserved_bytes", 0) for told in (each, *each["steps"]))
         floor = "-" if bound is None else f"{bound[1]:.2f} s: {bound[0]}"
         rows.append((name, f"{seconds:.2f} s", str(len(each["step_seconds"])), floor, f"{peak / 1e9:.1f} GB"))
     return markdown(("", "step", "steps", "floor", "peak device memory"), rows)

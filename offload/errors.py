@@ -41,7 +41,10 @@ class StorageError(ZeroInfinityError, OSError):
         path: the swap file or folder.
         offset: byte offset of the failed chunk in that file.
         free_bytes: free space on the file system when the error was made; None if unknown.
+        kept: what could not be written is kept in memory: nothing is lost.
     """
+
+    kept = False
 
     def __init__(self, what: str, *, errno: int, path: str, offset: int, free_bytes: int | None) -> None:
         name = errno_names.errorcode.get(errno, str(errno))

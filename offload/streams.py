@@ -89,6 +89,11 @@ class Streams:
         """Inside, the calling thread's current stream is the one for collectives; it first waits for `after`."""
         return nullcontext()
 
+    def leaving(self, *after: Fence) -> AbstractContextManager[None]:
+        """Inside, the calling thread's current stream is that of copies to the host; it first waits for `after`."""
+        self.wait(*after)
+        return nullcontext()
+
     def wait(self, *fences: Fence) -> None:
         """Let the calling thread's current stream wait for the fences. The thread itself does not wait."""
 
@@ -208,6 +213,11 @@ class DeviceStreams(Streams):
         self._hold(self._collectives, after)
         with self._module.stream(self._collectives):
             yield
+
+    def leaving(self, *after: Fence) -> AbstractContextManager[None]:
+        """See `Streams`."""
+        self._hold(self._out, after)
+        return self._module.stream(self._out)  # type: ignore[no-any-return]
 
     def wait(self, *fences: Fence) -> None:
         """See `Streams`."""

@@ -170,10 +170,10 @@ def make_config(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def texts(path: Path, tokenizer: Any) -> Iterator[str]:
-    """One after another; chats in the model's own form."""
+def texts(path: Path, tokenizer: Any) -> Iterator[tuple[str, bool]]:
+    """One after another: (text, whether it lacks special tokens). Chats are in the model's own form, which has them."""
     if path.suffix != ".jsonl":
-        yield path.read_text(encoding="utf-8", errors="replace")
+        yield path.read_text(encoding="utf-8", errors="replace"), True
         return
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -181,14 +181,14 @@ def texts(path: Path, tokenizer: Any) -> Iterator[str]:
                 yield text_of(line, f"{path}:{number}", tokenizer)
 
 
-def text_of(line: bytes, where: str, tokenizer: Any) -> str:
-    """Of one line of JSON."""
+def text_of(line: bytes, where: str, tokenizer: Any) -> tuple[str, bool]:
+    """Of one line of JSON, as `texts`."""
     try:
         sample = json.loads(line)
     except ValueError as error:  # bytes that are no UTF-8 too
         raise SystemExit(f"{where}: expected a JSON object, got {line[:40]!r}: {error}") from None
     if isinstance(sample, dict) and isinstance(sample.get("text"), str) and "messages" not in sample:
-        return str(sample["text"])
+        return str(sample["text"]), True
     if not isinstance(sample, dict) or not isinstance(sample.get("messages"), list):
         kinds = sample if isinstance(sample, dict) else {"JSON": sample}
         got = ", ".join(f"{key}: {type(value).__name__}" for key, value in kinds.items()) or "no keys"
@@ -196,7 +196,7 @@ def text_of(line: bytes, where: str, tokenizer: Any) -> str:
     if getattr(tokenizer, "chat_template", None) is None:
         raise SystemExit(f'{where}: expected "text", got "messages", for which the model has no chat template')
     try:
-        return str(tokenizer.apply_chat_template(sample["messages"], tokenize=False))
+        return str(tokenizer.apply_chat_template(sample["messages"], tokenize=False)), False
     except Exception as error:  # whatever the template of a model raises
         raise SystemExit(f"{where}: expected messages that the chat template takes, got {error!r}") from None
 
@@ -204,7 +204,9 @@ def text_of(line: bytes, where: str, tokenizer: Any) -> str:
 def samples(options: argparse.Namespace, tokenizer: Any) -> Any:
     """Token ids, [sequence] each: all texts one behind the other, cut."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids = [number for text in texts(options.data, tokenizer) for number in [*tokenizer(text)["input_ids"], *end]]
+    ids = []
+    for text, special in texts(options.data, tokenizer):
+        ids += [*tokenizer(text, add_special_tokens=special)["input_ids"], *end]
     count = len(ids) // options.sequence
     if count == 0:
         raise SystemExit(f"{options.data}: {len(ids)} tokens, expected at least --sequence {options.sequence}")
@@ -264,8 +266,11 @@ def save(engine: Any, tokenizer: Any, options: argparse.Namespace) -> None:
             shape = transformers.AutoConfig.from_pretrained(options.model)
             shape.dtype = DTYPES[options.dtype]
             shape.save_pretrained(options.out)
-            if getattr(engine.module, "generation_config", None) is not None:
-                engine.module.generation_config.save_pretrained(options.out)
+            generation = getattr(engine.module, "generation_config", None)
+            if (options.model / "generation_config.json").is_file():  # else the one that the model's config implies
+                generation = transformers.GenerationConfig.from_pretrained(options.model)
+            if generation is not None:
+                generation.save_pretrained(options.out)
     else:
         with zero.GatheredParameters([p for p in engine.module.parameters() if p.requires_grad]):
             if engine.global_rank == 0:

@@ -228,6 +228,7 @@ def run(options: argparse.Namespace) -> Report:
 def main() -> int:
     """Run and report."""
     options = parse_arguments()
+    was_there = options.nvme_path.exists()
     try:
         report = run(options)
     except (ConfigError, BudgetError, StorageError) as error:
@@ -238,7 +239,8 @@ def main() -> int:
         return 130
     finally:
         with suppress(OSError):  # not empty: somebody else's files are there
-            options.nvme_path.rmdir()
+            if not was_there:
+                options.nvme_path.rmdir()
     print(table(report))
     if options.json:
         options.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")

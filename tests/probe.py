@@ -6,6 +6,8 @@ inside only needs changes here.
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from offload.saved.spill_store import Swap
+from offload.system.worker import Worker
 from zero.checkpoint import load
+from zero.checkpoint.background import BackgroundSave
 from zero.exchange.shared_memory import SharedMemory
 from zero.optim.step import StepState
 from zero.store.adoption import Adoption
@@ -291,9 +295,32 @@ def before_groups_are_adopted(look: Callable[[Any], None], monkeypatch: pytest.M
     monkeypatch.setattr(Adoption, "_adopt_group", looked_at)
 
 
-def is_stranded(plane: Any) -> bool:
-    """True while a part of the plane is not written, since the disk has refused it."""
-    return bool(plane._stranded)
+def complete(save: Any) -> None:
+    """What the first rank does with a save in the background once its own part is written."""
+    behind = object.__new__(BackgroundSave)
+    behind._save, behind._save_latest, behind._worker = save, False, Worker("zero-test")
+    try:
+        asyncio.run(behind._assemble())
+    finally:
+        behind._worker.close()
+
+
+def only_updates_take(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Saves in the background take no sub-group before an update changes it, until the result is called."""
+    free, take_all = threading.Event(), BackgroundSave._take_all
+
+    async def later(save: BackgroundSave) -> None:
+        while not free.is_set():
+            await asyncio.sleep(0.01)
+        await take_all(save)
+
+    monkeypatch.setattr(BackgroundSave, "_take_all", later)
+    return free.set
+
+
+def stranded_in(plane: Any) -> list[tuple[int, int]]:
+    """Ranges whose newest values could not be written to the disk, in the order in which the writes failed."""
+    return [(each.begin, each.end) for each in plane._stranded]
 
 
 # ---- snapshots and checkpoints --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.backends import mha as _mha
 from torch.utils.flop_counter import FlopCounterMode
 
 from offload.accelerator import synchronize
@@ -45,10 +46,26 @@ def _vector_flops(matrix: Sequence[int], vector: Sequence[int], *rest: Any, **mo
     return 2 * math.prod(matrix)
 
 
+def _added_vector_flops(added: Sequence[int], matrix: Sequence[int], *rest: Any, **more: Any) -> int:
+    return _vector_flops(matrix, *rest)
+
+
+def _grouped_flops(left: Sequence[int], right: Sequence[int], *rest: Any, **more: Any) -> int:
+    """Operations of products of groups: whichever dimension is grouped, each element meets a row of its group."""
+    return 2 * math.prod(left) * right[-1]
+
+
+def _added_batch_flops(added: Sequence[int], left: Sequence[int], right: Sequence[int], *rest: Any, **more: Any) -> int:
+    return _grouped_flops(left, right)
+
+
 UNCOUNTED = {
     ATTENTION_ON_CPU: _attention_flops,
     torch.ops.aten.mv: _vector_flops,
     torch.ops.aten.dot: _vector_flops,
+    torch.ops.aten.addmv: _added_vector_flops,
+    torch.ops.aten.addbmm: _added_batch_flops,
+    **({torch.ops.aten._grouped_mm: _grouped_flops} if hasattr(torch.ops.aten, "_grouped_mm") else {}),
 }
 """Products that torch's counter does not know."""
 
@@ -85,29 +102,36 @@ class Profile:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Count and time the model's work inside the block."""
-        seconds, begun = Counter[nn.Module](), dict[nn.Module, float]()
+        seconds, begun = defaultdict[nn.Module, float](float), dict[nn.Module, float]()
 
         def begin(module: nn.Module, inputs: Any) -> None:
             begun[module] = _now()
 
         def end(module: nn.Module, inputs: Any, output: Any) -> None:
-            seconds[module] += _now() - begun.pop(module, _now())  # type: ignore[assignment]
+            seconds[module] += _now() - begun.pop(module, _now())
 
-        handles = [module.register_forward_pre_hook(begin) for module in self.model.modules()]
+        # First of all hooks: the engine's wait for a module's weights is a part of its time.
+        handles = [module.register_forward_pre_hook(begin, prepend=True) for module in self.model.modules()]
         handles += [module.register_forward_hook(end) for module in self.model.modules()]
         counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
+        tracker: Any = counter.mod_tracker
+        tracker._get_mod_name(self.model)  # torch names all others after the first that it meets
+        fast, began = _mha.get_fastpath_enabled(), _now()
+        _mha.set_fastpath_enabled(False)  # one operation in which torch would not see the products
         try:
             with counter:
                 yield
         finally:
+            _mha.set_fastpath_enabled(fast)
             for handle in handles:
                 handle.remove()
-        self._note(counter.get_flop_counts(), seconds)
+        seconds.setdefault(self.model, _now() - began)  # its forward has not run, but parts of it, as in `generate`
+        self._note(counter, seconds)
 
-    def _note(self, counts: Mapping[str, Mapping[Any, int]], seconds: Mapping[nn.Module, float]) -> None:
-        root = type(self.model).__name__
+    def _note(self, counter: FlopCounterMode, seconds: Mapping[nn.Module, float]) -> None:
+        counts, names = counter.get_flop_counts(), counter.mod_tracker._known_modules
         for name, module in self.model.named_modules():
-            key = f"{root}.{name}" if name else "Global"
+            key = names.get(module, "") if name else "Global"
             self.modules.append(
                 ModuleProfile(
                     name,
@@ -152,10 +176,11 @@ class Profile:
         most = ", ".join(f"{kind} {short(count)}FLOP" for kind, count in flops.most_common(number))
         return f"depth {depth}, modules with the most operations: {most}"
 
-    def write(self, title: str, lines: Sequence[str], output_file: str | None) -> None:
-        """Write to the file, and make its folder; None: write to the log."""
-        if output_file is None:
-            logger.log(NOTICE, "%s\n  %s", title, "\n  ".join(lines))
+    def write(self, title: str, lines: Sequence[str], output_file: str | None, *, asked: bool = True) -> None:
+        """Write to the file, and make its folder. None or empty: print, or log if nobody has `asked` just now."""
+        if not output_file:
+            text = "\n  ".join([title, *lines])
+            print(text, flush=True) if asked else logger.log(NOTICE, "%s", text)
             return
         path = Path(output_file)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +214,9 @@ class OneForward:
         if not self._measures:
             return
         lines = profile.lines(block.module_depth, block.top_modules, block.detailed)
-        profile.write(f"flops profiler, step {steps + 1}, this rank's first forward", lines, block.output_file)
+        profile.write(
+            f"flops profiler, step {steps + 1}, this rank's first forward", lines, block.output_file, asked=False
+        )
 
 
 def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -214,13 +241,13 @@ def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's
         input_shape: shape of the only argument, filled with ones; else give `args` or `kwargs`.
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
-        print_profile: log the profile, or write it to `output_file`.
+        print_profile: print the profile, or write it to `output_file`.
         detailed: include a line for each module.
         module_depth: include modules down to this depth; -1: all.
         top_modules: number of classes to name at each depth.
         warm_up: number of forwards before the measured one.
         as_string: return strings such as "1.2 G" instead of numbers.
-        output_file: None: the log.
+        output_file: None or empty: standard output.
         ignore_modules: not available: must be None or empty.
         mode: "forward", or "generate" for `model.generate`.
 
@@ -239,11 +266,17 @@ def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's
         args = [torch.ones(input_shape, dtype=like.dtype, device=like.device), *args]
     call: Callable[..., Any] = model if mode == "forward" else getattr(model, "generate")  # noqa: B009 - the model's own
     profile = Profile(model)
-    with torch.no_grad():
-        for _ in range(warm_up):
-            call(*args, **dict(kwargs or {}))
-        with profile.measuring():
-            call(*args, **dict(kwargs or {}))
+    trained = [module for module in model.modules() if module.training]
+    model.eval()  # as DeepSpeed: running statistics do not change
+    try:
+        with torch.no_grad():
+            for _ in range(warm_up):
+                call(*args, **dict(kwargs or {}))
+            with profile.measuring():
+                call(*args, **dict(kwargs or {}))
+    finally:
+        for module in trained:
+            module.training = True
     if print_profile:
         profile.write("flops profiler", profile.lines(module_depth, top_modules, detailed), output_file)
     numbers = (profile.total.flops, profile.total.flops // 2, profile.total.params_numel)

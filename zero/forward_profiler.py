@@ -65,7 +65,8 @@ class FlopsProfiler:
         self.profile, self.started = None, False
 
     def _total(self) -> ModuleProfile:
-        return self.profile.total if self.profile is not None else ModuleProfile("", "", 0, 0, 0.0)
+        measured = self.profile is not None and self.profile.modules  # a rank that measures nothing has an empty one
+        return self.profile.total if self.profile is not None and measured else ModuleProfile("", "", 0, 0, 0.0)
 
     @property
     def flops(self) -> int:

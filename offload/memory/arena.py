@@ -7,7 +7,8 @@ and is tested without a GPU.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection
 from typing import Protocol, TypeAlias
 
 import torch
@@ -16,13 +17,25 @@ from offload.accelerator import synchronize
 from offload.errors import BudgetError, StateError
 from offload.memory.flat_storage import exact_alias
 from offload.memory.free_ranges import Extents
-from offload.memory.pinned import hide_from_children, map_host, pin, tensor_over
+from offload.memory.pinned import hide_from_children, map_host, missing_bytes, pin, tensor_over
 from offload.memory.shared_region import SharedRegion
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Fence, Mark
 
 # A uint8 tensor -> a tensor over the same bytes at their new place; the tensor itself if they have not moved.
 Relocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
+_open: weakref.WeakSet[MemoryRegion] = weakref.WeakSet()
+
+
+def promised_bytes(leaving: Collection[MemoryRegion] = ()) -> int:
+    """Host memory of this process's open regions that the kernel has still to give, and so still counts as free.
+
+    `leaving`: regions that are about to be closed.
+    """
+    waiting = (region.faultable for region in tuple(_open) if region not in leaving)
+    return sum(missing_bytes(data) for data in waiting if data is not None)
 
 
 class MemoryRegion:
@@ -55,6 +68,7 @@ class MemoryRegion:
         _check_room(f"region of {nbytes:,} bytes", nbytes, region)
         self._data: torch.Tensor | None = _allocate(nbytes, device, touched=False, region=region)
         self._unpin = pin(self._data) if pinned and device.type == "cpu" else None
+        _open.add(self)
 
     def take(self, nbytes: int) -> torch.Tensor:
         """The next `nbytes` as a uint8 tensor with a storage of its own. Raises BudgetError: the region is used up."""

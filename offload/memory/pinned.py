@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 import native
@@ -171,6 +172,18 @@ def pin(data: torch.Tensor) -> Callable[[], None] | None:
 
     nbytes = data.numel()
     return undo
+
+
+def missing_bytes(data: torch.Tensor) -> int:
+    """Bytes of `data` (uint8, host, starting on a page) in pages that the kernel has not given yet; 0: unknown."""
+    mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
+    found = np.empty(-(-data.numel() // PAGE_BYTES), dtype=np.uint8)
+    if mincore is None or sys.platform != "linux" or not found.size:
+        return 0
+    where = ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.numel())
+    if mincore(*where, found.ctypes.data_as(ctypes.c_void_p)) != 0:
+        return 0
+    return PAGE_BYTES * int(found.size - np.count_nonzero(found & 1))
 
 
 def hide_from_children(data: torch.Tensor) -> None:

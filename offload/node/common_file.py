@@ -66,6 +66,7 @@ class CommonFile:
         self._offsets: list[int] = []  # Of each row; a tensor's row is its index in this list.
         self._kinds: list[int] = []
         self._versions: list[int] = []  # How often this peer has edited each row.
+        self._agreed: dict[int, int] = {}  # Row that it has edited since all agreed -> the version then.
         # Row -> digest of the values that were read, to see whether a write changes them; None once settled.
         self._seen: dict[int, bytes] | None = {}
 
@@ -118,6 +119,7 @@ class CommonFile:
         row = self._row_of(offset)
         if self._seen is not None and self._seen.pop(row, b"") == _digest(values):
             return
+        self._agreed.setdefault(row, self._versions[row])
         self._versions[row] += 1
         if self.writes:
             self._store(offset, values)
@@ -142,9 +144,13 @@ class CommonFile:
 
         A peer may have counted fewer edits than the first: the values that it read may already have contained an edit.
         """
-        # Not the ledger: the first peer may have edited again by the time that another one reads it.
-        told = self._share(np.asarray(self._versions, "int32").tobytes() if self.writes else b"")
-        self._versions = np.frombuffer(told[0], "int32").tolist()
+        # Not the ledger: the first peer may have edited again by the time that another one reads it. Only the rows
+        # edited since the last agreement: clients agree once for each module, and the store keeps all messages.
+        edited = [(row, self._versions[row]) for row in self._agreed] if self.writes else []
+        told = self._share(np.asarray(edited, "int32").tobytes())
+        for row, version in (*self._agreed.items(), *np.frombuffer(told[0], "int32").reshape(-1, 2).tolist()):
+            self._versions[row] = version
+        self._agreed.clear()
 
     def release(self, offset: int, nbytes: int) -> None:
         """This peer does not read these bytes again. When this is true for all peers, their space is freed."""
@@ -161,6 +167,7 @@ class CommonFile:
         self._seen = None
         if not self.writes:
             self._versions = [0] * len(self._versions)
+        self._agreed.clear()
         return hashlib.sha256(repr(self._kinds).encode()).digest()
 
     def close(self) -> None:

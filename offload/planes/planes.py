@@ -121,8 +121,6 @@ class Stranded:
     begin: int
     end: int
     data: torch.Tensor
-    written: Callable[[], None]
-    """Called once a later write has succeeded; releases the memory."""
 
 
 class Plane:
@@ -246,15 +244,15 @@ class Plane:
         elif self._disk is not None:
             await self._disk.write(home.swap_offset + self.nbytes(home.begin, begin), source, self.name)
 
-    def strand(self, begin: int, end: int, data: torch.Tensor, written: Callable[[], None] = lambda: None) -> None:
+    def strand(self, begin: int, end: int, data: torch.Tensor) -> None:
         """After a failed write of [begin, end): `data` holds the plane's values there until a write succeeds."""
         self._supersede(begin, end, data)
-        self._stranded.append(Stranded(begin, end, data, written))
+        self._stranded.append(Stranded(begin, end, data))
 
     async def rewrite_stranded(self) -> None:
         """Try the failed writes again. Raises the first StorageError."""
         failure: StorageError | None = None
-        for s in list(self._stranded):  # one by one: a write also removes and releases the entries that it supersedes
+        for s in list(self._stranded):  # one by one: a write also removes the entries that it supersedes
             await self._unwritten(s.begin, s.end)  # a newer write in flight may supersede the entry
             if s not in self._stranded:
                 continue
@@ -325,9 +323,7 @@ class Plane:
 
     def _supersede(self, begin: int, end: int, newer: torch.Tensor) -> None:
         """`newer` holds the newest values: drop stranded entries inside the range, and update those that overlap it."""
-        for s in [s for s in self._stranded if begin <= s.begin and s.end <= end]:
-            self._stranded.remove(s)
-            s.written()
+        self._stranded = [s for s in self._stranded if not (begin <= s.begin and s.end <= end)]
         for kept, given in self._overlaps(begin, end, newer):
             kept.copy_(given)
 

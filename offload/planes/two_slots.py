@@ -180,6 +180,20 @@ class TwoSlotPlane(Plane):
                 await self._open_disk().read(pair.offsets[pair.current] + begin, buffer, self.name)
                 pair.sums.note(begin, buffer)
 
+    async def write_again(self) -> None:
+        """Repeat all writes to slots that no snapshot names: a sync has failed, so the drive may have lost them.
+
+        Raises StorageError: one fails, or what is read has changed already.
+        """
+        for pair in self._pairs:
+            if pair.current == pair.kept:
+                continue
+            buffer = tensor_over(map_host(min(self.nbytes_of(pair), BLOCK_BYTES)))
+            for begin, end, expected in pair.sums.blocks():
+                part = buffer[: end - begin]
+                await self._read_block(pair, begin, part, expected)
+                await self._open_disk().write(pair.offsets[pair.current] + begin, part, self.name)
+
     @property
     def checksums(self) -> list[str]:
         """Checksums of the blocks of each pair's current slot; "" if some of them are unknown."""
@@ -205,8 +219,7 @@ class TwoSlotPlane(Plane):
             async with turn:
                 await self._read_back(pair, arena, whose)
 
-        while self._stranded:  # values that could not be written do not belong to the snapshot
-            self._stranded.pop().written()
+        self._stranded.clear()  # values that could not be written do not belong to the snapshot
         reads = []
         for index, (pair, text) in enumerate(zip(self._pairs, checksums, strict=True)):
             if pair.kept is None:
@@ -298,23 +311,33 @@ class TwoSlotPlane(Plane):
 
     async def _read_back(self, pair: Pair, arena: Arena, whose: Callable[[int, int], str]) -> None:
         """Compare the current slot with its checksums, and copy it to memory if the pair lives there."""
-        memory, offset = self.memory(pair.begin, pair.end), pair.offsets[pair.current]
+        memory = self.memory(pair.begin, pair.end)
         own = tensor_over(map_host(min(self.nbytes_of(pair), BLOCK_BYTES)))
         for begin, end, expected in pair.sums.blocks():
             block = None if memory is None else await arena.lease_when_free(end - begin, self.name)
             data = own[: end - begin] if block is None else block.data
             try:
-                await self._open_disk().read(offset + begin, data, self.name)
-                found = kernels.crc32c(data)
-                if expected not in (found, UNKNOWN):
-                    raise self._damaged(
-                        pair, begin, end, f"expected the checksum {expected:08x}, got {found:08x}", whose
-                    )
+                await self._read_block(pair, begin, data, expected, whose)
                 if memory is not None:
                     await self._copy(memory[begin:end], data)
             finally:
                 if block is not None:
                     block.release()
+
+    async def _read_block(
+        self,
+        pair: Pair,
+        begin: int,
+        data: torch.Tensor,
+        expected: int,
+        whose: Callable[[int, int], str] = lambda begin, end: "",
+    ) -> None:
+        """Read the current slot from byte `begin` on. Raises StorageError: its checksum is not the expected one."""
+        await self._open_disk().read(pair.offsets[pair.current] + begin, data, self.name)
+        found = kernels.crc32c(data)
+        if expected not in (found, UNKNOWN):
+            how = f"expected the checksum {expected:08x}, got {found:08x}"
+            raise self._damaged(pair, begin, begin + data.numel(), how, whose)
 
     def _damaged(self, pair: Pair, begin: int, end: int, how: str, whose: Callable[[int, int], str]) -> StorageError:
         """The error of bytes [begin, end) of the pair's current slot."""

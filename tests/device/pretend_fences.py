@@ -200,17 +200,10 @@ REMOVALS = (
         ("gradients_on_nvme:nvme-nvme",),
     ),
     Removal(
-        "a chunk of wide gradient is made while the one before is copied",
+        "a wide gradient is made before the narrow one",
         "zero/optim/contributions.py",
-        "            streams.wait(*block.fences)\n            wide",
-        "            wide",
-        ("many_small_chunks:cpu-cpu",),
-    ),
-    Removal(
-        "a chunk of wide gradient is copied before it has been made",
-        "zero/optim/contributions.py",
-        "streams.copy_out(stored[lo:hi], wide, streams.fence())",
-        "streams.copy_out(stored[lo:hi], wide)",
+        "streams.leaving(streams.fence(), *block.fences)",
+        "streams.leaving(*block.fences)",
         ("many_small_chunks:cpu-cpu",),
     ),
     Removal(

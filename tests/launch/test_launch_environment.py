@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
-from zero.launch.exported_variables import exported, find_file, for_other_nodes, parse_file
+from zero.launch.exported_variables import exported, find_files, for_other_nodes, parse_file
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True)
 
@@ -36,19 +36,21 @@ def test_a_bad_line_names_file_and_line(line: str) -> None:
         parse_file(f"A=1\n\n{line}\n", "/x/.deepspeed_env")
 
 
-def test_the_file_is_looked_for_here_then_at_home_and_a_variable_overrides(tmp_path: Path) -> None:
+def test_files_at_home_and_here_are_both_read_and_a_variable_names_others(tmp_path: Path) -> None:
     here, home = tmp_path / "here", tmp_path / "home"
     here.mkdir()
     home.mkdir()
-    assert find_file({}, here, home) is None
-    (home / ".deepspeed_env").write_text("A=home")
-    assert find_file({}, here, home) == home / ".deepspeed_env"
+    assert find_files({}, here, home) == []
+    (home / ".deepspeed_env").write_text("A=home\nB=home")
+    assert find_files({}, here, home) == [home / ".deepspeed_env"]
     (here / ".deepspeed_env").write_text("A=here")
-    assert find_file({}, here, home) == here / ".deepspeed_env"
+    assert find_files({}, here, home) == [home / ".deepspeed_env", here / ".deepspeed_env"]
+    found = for_other_nodes({}, here, home)
+    assert (found["A"], found["B"]) == ("here", "home")
     (tmp_path / "other").write_text("A=other")
-    assert find_file({"DS_ENV_FILE": str(tmp_path / "other")}, here, home) == tmp_path / "other"
+    assert find_files({"DS_ENV_FILE": str(tmp_path / "other")}, here, home) == [tmp_path / "other"]
     with pytest.raises(ConfigError, match="DS_ENV_FILE: expected an existing file, got /none"):
-        find_file({"DS_ENV_FILE": "/none"}, here, home)
+        find_files({"DS_ENV_FILE": "/none"}, here, home)
 
 
 def test_the_file_wins_and_programs_are_found_in_the_current_folder(tmp_path: Path) -> None:

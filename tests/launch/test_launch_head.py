@@ -15,7 +15,7 @@ import pytest
 from offload.errors import ConfigError
 from zero.launch import head
 from zero.launch.commands import Command
-from zero.launch.head import run_commands
+from zero.launch.head import end_seconds, run_commands
 
 
 def node(line: str, host: str = "node", *, feeds: bool = False, **environment: str) -> Command:
@@ -100,3 +100,11 @@ def test_a_node_that_is_gone_without_a_word_is_told(capfd: pytest.CaptureFixture
 def test_a_launcher_that_is_not_installed_is_named() -> None:
     with pytest.raises(ConfigError, match="--launcher: no-such-launcher cannot be started here"):
         run_commands([node("cat", feeds=True), Command(("no-such-launcher", "x"), {}, "b")])
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [({}, 45), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}, 315)])
+def test_nodes_have_the_time_to_end_that_torchrun_is_told_to_give(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, str], seconds: float
+) -> None:
+    monkeypatch.setattr(head, "END_SECONDS", 45.0)
+    assert end_seconds(asked) == seconds

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from probe import stranded_in
 
 from offload.disk import swapfile
 from offload.disk.aio import Aio, AioFault, AioOptions, AioStats, open_aio
@@ -140,11 +141,8 @@ def test_writes_then_reads_over_any_homes_are_those_of_one_array(
     """Also when some writes fail (F) and what they would have written is stranded."""
     bench = Bench(homes, width)
     model = np.zeros((bench.numel, width), dtype=np.uint8)
-    given_back: list[int] = []
-    stranded = 0
 
     async def job() -> None:
-        nonlocal stranded
         await bench.plane.write(0, bench.numel, torch.zeros(bench.numel * width, dtype=torch.uint8))
         for step, (first, second, what) in enumerate(ranges):
             begin, end = clipped(first, second, bench.numel)
@@ -158,20 +156,19 @@ def test_writes_then_reads_over_any_homes_are_those_of_one_array(
             try:
                 await bench.plane.write(begin, end, data.clone())
             except StorageError:
-                bench.plane.strand(begin, end, data.clone(), lambda step=step: given_back.append(step))
-                stranded += 1
+                bench.plane.strand(begin, end, data.clone())
             bench.aio.fails = lambda request: False
             model[begin:end] = data.numpy().reshape(-1, width)
         everything = torch.empty(bench.numel * width, dtype=torch.uint8)
         await bench.plane.read(0, bench.numel, everything)
         assert np.array_equal(everything.numpy().reshape(-1, width), model)
         await bench.plane.write(0, bench.numel, everything.clone())
+        assert stranded_in(bench.plane) == []  # a good write of everything ends every strand
         again = torch.empty_like(everything)
         await bench.plane.read(0, bench.numel, again)
         assert torch.equal(again, everything)
 
     asyncio.run(job())
-    assert len(given_back) == len(set(given_back)) == stranded  # a good write of everything ends every strand, once
 
 
 @settings(deadline=None)
@@ -253,60 +250,54 @@ def test_the_front_of_a_home_is_written_alone(in_memory: bool, length: int) -> N
 
 
 @pytest.fixture
-def stranded() -> tuple[Bench, torch.Tensor, list[str]]:
-    """[10, 30) of 50 coordinates in the swap space could not be written: (bench, the truth, calls of `written`)."""
-    bench, calls = Bench([(50, False)]), list[str]()
+def stranded() -> tuple[Bench, torch.Tensor]:
+    """[10, 30) of 50 coordinates in the swap space could not be written: (bench, the truth)."""
+    bench = Bench([(50, False)])
     truth = values(50, 0)
     bench.write(0, 50, truth)
     truth[10:30] = values(20, 1)
     bench.fail_write(10, 30, truth[10:30], lambda request: True)
-    bench.plane.strand(10, 30, truth[10:30].clone(), lambda: calls.append("written"))
-    return bench, truth, calls
+    bench.plane.strand(10, 30, truth[10:30].clone())
+    return bench, truth
 
 
 @pytest.mark.parametrize(("begin", "end"), [(10, 30), (12, 20), (0, 11), (29, 50), (0, 50), (0, 10), (30, 50)])
-def test_reads_return_what_could_not_be_written(
-    stranded: tuple[Bench, torch.Tensor, list[str]], begin: int, end: int
-) -> None:
-    bench, truth, calls = stranded
+def test_reads_return_what_could_not_be_written(stranded: tuple[Bench, torch.Tensor], begin: int, end: int) -> None:
+    bench, truth = stranded
     assert torch.equal(bench.read(begin, end), truth[begin:end])
-    assert calls == []
+    assert stranded_in(bench.plane) == [(10, 30)]
 
 
-def test_a_read_of_what_is_stranded_needs_no_disk(stranded: tuple[Bench, torch.Tensor, list[str]]) -> None:
-    bench, truth, _ = stranded
+def test_a_read_of_what_is_stranded_needs_no_disk(stranded: tuple[Bench, torch.Tensor]) -> None:
+    bench, truth = stranded
     bench.aio.fails = lambda request: True
     assert torch.equal(bench.read(11, 29), truth[11:29])
 
 
 @pytest.mark.parametrize(("begin", "end"), [(10, 30), (0, 50), (5, 30), (10, 31)])
-def test_a_good_write_over_all_of_it_ends_it_once(
-    stranded: tuple[Bench, torch.Tensor, list[str]], begin: int, end: int
-) -> None:
-    bench, truth, calls = stranded
+def test_a_good_write_over_all_of_it_ends_it_once(stranded: tuple[Bench, torch.Tensor], begin: int, end: int) -> None:
+    bench, truth = stranded
     for seed in (5, 6):
         truth[begin:end] = values(end - begin, seed)
         bench.write(begin, end, truth[begin:end])
-        assert calls == ["written"]
+        assert stranded_in(bench.plane) == []
         bench.aio.moves.clear()
         assert torch.equal(bench.read(0, 50), truth)
         assert "read" in bench.aio.moves  # from the disk again
 
 
 @pytest.mark.parametrize(("begin", "end"), [(10, 29), (11, 30), (0, 12), (15, 16), (28, 50)])
-def test_a_good_write_over_part_of_it_updates_it(
-    stranded: tuple[Bench, torch.Tensor, list[str]], begin: int, end: int
-) -> None:
-    bench, truth, calls = stranded
+def test_a_good_write_over_part_of_it_updates_it(stranded: tuple[Bench, torch.Tensor], begin: int, end: int) -> None:
+    bench, truth = stranded
     truth[begin:end] = values(end - begin, 5)
     bench.write(begin, end, truth[begin:end])
-    assert calls == []
+    assert stranded_in(bench.plane) == [(10, 30)]
     assert torch.equal(bench.read(0, 50), truth)
     assert torch.equal(bench.read(10, 30), truth[10:30])
 
 
-def test_a_front_is_refused_while_something_is_stranded(stranded: tuple[Bench, torch.Tensor, list[str]]) -> None:
-    bench, truth, _ = stranded
+def test_a_front_is_refused_while_something_is_stranded(stranded: tuple[Bench, torch.Tensor]) -> None:
+    bench, truth = stranded
     with pytest.raises(StateError, match=r"weights: \[0, 50\) can only be written as a whole"):
         asyncio.run(bench.plane.write_front(0, 50, values(12, 5)))
     assert torch.equal(bench.read(0, 50), truth)
@@ -316,10 +307,10 @@ def test_a_front_is_refused_while_something_is_stranded(stranded: tuple[Bench, t
 @pytest.mark.parametrize("slow", [0, 1], ids=["first is slow", "second is slow"])
 @pytest.mark.parametrize(("begin", "end"), [(10, 30), (0, 50), (12, 20), (5, 15), (25, 40)])
 def test_a_write_beside_a_rewrite_is_the_newest(
-    stranded: tuple[Bench, torch.Tensor, list[str]], begin: int, end: int, slow: int, rewrite_first: bool
+    stranded: tuple[Bench, torch.Tensor], begin: int, end: int, slow: int, rewrite_first: bool
 ) -> None:
     """Whichever of the two the disk completes last."""
-    bench, truth, calls = stranded
+    bench, truth = stranded
     truth[begin:end] = values(end - begin, 5)
     move, number = bench.aio._move, ContextVar[int]("number")
 
@@ -338,16 +329,14 @@ def test_a_write_beside_a_rewrite_is_the_newest(
 
     bench.aio._move = delayed  # type: ignore[method-assign]
     asyncio.run(both())
-    assert calls == ["written"]
+    assert stranded_in(bench.plane) == []
     assert torch.equal(bench.read(0, 50), truth)
 
 
 @pytest.mark.parametrize(("begin", "end"), [(10, 30), (0, 50), (5, 35), (12, 50), (0, 20)])
-def test_a_read_beside_a_rewrite_is_the_truth(
-    stranded: tuple[Bench, torch.Tensor, list[str]], begin: int, end: int
-) -> None:
+def test_a_read_beside_a_rewrite_is_the_truth(stranded: tuple[Bench, torch.Tensor], begin: int, end: int) -> None:
     """The disk gives its bytes from before the rewrite, and completes the read after it."""
-    bench, truth, calls = stranded
+    bench, truth = stranded
     move, into = bench.aio._move, torch.zeros(end - begin, dtype=torch.uint8)
 
     async def late(request: Request) -> None:
@@ -363,43 +352,41 @@ def test_a_read_beside_a_rewrite_is_the_truth(
 
     bench.aio._move = late  # type: ignore[method-assign]
     asyncio.run(both())
-    assert calls == ["written"]
+    assert stranded_in(bench.plane) == []
     assert torch.equal(into, truth[begin:end])
 
 
 @pytest.mark.parametrize(("begin", "end"), [(10, 30), (5, 35), (12, 20), (0, 15), (25, 40)])
-def test_a_write_that_fails_again_keeps_the_newest(
-    stranded: tuple[Bench, torch.Tensor, list[str]], begin: int, end: int
-) -> None:
-    bench, truth, calls = stranded
+def test_a_write_that_fails_again_keeps_the_newest(stranded: tuple[Bench, torch.Tensor], begin: int, end: int) -> None:
+    bench, truth = stranded
     truth[begin:end] = values(end - begin, 7)
     bench.fail_write(begin, end, truth[begin:end], lambda request: True)
-    bench.plane.strand(begin, end, truth[begin:end].clone(), lambda: calls.append("newer written"))
+    bench.plane.strand(begin, end, truth[begin:end].clone())
     replaced = begin <= 10 and end >= 30
-    assert calls == (["written"] if replaced else [])
+    assert stranded_in(bench.plane) == [*([] if replaced else [(10, 30)]), (begin, end)]
     assert torch.equal(bench.read(0, 50), truth)
     bench.write(0, 50, truth)
-    assert sorted(calls) == ["newer written", "written"]
+    assert stranded_in(bench.plane) == []
     assert torch.equal(bench.read(0, 50), truth)
 
 
 def test_a_failed_write_that_nobody_stranded_leaves_the_older_truth(
-    stranded: tuple[Bench, torch.Tensor, list[str]],
+    stranded: tuple[Bench, torch.Tensor],
 ) -> None:
-    bench, truth, calls = stranded
+    bench, truth = stranded
     bench.fail_write(10, 30, values(20, 9), lambda request: request.fd == 1)
-    assert calls == []
+    assert stranded_in(bench.plane) == [(10, 30)]
     assert torch.equal(bench.read(10, 30), truth[10:30])
 
 
 def test_what_is_stranded_over_several_homes_ends_with_one_good_write() -> None:
-    bench, calls = Bench([(10, False), (10, True), (10, False)]), list[int]()
+    bench = Bench([(10, False), (10, True), (10, False)])
     data = values(20, 1)
     bench.fail_write(5, 25, data, lambda request: True)
-    bench.plane.strand(5, 25, data.clone(), lambda: calls.append(1))
+    bench.plane.strand(5, 25, data.clone())
     assert torch.equal(bench.read(5, 25), data)
     bench.write(5, 25, data)
-    assert calls == [1]
+    assert stranded_in(bench.plane) == []
     assert torch.equal(bench.read(5, 25), data)
 
 
@@ -407,7 +394,7 @@ def test_bytes_changed_in_a_memory_home_are_the_truth_there_whatever_was_strande
     bench = Bench([(10, False), (10, True)])
     data = values(20, 1)
     bench.fail_write(0, 20, data, lambda request: True)
-    bench.plane.strand(0, 20, data.clone(), lambda: None)
+    bench.plane.strand(0, 20, data.clone())
     memory = bench.plane.memory(10, 20)
     assert memory is not None
     memory.fill_(3)
@@ -426,20 +413,14 @@ def test_a_failure_counts_as_no_traffic_and_names_file_and_offset() -> None:
 
 @pytest.mark.parametrize("newer", [(10, 30), (15, 20), (0, 15), (25, 50), (35, 40)])
 def test_what_is_stranded_is_rewritten_on_request_with_the_newest_on_top(
-    stranded: tuple[Bench, torch.Tensor, list[str]], newer: tuple[int, int]
+    stranded: tuple[Bench, torch.Tensor], newer: tuple[int, int]
 ) -> None:
-    bench, truth, calls = stranded
+    bench, truth = stranded
     begin, end = newer
     truth[begin:end] = values(end - begin, 8)
-    memory = truth[begin:end].clone()
-
-    def memory_is_reused() -> None:
-        calls.append("newer written")
-        memory.fill_(0)
-
-    bench.plane.strand(begin, end, memory, memory_is_reused)
+    bench.plane.strand(begin, end, truth[begin:end].clone())
     asyncio.run(bench.plane.rewrite_stranded())
-    assert sorted(calls) == ["newer written", "written"]
+    assert stranded_in(bench.plane) == []
     bench.aio.moves.clear()
     assert torch.equal(bench.read(0, 50), truth)
     assert set(bench.aio.moves) == {"read"}
@@ -447,10 +428,10 @@ def test_what_is_stranded_is_rewritten_on_request_with_the_newest_on_top(
     assert set(bench.aio.moves) == {"read"}
 
 
-def test_a_rewrite_tries_everything_and_raises_what_failed(stranded: tuple[Bench, torch.Tensor, list[str]]) -> None:
-    bench, truth, calls = stranded
+def test_a_rewrite_tries_everything_and_raises_what_failed(stranded: tuple[Bench, torch.Tensor]) -> None:
+    bench, truth = stranded
     truth[40:45] = values(5, 8)
-    bench.plane.strand(40, 45, truth[40:45].clone(), lambda: calls.append("second written"))
+    bench.plane.strand(40, 45, truth[40:45].clone())
     failing = True
 
     def fails_once(request: Request) -> bool:
@@ -461,7 +442,7 @@ def test_a_rewrite_tries_everything_and_raises_what_failed(stranded: tuple[Bench
     bench.aio.fails = fails_once
     with pytest.raises(StorageError):
         asyncio.run(bench.plane.rewrite_stranded())
-    assert calls == ["second written"]
+    assert stranded_in(bench.plane) == [(10, 30)]
     assert torch.equal(bench.read(0, 50), truth)
 
 
@@ -555,7 +536,6 @@ def test_an_injected_fault_surfaces_with_path_and_offset_and_the_stranded_truth_
     old, new, back = (tensor_over(map_host(20 * PAGE)) for _ in range(3))
     old.copy_(values(20 * PAGE, 3))
     new.copy_(values(20 * PAGE, 4))
-    calls: list[str] = []
 
     async def job() -> None:
         await plane.write(0, 20 * PAGE, old)
@@ -567,12 +547,12 @@ def test_an_injected_fault_surfaces_with_path_and_offset_and_the_stranded_truth_
         assert error.offset % PAGE == 0 and 0 <= error.offset < 10 * PAGE
         assert error.free_bytes is not None and error.path in str(error) and "ENOSPC" in str(error)
         assert disk.aio.in_flight() == []
-        plane.strand(0, 20 * PAGE, new.clone(), lambda: calls.append("written"))
+        plane.strand(0, 20 * PAGE, new.clone())
         await plane.read(PAGE, 20 * PAGE, back[: 19 * PAGE])
         assert torch.equal(back[: 19 * PAGE], new[PAGE:])
         disk.aio.inject(None)
         await plane.write(0, 20 * PAGE, new)
-        assert calls == ["written"]
+        assert stranded_in(plane) == []
         await plane.read(0, 20 * PAGE, back)
         assert torch.equal(back, new)
 

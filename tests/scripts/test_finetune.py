@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,6 +184,23 @@ def test_messages_that_the_template_refuses_are_named_by_their_line(finetune: Mo
 
     with pytest.raises(SystemExit, match=r"a\.jsonl:7: expected messages that the chat template takes, got KeyError"):
         finetune.text_of(b'{"messages": [{}]}', "a.jsonl:7", Tokenizer())
+
+
+def test_a_chat_has_the_special_tokens_of_its_template_alone(finetune: ModuleType, tmp_path: Path) -> None:
+    class Tokenizer:
+        chat_template, eos_token_id = "one", 2
+
+        def apply_chat_template(self, messages: list[Any], tokenize: bool) -> str:
+            return "<s>" + messages[0]["content"]
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            text = "<s>" * add_special_tokens + text
+            return {"input_ids": [1 if part == "<s>" else 9 for part in re.findall("<s>|.", text)]}
+
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"messages": [{"role": "user", "content": "yz"}]}\n')
+    options = argparse.Namespace(data=tmp_path / "a.jsonl", sequence=7)
+    (found,) = finetune.samples(options, Tokenizer())
+    assert found.tolist() == [1, 9, 2, 1, 9, 9, 2]
 
 
 def test_the_result_does_not_replace_the_model(finetune: ModuleType, given: Path) -> None:

@@ -19,7 +19,6 @@ from probe import (
     coordinator_of,
     disk_of,
     gradients_of,
-    is_stranded,
     keeper_of,
     layout_of,
     mover_of,
@@ -27,6 +26,7 @@ from probe import (
     put_disk,
     read_nothing_ahead,
     storage_of,
+    stranded_in,
     updates_of,
     used_bytes,
 )
@@ -443,7 +443,7 @@ def test_what_forward_modifies_outlasts_a_disk_that_fails(open_engine: Open, nvm
     with torch.no_grad():
         engine(tokens(2))
     engine.synchronize()
-    assert not any(is_stranded(plane) for plane in storage_of(engine).weights)
+    assert not any(stranded_in(plane) for plane in storage_of(engine).weights)
     coordinator_of(engine).release_all()
     assert used_bytes(engine, "unit_pool") == 0
     assert torch.equal(engine.full_parameter(name), before * 0.5)

@@ -210,6 +210,18 @@ def test_the_number_of_micro_batches_may_be_set_as_in_deepspeed(open_engine: Ope
     assert by_hand(engine, 7, 2) == [2, 3]
 
 
+def test_a_gradient_beside_a_batch_of_one_is_added_to_it(open_engine: Open, nvme_path: Path) -> None:
+    """Of a penalty, for example."""
+    engine, reference = (open_engine(build("gpt"), config_of(nvme_path, 1)) for _ in range(2))
+    for each in (engine, reference):
+        each.backward(each(tokens(7)))
+    whole_batch(engine, 0)
+    reference.backward(reference(tokens(0)))
+    reference.step()
+    assert (engine.global_steps, engine.micro_steps) == (1, 1)
+    assert equal(masters(engine), masters(reference))
+
+
 @pytest.mark.parametrize("how", ["the boundary is set", "boundaries are the user's"])
 def test_gradients_that_are_dropped_within_a_step_are_named_whoever_counts(
     open_engine: Open, nvme_path: Path, how: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import BATCH, TOKENS, VOCAB, WIDTH, build, make_config, tokens
-from probe import one_forward_of
+from probe import coordinator_of, one_forward_of
 from torch import nn
 
 from offload.errors import ConfigError
@@ -124,6 +125,93 @@ def test_a_forward_that_fails_leaves_no_hooks() -> None:
     with pytest.raises(RuntimeError):
         get_model_profile(model, (1, 9), print_profile=False, warm_up=0)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Late(nn.Module):
+    """Its parts are called by a method of its own, as by `generate`, the last one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.first = Net(), nn.Linear(8, 8)
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.first(x))  # type: ignore[no-any-return]
+
+
+def test_modules_have_their_own_numbers_whoever_calls_them() -> None:
+    model, outer = Net(), nn.Sequential()
+    outer.append(model)
+    profile, late = Profile(model), Late()
+    with profile.measuring():
+        outer(torch.ones(5, 8))
+    assert {module.name: module.flops for module in profile.modules}["b.1"] == 640
+    profile = Profile(late)
+    with profile.measuring():
+        late.generate(torch.ones(5, 8))
+    found = {module.name: module.flops for module in profile.modules}
+    assert (found["first"], found["net"], found["net.b.1"]) == (640, 1920, 640)
+    assert profile.total.flops == 640 + 1920 and profile.total.seconds > 0
+
+
+def test_an_engines_module_has_its_numbers_in_a_profile_by_hand(open_engine: Open, nvme_path: Path) -> None:
+    engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
+    profiler = FlopsProfiler(engine.module)
+    profiler.start_profile()
+    engine(tokens(0))
+    profiler.stop_profile()
+    assert profiler.profile is not None
+    found = {module.name: module.flops for module in profiler.profile.modules}
+    assert found["head"] == 2 * ROWS * WIDTH * VOCAB and found["blocks.0.up"] == 2 * ROWS * WIDTH * 4 * WIDTH
+
+
+def test_a_modules_time_has_its_wait_for_weights(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
+    engine(tokens(0))
+    coordinator, seconds = coordinator_of(engine), 0.05
+    begin = coordinator.begin_forward_use
+
+    def slow(*given: Any, **more: Any) -> Any:
+        time.sleep(seconds)
+        return begin(*given, **more)
+
+    monkeypatch.setattr(coordinator, "begin_forward_use", slow)
+    profile = Profile(engine.module)
+    with profile.measuring():
+        engine(tokens(0))
+    assert all(module.seconds >= seconds for module in profile.modules if module.name in ("", "head", "blocks.1"))
+
+
+def test_the_profile_of_a_model_is_printed_and_leaves_it_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout())
+    model[2].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    get_model_profile(model, (5, 8), output_file="")
+    assert "flops profiler" in (said := capsys.readouterr().out) and "0: Linear" in said
+    assert [module.training for module in model] == [True, True, False]
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_products_that_are_one_operation_are_counted() -> None:
+    attention = nn.MultiheadAttention(16, 4, batch_first=True)
+    x = torch.ones(2, 6, 16)
+    flops, _, _ = get_model_profile(attention, args=[x, x, x], print_profile=False, as_string=False)
+    assert flops >= 2 * 2 * 6 * 16 * (3 * 16 + 16), "the projections at least"
+
+    class Added(nn.Module):
+        def forward(self, matrix: torch.Tensor, vector: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+            return torch.addmv(vector[:3], matrix, vector).sum() + torch.addbmm(batch[0], batch, batch).sum()
+
+    given = [torch.ones(3, 5), torch.ones(5), torch.ones(2, 4, 4)]
+    flops, _, _ = get_model_profile(Added(), args=given, print_profile=False, as_string=False)
+    assert flops == 2 * 3 * 5 + 2 * 2 * 4 * 4 * 4
+
+
+def test_a_rank_that_measures_nothing_says_zero() -> None:
+    profiler = FlopsProfiler(Net())
+    profiler.profile = Profile(Net())
+    assert (profiler.flops, profiler.macs, profiler.params, profiler.get_total_duration()) == (0, 0, 0, 0.0)
 
 
 @pytest.mark.parametrize("pair", [("none", "none"), ("nvme", "nvme")], ids="-".join)

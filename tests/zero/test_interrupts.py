@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from harness import reference_run, train, unequal
-from models import Stumbling, build, make_config, tokens
+from models import WIDTH, Stumbling, build, make_config, tokens
 from pairwise import in_pairs
 from probe import CLOSE_STAGES, STEP_STAGES, coordinator_of, keeper_of, step_is_asked, updates_of, used_bytes
 from recovery import (
@@ -55,6 +55,32 @@ GOING_ON: dict[str, Callable[[Any], Any]] = {
     "zero_grad": lambda engine: engine.zero_grad(),
     "synchronize": lambda engine: engine.synchronize(),
 }
+
+
+@pytest.mark.parametrize("part", ["module", "block"])
+def test_an_interrupted_call_past_the_engine_leaves_nothing_open(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """As in a notebook: a generation by the model itself is stopped, then the training goes on and is saved."""
+    engine = train(open_engine(build("gpt"), make_config(NVME, nvme_path)), 0)
+    model = engine.module
+    called, given = (model, tokens(8)) if part == "module" else (model.blocks[0], torch.ones(1, 4, WIDTH).bfloat16())
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.blocks[0].down, "forward", interrupted)
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(KeyboardInterrupt):
+                called(given)
+    if part == "module":
+        engine.save_checkpoint(tmp_path)
+    assert unequal(train(engine, 1, 2), reference_run(0, 1, 2)) == []
+    engine.save_checkpoint(tmp_path)
+    engine.synchronize()
+    calm = train(open_engine(build("gpt"), make_config(NVME, nvme_path)), 0, 1, 2)
+    assert used_bytes(engine, "unit_pool") <= used_bytes(calm, "unit_pool")
 
 
 @pytest.mark.parametrize("going_on", GOING_ON)

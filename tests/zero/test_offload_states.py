@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import offload.memory.arena
 import zero
 from offload.errors import BudgetError, ConfigError, StateError
+from offload.memory.arena import MemoryRegion
 from zero.assembly.state_kinds import ALL, RECORDS, TO_RUN, OffloadDeviceEnum, OffloadStateTypeEnum
 
 Open = Callable[..., Any]
@@ -393,3 +394,27 @@ def moved_on_ranks(stage: int, shared: bool) -> tuple[bool, int]:
 def test_on_two_ranks_nothing_changes(rank_pool: Pool, stage: int, shared: bool) -> None:
     for same, most in rank_pool(2).run(moved_on_ranks, stage, shared):
         assert same and most >= (3 if not shared else 2)
+
+
+@pytest.mark.parametrize("error", [BudgetError("no room"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+def test_what_an_offload_that_ended_half_way_has_moved_comes_back_like_the_rest(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    engine, calm = (open_engine(build("gpt"), config_of(3)) for _ in range(2))
+    train(engine, 0, 1)
+    put_away, calls = MemoryRegion.put_away, []
+
+    def second_fails(region: MemoryRegion, *, pinned: bool) -> Any:
+        calls.append(region)
+        if len(calls) == 2:
+            raise error
+        return put_away(region, pinned=pinned)
+
+    monkeypatch.setattr(MemoryRegion, "put_away", second_fails)
+    with pytest.raises(type(error)):
+        engine.offload_states()
+    assert calls[0].away and engine.offloaded_states
+    train(engine, 2, 3)
+    assert not any(region.away for region in storage_of(engine).regions)
+    assert not engine.offloaded_states
+    assert differences(held(engine), held(train(calm, 0, 1, 2, 3))) == []

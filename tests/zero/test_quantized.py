@@ -139,6 +139,7 @@ class Small(nn.Module):
 
 
 RULE = {"num_bits": 4, "group_size": 32}
+CODED = ("packed", "steps", "least")
 TOKENS = torch.arange(24).view(2, 12)
 
 
@@ -165,6 +166,19 @@ def test_inference_gives_the_bits_of_plain_torch_with_the_same_codes(tier: str, 
     engine = zero.init_inference(small(), zero=inference_block(tier, nvme_path), weight_quantization=rules)
     with engine:
         assert torch.equal(engine(TOKENS), wanted)
+
+
+def test_a_cast_leaves_codes_and_their_steps_as_they_are(nvme_path: Any) -> None:
+    """A model that was quantised before, or read with a format of its own, whose storage may have any dtype."""
+    model = small().eval()
+    quantize(model, {"": Codes(8, 32)})
+    coded = {name: value.clone() for name, value in model.named_parameters() if name.rpartition(".")[2] in CODED}
+    assert coded
+    with zero.init_inference(model, zero=inference_block("cpu", nvme_path), dtype=torch.bfloat16) as engine:
+        found = dict(engine.named_full_parameters())
+        assert all(
+            torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in coded.items()
+        )
 
 
 def test_a_forward_reads_the_codes_and_not_the_weights(nvme_path: Any) -> None:

@@ -25,6 +25,7 @@ from offload.disk.aio import AioFault
 from offload.disk.stripes import StripeMap
 from offload.errors import ConfigError, StateError, StorageError
 from offload.sizes import BLOCK_NUMEL
+from zero.reports import tracing
 
 PAIRS = [("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu"), ("none", "none")]
 OpenEngine = Callable[..., Any]
@@ -342,6 +343,29 @@ def test_the_environment_asks_for_steps_of_any_engine(
     file.unlink()
     train(engine, 1, 2)
     assert not file.exists()
+
+
+def test_steps_count_from_where_a_run_goes_on(open_engine: OpenEngine, nvme_path: Path, wish: Any) -> None:
+    file = wish("2")
+    engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
+    engine.global_steps = 1000  # as after a load
+    train(engine, 0)
+    assert not file.exists()
+    train(engine, 1)
+    assert facts_of(file)["steps_before"] == 1001
+
+
+def test_each_rank_writes_a_file_of_its_own(
+    open_engine: OpenEngine, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(build("gpt"), make_config(("cpu", "cpu"), nvme_path))
+    for rank, name in ((0, "t.json"), (3, "t.rank3.json")):
+        monkeypatch.setattr(tracing.world, "rank", lambda rank=rank: rank)
+        with engine.trace(tmp_path / "t.json"):
+            train(engine, rank)
+        told = json.loads((tmp_path / name).read_text())["traceEvents"]
+        assert [event["args"]["name"] for event in told if event["name"] == "process_name"] == [f"rank {rank}"]
+    assert sorted(path.name for path in tmp_path.glob("t*.json")) == ["t.json", "t.rank3.json"]
 
 
 @pytest.mark.parametrize("end", ["close", "drop"])

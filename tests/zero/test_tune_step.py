@@ -94,6 +94,13 @@ def test_what_is_written_keeps_the_base_and_trains(
     engine.close()
 
 
+@pytest.mark.parametrize(("samples", "kept"), [(None, 8), (24, 8), (4, 4), (6, 2), (5, 1)])
+def test_a_micro_batch_divides_the_samples_of_a_step(samples: int | None, kept: int) -> None:
+    content = {} if samples is None else {"train_batch_size": samples}
+    found = search([Candidate("", content)], lambda _, micro: Trial(micro, 1.0, 1), lambda *_: None, most=8)
+    assert found is not None and found[0].micro_batch == kept
+
+
 def test_what_is_wrong_in_the_base_is_said(folder: Path, nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "base.json").write_text('{"gradient_clippng": 1}')
     assert cli.main(arguments(folder, nvme_path, "--base", str(folder / "base.json"))) == 1

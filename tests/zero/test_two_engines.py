@@ -10,10 +10,15 @@ import pytest
 import torch
 from harness import train
 from models import build, make_config, seeded, tokens, trainability
+from probe import storage_of
 from reference import differences, snapshot
 from torch import nn
 
+from zero.plan import machine
+from zero.plan.machine import machine_to_plan
+
 Open = Callable[..., Any]
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("tiers", [("nvme", "nvme"), ("nvme", "cpu")])
@@ -39,6 +44,27 @@ def test_two_live_engines_train_as_each_would_alone(tiers: tuple[str, str], open
     engines[0].close()
     train(engines[1], 3)
     assert all(count >= 4 for count in engines[1].statistics().releases_by_unit.values())
+
+
+def test_memory_that_an_engine_has_still_to_touch_is_not_free_for_the_next_one(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of gradients come with the first step; what the kernel says is held still."""
+    free, numel = 10**10, 1 << 22
+    monkeypatch.setattr(machine, "available_memory", lambda: (free, "MemAvailable"))
+    layer = nn.Linear(2048, 2048, bias=False)
+    engine = open_engine(layer, make_config(("cpu", "cpu"), nvme_path))
+    promised = free - machine_to_plan(CPU).available_bytes
+    assert promised == pytest.approx(2 * numel, rel=0.05)
+    assert machine_to_plan(CPU, storage_of(engine).regions).available_bytes == free
+    engine.backward(engine(torch.ones(1, 2048, dtype=torch.bfloat16)).float().sum())
+    engine.step()
+    engine.synchronize()
+    assert free - machine_to_plan(CPU).available_bytes <= numel // 10
+    other = open_engine(nn.Linear(2048, 2048, bias=False), make_config(("cpu", "cpu"), nvme_path))
+    assert free - machine_to_plan(CPU).available_bytes == pytest.approx(promised, rel=0.05)
+    other.close()
+    assert free - machine_to_plan(CPU).available_bytes <= numel // 10
 
 
 def linear(open_engine: Open, nvme_path: Path, seed: int, **more: Any) -> Any:

@@ -68,7 +68,12 @@ class Accumulation:
 
     def begin_batch(self, what: str) -> None:
         """Begin a step whose micro-batches all follow. Raises StateError: backward has run for some of them."""
-        if self.collected and not self._run.parts.watch.torn:  # else all ranks refuse the step together
+        run = self._run
+        # A gradient beside a batch of one micro-batch, of a penalty for example, is added to the batch's.
+        beside = run.config.gradient_accumulation_steps == 1 and not self.begun
+        # A backward has torn on one of several ranks: all of them refuse the step together.
+        agreed = run.parts.watch.torn and not run.parts.exchange.placement.alone
+        if self.collected and not beside and not agreed:
             raise StateError(
                 f"{what}: {self.collected} micro-batches of this step have already been run one by one with forward "
                 "and backward; run the rest of them in the same way, or call zero_grad() to discard them"

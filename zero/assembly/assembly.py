@@ -37,7 +37,7 @@ from zero.params.layout import Slot, Unit
 from zero.params.tiles import Tile, TiledKeeper
 from zero.params.unadopted import forget, provisional_source, room_to_come
 from zero.params.units import CoveredUnit, Leaf, coded_numel, collect_leaves
-from zero.plan.machine import read_machine
+from zero.plan.machine import machine_to_plan
 from zero.reports.log import NOTICE, start_line
 from zero.reports.precision_table import dtype_table, warn_of_slow_matmuls
 from zero.schedule.backward import BackwardWatch
@@ -74,6 +74,7 @@ class Assembly:
     """
 
     keeper: EngineKeeper
+    storage: Storage
 
     def __init__(
         self,
@@ -93,7 +94,8 @@ class Assembly:
         take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
         # Stages of a pipeline start together, and each plans with a share of the node's free memory.
         sharers = exchange.everyone if previous is None else exchange
-        machine = agree_on_machine(sharers, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
+        own = machine_to_plan(owner.device, previous.storage.regions if previous else ())
+        machine = agree_on_machine(sharers, own, on_cpu=owner.device.type == "cpu")
         self.plan = planner_of(
             *(model, (self._covered, self.layout), config, machine, owner.device, owner.in_place, placement),
             owner.rules,

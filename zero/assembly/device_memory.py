@@ -60,7 +60,7 @@ class PutAway:
         return found | {self._storage.device for _, arena in self._arenas([kind]) if arena.allocated_bytes}
 
     def put(self, kinds: Iterable[OffloadStateTypeEnum], *, pinned: bool) -> None:
-        """Put these kinds away. Raises BudgetError: the host has no room for them; nothing has changed."""
+        """Put these kinds away. Raises BudgetError: the host has no room for them; those in `kinds` may have moved."""
         storage, kinds = self._storage, frozenset(kinds)
         regions = self._regions(kinds, away=False)
         self._check_room(regions)
@@ -162,9 +162,9 @@ class StatesAway:
         return self._away or PutAway(self._run.parts.storage, self._run.parts.gradients)
 
     def put(self, away: PutAway, kinds: Kinds, *, pinned: bool) -> None:
-        """Put these kinds away. Raises BudgetError: the host has no room; nothing has moved."""
+        """Put these kinds away. Raises BudgetError: the host has no room; what has moved comes back when needed."""
+        self._away = away  # known first, also if an interrupt ends this half way
         away.put(kinds, pinned=pinned)
-        self._away = away
         return_freed_memory()
 
     def bring_back(self, what: str, needs: Kinds | None = None) -> None:

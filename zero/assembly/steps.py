@@ -225,6 +225,9 @@ class Steps:
                     loss_is_finite=self._scaling.losses_were_finite,
                     torn=run.parts.watch.torn,
                 )
+            except TornBackward:
+                run.parts.watch.torn = True  # on all ranks: none of them may begin a batch before zero_grad
+                raise
             except (UnusedParameters, LossScaleError) as error:
                 optimizer.overflow = isinstance(error, LossScaleError)
                 if optimizer.overflow:  # its gradients are discarded; UnusedParameters keeps them for another attempt

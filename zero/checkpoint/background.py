@@ -35,7 +35,7 @@ logger = logging.getLogger("zero")
 
 AT_ONCE = 2  # Extents in flight: while one is written the next is read.
 LOOK_SECONDS = 0.05
-PATIENCE_SECONDS = 600.0  # The first rank waits so long for the other ranks' parts once its own is written.
+PATIENCE_SECONDS = 600.0  # Once its own part is written the first rank waits so long for a sign of the other ranks.
 
 
 class BackgroundSave:
@@ -134,12 +134,14 @@ class BackgroundSave:
         await asyncio.wait([self._take(extent)])  # if it fails, the save fails, and not the step
 
     async def _assemble(self) -> None:
-        until = time.monotonic() + PATIENCE_SECONDS
-        while (missing := await self._worker.run(self._save.missing_parts)) != []:
+        until, seen = 0.0, None
+        while missing := await self._worker.run(self._save.missing_parts):
+            if missing != seen:
+                until, seen = time.monotonic() + PATIENCE_SECONDS, missing
             if time.monotonic() > until:
                 raise StorageError(
-                    f"saving a checkpoint: ranks {missing} have not written their parts within {PATIENCE_SECONDS:.0f} "
-                    "s",
+                    f"saving a checkpoint: ranks {list(missing)} have written nothing for {PATIENCE_SECONDS:.0f} s, "
+                    "and their parts are not complete",
                     errno=0,
                     path=str(self._save.tag),
                     offset=0,

@@ -250,7 +250,7 @@ def convert_zero_checkpoint_to_state_dict(
             exclude_frozen=_excludes(opened.state, exclude_frozen_parameters),
         )
         if not named:
-            copy_model_files(find_model_files(opened.folder), folder)
+            copy_model_files(find_model_files(opened.folder), folder, resolve_dtype(dtype))
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

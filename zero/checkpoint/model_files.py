@@ -6,12 +6,18 @@ that no files of the checkpoint itself (states, random numbers, arguments) are c
 
 from __future__ import annotations
 
+import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from offload.errors import ConfigError
 
 CONFIG = "config.json"
+DTYPE_KEYS = ("dtype", "torch_dtype")
 PATTERNS = (
     *(CONFIG, "generation_config.json", "preprocessor_config.json"),
     *("tokenizer*.json", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
@@ -36,10 +42,11 @@ def find_model_files(checkpoint: Path, model: Path | None = None) -> dict[str, P
     return found
 
 
-def copy_model_files(files: dict[str, Path], out: Path, *, replace: bool = False) -> list[str]:
+def copy_model_files(files: dict[str, Path], out: Path, dtype: torch.dtype, *, replace: bool = False) -> list[str]:
     """Copy the files that `find_model_files` has found. Returns the names of those that were copied.
 
-    `replace`: overwrite existing files, since the user has named the folder of the new ones.
+    `dtype`: of the exported weights; config.json says it, because `from_pretrained` makes weights so. `replace`:
+    overwrite existing files, since the user has named the folder of the new ones.
     """
     copied = []
     for name, path in files.items():
@@ -47,4 +54,17 @@ def copy_model_files(files: dict[str, Path], out: Path, *, replace: bool = False
         if not there or (replace and not (out / name).samefile(path)):
             shutil.copyfile(path, out / name)
             copied.append(name)
+    if CONFIG in copied:
+        _say_dtype(out / CONFIG, str(dtype).removeprefix("torch."))
     return copied
+
+
+def _say_dtype(config: Path, dtype: str) -> None:
+    def said(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: dtype if key in DTYPE_KEYS and part else said(part) for key, part in value.items()}
+
+    with suppress(ValueError):  # no JSON: whoever reads it will say so
+        content = json.loads(config.read_text(encoding="utf-8"))
+        config.write_text(json.dumps(said(content), indent=2) + "\n", encoding="utf-8")

@@ -6,9 +6,10 @@ So a checkpoint can be loaded with another number of stages, or without a pipeli
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from offload.archives import bytes_tensor, make_archive, read_archive
 from zero.assembly.assembly import Assembly
 from zero.exchange.exchange import Exchange
 from zero.params.buffers import persistent_buffers
@@ -18,30 +19,42 @@ LISTS, TABLES = ("parameters", "frozen", "buffers"), ("aliases", "dtypes")
 
 def whole_state(everyone: Exchange, state: Mapping[str, Any]) -> dict[str, Any]:
     """The common state of all stages, with the names of all of them. All ranks call this."""
-    mine = {key: state[key] for key in (*LISTS, *TABLES)}
-    mine["groups"] = [group["params"] for group in state["groups"]]
-    answers = everyone.agree("names of all stages", json.dumps([mine, state["has_frozen"]]).encode())
+    mine = json.dumps([{key: state[key] for key in (*LISTS, *TABLES)}, state["has_frozen"]]).encode()
+    answers = everyone.agree("names of all stages", mine)
     told, frozen = zip(*(json.loads(answer) for answer in answers), strict=True)
+    packed = dict.fromkeys(everyone.agree("groups of all stages", make_archive(state["groups"]).numpy().tobytes()))
+    groups: list[list[dict[str, Any]]] = [read_archive(bytes_tensor(each), "groups of a stage") for each in packed]
     whole = dict(state)
     for key in LISTS:
         whole[key] = list(dict.fromkeys(name for part in told for name in part[key]))
     for key in TABLES:
         whole[key] = {name: value for part in told for name, value in part[key].items()}
-    whole["groups"] = [dict(group) for group in state["groups"]]
-    for number, group in enumerate(whole["groups"]):
-        found = [name for part in told for names in part["groups"][number : number + 1] for name in names]
-        group["params"] = list(dict.fromkeys(found))
+    whole["groups"], whole["stage_groups"] = [], groups
+    for number in range(max(map(len, groups))):
+        alike = [part[number] for part in groups if number < len(part)]
+        names = list(dict.fromkeys(name for group in alike for name in group["params"]))
+        whole["groups"].append({**alike[0], "params": names})
     whole["has_frozen"] = any(frozen)
     return whole
 
 
-def of_stage(state: dict[str, Any], parts: Assembly) -> tuple[frozenset[str], dict[str, Any]]:
-    """Names of parameters and buffers of all stages, and this stage's part of `whole_state`. All ranks call this."""
+def of_stage(state: dict[str, Any], parts: Assembly) -> tuple[frozenset[str], dict[str, Any], bool]:
+    """All stages' names of parameters and buffers; this stage's part of `whole_state`; whether a stage has saved it so.
+
+    All ranks call this.
+    """
     if not parts.exchange.is_stage:
-        return frozenset(), state
+        return frozenset(), state, True
     own = {name for leaf in parts.leaves for name in leaf.names}
     mine = [*own, *persistent_buffers(parts.model)]
     answers = parts.exchange.everyone.agree("names of all stages", json.dumps(mine).encode())
     names = frozenset(name for answer in answers for name in json.loads(answer))
-    groups = [{**group, "params": [name for name in group["params"] if name in own]} for group in state["groups"]]
-    return names, {**state, "groups": groups}
+    held = [{**group, "params": [name for name in group["params"] if name in own]} for group in state["groups"]]
+    for groups in state.get("stage_groups", ()):  # groups of a number may have other options on other stages
+        if _names(groups) == _names(held):
+            return names, {**state, "groups": groups}, True
+    return names, {**state, "groups": held}, False
+
+
+def _names(groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    return {name for group in groups for name in group["params"]}

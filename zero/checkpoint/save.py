@@ -96,15 +96,18 @@ class CheckpointSave:
             path = self._folders.partial_folder(self.tag) / failure_file(self.placement.rank)
             self._files.write_bytes(path, f"{type(error).__name__}: {error}")
 
-    def missing_parts(self) -> list[int]:
-        """On the first rank: the ranks that have not written their parts yet. Raises StateError: one has failed."""
+    def missing_parts(self) -> dict[int, object]:
+        """On the first rank: each rank that has not written its part yet, with what changes while it writes.
+
+        Raises StateError: a rank's part has failed.
+        """
         folder, ranks = self._folders.partial_folder(self.tag), range(self.placement.world_size)
         names = set(self._files.listing(folder))
         for rank in ranks:
             if failure_file(rank) in names:
                 why = self._files.read_bytes(folder / failure_file(rank)).decode()
                 raise StateError(f"saving a checkpoint: it failed on rank {rank}: {why}")
-        return [rank for rank in ranks if list_file(rank) not in names]
+        return {rank: self._files.stamp(folder / data_file(rank)) for rank in ranks if list_file(rank) not in names}
 
     def assemble(self, *, save_latest: bool) -> None:
         """On the first rank, once all parts are written: complete the checkpoint. Raises StorageError, ConfigError."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -146,7 +145,7 @@ class Accelerator:
     ByteTensor = _tensor_type(torch.uint8)
 
     def random(self) -> Any:
-        return random
+        return torch.random
 
     def manual_seed(self, seed: int) -> Any:
         return torch.manual_seed(seed) if self._name == "cpu" else self._module.manual_seed(seed)

@@ -211,10 +211,10 @@ def use_block(block: Any) -> None:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Log the times on the first rank; all ranks call it.
+    """Print the times on the first rank; all ranks call it.
 
     Args:
-        show_straggler: also log how long each collective waited for its slowest rank.
+        show_straggler: also print how long each collective waited for its slowest rank.
         return_dict: return `summary`, `straggler_analysis` and `metadata` (of this rank) too.
     """
     summary = {name: comms_logger.get_operation_summary(name) for name in comms_logger.get_operation_names()}
@@ -222,7 +222,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     if world.rank() == 0:
         for title, table in (("collectives", summary), ("waits for the slowest rank", late)):
             if table is not None:
-                logger.info("%s\n%s", title, "\n".join(_lines(table)) or "none")
+                print(f"{title}\n" + ("\n".join(_lines(table)) or "none"), flush=True)
     if not return_dict:
         return None
     now = datetime.now(timezone.utc).isoformat()

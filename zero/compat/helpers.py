@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -17,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from zero.assembly.state_kinds import OffloadStateTypeEnum
 from zero.compat.accelerator_names import get_accelerator
-from zero.compat.logs import logger
 from zero.moe.layer import MoE
 from zero.params.gathering import GatheredParameters
 from zero.params.released import is_kept
+from zero.ranks import world
 
 
 def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
@@ -30,20 +29,17 @@ def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.devi
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log the memory use of device and host; only with `force`, as in DeepSpeed."""
-    if not force:
+    """Print the memory use of device and host on the first rank; only with `force`, as in DeepSpeed.
+
+    The most that the device has used is counted anew from here on.
+    """
+    if not force or world.rank() != 0:
         return
     there, gib = get_accelerator(), 2.0**30
     used = psutil.virtual_memory()
-    logger.log(
-        logging.INFO,
-        "%s: device %.2f GB now, %.2f GB at most; host %.2f GB used, %.1f%%",
-        message,
-        there.memory_allocated() / gib,
-        there.max_memory_allocated() / gib,
-        used.used / gib,
-        used.percent,
-    )
+    device = f"device {there.memory_allocated() / gib:.2f} GB now, {there.max_memory_allocated() / gib:.2f} GB at most"
+    print(f"{message}: {device}; host {used.used / gib:.2f} GB used, {used.percent:.1f}%", flush=True)
+    there.reset_peak_memory_stats()
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:

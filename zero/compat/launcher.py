@@ -30,7 +30,7 @@ def report() -> int:
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line of `zero run`; the result also has DeepSpeed's names of the script and its arguments."""
-    parser = argparse.ArgumentParser(prog="deepspeed")
+    parser = argparse.ArgumentParser(prog="deepspeed", allow_abbrev=False)
     add_arguments(parser)
     options = parser.parse_args(args)
     options.user_script, options.user_args = options.script, options.script_args

@@ -68,8 +68,9 @@ def make_loader(
     if sampler is None and world_size == 1 and not shuffle:
         sampler = SequentialSampler(data)  # type: ignore[arg-type]
     elif sampler is None:
-        # One rank takes its order from torch.manual_seed. Several ranks, whose seeds may differ, need the same order.
-        seed = torch.initial_seed() % 2**62 if world_size == 1 else 0
+        # One rank takes its order from torch.manual_seed. Several ranks, whose seeds may differ, need the same order,
+        # also those that read the same part of the data, as the stages of a pipeline do.
+        seed = torch.initial_seed() % 2**62 if world.world_size() == 1 else 0
         sampler = EpochSampler(data, world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop)
     return ResumableLoader(data, sampler, rank=rank, world_size=world_size, **options)
 
@@ -93,6 +94,8 @@ class Loaders:
         data_sampler: Sampler[Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
+        *,
+        place: tuple[int, int] | None = None,
     ) -> DataLoader[Any]:
         """A loader of this rank's micro-batches; DeepSpeed's name and arguments.
 
@@ -106,6 +109,7 @@ class Loaders:
             data_sampler: gives this rank's samples; None: its part of all of them.
             collate_fn: None: the one given to `zero.initialize`, else torch's.
             num_local_io_workers: number of processes that load; None: none, the training loop loads.
+            place: as of `make_loader`.
 
         Raises:
             ConfigError: no such route, or data that cannot be divided among the ranks.
@@ -117,6 +121,7 @@ class Loaders:
             route=route,
             batch_size=batch_size,
             sampler=data_sampler,
+            place=place,
             collate_fn=collate_fn if collate_fn is not None else self._run.collate_fn,
             num_workers=num_local_io_workers or 0,
         )

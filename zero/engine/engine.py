@@ -316,8 +316,8 @@ class ZeroEngine(EngineNames, nn.Module):
         Perfetto (ui.perfetto.dev) and chrome://tracing open the file; `zero trace --draw` makes a PNG of it.
 
         Args:
-            path: overwritten. It is also written if the block raises or the engine closes inside it. If the disk is
-                full then, a warning is logged.
+            path: overwritten; rank N > 0 puts `.rankN` before the suffix. It is also written if the block raises or the
+                engine closes inside it. If the disk is full then, a warning is logged.
 
         Raises:
             ConfigError: `path` cannot be written.
@@ -344,6 +344,8 @@ class ZeroEngine(EngineNames, nn.Module):
             StorageError: a checkpoint in the background could not be completed. Everything is released all the same.
         """
         run, parts = self.run, self.run.parts
+        if parts.storage.mover.is_elsewhere:  # a forked child: threads, files and other ranks are the parent's
+            return
         begun, run.closed = run.closed, True
         self._away.forget()
         parts.hooks.remove()

@@ -19,6 +19,7 @@ from zero.engine.pretrained import load_pretrained
 from zero.engine.quantization import quantize
 from zero.params.initialisation import refuse_without_values
 from zero.params.released import is_kept
+from zero.params.units import collect_leaves
 from zero.reports.log import NOTICE, show_log
 from zero.values.access import take_back
 
@@ -115,8 +116,10 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
     Raises ConfigError: a parameter is on disk already and would have to be cast to a dtype other than bf16.
     """
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point() or parameter.dtype == dtype:
+    for leaf in collect_leaves(model):
+        name, parameter = leaf.names[0], leaf.parameter
+        # Codes of a quantised layer may be stored in any dtype, and are no numbers.
+        if leaf.opaque or not parameter.is_floating_point() or parameter.dtype == dtype:
             continue
         if not is_kept(parameter):
             parameter.data = parameter.data.to(dtype)

@@ -17,7 +17,12 @@ LossOf = Callable[[Any], torch.Tensor]
 
 
 def next_batch(data_iter: Iterator[Any], count: int) -> list[Any]:
-    """The next `count` micro-batches. Raises StateError: there are fewer."""
+    """The next `count` micro-batches. Raises StateError: there are fewer; ConfigError: `data_iter` is no iterator."""
+    if not hasattr(data_iter, "__next__"):
+        raise ConfigError(
+            f"data_iter: expected an iterator, got {type(data_iter).__name__}, which would begin anew in each call; "
+            "make one before the loop: data_iter = iter(zero.RepeatingLoader(loader))"
+        )
     batches = list(itertools.islice(data_iter, count))
     if len(batches) < count:
         raise StateError(

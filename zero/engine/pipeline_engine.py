@@ -6,7 +6,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -15,16 +15,16 @@ from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.utils.data import DataLoader, Dataset
 
-from offload.accelerator import is_accelerator
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError, StateError, ZeroInfinityError
 from zero.config import Config
 from zero.config.engine_block import Pipeline
-from zero.data.loaders import make_loader
 from zero.data.resumable import RepeatingLoader
 from zero.engine.engine import ZeroEngine
+from zero.engine.engine_names import ANSWERS
 from zero.engine.micro_batches import next_batch
 from zero.exchange.all_stages import AllStages
 from zero.exchange.together import Together
+from zero.optim.loss_scale import LossScaleError
 from zero.pipe.module import PipelineModule
 from zero.pipe.schedules import MicroBatches, Schedules, mapped, shape_of
 from zero.pipe.tied import TiedWeights
@@ -42,6 +42,10 @@ REFUSED = {
     "load_snapshot": "a snapshot would contain one stage only; use load_checkpoint()",
 }
 """Names of ZeroEngine that a pipeline does not have -> why, or what to use instead."""
+
+
+ANSWERED = frozenset(name for names in ANSWERS.values() for name in names.split())
+"""Names of ZeroEngine that one of its parts has."""
 
 
 class PipelineError(StateError):
@@ -70,6 +74,12 @@ def open_stages(module: PipelineModule, config: Config, device: torch.device) ->
             "zero_optimization.offload_optimizer.snapshot is not available in a pipeline, whose stages would have to "
             "commit together; use save_checkpoint"
         )
+    for block in ("curriculum_learning", "progressive_layer_drop"):
+        if getattr(getattr(config, block), "enabled", False):
+            raise ConfigError(
+                f"{block} is not available in a pipeline, whose layers get one argument; shorten sequences, or choose "
+                "layers to skip, in set_batch_fn"
+            )
     if config.vertical_accumulation:
         raise ConfigError(
             "vertical_accumulation is not available in a pipeline, which has its own order of micro-batches; set "
@@ -122,29 +132,27 @@ class PipelineEngine:
         self._iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """As `set_dataiterator`; the loader is restarted at its end."""
+        """As `set_dataiterator`; the loader is restarted at its end; checkpoints have its position if it has one."""
         self._iterator = iter(RepeatingLoader(loader))
+        if hasattr(loader, "state_dict"):
+            self._engine.training_dataloader = loader
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Call `fn` with each item of the data; it returns (inputs, labels)."""
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
-        """Does nothing: shapes may change from batch to batch."""
+        """Layers return other shapes for the same inputs from now on. All ranks call this together."""
+        self._schedules.forget()
 
-    def deepspeed_io(
-        self, dataset: Dataset[Any], batch_size: int | None = None, route: str = "train", **options: Any
-    ) -> DataLoader[Any]:
-        """A loader of this pipeline's part of the data, the same on all its stages.
+    def deepspeed_io(self, dataset: Dataset[Any], *args: Any, **options: Any) -> DataLoader[Any]:
+        """As `ZeroEngine.deepspeed_io`: a loader of this pipeline's part of the data, the same on all its stages.
 
-        Raises ConfigError as `make_loader`.
+        The first one with the route "train" is the data of `train_batch`, if it gets no other.
         """
-        run = self._engine.run
-        options.setdefault("collate_fn", run.collate_fn)
-        pin = is_accelerator(run.device)
-        place = self._pipeline.data_place
-        loader = make_loader(dataset, run.config, pin=pin, route=route, batch_size=batch_size, place=place, **options)
-        if self._iterator is None:
+        given = inspect.signature(self._engine.deepspeed_io).bind(dataset, *args, **options).arguments
+        loader: DataLoader[Any] = self._engine.deepspeed_io(dataset, *args, **options, place=self._pipeline.data_place)
+        if self._iterator is None and given.get("route", "train") == "train":
             self.set_dataloader(loader)
         return loader
 
@@ -160,11 +168,12 @@ class PipelineEngine:
         Raises:
             StateError: the data is at its end on a rank; nothing has changed then.
             ConfigError: micro-batches have several shapes.
+            LossScaleError: fp16's smallest scale does not help; nothing has changed, and the pipeline can be saved.
             RankDivergenceError: it failed on another rank, now or before; names the rank and the error.
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        batches = self._read(data_iter, self.micro_batches)
+        batches, refused = self._read(data_iter, self.micro_batches), None
         with self._stages.running("train_batch"):
             self._engine.train()
             self._engine.accumulation.begin_batch("train_batch")
@@ -172,8 +181,13 @@ class PipelineEngine:
             self._tied.add_up(lambda parameter: self._engine.steps.values_of(parameter, to_change=True))
             loss = self._told(self._work.take_losses(), "mean")
             self._engine.reports.note_loss(loss)  # the first rank reports, and the last stage has the losses
-            self._engine.step()
-            return loss
+            try:
+                self._engine.step()
+            except LossScaleError as error:  # on all ranks, and nothing has changed: the pipeline can be saved
+                refused = error
+        if refused is not None:
+            raise refused
+        return loss
 
     def eval_batch(
         self,
@@ -191,7 +205,7 @@ class PipelineEngine:
             return_logits: return (loss, outputs of the last stage); outputs are None on other stages.
             compute_loss: False: return only the outputs of the last stage; None on other stages.
             reduce_output: "avg": the mean loss; None: the list of this rank's losses, on the last stage.
-            bcast_loss: return the mean over all parts of the data on all ranks; else the rank's own, on the last stage.
+            bcast_loss: return the mean over all parts of the data on all ranks; else on the last stage only.
             num_micro_batches: None: as many as in a training batch.
 
         Raises:
@@ -212,10 +226,9 @@ class PipelineEngine:
             loss: Any = None
             if compute_loss and reduce_output is None:
                 loss = losses or None
-            elif compute_loss and bcast_loss:
-                loss = self._told(losses, "mean")
-            elif compute_loss and losses:
-                loss = torch.stack(losses).mean()
+            elif compute_loss:
+                mean = self._told(losses, "mean")
+                loss = mean if bcast_loss or losses else None
         logits = _joined(outputs) if self.is_last_stage() else None
         if not compute_loss:
             return logits
@@ -229,7 +242,10 @@ class PipelineEngine:
             mine = self._read_own(self._iterator if data_iter is None else data_iter, count)
         except Exception as error:
             failure = error
-        told = together.exchange("reading micro-batches", json.dumps([count, mine.shape]).encode(), failure)
+        # A loader that fails half way has given fewer items here than on the stage that reads the labels.
+        torn = failure is not None and not isinstance(failure, ZeroInfinityError)
+        with self._stages.running("reading micro-batches") if torn else nullcontext():
+            told = together.exchange("reading micro-batches", json.dumps([count, mine.shape]).encode(), failure)
         asked = [json.loads(answer) for answer in told]
         if len({number for number, _ in asked}) > 1:
             raise ConfigError(
@@ -243,7 +259,7 @@ class PipelineEngine:
 
     def _read_own(self, data: Iterator[Any] | None, count: int) -> MicroBatches:
         if not (self.is_first_stage() or self.is_last_stage()):
-            if data is not None and data is self._iterator:
+            if data is not None and data is self._iterator and hasattr(data, "__next__"):
                 # Move the position on: a checkpoint saves it on each rank, and a run with other stages may resume here.
                 list(itertools.islice(data, count))
             return MicroBatches((), (), "")
@@ -254,8 +270,10 @@ class PipelineEngine:
             batch = batch if self._batch_fn is None else self._batch_fn(batch)
             if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
                 raise ConfigError(f"data_iter: expected (inputs, labels), got {type(batch).__name__}; see set_batch_fn")
-            inputs.append(mapped(batch[0], lambda part: part.to(device)) if self.is_first_stage() else None)
-            labels.append(mapped(batch[1], lambda part: part.to(device)) if self.is_last_stage() else None)
+            value, label = (tuple(part) if type(part) is list else part for part in batch)  # as collated by torch
+            # A copy: layers may change their input in place, and the caller may use the batch again.
+            inputs.append(mapped(value, lambda part: part.to(device, copy=True)) if self.is_first_stage() else None)
+            labels.append(mapped(label, lambda part: part.to(device)) if self.is_last_stage() else None)
         shapes = list(dict.fromkeys(map(shape_of, inputs)))
         if self.num_stages > 1 and len(shapes) > 1:
             raise ConfigError(
@@ -302,6 +320,13 @@ class PipelineEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _refusal("forward")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the stage's engine passes on to its parts is set there."""
+        if name in ANSWERED and "_engine" in self.__dict__:
+            setattr(self._engine, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         """All other names are answered by the stage's engine."""
@@ -352,8 +377,7 @@ class _StageWork:
 
     @contextmanager
     def _one_backward(self) -> Iterator[None]:
-        if self._backwards:
-            self._engine.step()  # no update yet: it counts the previous micro-batch
+        self._engine.run.micro_steps += self._backwards > 0  # the previous backward was not the last of its step
         self._backwards += 1
         with self._engine.running_backward():
             yield

@@ -43,8 +43,6 @@ from zero.store.storage import Storage
 if TYPE_CHECKING:
     from zero.optim.pending_updates import DueUpdates
 
-# As in torch.distributed. A rank may be slow for a long time; one that has failed or left is noticed in seconds.
-WAIT_SECONDS_MAX = 1800.0
 LOOK_SECONDS = 0.01  # Interval of checks whether another rank waits for an update of this rank.
 AGAIN_SECONDS = 0.5  # Pause after a failed update.
 
@@ -114,7 +112,7 @@ class SharedMemory(AmongRanks):
                 share,
                 self._regions.pools,
                 (placement.shard_index, placement.shard_size),
-                deadline_seconds=WAIT_SECONDS_MAX,
+                deadline_seconds=comm.timeout_seconds,
                 check=comm.check,
             )
         self._share_slices()
@@ -170,7 +168,7 @@ class SharedMemory(AmongRanks):
             urge = partial(self._urge, rank, unit, epoch)
             with self._named(what), self._comm.waiting(what):
                 await self._there.reached(
-                    rank, unit.index, epoch, what=what, deadline_seconds=WAIT_SECONDS_MAX, urge=urge
+                    rank, unit.index, epoch, what=what, deadline_seconds=self._comm.timeout_seconds, urge=urge
                 )
 
     @contextmanager

@@ -30,21 +30,20 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def find_file(environment: Mapping[str, str], here: Path, home: Path) -> Path | None:
-    """The file of further variables: DS_ENV_FILE names it, else .deepspeed_env in the current folder, else at home.
+def find_files(environment: Mapping[str, str], here: Path, home: Path) -> list[Path]:
+    """The files of further variables: .deepspeed_env at home and in the current folder, or what DS_ENV_FILE names.
 
     Raises ConfigError: DS_ENV_FILE names a file that is not there.
     """
     wish = environment.get("DS_ENV_FILE", "")
-    if not wish:
-        return next((folder / FILE_NAME for folder in (here, home) if (folder / FILE_NAME).is_file()), None)
-    for path in (here / wish, home / wish):  # both are `wish` itself if it is an absolute path
-        if path.is_file():
-            return path
-    raise ConfigError(
-        f"DS_ENV_FILE: expected an existing file, got {wish} (searched in {here} and {home}); create it or unset the "
-        "variable"
-    )
+    found = [folder / (wish or FILE_NAME) for folder in dict.fromkeys((home, here))]
+    found = list(dict.fromkeys(path for path in found if path.is_file()))  # one file, if `wish` is an absolute path
+    if wish and not found:
+        raise ConfigError(
+            f"DS_ENV_FILE: expected an existing file, got {wish} (searched in {here} and {home}); create it or unset "
+            "the variable"
+        )
+    return found
 
 
 def parse_file(text: str, name: str) -> dict[str, str]:
@@ -72,14 +71,13 @@ def parse_file(text: str, name: str) -> dict[str, str]:
 
 
 def for_other_nodes(environment: Mapping[str, str], here: Path, home: Path) -> dict[str, str]:
-    """All variables for ranks on other nodes; the file takes precedence over this process's own variables.
+    """All variables for ranks on other nodes; files take precedence, the one in the current folder most.
 
     Raises ConfigError: the file is missing or malformed.
     """
     variables = exported(environment)
     # Modules are searched in the current folder there, as they are here.
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(here), environment.get("PYTHONPATH", ""))))
-    path = find_file(environment, here, home)
-    if path is not None:
+    for path in find_files(environment, here, home):
         variables |= parse_file(path.read_text(encoding="utf-8"), str(path))
     return variables

@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -28,7 +30,9 @@ from zero.launch.node import run_node
 
 LOOK_SECONDS = 0.1
 GRACE_SECONDS = 20.0  # After a node has failed, the others have so long to exchange reports and end by themselves.
-END_SECONDS = 45.0  # After the request to end; longer than torchrun waits for ranks after a signal from outside.
+END_SECONDS = 45.0  # After the request to end, at least.
+BEYOND_SECONDS = 15.0  # So much longer than torchrun waits for ranks after a signal from outside.
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # The variable that sets how long it waits [s].
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -47,6 +51,7 @@ def launch(options: argparse.Namespace) -> int:
         raise ConfigError(f"--launcher_args {options.launcher_args}: expected words of a shell: {error}") from error
     transport = Transport(options.launcher, more, options.ssh_port, options.comment, options.account)
     variables = for_other_nodes(os.environ, Path.cwd(), Path.home())
+    job = replace(job, id=uuid.uuid4().hex)
     commands = build_commands(job, transport, variables, str(Path.cwd()), as_root=os.geteuid() == 0)
     return run_commands(commands)
 
@@ -99,9 +104,15 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], commands: Sequence[Comman
         if time.monotonic() >= deadline or len(asked) > 1:  # a second signal: at once
             end = _kill if told else _tell_to_end
             end(list(watched))
-            told, deadline = True, time.monotonic() + END_SECONDS
+            told, deadline = True, time.monotonic() + end_seconds(os.environ)
         time.sleep(LOOK_SECONDS)
     return status
+
+
+def end_seconds(environment: Mapping[str, str]) -> float:
+    """How long the nodes' processes may take to end."""
+    asked = environment.get(SHUTDOWN_TIMEOUT, "")
+    return max(END_SECONDS, (int(asked) if asked.isdigit() else 0) + BEYOND_SECONDS)
 
 
 def _say_if_lost(child: subprocess.Popen[bytes], command: Command) -> None:
@@ -141,7 +152,8 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         asked.append(number)
 
-    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    kinds = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    kinds = [kind for kind in kinds if signal.getsignal(kind) is not signal.SIG_IGN]  # SIGHUP by nohup
     before = [signal.signal(kind, note) for kind in kinds]
     try:
         yield asked

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from offload.errors import ConfigError
 
-LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\S+)")
+LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\S+)(?:\s+max[-_]slots\s*=\s*\d+)?")  # Open MPI's files have a maximum too.
 WANTED = "HOST slots=N, such as: worker-1 slots=4"
 FILTER = "HOST or HOST:SLOT,SLOT, several joined by @, such as worker-1@worker-2:0,1"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import dataclasses
+import hashlib
 import json
 import os
 import socket
@@ -35,11 +36,18 @@ class Job:
     log_folder: str | None = None
     watch_stdin: bool = False  # End when standard input closes: then the process that started the node is gone.
     quiet: bool = False  # All nodes print to one terminal, so only node 0 reports failures at the end.
+    id: str = ""  # Of this start, if all nodes get the job from one process.
 
     @property
     def ranks(self) -> int:
         """Number of ranks on all nodes together."""
         return sum(len(node.slots) for node in self.nodes)
+
+    @property
+    def identity(self) -> str:
+        """The same on all nodes of the job, and another for each job that might use the same port."""
+        told = repr((self.nodes, self.program, self.master_addr, self.master_port))
+        return self.id or hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
     def to_word(self) -> str:
         """The job as one word without blanks, quotes or percent signs, which no shell changes."""

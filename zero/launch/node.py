@@ -38,6 +38,7 @@ from zero.launch.reaper import RUN_ID, Reaper
 
 RANK_FILE = Path(__file__).with_name("rank.py")
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # Signals that torchrun takes over.
+SIGNALS_FLAG = "--signals-to-handle"  # Of torchrun, in newer versions.
 # Variables in which launchers that start one process on each node give the node's number.
 FROM_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_RANKID", "SLURM_PROCID")
 
@@ -55,12 +56,12 @@ def run_node(job: Job, node_rank: int) -> int:
         _environment(job, node_rank, run_id, folder),
     ):
         before = read_states()
+        if job.watch_stdin:  # before the wait for node 0: it can take minutes
+            _watch_stdin()
         peers = Peers(job, node_rank) if len(job.nodes) > 1 else None
         with Reaper(run_id) as reaper:
             if peers is not None:
                 peers.watch(lambda: _end_ranks(reaper))
-            if job.watch_stdin:
-                _watch_stdin()
             failures, status = _run_ranks(job, node_rank, folder)
             if peers is not None:
                 peers.ended()
@@ -73,8 +74,12 @@ def run_node(job: Job, node_rank: int) -> int:
 
 
 def _run_ranks(job: Job, node_rank: int, folder: str) -> tuple[list[Failure], int]:
-    entry = [str(RANK_FILE), *job.program.words]
+    # torchrun replaces ${...} in the words, and takes those before "--" for flags of its own if they begin like one.
+    entry = ["--", *(word.replace("$", "$$") for word in (str(RANK_FILE), *job.program.words))]
     words = torchrun_words(job, node_rank, entry, job.log_folder or folder)
+    ignored = [kind for kind in HANDLED if signal.getsignal(kind) is signal.SIG_IGN]  # SIGHUP by nohup
+    if ignored and SIGNALS_FLAG in torchrun.get_args_parser()._option_string_actions:
+        words.insert(0, f"{SIGNALS_FLAG}={','.join(kind.name for kind in HANDLED if kind not in ignored)}")
     try:
         torchrun.run(torchrun.parse_args(words))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -100,16 +105,19 @@ def _with_cause(failure: Failure, before: Sequence[MemoryState], folder: Path) -
 def _report(job: Job, node_rank: int, peers: Peers | None, own: Failure | None, more: int, status: int) -> int:
     """Print the first failure of all nodes, once. Returns the exit status of this node."""
     known, further = ([own] if own else []), more if own else 0
-    settled = peers.settle(own, more) if peers is not None else None
+    settled = peers.settle(own, more, status) if peers is not None else None
     if settled is not None:
         known, further = settled
+    if known:
+        code = first_of(known).exitcode  # of the whole job, on every node
+        status = code if code > 0 else 128 - code
     if known and (settled is None or node_rank == 0 or not job.quiet):
         first = first_of(known)
         words = describe(first, further + len(known) - 1, local_rank=job.program.local_rank)
         print(words, file=sys.stderr, flush=True)
-    elif peers is not None and settled is None and peers.failed:
-        lost = f"zero run: {_name(job, node_rank)} ended its ranks, because node 0 ({_name(job, 0)}) has ended"
-        print(lost, file=sys.stderr, flush=True)
+    elif peers is not None and not known and peers.failed:
+        other = f"node 0 ({_name(job, 0)}) has ended" if settled is None else "another node was told to end"
+        print(f"zero run: {_name(job, node_rank)} ended its ranks, because {other}", file=sys.stderr, flush=True)
     return status
 
 
@@ -149,7 +157,8 @@ def _watch_stdin() -> None:
 def _signals() -> Iterator[None]:
     """Until torchrun handles signals, let them end this process, also while it waits for other nodes."""
     before = {kind: signal.getsignal(kind) for kind in HANDLED}
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if before[signal.SIGINT] is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
@@ -194,6 +203,9 @@ def which_node(job: Job, options: argparse.Namespace) -> int:
     """The node rank of this process. Raises ConfigError: it is no node of the job."""
     hosts = [node.host for node in job.nodes]
     if options.host is not None:
+        alike = [index for index, host in enumerate(hosts) if host.rpartition("@")[2] == options.host]
+        if options.host not in hosts and len(alike) == 1:  # pdsh leaves the user's name out
+            return alike[0]
         if options.host not in hosts:
             raise ConfigError(f"zero.launch.node: expected a host of {', '.join(hosts)}, got {options.host!r}")
         return hosts.index(options.host)

@@ -14,7 +14,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 
-from torch.distributed import DistError, DistNetworkError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    PrefixStore,
+    TCPStore,
+)
 
 from offload.errors import ConfigError
 from zero.launch.first_failure import Failure
@@ -24,7 +30,8 @@ LOOK_SECONDS = 0.5
 SETTLE_SECONDS = 10.0  # Nodes wait so long for each other's reports.
 MEET_SECONDS = 600  # As long as torchrun waits for all nodes.
 LOST_SECONDS = 3.0  # After the store has gone, the ranks have so long to end by themselves.
-FAILED, DONE, READ = "zero/failed", "zero/done", "zero/read"
+HERE_SECONDS = 30.0  # Node 0 says so long after its store answers that it is of this job.
+HERE, FAILED, DONE, READ = "here", "failed", "done", "read"
 
 
 class Peers:
@@ -38,7 +45,7 @@ class Peers:
         self._over, self.failed = threading.Event(), False
         where = f"{job.master_addr}:{job.master_port}"
         try:
-            self._store = TCPStore(
+            server = TCPStore(
                 job.master_addr,
                 job.master_port or 0,
                 None,
@@ -47,6 +54,7 @@ class Peers:
                 wait_for_workers=False,
                 multi_tenant=True,  # torchrun opens its own store on the same server
             )
+            self._store = PrefixStore(f"zero/{job.identity}", server)
         except DistNetworkError as error:
             if node_rank == 0:
                 raise ConfigError(
@@ -57,6 +65,16 @@ class Peers:
                 f"node {node_rank} ({job.nodes[node_rank].host}) cannot reach node 0 at {where} "
                 f"({_first_line(error)}); check that node 0 is running and that --master_addr is an address that this "
                 "node can reach"
+            ) from error
+        if node_rank == 0:
+            self._store.set(HERE, "1")
+            return
+        try:
+            self._store.wait([HERE], timedelta(seconds=HERE_SECONDS))
+        except DistStoreError as error:
+            raise ConfigError(
+                f"--master_port {job.master_port}: another job answers at {where}; choose another port, or check that "
+                "all nodes are given the same command"
             ) from error
 
     def watch(self, end: Callable[[], None]) -> None:
@@ -79,20 +97,25 @@ class Peers:
         """This node's ranks have ended or failed, so `end` need not be called any more."""
         self._over.set()
 
-    def settle(self, own: Failure | None, more: int) -> tuple[list[Failure], int] | None:
-        """Exchange failures with the other nodes.
+    def settle(self, own: Failure | None, more: int, status: int) -> tuple[list[Failure], int] | None:
+        """Exchange failures with the other nodes; node 0 stays until all have ended, since the store ends with it.
 
         Returns all nodes' first failures and the number of further ones; None when the store is gone.
 
-        `own`: this node's first failure; None if it has none. `more`: number of its further failed ranks.
+        Args:
+            own: this node's first failure; None if it has none.
+            more: number of its further failed ranks.
+            status: not 0: the ranks of all nodes end, also if none of this node's has failed by itself.
         """
-        count = len(self._job.nodes)
+        count, first = len(self._job.nodes), self._node_rank == 0
         try:
             if own is not None:
                 self._store.set(f"{FAILED}/{self._node_rank}", json.dumps({"first": asdict(own), "more": more}))
+            if own is not None or status:
                 self._store.set(FAILED, "1")
             self._store.add(DONE, 1)
-            self._wait_for(DONE, count)
+            if first or self._store.check([FAILED]):
+                self._wait_for(DONE, count)
             found, further = [], 0
             for index in range(count):
                 if self._store.check([f"{FAILED}/{index}"]):
@@ -100,16 +123,19 @@ class Peers:
                     found.append(Failure(**told["first"]))
                     further += told["more"]
             self._store.add(READ, 1)
-            if self._node_rank == 0:  # the store ends with this process
-                self._wait_for(READ, count)
+            if first:
+                self._wait_for(READ, count, hurries=True)
             return found, further
         except (DistError, RuntimeError, ValueError):
             return None
 
-    def _wait_for(self, key: str, count: int) -> None:
-        deadline = time.monotonic() + SETTLE_SECONDS
+    def _wait_for(self, key: str, count: int, *, hurries: bool = False) -> None:
+        """Wait for all nodes; once one has failed, or if it `hurries`, no longer than it takes them to report."""
+        deadline = None
         with contextlib.suppress(KeyError):
-            while self._store.add(key, 0) < count and time.monotonic() < deadline:
+            while self._store.add(key, 0) < count and (deadline is None or time.monotonic() < deadline):
+                if deadline is None and (hurries or self._store.check([FAILED])):
+                    deadline = time.monotonic() + SETTLE_SECONDS
                 time.sleep(LOOK_SECONDS / 5)
 
 

@@ -9,7 +9,6 @@ on the host, pass through chunks of the arena on the mover's loop. Gradients are
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from offload.planes.planes import Plane, settle_all
 from offload.sizes import BLOCK_NUMEL
 from offload.streams import Fence
 from zero.params.layout import Slot, Unit
-from zero.plan.pools import WIDE_CHUNK_NUMEL, WIDE_CHUNKS
+from zero.plan.pools import SUM_CHUNK_BYTES, WIDE_CHUNK_NUMEL
 from zero.store.storage import Storage
 
 CHUNK_NUMEL = 256 * 1024  # Elements handled at a time; a multiple of the block.
@@ -110,21 +109,21 @@ class ContributionStore:
             item.summed = True
 
     def _widen_out(self, item: Contribution, stored: torch.Tensor, sums: torch.Tensor) -> None:
-        """Cast and sum on the device, chunk by chunk: earlier chunks are copied while the next one is made."""
-        streams, pool = self._streams, self._storage.gradient_pool
-        leaving: deque[tuple[Block, Fence]] = deque()
-        for lo in range(0, item.unit.numel, WIDE_CHUNK_NUMEL):
-            hi = min(lo + WIDE_CHUNK_NUMEL, item.unit.numel)
-            if len(leaving) == WIDE_CHUNKS:
-                oldest, copied = leaving.popleft()
-                oldest.release(copied)
-            block = pool.lease((hi - lo) * item.dtype.itemsize, f"gradient of {item.unit.name}")
-            streams.wait(*block.fences)
-            wide = block.view(item.dtype, hi - lo)
-            kernels.cast_sumsq(wide, item.buffer[lo:hi], into=rows_of(sums, lo, hi))
-            leaving.append((block, streams.copy_out(stored[lo:hi], wide, streams.fence())))
-        for block, copied in leaving:
-            block.release(copied)
+        """Cast and sum on the device, chunk by chunk, among the copies to the host: the model's work goes on."""
+        streams, unit, pool, width = self._streams, item.unit, self._storage.gradient_pool, item.dtype.itemsize
+        numel = min(WIDE_CHUNK_NUMEL, unit.numel)
+        while (block := pool.try_lease(numel * width)) is None and numel > BLOCK_NUMEL:
+            numel = max(numel // 2 // BLOCK_NUMEL, 1) * BLOCK_NUMEL  # other units' gradients may lie in between
+        block = block or pool.lease(numel * width, f"gradient of {unit.name}")
+        copied: Fence = None
+        with streams.leaving(streams.fence(), *block.fences):
+            for lo in range(0, unit.numel, numel):
+                hi = min(lo + numel, unit.numel)
+                streams.wait(copied)  # the chunk before has left; on a device the stream has this order anyway
+                wide = block.view(item.dtype, hi - lo)
+                kernels.cast_sumsq(wide, item.buffer[lo:hi], into=rows_of(sums, lo, hi))
+                copied = streams.copy_out(stored[lo:hi], wide)
+        block.release(copied)
 
     async def store(self, item: Contribution) -> None:
         """Store the chunks that are left, or add them, through the arena.
@@ -206,7 +205,8 @@ class ContributionStore:
         """
         if self._streams.shared:
             return CHUNK_NUMEL
-        nbytes = device_chunk_bytes(self._storage.plan.arena_bytes)
+        arena_bytes = self._storage.plan.arena_bytes
+        nbytes = device_chunk_bytes(arena_bytes) if home is None else min(SUM_CHUNK_BYTES, arena_bytes // 2)
         width_bytes = passing_bytes + (dtype.itemsize if home is None else 0)
         return max(nbytes // width_bytes // BLOCK_NUMEL, 1) * BLOCK_NUMEL
 
@@ -326,8 +326,9 @@ async def _write(plane: Plane, run: tuple[int, int], raw: torch.Tensor) -> None:
     """Write to the plane. Raises StorageError: the plane keeps a copy until the write succeeds."""
     try:
         await plane.write(*run, raw)
-    except StorageError:
+    except StorageError as error:
         plane.strand(*run, aligned_copy(raw))
+        error.kept = True
         raise
 
 
@@ -385,7 +386,10 @@ def zero_gaps(flat: torch.Tensor, unit: Unit, arrived: Iterable[Slot], lo: int) 
 
 
 async def _each(chunks: Iterable[int], deal: Callable[[int], Awaitable[None]]) -> None:
-    """Call `deal` for each chunk, a few at a time, begun in this order. Raises the first error after all are over."""
+    """Call `deal` for each chunk, a few at a time, begun in this order.
+
+    Raises the first error after all are over; one that loses something before one that does not.
+    """
     errors: list[StorageError] = []
     rest = iter(chunks)
 
@@ -398,4 +402,4 @@ async def _each(chunks: Iterable[int], deal: Callable[[int], Awaitable[None]]) -
 
     await settle_all([some() for _ in range(CHUNKS_IN_FLIGHT)])
     if errors:
-        raise errors[0]
+        raise min(errors, key=lambda error: error.kept)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,27 +102,39 @@ def _passed(
     model: nn.Module,
     config: Config,
 ) -> Trained:
+    frozen = WeakTensorKeyDictionary()
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(_trained_of(model.parameters() if model_parameters is None else model_parameters))
+        given = list(model.parameters() if model_parameters is None else model_parameters)
+        optimizer = optimizer(_trained_of(given, frozen))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
             "or leave it out and set optimizer.type in the config"
         )
     groups = _owned(optimizer.param_groups, model)
-    return Trained(groups, Rules((rule_of_object(optimizer, config),)), optimizer)
+    return Trained(groups, Rules((rule_of_object(optimizer, config),)), optimizer, frozen=frozen)
 
 
-def _trained_of(given: Iterable[Any]) -> list[Any]:
-    """The parameters, or groups, without those that are frozen: what is in a group gets states and gradients."""
+def _trained_of(given: Sequence[Any], frozen: MutableMapping[Tensor, int]) -> list[Any]:
+    """The parameters, or groups, without those that are frozen: what is in a group gets states and gradients.
+
+    `frozen`: gets the parameters that are left out, with the numbers of their groups. Names may stand before them.
+    """
     trained = []
-    for each in given:
+    for number, each in enumerate(given):
         if isinstance(each, dict):
-            kept = [p for p in _listed(each) if p.requires_grad]
+            kept = [p for p in _listed(each) if _bare(p).requires_grad]
+            frozen.update({_bare(p): number for p in each["params"] if not _bare(p).requires_grad})
             trained.append(each if len(kept) == len(each["params"]) else {**each, "params": kept})
-        elif not isinstance(each, Tensor) or each.requires_grad:
+        elif _bare(each).requires_grad:
             trained.append(each)
     return trained
+
+
+def _bare(entry: Any) -> Tensor:
+    """The parameter of an entry: itself, or the second of a pair with its name."""
+    parameter: Tensor = entry[1] if isinstance(entry, tuple) else entry
+    return parameter
 
 
 def _listed(group: dict[str, Any]) -> list[Tensor]:
@@ -236,14 +248,15 @@ def _checked(rule: Rule, config: Config) -> Rule:
 def _owned(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
     """The groups, if every parameter in them is the model's."""
     known = {id(p) for p in model.parameters()}
-    foreign = [tuple(p.shape) for group in groups for p in group["params"] if id(p) not in known]
+    trained = [p for group in groups for p in group["params"] if p.requires_grad]
+    foreign = [tuple(p.shape) for p in trained if id(p) not in known]
     if foreign:
         raise ConfigError(
             f"optimizer: {len(foreign)} parameters do not belong to the model (shapes {foreign[:4]}); build the "
             "optimizer from the parameters of the model that is passed, and make a loss or head that has weights a "
             "submodule of it"
         )
-    every = [id(p) for group in groups for p in group["params"]]
+    every = [id(p) for p in trained]
     if len(set(every)) < len(every):
         names = [name for name, p in model.named_parameters() if every.count(id(p)) > 1]
         raise ConfigError(

@@ -30,7 +30,7 @@ from zero.optim.pipeline import StepArguments, SubGroupPipeline, Told
 from zero.optim.rules import Rule, Rules, UpdateRun
 from zero.params.layout import SubGroup, Unit
 from zero.params.local_tensors import lies_as, local_of, run_of
-from zero.plan.machine import read_machine
+from zero.plan.machine import machine_to_plan
 from zero.plan.plan import Plan
 from zero.plan.states_plan import lay_out_tensors, plan_states
 from zero.store.staging import StagedGroup
@@ -96,7 +96,7 @@ class ParameterStates:
         local = [(index, name, _checked(name, parameter, rule)) for index, name, parameter in parameters]
         self.device = local[0][2].device
         self.layout = lay_out_tensors(local, whole=rule.whole)
-        self.plan: Plan = plan_states(self.layout, config, read_machine(self.device), self.device, rules.states)
+        self.plan: Plan = plan_states(self.layout, config, machine_to_plan(self.device), self.device, rules.states)
         self.storage = Storage(self.layout, self.plan, config, self.device)
         self._units = {unit.slots[0].index: unit for unit in self.layout.units}
         self._orders = {index: _order_of(tensor) for index, _, tensor in local}

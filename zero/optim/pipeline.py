@@ -141,8 +141,6 @@ class SubGroupPipeline:
                 # The host overwrites weights that a forward's copies may still read.
                 await streams.reached(arguments.fence)
             await work.lease("sub-group", lent)
-            error: BaseException | None = None
-            kept = False
             try:
                 made = await self._compute_into(work, arguments, threads)
                 await self._deliver(work, wanted)
@@ -152,10 +150,9 @@ class SubGroupPipeline:
                     # A GPU may still read gradients in host memory, or copy new weights out of lent memory.
                     await streams.reached(streams.fence())
                 self.spare.give(group, units)
-                kept, error = await self._write_back(work, told, lent is not None)
+                error = await self._write_back(work, told)
             finally:
-                if not kept:
-                    work.release()
+                work.release()
         if error is not None:
             raise error
 
@@ -191,11 +188,11 @@ class SubGroupPipeline:
         # Weights that are used in their home on the device must be there before the update counts.
         await settle_all([weight.write() for weight in work.weights.values() if weight.copied_home])
 
-    async def _write_back(self, work: StagedGroup, told: Told, lent: bool) -> tuple[bool, BaseException | None]:
-        """Store the results: (is the leased memory still needed, first error).
+    async def _write_back(self, work: StagedGroup, told: Told) -> BaseException | None:
+        """Store the results; returns the first error.
 
-        Weights that cannot be stored stay in a copy, a record in leased memory unless that is lent; their plane reads
-        them from there until a write succeeds.
+        What cannot be stored stays in a copy, and its plane reads it from there until a write succeeds. The leased
+        memory does not serve for that: a checkpoint in progress may wait for it, and an update for the checkpoint.
         """
 
         async def write_record() -> None:
@@ -214,15 +211,10 @@ class SubGroupPipeline:
         if not failed:
             told.stored()
         recorded = await asyncio.gather(*records, return_exceptions=True)
-        error = next((error for error in (*written, *recorded) if error is not None), None)
-        if not any(recorded):
-            return False, error
-        state = work.state
-        if lent:
+        if any(recorded):
+            state = work.state
             state.plane.strand(state.begin, state.end, aligned_copy(state.host_bytes))
-        else:
-            state.plane.strand(state.begin, state.end, state.host_bytes, work.release)
-        return not lent, error
+        return next((error for error in (*written, *recorded) if error is not None), None)
 
     def _apply(self, work: StagedGroup, unit: Unit, arguments: StepArguments, threads: int) -> Made:
         """Update the part of a unit that is in a sub-group; returns the new small states."""

@@ -500,11 +500,14 @@ class ReducedGradients(Gradients):
         try:
             async with self._exchange.reduce(turn, unit, waiting.flat, made) as sources:
                 home = state.plane, state.dtype
-                await self._store.store_sum(unit, home, sources, scale, state.sums, first=first, rounds=rounds)
-                if waiting.blank:
-                    waiting.flat.zero_()  # the exchange may have made sums in this memory
-        except BaseException:
-            self.lost = True  # a peer's part cannot be had again: this gradient lacks a backward
+                try:
+                    await self._store.store_sum(unit, home, sources, scale, state.sums, first=first, rounds=rounds)
+                finally:
+                    if waiting.blank:
+                        waiting.flat.zero_()  # the exchange may have made sums in this memory
+        except BaseException as error:
+            # A peer's part cannot be had again: this gradient lacks a backward, unless it only waits to be written.
+            self.lost |= not getattr(error, "kept", False)
             raise
         finally:
             item.done = True

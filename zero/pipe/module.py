@@ -14,6 +14,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from zero import checkpointing
+from zero.activations.rng_tracker import get_cuda_rng_tracker
 from zero.pipe.partition import stage_bounds
 from zero.pipe.specs import LayerSpec, TiedLayerSpec
 from zero.pipe.topology import DATA, PIPE, PipeDataParallelTopology, ProcessTopology
@@ -113,15 +114,23 @@ class PipelineModule(nn.Module):
     @contextmanager
     def without_a_trace(self) -> Iterator[None]:
         """A context in which a forward does not change random states, the count of forwards, or buffers."""
-        before, buffers = self.micro_offset, [(buffer, buffer.detach().clone()) for buffer in self.buffers()]
+        before, host, tracker = self.micro_offset, (random.getstate(), np.random.get_state()), get_cuda_rng_tracker()
+        named, kept = tracker.get_states(), list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]()
+        for module in self.modules():
+            buffers = module.named_buffers(recurse=False)
+            kept += [(module, name, buffer, buffer.detach().clone()) for name, buffer in buffers]
         try:
             with torch.random.fork_rng(), torch.no_grad():
                 yield
         finally:
             self.micro_offset = before
+            random.setstate(host[0])
+            np.random.set_state(host[1])
+            tracker.set_states(named)
             with torch.no_grad():
-                for buffer, value in buffers:
+                for module, name, buffer, value in kept:
                     buffer.copy_(value)
+                    module._buffers[name] = buffer  # the forward may have put another one there
 
     def forward(self, inputs: Any) -> Any:
         """Run this stage's layers one after the other. `inputs`: of the first layer: a tensor or a tuple of tensors."""
@@ -130,16 +139,17 @@ class PipelineModule(nn.Module):
         count, interval = len(self.forward_funcs), self.activation_checkpoint_interval
         for begin in range(0, count, interval or max(count, 1)):
             end = min(begin + (interval or count), count)
-            run = partial(self._run_layers, begin, end, self.micro_offset)
+            whole = isinstance(inputs, tuple)  # a layer gets a tuple of one as such
+            run = partial(self._run_layers, begin, end, self.micro_offset, whole)
+            given = inputs if whole else (inputs,)
             if interval and torch.is_grad_enabled() and self._may_checkpoint(begin, end):
-                given = inputs if isinstance(inputs, tuple) else (inputs,)
                 inputs = self.activation_checkpoint_func(run, *given)
             else:
-                inputs = run(*inputs) if isinstance(inputs, tuple) else run(inputs)
+                inputs = run(*given)
         return inputs
 
-    def _run_layers(self, begin: int, end: int, micro_offset: int, *inputs: Any) -> Any:
-        value: Any = inputs[0] if len(inputs) == 1 else inputs
+    def _run_layers(self, begin: int, end: int, micro_offset: int, whole: bool, *inputs: Any) -> Any:
+        value: Any = inputs if whole else inputs[0]
         for index in range(begin, end):
             if self.seed_layers:
                 self._seed(self.base_seed * micro_offset + self.parts[self.stage_id] + index)

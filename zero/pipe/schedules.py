@@ -77,6 +77,7 @@ class _Layers(nn.Module):
         self.batches = MicroBatches((), (), "")
         self.outputs: list[Any] = []
         self.failure: BaseException | None = None
+        self.gets_tuple = False  # The stage before sends a tuple, be it of one tensor.
 
     def begin(self, batches: MicroBatches) -> None:
         self.batches, self.outputs, self.failure = batches, [], None
@@ -87,7 +88,7 @@ class _Layers(nn.Module):
                 value: Any = self.batches.inputs[int(args[0])]
             else:
                 received = tuple(_Received.apply(arg) for arg in args)  # type: ignore[no-untyped-call]
-                value = received[0] if len(received) == 1 else received
+                value = received if self.gets_tuple else received[0]
             output = self._work.forward(value)
             if not self._is_last:
                 return _sendable(output)
@@ -142,6 +143,10 @@ class Schedules:
         self._is_first, self._is_last = module.stage_id == 0, module.stage_id == module.num_stages - 1
         self._made: dict[bool, tuple[tuple[str, int], Any, _Layers]] = {}
 
+    def forget(self) -> None:
+        """Ask for the shapes anew in the next run, though those of the inputs are the same. All ranks call this."""
+        self._made.clear()
+
     def run(self, batches: MicroBatches, count: int, *, train: bool) -> list[Any]:
         """Run all micro-batches forward and, with `train`, backward. All ranks call this.
 
@@ -193,7 +198,7 @@ class Schedules:
         return self._made[train][1:]
 
     def _stage(self, layers: _Layers, batches: MicroBatches, *, train: bool) -> _Stage:
-        received, sent = self._shapes(batches, train=train)
+        received, sent = self._shapes(layers, batches, train=train)
         number = (torch.zeros(1, dtype=torch.int64),)
         nothing = (torch.empty(1, device="meta"),)
         return _Stage(
@@ -204,7 +209,7 @@ class Schedules:
         )
 
     def _shapes(
-        self, batches: MicroBatches, *, train: bool
+        self, layers: _Layers, batches: MicroBatches, *, train: bool
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """The tensors that this stage receives and sends, without values. All ranks call this."""
         received: tuple[torch.Tensor, ...] = ()
@@ -213,22 +218,28 @@ class Schedules:
         for stage in range(self._module.num_stages - 1):
             mine, payload, failure = stage == self._module.stage_id, b"", None
             try:
-                payload = self._tried(batches, received) if mine else b""
+                payload = self._tried(layers, batches, received) if mine else b""
             except Exception as error:
                 failure = error
             answers = together.exchange(f"shapes behind stage {stage}", payload, failure)
-            shapes = tuple(_heard(part, train) for part in json.loads(answers[self._stages.column.ranks[stage]]))
+            is_tuple, told = json.loads(answers[self._stages.column.ranks[stage]])
+            shapes = tuple(_heard(part, train) for part in told)
             sent = shapes if mine else sent
-            received = shapes if stage + 1 == self._module.stage_id else received
+            if stage + 1 == self._module.stage_id:
+                received, layers.gets_tuple = shapes, is_tuple
         return received, sent
 
-    def _tried(self, batches: MicroBatches, received: Sequence[torch.Tensor]) -> bytes:
-        """The output shapes of this stage, from a trial forward."""
-        value = batches.inputs[0] if self._is_first else _filled(received, self._stages.device)
+    def _tried(self, layers: _Layers, batches: MicroBatches, received: Sequence[torch.Tensor]) -> bytes:
+        """Whether this stage sends a tuple, and the shapes, from a trial forward, which may change its input."""
+        made = tuple(torch.zeros(part.shape, dtype=part.dtype, device=self._stages.device) for part in received)
+        value: Any = mapped(batches.inputs[0], torch.clone) if self._is_first else made
+        if not (self._is_first or layers.gets_tuple):
+            (value,) = made
         with self._module.without_a_trace():
             output = self._work.forward(value)
-        parts = output if isinstance(output, (tuple, list)) else (output,)
-        return json.dumps([_told(part) for part in map(_checked, parts)]).encode()
+        is_tuple = isinstance(output, (tuple, list))
+        parts = output if is_tuple else (output,)
+        return json.dumps([is_tuple, [_told(part) for part in map(_checked, parts)]]).encode()
 
 
 def has_backward(outputs: Sequence[Any]) -> bool:
@@ -267,11 +278,6 @@ def _heard(told: tuple[list[int], str], train: bool) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=train and dtype.is_floating_point)
 
 
-def _filled(shapes: Sequence[torch.Tensor], device: torch.device) -> Any:
-    made = tuple(torch.zeros(part.shape, dtype=part.dtype, device=device) for part in shapes)
-    return made[0] if len(made) == 1 else made
-
-
 def shape_of(value: Any) -> str:
     """The shapes and dtypes in a nest of tensors, as text."""
     if isinstance(value, torch.Tensor):
@@ -290,5 +296,6 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: mapped(part, change) for key, part in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(mapped(part, change) for part in value)
+        parts = [mapped(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # a namedtuple
     return value

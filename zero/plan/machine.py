@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
 
 from offload.accelerator import free_memory_bytes, identity, is_accelerator
+from offload.memory.arena import MemoryRegion, promised_bytes
 from offload.system.cgroups import memory_groups
 
 # Of a control group: the file with its limit, and the keys in its statistics of memory that cannot be reclaimed.
@@ -39,6 +41,17 @@ class Machine:
 def aliases() -> bool:
     """True if weights are used in place where the compute device can address them (unless `ZERO_NO_ALIAS` is set)."""
     return os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
+
+
+def machine_to_plan(device: torch.device, leaving: Collection[MemoryRegion] = ()) -> Machine:
+    """The limits now, less what other engines of this process have planned and not touched yet.
+
+    `leaving`: memory that is about to be closed, and will not be touched.
+    """
+    found = read_machine(device)
+    available = max(found.available_bytes - promised_bytes(leaving), 0)
+    on_device = found.device_bytes if is_accelerator(device) else available
+    return replace(found, available_bytes=available, device_bytes=on_device)
 
 
 def read_machine(device: torch.device) -> Machine:

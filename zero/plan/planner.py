@@ -20,7 +20,7 @@ from zero.plan.depth import FREE_SHARE, PASSING_SHARE, Depth, depths
 from zero.plan.machine import Machine
 from zero.plan.plan import DEVICE, HOST, NVME, Limits, Plan, tier_of
 from zero.plan.plane_sizes import PlaneSizes, padding_notes, rows_of
-from zero.plan.pools import PoolSizes, prefix_that_fits
+from zero.plan.pools import SUM_CHUNK_BYTES, PoolSizes, prefix_that_fits
 from zero.plan.record import OF_ADAM, RuleStates
 from zero.plan.traffic import step_traffic
 
@@ -529,7 +529,12 @@ class Planner:
                 wanted, max(offload.buffer_count * offload.buffer_size * width // chunk, STAGING_CHUNKS_MIN) * chunk
             )
         # On a GPU with states on the host, gradients after the first of a step are added up through chunks.
-        return wanted if self._uses_disk() or (not self.on_cpu and self.state_tier != DEVICE) else 0
+        if self.on_cpu or self.state_tier == DEVICE:
+            return wanted if self._uses_disk() else 0
+        if self.host_budget is None and self.wide:
+            longest = max((self.sizes.gradient_bytes(unit) for unit in self.trained), default=0)
+            wanted = max(wanted, 2 * min(SUM_CHUNK_BYTES, longest))
+        return wanted
 
     def _arena_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
         # One page per leased part: a record, its weights and its gradients are leased apart.

@@ -13,8 +13,14 @@ from zero.params.layout import Layout, SubGroup, Unit
 from zero.params.placement import ONE_RANK, Placement
 from zero.plan.depth import Depth
 
-WIDE_CHUNK_NUMEL, WIDE_CHUNKS = 1 << 20, 3
-"""Elements of a gradient that are widened at once on a GPU, and the number of such chunks in flight."""
+WIDE_CHUNK_NUMEL = 8 << 20
+"""Elements of a gradient that are widened at once on a GPU. To begin a chunk takes Python 0.2 ms, as long as PCIe 5
+takes for 3 M elements.
+"""
+SUM_CHUNK_BYTES = 32 << 20
+"""Gradients that are added to earlier ones in host memory pass through chunks of it. The threads that take part in a
+chunk lose 1 ms to each other, in which a host's memory takes 10 MB.
+"""
 WHOLE_BYTES_PER_ELEMENT = 20
 """A square matrix in Muon takes fp32 master, gradient and direction (12), and bf16 factors of products (8)."""
 
@@ -93,7 +99,8 @@ class PoolSizes:
         if not self.on_gpu or not flat:
             return flat
         sums = max(align_up(gradient_sums_bytes(unit), PAGE_BYTES) for unit in self._trained)
-        return flat + (count + 2) * sums + (WIDE_CHUNKS * WIDE_CHUNK_NUMEL * 4 if self._wide else 0)
+        longest = max(unit.numel for unit in self._trained)
+        return flat + (count + 2) * sums + (min(WIDE_CHUNK_NUMEL, longest) * 4 if self._wide else 0)
 
     def near_parts(self, movable: Iterable[Unit]) -> dict[int, int]:
         """Index of each unit -> bytes of this rank's part of it in the second plane of weights (hpZ)."""

@@ -82,7 +82,7 @@ def new_group(
     def make() -> None:
         try:
             use(device)
-            made.set_result(dist.new_group(list(ranks), backend=name, timeout=timeout or _timeout_of(parent)))
+            made.set_result(dist.new_group(list(ranks), backend=name, timeout=timeout or timeout_of(parent)))
         except BaseException as error:
             made.set_exception(error)
 
@@ -93,12 +93,12 @@ def new_group(
 
 
 def inherit_timeout(handle: Handle, parent: Handle | None) -> None:
-    timeout = _timeout_of(parent)
+    timeout = timeout_of(parent)
     if timeout is not None:
         handle._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
-def _timeout_of(group: Handle | None) -> timedelta | None:
+def timeout_of(group: Handle | None) -> timedelta | None:
     """The group's timeout; None: torch's default."""
     handle: Any = group if group is not None else dist.group.WORLD
     for device in ("cpu", *KINDS):

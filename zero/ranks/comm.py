@@ -37,6 +37,7 @@ from zero.ranks.process_groups import Lines, open_lines
 from zero.ranks.sequence import Log, Order, Ticket, pack_header
 from zero.ranks.watch import Wait, Watch
 
+TIMEOUT_SECONDS = 1800.0  # torch's default.
 GIVE_UP_SECONDS = 10.0  # Time for work in flight to end once its connections are shut.
 
 
@@ -74,6 +75,7 @@ class Comm:
 
     Attributes:
         timeline: records collectives.
+        timeout_seconds: the process group's. A rank may be slow so long; one that has failed is noticed in seconds.
     """
 
     def __init__(
@@ -97,6 +99,8 @@ class Comm:
         self._moving: set[asyncio.Future[None]] = set()
         self._groups: dict[tuple[int, ...], Group] = {(self.rank,): Group((self.rank,), 0)}
         self.payload: dict[str, Payload] = {}
+        timeout = backend.timeout_of(process_group) if self.world_size > 1 else None
+        self.timeout_seconds = TIMEOUT_SECONDS if timeout is None else timeout.total_seconds()
         self._nccl = self.world_size > 1 and backend.uses_nccl(device, process_group)
         self._name = backend.name_for(device) if self._nccl else "gloo"
         self.fixed_order = fixed_order or not self._nccl

@@ -18,6 +18,7 @@ from offload.errors import ConfigError, StateError
 from offload.files.trace_events import check_target, trace_document, write_trace
 from offload.planes.planes import Traffic
 from offload.timeline import COMPUTE, Recording
+from zero.ranks import world
 from zero.reports.log import NOTICE
 from zero.store.storage import Storage
 
@@ -70,6 +71,7 @@ class Tracer:
         self._steps = 0
         path = os.environ.get(PATH_VARIABLE)
         self._wanted = None if not path else (check_target(path), *wanted_steps(os.environ.get(STEPS_VARIABLE, STEPS)))
+        self._before: int | None = None  # Steps before the first call: a run that goes on from a checkpoint has some.
         storage.at_end.append(self.finish)
 
     def move_to(self, storage: Storage) -> None:
@@ -80,7 +82,9 @@ class Tracer:
 
     def begin(self, path: str | os.PathLike[str], steps: int, *, by_environment: bool = False) -> None:
         """Start recording. Raises ConfigError: `path` cannot be written; StateError: a recording is already running."""
-        target = check_target(path)
+        target, rank = check_target(path), world.rank()
+        if rank:  # each rank records its own timeline
+            target = target.with_name(f"{target.stem}.rank{rank}{target.suffix}")
         if self._trace is not None:
             raise StateError(f"trace: a trace is already being recorded to {self._trace.path}; end it first")
         traffic = self._on_mover("starting a trace", self._start)
@@ -93,11 +97,13 @@ class Tracer:
         if self._wanted is None:
             return
         path, first, last = self._wanted
-        if steps >= last:
+        self._before = steps if self._before is None else self._before
+        done = steps - self._before
+        if done >= last:
             self._wanted = None
             if self._trace is not None and self._trace.by_environment:
                 self.finish()
-        elif steps >= first - 1 and self._trace is None:
+        elif done >= first - 1 and self._trace is None:
             self.begin(path, steps, by_environment=True)
 
     def finish(self) -> None:
@@ -114,7 +120,7 @@ class Tracer:
                 recording.dropped,
                 len(recording.spans),
             )
-        document = trace_document(recording, self._facts(trace, after))
+        document = trace_document(recording, self._facts(trace, after), world.rank())
         try:
             write_trace(trace.path, document)
         except OSError as error:  # a failed trace must not end the training run

@@ -12,6 +12,7 @@ frame. Units used there stay until the end of the next backward, or until the ne
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,17 @@ FORWARD, BACKWARD = "forward", "backward"
 def in_backward() -> bool:
     """True inside an autograd backward, and therefore also in the forward of a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def calls_of(module: nn.Module) -> int:
+    """How many calls of the module are on the stacks of this process's threads."""
+    found = 0
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            # A compiled call goes on in functions that torch names after it, without its variables.
+            mine = "_call_impl" in frame.f_code.co_name and frame.f_locals.get("self", module) is module
+            found, frame = found + mine, frame.f_back  # type: ignore[assignment]
+    return found
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
@@ -125,6 +137,7 @@ class ModuleHooks:
 
     @property
     def in_forward(self) -> bool:
+        self._forget_interrupted()
         return self._turns.roots > 0
 
     @property
@@ -196,6 +209,17 @@ class ModuleHooks:
         self._turns.roots = self._open.root_depth = 0
         self._open.forget()
         self._coordinator.end_forward()
+
+    def _forget_interrupted(self, begun: int = 0) -> None:
+        """Forget calls that an interrupt has ended: torch calls no hooks then, and a call past the engine tells nobody.
+
+        `begun`: calls of the root that are not counted yet.
+        """
+        depth, calls = self._open.root_depth, self._calls
+        if self._turns.on or not (depth or calls):
+            return
+        if depth > calls_of(self._root) - begun or not (depth or calls_of(calls[-1].module)):
+            self.reset()
 
     @whole
     def borrow(self, index: int) -> None:
@@ -283,6 +307,7 @@ class ModuleHooks:
     def _begin_root(self, module: nn.Module, args: Any) -> None:
         if in_backward() or module is not self._root:
             return
+        self._forget_interrupted(begun=1)
         self._open.root_depth += 1
         if self._open.root_depth == 1:
             self._open.backward_follows = follows = torch.is_grad_enabled()

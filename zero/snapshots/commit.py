@@ -85,6 +85,7 @@ class Snapshots:
         self.committed_step: int | None = None if found is None else int(found.body["step"])
         self._missed, self._frozen, self._wary = False, False, 0
         self._damaged = False  # The last load could not read the snapshot.
+        self._unsynced = False  # The last sync has failed.
         self.seconds = 0.0  # Spent on snapshots so far, on the training thread.
 
     def open_swap(self, capacity_bytes: int, speeds: Sequence[float] | None) -> SnapshotSwap:
@@ -159,7 +160,12 @@ class Snapshots:
             pending.written = True
         for plane in storage.twice:
             storage.mover.run("checksums of a snapshot", plane.complete_checksums())
+        if self._unsynced:
+            for plane in storage.twice:
+                storage.mover.run("writing a snapshot again", plane.write_again())
+        self._unsynced = True  # if the sync fails, the next one says nothing about the writes before it
         storage.mover.run("putting a snapshot on stable storage", storage.disk.sync())
+        self._unsynced = False
         geometry = storage.disk.swap.geometry
         body = {
             "step": pending.step,

@@ -20,7 +20,7 @@ from offload.archives import pack_any, unpack_any
 from offload.errors import ConfigError
 from zero.activations.rng_tracker import get_cuda_rng_tracker
 from zero.config import Config
-from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.optimizer import ZeroOptimizer, check_flags
 from zero.params.buffers import extra_states
 from zero.params.units import Leaf
 
@@ -39,6 +39,7 @@ def common_state(engine: Run, config: Config, leaves: Iterable[Leaf], dtypes: Ma
         "step_began": engine.step_began,
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
+        "forwards": getattr(engine.module, "micro_offset", None),
         "loss_scaler": engine.scaler.state_dict(),
         "groups": _groups(engine.updater, leaves),
         "config": _plain(config.as_dict()),
@@ -52,8 +53,11 @@ def common_state(engine: Run, config: Config, leaves: Iterable[Leaf], dtypes: Ma
 def rank_state(engine: Run, accumulated: dict[str, Any] | None) -> dict[str, Any]:
     """The part of one rank: random states, the position in its data, and its gradients of an incomplete step."""
     loader: Any = engine.training_dataloader
-    logits = engine.attention_logits
+    logits, own = engine.attention_logits, {}
+    if engine.parts.exchange.is_stage:
+        own["lr_scheduler"] = pack_any(_scheduler_state(engine))
     return {
+        **own,
         "rng": random_state(engine.device),
         "named": get_cuda_rng_tracker().get_states(),
         "data": pack_any(loader.state_dict() if hasattr(loader, "state_dict") else None),
@@ -64,12 +68,16 @@ def rank_state(engine: Run, accumulated: dict[str, Any] | None) -> dict[str, Any
 
 def client_part(engine: Run, client_state: Mapping[str, Any]) -> dict[str, Any]:
     """The part that may consist of any objects."""
-    scheduler = engine.lr_scheduler
     return {
         "client_state": dict(client_state),
         "extra_states": extra_states(engine.module),
-        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+        "lr_scheduler": _scheduler_state(engine),
     }
+
+
+def _scheduler_state(engine: Run) -> Any:
+    scheduler = engine.lr_scheduler
+    return scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
 
 
 def restore_counters(engine: Run, state: Mapping[str, Any]) -> None:
@@ -83,6 +91,8 @@ def restore_counters(engine: Run, state: Mapping[str, Any]) -> None:
     engine.collecting_began = engine.step_began
     engine.global_samples = int(state.get("global_samples", 0))
     engine.skipped_steps = int(state.get("skipped_steps", 0))
+    if state.get("forwards") is not None and hasattr(engine.module, "micro_offset"):
+        setattr(engine.module, "micro_offset", int(state["forwards"]))  # noqa: B010 - a pipeline's, which seeds its layers
 
 
 def restore_rank(engine: Run, state: Mapping[str, Any], *, own: bool) -> None:
@@ -120,14 +130,8 @@ def check_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of:
     """Raise ConfigError unless the param groups have the same parameters as the saved ones."""
     mine = [[name_of[id(p)] for p in group["params"] if id(p) in name_of] for group in optimizer.param_groups]
     theirs = [list(group["params"]) for group in saved]
-    flag = optimizer.rules.flag
     if [set(names) for names in mine] == [set(names) for names in theirs]:
-        for number, (group, options) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
-            if flag and bool(group.get(flag)) != bool(options.get(flag)):
-                raise ConfigError(
-                    f"load_checkpoint: param group {number}: expected {flag} {options.get(flag)} as in the checkpoint, "
-                    f"got {group.get(flag)}; set it in the group, or pass load_optimizer_states=False"
-                )
+        check_flags(optimizer, saved, "load_checkpoint")
         return
     if len(mine) != len(theirs):
         raise ConfigError(

@@ -54,7 +54,11 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
         module = import_module(f"zero.tools.{name}_command")
         text = (module.__doc__ or "").strip()
         command = commands.add_parser(
-            name, help=_first_line(name), description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+            name,
+            help=_first_line(name),
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=name != "run",  # else arguments of the user's script would be taken for short forms of flags
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)

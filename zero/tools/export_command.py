@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
         )
     for shard in shards:
         print(f"{out / shard.filename}: {len(shard.tensors)} tensors, {format_bytes(shard.nbytes)}")
-    copied = copy_model_files(files, out, replace=options.model is not None)
+    copied = copy_model_files(files, out, DTYPES[options.dtype], replace=options.model is not None)
     if copied:
         print(f"{', '.join(copied)}: from {', '.join(sorted({str(files[name].parent) for name in copied}))}")
     if not (out / CONFIG).exists():

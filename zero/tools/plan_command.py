@@ -282,7 +282,10 @@ def _machine(options: argparse.Namespace, device: torch.device) -> Machine:
     if options.device is not None:
         changes["device_bytes"] = options.device
     machine = dataclasses.replace(here, **changes)
-    return dataclasses.replace(machine, available_bytes=machine.available_bytes // _of_node(options))
+    machine = dataclasses.replace(machine, available_bytes=machine.available_bytes // _of_node(options))
+    if options.device is None and shares_host_memory(device):  # the device's memory is the host's
+        machine = dataclasses.replace(machine, device_bytes=machine.available_bytes)
+    return machine
 
 
 def _check_disk(plan: Plan, config: Config, options: argparse.Namespace) -> None:

@@ -102,7 +102,8 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
         shown = list(bars(document))
         _draw_lanes(lanes, shown, document["otherData"]["seconds"] * 1e3)
         _draw_throughput(speed, document)
-        _draw_steps(lanes, speed, shown, document["otherData"]["steps_before"])
+        facts = document["otherData"]
+        _draw_steps(lanes, speed, shown, facts["steps_before"], facts["steps"])
         figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
 
 
@@ -137,11 +138,12 @@ def _draw_lanes(axes: Axes, shown: list[Bar], end_ms: float) -> None:
     axes.set(ylim=(-max(len(used), 1), 0), xlim=(0, max(end_ms, 1e-3)))
 
 
-def _draw_steps(lanes: Axes, speed: Axes, shown: list[Bar], steps_before: int) -> None:
-    """Draw a line through both panels at the end of each step, and the step's number above."""
+def _draw_steps(lanes: Axes, speed: Axes, shown: list[Bar], steps_before: int, count: int) -> None:
+    """Draw a line through both panels at the end of each of `count` steps, and the step's number above."""
     begin_ms = 0.0
-    steps = [bar for bar in shown if bar.lane == COMPUTE and bar.name == STEP]
-    for number, step in enumerate(sorted(steps, key=lambda bar: bar.begin_ms), start=steps_before + 1):
+    calls = sorted((bar for bar in shown if bar.lane == COMPUTE and bar.name == STEP), key=lambda bar: bar.begin_ms)
+    each = max(len(calls) // max(count, 1), 1)  # `step()` is called once for each micro-batch
+    for number, step in enumerate(calls[each - 1 :: each], start=steps_before + 1):
         end_ms = step.begin_ms + step.width_ms
         for axes in (lanes, speed):
             axes.axvline(end_ms, color="0", lw=0.9, ls="--")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,12 +84,20 @@ def search(
     trial, candidate = best
     total_bytes = psutil.virtual_memory().total
     while (doubled := trial.micro_batch * 2) <= most and 2 * trial.peak_bytes < total_bytes:
+        if not _divides(candidate.content, doubled):
+            break
         larger = run(candidate, doubled)
         if larger.failure or larger.rate < WORTH * trial.rate:
             break
         trial = larger
         keep(trial, candidate)
     return trial, candidate
+
+
+def _divides(content: Mapping[str, Any], micro_batch: int) -> bool:
+    """False if the samples of a step are given and are not a number of whole micro-batches."""
+    samples = content.get("train_batch_size")
+    return not isinstance(samples, int) or samples % micro_batch == 0
 
 
 def with_tiers(base: dict[str, Any], weights: str, states: str, folders: Sequence[str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import ExitStack
 
 import torch
 
@@ -137,8 +138,9 @@ class UnitEditor:
         try:
             refused += self._keep(edits, modifier_rank)
         finally:
-            for index in closed:
-                self._coordinator.unhold(index)  # last: what is released now must have the values that count
+            with ExitStack() as ends:  # each, even if another raises
+                for index in reversed(closed):  # last: what is released now must have the values that count
+                    ends.callback(self._coordinator.unhold, index)
         if refused:
             raise StateError(f"GatheredParameters: {'; '.join(refused)}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import shutil
 import subprocess
@@ -397,3 +398,19 @@ def test_a_model_four_times_the_memory_group_is_written_live_and_exported(nvme_p
         within("-m", "zero", "export", str(nvme_path / "saved"), str(nvme_path / dtype), "--dtype", dtype)
     for folder, dtype in (("live16", "bf16"), ("live32", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")):
         holds_layers(nvme_path / folder, layers, resolve_dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_configuration_says_the_dtype_of_the_weights_beside_it(
+    saved: tuple[Path, Values], tmp_path: Path, dtype: str
+) -> None:
+    """from_pretrained makes weights of the dtype in the configuration: exact masters would be rounded."""
+    (tmp_path / "model").mkdir()
+    told = {"dtype": "float16", "text_config": {"torch_dtype": "float16", "vocab_size": 8}, "other": [1]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(told))
+    words = ["export", str(saved[0]), str(tmp_path / "out"), "--model", str(tmp_path / "model"), "--dtype", dtype]
+    assert main(words) == 0
+    name = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    wanted = {"dtype": name, "text_config": {"torch_dtype": name, "vocab_size": 8}, "other": [1]}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == wanted
+    assert json.loads((tmp_path / "model" / "config.json").read_text()) == told

@@ -15,9 +15,19 @@ from typing import Any
 import pytest
 import torch
 from harness import train, unequal
-from models import build, make_config
-from probe import disk_of, error_of_the_save, load_no_states_of, put_disk, put_exchange, storage_of, updates_of
-from recovery import NVME, SLOW, descriptors, interrupted_when, waiting
+from models import VOCAB, build, make_config, seeded, tokens
+from probe import (
+    complete,
+    disk_of,
+    error_of_the_save,
+    load_no_states_of,
+    only_updates_take,
+    put_disk,
+    put_exchange,
+    storage_of,
+    updates_of,
+)
+from recovery import NVME, SLOW, descriptors, failing, interrupted_when, waiting
 from torch import nn
 
 import zero
@@ -25,7 +35,7 @@ from offload.disk.aio import AioOptions, open_aio
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.containers import container
 from offload.files.durable import Files
-from zero.checkpoint import writer
+from zero.checkpoint import background, writer
 from zero.checkpoint.folder import Checkpoints
 from zero.exchange.exchange import Alone
 from zero.exchange.together import FAILED
@@ -176,6 +186,90 @@ def test_a_step_that_begins_while_a_sub_group_is_looked_at_does_not_wait_for_the
     assert error_of_the_save(engine, 60) is None
     engine.synchronize()
     assert tags(tmp_path) == ["global_step1"]
+
+
+class Broad(nn.Module):
+    """Nine sub-groups of `BROAD`, of which a step uses all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 512)
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(20))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.float().square().mean()
+
+
+def same_values(one: Any, other: Any) -> bool:
+    pairs = zip(one.named_full_parameters(), other.named_full_parameters(), strict=True)
+    return all(name == its and torch.equal(value, kept) for (name, value), (its, kept) in pairs)
+
+
+BROAD = {
+    **{"sub_group_size": 600_000, "stage3_max_live_parameters": 2_000_000, "stage3_prefetch_bucket_size": 300_000},
+    "offload_param": {"buffer_count": 1, "buffer_size": 1},
+}
+"""A record takes 6 MB of the arena, which has room for those of four updates and 4 MiB."""
+
+
+def test_updates_that_cannot_be_written_end_beside_a_save_that_needs_their_memory(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each update waits for the save to take its sub-group first."""
+    engines = []
+    for _ in range(3):
+        with seeded(0):
+            engines.append(open_engine(Broad(), config(NVME, nvme_path, zero=BROAD)))
+    engine, calm, loaded = engines
+    train(engine, 0)
+    engine.synchronize()
+    take_all = only_updates_take(monkeypatch)
+    engine.save_checkpoint(tmp_path)
+    engine.backward(engine(tokens(1)))
+    engine.inject(failing("write"))
+    engine.step()
+    for _ in range(3):
+        with pytest.raises(StorageError, match="write"):
+            engine.synchronize()
+    engine.inject(None)
+    engine.synchronize()
+    take_all()
+    engine.wait_for_checkpoint()
+    loaded.load_checkpoint(tmp_path)
+    assert same_values(loaded, train(calm, 0))
+    assert same_values(engine, train(calm, 1))
+    assert same_values(train(loaded, 1), calm)
+
+
+class SlowRank:
+    """A save of two ranks, as the first one sees it: the other writes this often before its part is complete."""
+
+    tag = "slow"
+
+    def __init__(self, writes: int, pause: int) -> None:
+        self._looks, self._end, self._pause, self.complete = 0, writes * pause, pause, False
+
+    def missing_parts(self) -> dict[int, object]:
+        self._looks += 1
+        return {} if self._looks > self._end else {1: self._looks // self._pause}
+
+    def assemble(self, *, save_latest: bool) -> None:
+        self.complete = True
+
+
+def test_the_first_rank_waits_for_one_that_is_slow_as_long_as_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(background, "PATIENCE_SECONDS", 0.5)
+    slow = SlowRank(writes=10, pause=15)
+    complete(slow)
+    assert slow.complete
+    silent = SlowRank(writes=1, pause=10_000)
+    with pytest.raises(StorageError, match=r"ranks \[1\] have written nothing"):
+        complete(silent)
+    assert not silent.complete
 
 
 # ---- saves in the call -----------------------------------------------------------------------------------------------

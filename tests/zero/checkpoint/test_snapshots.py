@@ -373,6 +373,30 @@ def test_a_disk_that_fails_leaves_the_snapshot_before(
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_after_a_sync_that_failed_all_that_it_was_to_cover_is_written_again(
+    open_engine: Open, nvme_path: Path, pair: tuple[str, str]
+) -> None:
+    """The kernel drops pages that it could not write, and reports that once."""
+    engine = train(open_engine(build("gpt"), config_of(nvme_path, pair=pair)), 0, 1)
+    before = engine.statistics().nvme_write_bytes
+    train(engine, 2)
+    engine.save_snapshot()
+    a_step = engine.statistics().nvme_write_bytes - before
+    engine.backward(engine(tokens(3)))
+    engine.step()
+    engine.inject(AioFault(fail_rate=1.0, ops=("sync",)))
+    for _ in range(2):
+        with pytest.raises(StorageError):
+            engine.save_snapshot()
+    engine.inject(None)
+    before = engine.statistics().nvme_write_bytes
+    engine.save_snapshot()
+    state = sum(row.nbytes for row in engine.plan.rows if row.plane in ("weights", "optimizer states"))
+    assert engine.statistics().nvme_write_bytes - before >= min(a_step, state) // 2
+    assert committed(nvme_path)["step"] == 4  # type: ignore[index]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_after_a_damaged_snapshot_a_checkpoint_is_gone_on_from(
     open_engine: Open, tmp_path: Path, nvme_path: Path, pair: tuple[str, str]
 ) -> None:

@@ -221,3 +221,61 @@ def test_a_backward_that_one_rank_breaks_off_is_no_step_of_any(rank_pool: Pool, 
     first, second = rank_pool(2).run(stumble, SHARED, str(nvme_path), bare)
     assert first == second and first[1] == 2
     assert first[0].startswith("TornBackward: step: the last backward was interrupted on rank 0")
+
+
+def torn_batch(place: Place, folder: str) -> tuple[list[str], int]:
+    """A backward by hand breaks off on rank 0; then everybody tries a step and a batch."""
+    engine, count = opened(place, folder), itertools.count()
+
+    def fail(gradient: torch.Tensor) -> None:
+        if next(count) == 3:
+            raise ValueError("on purpose")
+
+    try:
+        loss = on_batch(engine, 0)
+        trained = [p for p in engine.module.parameters() if p.requires_grad and dist.get_rank() == 0]
+        handles = [p.register_hook(fail) for p in trained]
+        with contextlib.suppress(ValueError):
+            engine.backward(loss)
+        for handle in handles:
+            handle.remove()
+        said = [told(engine.step)[0].partition(":")[0]]
+        said.append(
+            told(lambda: engine.train_batch(iter([1]), lambda index: on_batch(engine, index)))[0].partition(":")[0]
+        )
+        engine.zero_grad()
+        engine.backward(on_batch(engine, 2))
+        engine.step()
+        return said, engine.global_steps
+    finally:
+        engine.close()
+
+
+def test_after_a_torn_backward_no_rank_begins_a_batch_alone(rank_pool: Pool, nvme_path: Path) -> None:
+    first, second = rank_pool(2).run(torn_batch, SHARED, str(nvme_path), timeout_seconds=120.0)
+    assert first == second == (["TornBackward", "TornBackward"], 1)
+
+
+def fork_and_close(place: Place, folder: str) -> int:
+    """A child of rank 1 closes the engine that it has inherited, as `with` or `atexit` would."""
+    engine = opened(place, folder)
+    try:
+        if dist.get_rank() == 1:
+            child = os.fork()
+            if child == 0:
+                status = 1
+                with contextlib.suppress(BaseException):
+                    engine.close()
+                    status = 0
+                os._exit(status)
+            assert os.waitpid(child, 0)[1] == 0
+        for index in range(2):
+            engine.backward(on_batch(engine, index))
+            engine.step()
+        return int(engine.global_steps)
+    finally:
+        engine.close()
+
+
+def test_a_forked_child_that_closes_the_engine_leaves_the_ranks_alone(rank_pool: Pool, nvme_path: Path) -> None:
+    assert rank_pool(2).run(fork_and_close, SHARED, str(nvme_path), timeout_seconds=120.0) == [2, 2]

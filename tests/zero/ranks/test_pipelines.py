@@ -132,7 +132,6 @@ def changed(num_stages: int, config: dict[str, Any], folder: str, resumed: bool)
             engine.train_batch(data(0, 0))
             engine.save_checkpoint(folder)
             engine.set_train_batch_size(SAMPLES * 3)
-        engine.module.micro_offset = 0  # forwards so far, which seed its layers, are in no checkpoint
         loss = engine.train_batch(data(1, 0))
         return (engine.global_steps, loss.item()), values_of(engine)
 
@@ -437,14 +436,14 @@ def limits(nvme_path: str, available_bytes: int) -> int:
     from zero.assembly import assembly
 
     quiet()
-    read = assembly.read_machine
-    assembly.read_machine = lambda device: replace(read(device), available_bytes=available_bytes)
+    read = assembly.machine_to_plan
+    assembly.machine_to_plan = lambda *given: replace(read(*given), available_bytes=available_bytes)
     try:
         config = config_of("nvme", nvme_path, memory_budget={"host": "auto"})
         with zero.initialize(model=pipeline(2), config=config)[0] as engine:
             return int(engine.plan.host_limit_bytes)
     finally:
-        assembly.read_machine = read
+        assembly.machine_to_plan = read
 
 
 def test_stages_share_what_is_free_on_their_node(rank_pool: Pool, nvme_path: Path) -> None:
