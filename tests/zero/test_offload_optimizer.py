@@ -460,9 +460,9 @@ def test_states_or_records_that_have_no_room_are_refused_before_anything_is_made
 ) -> None:
     from zero.optim import parameter_states
 
-    machine = parameter_states.read_machine(torch.device("cpu"))
+    machine = parameter_states.machine_to_plan(torch.device("cpu"))
     short = type(machine)(100_000, "MemAvailable", None, None, 0)
-    monkeypatch.setattr(parameter_states, "read_machine", lambda device: short)
+    monkeypatch.setattr(parameter_states, "machine_to_plan", lambda device: short)
     before = movers(), descriptors()
     fix = 'set device to "nvme"' if device == "cpu" else "a smaller sub_group_size"
     with pytest.raises(BudgetError, match=fix):

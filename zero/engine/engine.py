@@ -316,8 +316,8 @@ class ZeroEngine(EngineNames, nn.Module):
         Perfetto (ui.perfetto.dev) and chrome://tracing open the file; `zero trace --draw` makes a PNG of it.
 
         Args:
-            path: overwritten; rank N > 0 puts `.rankN` before the suffix. It is also written if the block raises or the
-                engine closes inside it. If the disk is full then, a warning is logged.
+            path: overwritten; of several ranks each needs its own. It is also written if the block raises or the engine
+                closes inside it. If the disk is full then, a warning is logged.
 
         Raises:
             ConfigError: `path` cannot be written.

@@ -331,7 +331,7 @@ class KeptOptimizer(torch.optim.Optimizer):
         sizes, wanted = ([len(group["params"]) for group in groups] for groups in (given, self.param_groups))
         if sizes != wanted:
             raise ConfigError(f"optimizer.load_state_dict: expected groups of {wanted} parameters, got {sizes}")
-        check_flags(self, given, "optimizer.load_state_dict")
+        check_flags(self, given, "optimizer.load_state_dict", "the given state")
         self.check_states(state_dict["state"].values())
         places = [place for group in given for place in group["params"]]
         states = [state_dict["state"].get(place, {}) for place in places]
@@ -423,14 +423,17 @@ class KeptOptimizer(torch.optim.Optimizer):
                 )
 
 
-def check_flags(optimizer: KeptOptimizer, saved: Sequence[Mapping[str, Any]], what: str) -> None:
-    """Raise ConfigError if a saved group has another update rule than the present one of its number."""
+def check_flags(optimizer: KeptOptimizer, saved: Sequence[Mapping[str, Any]], what: str, source: str) -> None:
+    """Raise ConfigError if a saved group has another update rule than the present one of its number.
+
+    `what`: the call; `source`: where the saved groups are.
+    """
     flag = optimizer.rules.flag
     for number, (group, options) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         if flag and flag in options and bool(group.get(flag)) != bool(options[flag]):
             raise ConfigError(
-                f"{what}: param group {number}: expected {flag} {group.get(flag)}, got {options[flag]}; set it in the "
-                "group when the optimizer is made"
+                f"{what}: param group {number}: expected {flag} {options[flag]} as in {source}, got {group.get(flag)}; "
+                "set it in the group when the engine is made, or do not load optimizer states"
             )
 
 

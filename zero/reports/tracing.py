@@ -83,7 +83,7 @@ class Tracer:
     def begin(self, path: str | os.PathLike[str], steps: int, *, by_environment: bool = False) -> None:
         """Start recording. Raises ConfigError: `path` cannot be written; StateError: a recording is already running."""
         target, rank = check_target(path), world.rank()
-        if rank:  # each rank records its own timeline
+        if rank and by_environment:  # which is the same on all ranks
             target = target.with_name(f"{target.stem}.rank{rank}{target.suffix}")
         if self._trace is not None:
             raise StateError(f"trace: a trace is already being recorded to {self._trace.path}; end it first")

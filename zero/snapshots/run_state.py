@@ -131,7 +131,7 @@ def check_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of:
     mine = [[name_of[id(p)] for p in group["params"] if id(p) in name_of] for group in optimizer.param_groups]
     theirs = [list(group["params"]) for group in saved]
     if [set(names) for names in mine] == [set(names) for names in theirs]:
-        check_flags(optimizer, saved, "load_checkpoint")
+        check_flags(optimizer, saved, "load_checkpoint", "the checkpoint")
         return
     if len(mine) != len(theirs):
         raise ConfigError(
