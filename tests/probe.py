@@ -7,6 +7,7 @@ inside only needs changes here.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -305,16 +306,25 @@ def complete(save: Any) -> None:
         behind._worker.close()
 
 
-def only_updates_take(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Saves in the background take no sub-group before an update changes it, until the result is called."""
-    free, take_all = threading.Event(), BackgroundSave._take_all
+def only_updates_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Callable[[], None]:
+    """Saves in the background take no sub-group before an update changes it, until the result is called.
+
+    `seconds`: between the sub-groups that updates ask for.
+    """
+    free, numbers = threading.Event(), itertools.count()
+    take_all, bring = BackgroundSave._take_all, BackgroundSave._bring
 
     async def later(save: BackgroundSave) -> None:
         while not free.is_set():
             await asyncio.sleep(0.01)
         await take_all(save)
 
+    async def slowly(save: BackgroundSave, extent: Any) -> None:
+        await asyncio.sleep(0 if free.is_set() else next(numbers) * seconds)
+        await bring(save, extent)
+
     monkeypatch.setattr(BackgroundSave, "_take_all", later)
+    monkeypatch.setattr(BackgroundSave, "_bring", slowly)
     return free.set
 
 

@@ -25,7 +25,9 @@ from probe import (
     put_disk,
     put_exchange,
     storage_of,
+    stranded_in,
     updates_of,
+    used_bytes,
 )
 from recovery import NVME, SLOW, descriptors, failing, interrupted_when, waiting
 from torch import nn
@@ -189,12 +191,12 @@ def test_a_step_that_begins_while_a_sub_group_is_looked_at_does_not_wait_for_the
 
 
 class Broad(nn.Module):
-    """Nine sub-groups of `BROAD`, of which a step uses all."""
+    """Each layer is a sub-group of full size."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, 512)
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(20))
+        self.embedding = nn.Embedding(VOCAB, 768).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(768, 768, bias=False) for _ in range(9))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -209,13 +211,13 @@ def same_values(one: Any, other: Any) -> bool:
 
 
 BROAD = {
-    **{"sub_group_size": 600_000, "stage3_max_live_parameters": 2_000_000, "stage3_prefetch_bucket_size": 300_000},
+    **{"sub_group_size": 768 * 768, "stage3_max_live_parameters": 2_000_000, "stage3_prefetch_bucket_size": 300_000},
     "offload_param": {"buffer_count": 1, "buffer_size": 1},
 }
 """A record takes 6 MB of the arena, which has room for those of four updates and 4 MiB."""
 
 
-def test_updates_that_cannot_be_written_end_beside_a_save_that_needs_their_memory(
+def test_updates_that_cannot_be_written_leave_a_save_beside_them_right(
     open_engine: Open, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each update waits for the save to take its sub-group first."""
@@ -226,10 +228,10 @@ def test_updates_that_cannot_be_written_end_beside_a_save_that_needs_their_memor
     engine, calm, loaded = engines
     train(engine, 0)
     engine.synchronize()
-    take_all = only_updates_take(monkeypatch)
+    take_all = only_updates_take(monkeypatch, 0.1)
     engine.save_checkpoint(tmp_path)
     engine.backward(engine(tokens(1)))
-    engine.inject(failing("write"))
+    engine.inject(failing("write", delay_rate=1.0, delay_seconds=0.3))  # all that have memory fail with it
     engine.step()
     for _ in range(3):
         with pytest.raises(StorageError, match="write"):
@@ -242,6 +244,23 @@ def test_updates_that_cannot_be_written_end_beside_a_save_that_needs_their_memor
     assert same_values(loaded, train(calm, 0))
     assert same_values(engine, train(calm, 1))
     assert same_values(train(loaded, 1), calm)
+
+
+def test_results_that_cannot_be_written_keep_no_memory_that_a_save_waits_for(
+    open_engine: Open, nvme_path: Path
+) -> None:
+    """An update may wait for the save, and no write is tried again before the update has gone on."""
+    engine = train(open_engine(Broad(), make_config(NVME, nvme_path, zero=BROAD)), 0)
+    engine.backward(engine(tokens(1)))
+    engine.synchronize()
+    engine.inject(failing("write", delay_rate=1.0, delay_seconds=0.1))
+    engine.step()
+    with pytest.raises(StorageError, match="write"):
+        engine.synchronize()
+    assert any(stranded_in(plane) for plane in storage_of(engine).records if plane is not None)
+    assert used_bytes(engine, "arena") == 0
+    engine.inject(None)
+    engine.synchronize()
 
 
 class SlowRank:
