@@ -280,7 +280,7 @@ class Report:
 
     def finish(self) -> None:
         """Write the JSON where the options ask for it. May be called after every part: what is there is whole."""
-        options = {name: str(v) if isinstance(v, Path) else v for name, v in vars(self.options).items()}
+        options = json.loads(_without_folders(json.dumps(vars(self.options), default=str)))
         options.pop("json", None)
         options.pop("path", None)  # the name of a folder says nothing about the disk below it
         content = {

@@ -51,6 +51,12 @@ def coordinator_of(engine: Any) -> Any:
     return engine.run.parts.coordinator
 
 
+def units_in_use(engine: Any) -> list[str]:
+    """Names of the units that a call or a backward uses."""
+    units = zip(layout_of(engine).units, coordinator_of(engine)._units, strict=True)
+    return [unit.name for unit, one in units if one.used]
+
+
 def history(trace: Any) -> tuple[list[int], list[int]]:
     """Uses of the running forward, and of the forwards that are recorded for their backward."""
     return trace._uses, trace._forward

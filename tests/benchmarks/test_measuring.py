@@ -143,6 +143,7 @@ def test_a_bound_is_met_up_to_its_value(
 def test_the_json_has_every_run_the_machine_and_the_marks(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     options = parser("A question?", disk=True).parse_args(["--json", str(file), "--path", str(tmp_path)])
+    options.rates = [str(tmp_path / "rates.json")]
     report = Report("adam", "A question?", options, folders=[tmp_path])
     report.keep(measure("s", {"ours": takes(0, 5, 1, 1)}, rounds=2, rules=[floor_deviates("ours")], disk=tmp_path))
     report.mark("ours / bound", [0.5, 0.8, 0.7], at_least=0.9)
@@ -156,6 +157,7 @@ def test_the_json_has_every_run_the_machine_and_the_marks(tmp_path: Path) -> Non
     assert content["figures"] == {"plan": 12}
     assert {"cpu", "cores", "memory_bytes", "kernel", "disks", "versions", "commit"} <= set(content["machine"])
     assert str(tmp_path) not in file.read_text(), "the folder's name is nobody's business"
+    assert str(tmp_path) not in file.read_text(), "where files were says nothing to others"
 
 
 def test_a_missed_mark_fails_nothing(capsys: pytest.CaptureFixture[str]) -> None:

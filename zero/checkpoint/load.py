@@ -388,7 +388,7 @@ class LoadCheckpoints:
     ) -> dict[str, Any]:
         run, parts, updater = self._run, self._run.parts, self._run.updater if states else None
         placement, state, source = parts.exchange.placement, opened.state, opened.source
-        elsewhere, state, same_stage = of_stage(state, parts)
+        elsewhere, state = of_stage(state, parts)
 
         def check() -> Checked:
             client, mine = opened.client(), opened.rank_state(parts.exchange.everyone.placement.rank)
@@ -428,7 +428,7 @@ class LoadCheckpoints:
             for key, saved in numbers.items():
                 updater.set_numbers(key, saved)
             loaded = (leaf for leaf in parts.leaves if id(leaf.parameter) in numbers)
-            client["lr_scheduler"] = _scheduler_of(client, mine if same_stage else None)
+            client["lr_scheduler"] = _scheduler_of(client, mine, parts)
             updater.take_small(small, {id(leaf.parameter): leaf.names[0] for leaf in loaded})
             restore_groups(updater, state["groups"])
             run.scaler.load_state_dict(state.get("loss_scaler"))
@@ -472,10 +472,12 @@ def _restore_small(run: Run, state: dict[str, Any], told: dict[str, Any] | None,
         restore_rank(run, told, own=own)
 
 
-def _scheduler_of(client: dict[str, Any], mine: dict[str, Any] | None) -> Any:
-    """The scheduler's state: of a pipeline its stage's own, whose rates are those of its groups."""
-    own = None if mine is None else mine.get("lr_scheduler")
-    return client["lr_scheduler"] if own is None else unpack_any(own, "the scheduler of a stage")
+def _scheduler_of(client: dict[str, Any], mine: dict[str, Any] | None, parts: Assembly) -> Any:
+    """The scheduler's state: its stage's own if the rank has saved the same stage, since groups differ by stage."""
+    names, own = (mine or {}).get("lr_scheduler", (None, None))
+    if names != [leaf.names[0] for leaf in parts.leaves]:
+        return client["lr_scheduler"]
+    return unpack_any(own, "the scheduler of a stage")
 
 
 def _load_scheduler(scheduler: Any, state: Any) -> None:

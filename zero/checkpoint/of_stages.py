@@ -38,13 +38,10 @@ def whole_state(everyone: Exchange, state: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def of_stage(state: dict[str, Any], parts: Assembly) -> tuple[frozenset[str], dict[str, Any], bool]:
-    """All stages' names of parameters and buffers; this stage's part of `whole_state`; whether a stage has saved it so.
-
-    All ranks call this.
-    """
+def of_stage(state: dict[str, Any], parts: Assembly) -> tuple[frozenset[str], dict[str, Any]]:
+    """Names of parameters and buffers of all stages, and this stage's part of `whole_state`. All ranks call this."""
     if not parts.exchange.is_stage:
-        return frozenset(), state, True
+        return frozenset(), state
     own = {name for leaf in parts.leaves for name in leaf.names}
     mine = [*own, *persistent_buffers(parts.model)]
     answers = parts.exchange.everyone.agree("names of all stages", json.dumps(mine).encode())
@@ -52,8 +49,8 @@ def of_stage(state: dict[str, Any], parts: Assembly) -> tuple[frozenset[str], di
     held = [{**group, "params": [name for name in group["params"] if name in own]} for group in state["groups"]]
     for groups in state.get("stage_groups", ()):  # groups of a number may have other options on other stages
         if _names(groups) == _names(held):
-            return names, {**state, "groups": groups}, True
-    return names, {**state, "groups": held}, False
+            return names, {**state, "groups": groups}
+    return names, {**state, "groups": held}
 
 
 def _names(groups: Iterable[Mapping[str, Any]]) -> set[str]:

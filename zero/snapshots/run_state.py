@@ -55,7 +55,7 @@ def rank_state(engine: Run, accumulated: dict[str, Any] | None) -> dict[str, Any
     loader: Any = engine.training_dataloader
     logits, own = engine.attention_logits, {}
     if engine.parts.exchange.is_stage:
-        own["lr_scheduler"] = pack_any(_scheduler_state(engine))
+        own["lr_scheduler"] = [leaf.names[0] for leaf in engine.parts.leaves], pack_any(_scheduler_state(engine))
     return {
         **own,
         "rng": random_state(engine.device),

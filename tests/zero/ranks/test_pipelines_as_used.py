@@ -146,6 +146,10 @@ def test_what_would_begin_anew_in_each_call_is_refused_as_an_iterator(rank_pool:
     assert "got list" in told[0] and "got DataLoader" in told[1]
 
 
+def constant(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
 def groups_after(folder: str) -> tuple[list[float], list[float], Any]:
     """Learning rates of this stage's groups, before a save and after a load; and the setting of a counter."""
     import zero
@@ -158,9 +162,10 @@ def groups_after(folder: str) -> tuple[list[float], list[float], Any]:
         stage = model.stage_id
         groups = [{"params": [parameter], "lr": 0.01 * (1 + stage)} for parameter in model.parameters()]
         groups = groups if stage == 0 else [{"params": list(model.parameters()), "lr": 0.02}]
-        engine = zero.initialize(model=model, model_parameters=groups, config=CONFIG)[0]
+        engine = zero.initialize(model=model, model_parameters=groups, config=CONFIG, lr_scheduler=constant)[0]
         with engine:
             if resumed:
+                engine.lr_scheduler.base_lrs = [8.0] * len(groups)
                 for group in engine.optimizer.param_groups:
                     group["lr"] = 9.0
                 engine.load_checkpoint(folder)
@@ -168,6 +173,7 @@ def groups_after(folder: str) -> tuple[list[float], list[float], Any]:
                 engine.train_batch(items())
                 engine.save_checkpoint(folder)
             rates.append([group["lr"] for group in engine.optimizer.param_groups])
+            assert engine.lr_scheduler.base_lrs == rates[0]
             engine.global_steps = 7
             steps = engine.run.global_steps
     return rates[0], rates[1], steps
