@@ -13,6 +13,7 @@ import argparse
 import gzip
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -83,7 +84,7 @@ TIERS = {
 TIERS["tiny"] = TIERS["1B"]
 """In the order of their interest: the last ones may find no time left. DeepSpeed has the JSON of ours and page-locked
 host memory, which it uses when told to, but for its defaults."""
-TRACED = "ours, cpu, 4 micro-batches"
+TRACED = ("ours, cpu, 4 micro-batches", "ours, 8 B on 24 GB")
 
 
 def config_of(how: Tiers, path: Path, batch: int, device_bytes: int | None) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def contestants(options: argparse.Namespace, trace: Path | None = None) -> list[
         if how.module == DEEPSPEED:
             operators = ["cpu_adam", "async_io"] if how.states == "nvme" else ["cpu_adam"]
             spec |= {"contestant": "deepspeed", "operators": operators, "recomputing": True}
-        spec["trace"] = str(trace) if trace is not None and how.name == TRACED else None
+        spec["trace"] = str(trace) if trace is not None and how.name in TRACED else None
         spec["llama"] = LLAMAS["8B"] if options.shape == "8B" else None
         found.append(Contestant(how.name, spec, how.share, how.module))
     if options.shape == "8B":
@@ -176,7 +177,8 @@ def summarize(said: str, complaints: str, why: str) -> dict[str, Any]:
     if "refused" in by_name:
         found["why"] = f"it does not fit: {by_name['refused']['why']}"
     elif "done" not in by_name:
-        found["why"] = f"{why}: {' | '.join(complaints.strip().splitlines()[-3:])}"
+        complaint = " | ".join(complaints.strip().splitlines()[-3:])
+        found["why"] = re.sub(r"\S*/site-packages/", "", f"{why}: {complaint}")  # no folders of this machine
     return found
 
 

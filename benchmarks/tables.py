@@ -91,9 +91,9 @@ def starts(result: Mapping[str, Any]) -> str:
     return f"{markdown(head, rows)}\n\nOn {machine_of([result])}."
 
 
-def on_a_gpu(result: Mapping[str, Any]) -> str:
+def on_a_gpu(*results: Mapping[str, Any]) -> str:
     """Step, floor and peak of each contestant of the GPU's training question that has ended a step."""
-    figures, rows = result["figures"], []
+    figures, rows = {name: each for result in results for name, each in result["figures"].items()}, []
     found = {name: each for name, each in figures.items() if isinstance(each, dict) and each.get("step_seconds")}
     for name, each in found.items():
         seconds = statistics.median(each["step_seconds"])
@@ -454,7 +454,7 @@ TABLES = {
         ),
     ),
     "checkpoints-deepspeed": Table((ON_NVME, IN_HOST), checkpoints),
-    "gpu": Table(("gpu_step",), on_a_gpu),
+    "gpu": Table(("gpu_step", "gpu_step_8B"), on_a_gpu),
     "gpu-rates": of_marks(
         Mark("update kernel: GB/s / a copy's on the device", "gpu_adam", "adam: GB/s, ours / copy"),
         Mark("cast and sums of gradients: the same", "gpu_adam", "cast and sums: GB/s, ours / copy"),

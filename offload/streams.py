@@ -113,6 +113,10 @@ class Streams:
         """
         return None
 
+    def on(self, stream: Any) -> AbstractContextManager[None]:
+        """Inside, `stream` is the calling thread's current stream. `stream`: a result of `follow`, or None."""
+        return nullcontext()
+
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
         """Copy once the device has passed `after`; returns a fence after the copy.
 
@@ -234,6 +238,10 @@ class DeviceStreams(Streams):
         if stream is not None and stream != current:
             self._hold(current, (self._mark(stream),))
         return current
+
+    def on(self, stream: Any) -> AbstractContextManager[None]:
+        """See `Streams`."""
+        return nullcontext() if stream is None else self._module.stream(stream)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
         """See `Streams`."""

@@ -4,8 +4,10 @@
 those that autograd saved, see the change. While unbound, the storage points at poison: readable memory
 that is NaN everywhere, so that a missed fetch gives NaN and not a crash.
 
-Without `UntypedStorage._swap_data_ptr_` in a torch build, and for accelerators whose memory torch cannot
+Without `UntypedStorage._swap_data_ptr_` (torch before 2.12), and for accelerators whose memory torch cannot
 address, both functions resize a storage that torch owns, and copy; that costs a second copy of the memory.
+On a device the copy is work of the stream that is current at `bind`, and the memory belongs to it: other
+streams have to wait for that work, and to tell torch that they use the memory.
 """
 
 from __future__ import annotations
@@ -27,6 +29,11 @@ def has_aliases(device: torch.device) -> bool:
     """True if torch can make tensors over the device's memory from an address."""
     kind = kind_of(device)
     return kind is None or kind.aliases
+
+
+def copies_to_bind(device: torch.device) -> bool:
+    """True if `FlatStorage.bind` copies there, and takes as much memory again as what it binds."""
+    return not (CAN_SWAP and has_aliases(device))
 
 
 @torch.inference_mode(False)  # the mover, whose thread is in the normal mode, writes into it
@@ -83,7 +90,7 @@ class FlatStorage:
         device: torch.device,
     ) -> None:
         self._nbytes, self._exact = numel * dtype.itemsize, has_aliases(device)
-        self._swaps = CAN_SWAP and self._exact
+        self._swaps = not copies_to_bind(device)
         self._bound: torch.Tensor | None = None
         if self._swaps:
             self.flat = poison.of(self._nbytes).view(dtype)
@@ -97,6 +104,11 @@ class FlatStorage:
     def bound(self) -> bool:
         """True between `bind` and `unbind`."""
         return self._bound is not None
+
+    @property
+    def copies(self) -> bool:
+        """True if `bind` copies."""
+        return not self._swaps
 
     @contextmanager
     def viewable(self) -> Iterator[None]:
@@ -145,8 +157,11 @@ class FlatStorage:
         data = other.flat.detach().view(torch.uint8)
         self.bind(exact_alias(data) if self._swaps else data.clone())
 
-    def unbind(self) -> torch.Tensor:
-        """Poison `flat` again and return the memory that was bound. Raises StateError: not bound."""
+    def unbind(self, *, modified: bool = True) -> torch.Tensor:
+        """Poison `flat` again and return the memory that was bound. Raises StateError: not bound.
+
+        `modified`: False if nobody has written to `flat`, which need not be copied back then.
+        """
         if self._bound is None:
             raise StateError("unbind: the storage is not bound")
         data, self._bound = self._bound, None
@@ -155,6 +170,7 @@ class FlatStorage:
         if self._swaps:
             self.flat.untyped_storage()._swap_data_ptr_(data.untyped_storage())  # type: ignore[attr-defined]
         else:
-            data.copy_(self.flat.view(torch.uint8))
+            if modified:
+                data.copy_(self.flat.view(torch.uint8))
             self.flat.untyped_storage().resize_(0)
         return data

@@ -36,6 +36,7 @@ def _open() -> ctypes.CDLL:
     library = ctypes.CDLL(str(pretend_build.built().device), mode=ctypes.RTLD_GLOBAL)
     library.pretend_synchronize.restype = ctypes.c_char_p
     library.pretend_limit.argtypes = [ctypes.c_uint64]
+    library.pretend_resize.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     return library
 
 
@@ -219,6 +220,17 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
     }
 
 
+_resize_on_host = torch.UntypedStorage.resize_
+
+
+def _resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    """UntypedStorage.resize_."""
+    if storage.device != DEVICE:
+        return _resize_on_host(storage, nbytes)
+    _device.pretend_resize(storage._cdata, nbytes)
+    return storage
+
+
 def _ignored() -> Callable[..., None]:
     """A function of its own each time: torch's compiler tells them apart by what they are."""
     return lambda *arguments, **more: None
@@ -278,6 +290,7 @@ def _install() -> None:
         setattr(torch.cuda, name, value)
     for name in ("get_rng_state", "set_rng_state"):
         setattr(torch.cuda.random, name, RANDOM[name])
+    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
     torch.set_num_threads(1)  # how a reduction is split must not depend on which thread asks
     # The CPU's flash attention has no twin on this device: both take the same sum apart in the same way without it.
     torch.backends.cuda.enable_flash_sdp(False)

@@ -38,6 +38,8 @@ class Removal:
     """Two ranks run the scenarios."""
     way: str = "streams"
     """In which they have collectives."""
+    swaps: bool = True
+    """Torch can swap the memory of storages."""
 
     @property
     def cells(self) -> list[str]:
@@ -70,13 +72,6 @@ REMOVALS = (
         "                    pass\n                self.spare.give",
         ("slow_writes:nvme-nvme:copies,late", "slow_writes:cpu-nvme:copies,late"),
         covered_by="the update's own copies to the host are waited for before a disk has read into the memory",
-    ),
-    Removal(
-        "whoever looks behind a step at what is always bound sees old weights",
-        "zero/schedule/loader.py",
-        "self._storage.streams.behind_updates()]\n        self.follow_persistent()",
-        "self._storage.streams.behind_updates()]",
-        ("looked_at_between:none-none:copies,late,compute",),
     ),
     Removal(
         "a stream does not follow the user's other one",
@@ -301,16 +296,95 @@ REMOVALS = (
     Removal(
         "weights that stay on the device are bound before they have been updated",
         "zero/schedule/loader.py",
-        "        self.follow_persistent()\n",
-        "",
-        ("always_bound:none-none:compute,late",),
+        "behind_updates()]\n        self.follow_persistent()\n",
+        "behind_updates()]\n",
+        ("evaluations_of_what_is_always_bound:none-none", "read_beside_what_is_always_bound:none-none"),
+        swaps=False,
     ),
     Removal(
         "weights that are always bound are used on another stream before they have been updated",
         "zero/schedule/coordinator.py",
-        "            self._loader.follow_persistent()\n",
-        "            pass\n",
+        "            self._loader.follow_persistent()\n        elif",
+        "            pass\n        elif",
         ("evaluations_of_what_is_always_bound:none-none:compute,late",),
+    ),
+    Removal(
+        "another stream does not wait for the copy that the parameters see",
+        "zero/schedule/loader.py",
+        "            arrival.copy, arrival.fence = bound.flat, self._storage.streams.fence()\n",
+        "            arrival.copy = bound.flat\n",
+        ("read_beside_a_forward:none-none", "read_beside_a_forward:cpu-cpu", "forked:none-none"),
+        swaps=False,
+    ),
+    Removal(
+        "the copy that the parameters see is freed before its last use on another stream",
+        "zero/schedule/loader.py",
+        "            self._storage.streams.wait_to_use(arrival.copy, arrival.fence)\n",
+        "            self._storage.streams.wait(arrival.fence)\n",
+        ("evaluated_before_its_backward:none-none", "forked:cpu-cpu", "forked:none-none"),
+        swaps=False,
+    ),
+    Removal(
+        "a unit's copy is copied back before another stream has modified it",
+        "zero/schedule/loader.py",
+        "            self._storage.streams.wait_to_use(arrival.copy, arrival.fence, *self._behind_uses(arrival))\n",
+        "            pass\n",
+        ("forked_and_scaled:none-none", "forked_and_scaled:cpu-cpu"),
+        swaps=False,
+    ),
+    Removal(
+        "another stream does not wait for the copy of what is always bound",
+        "zero/schedule/loader.py",
+        "            self._persistent_fences.append(streams.fence())\n",
+        "            pass\n",
+        ("evaluations_of_what_is_always_bound:none-nvme:compute,copies", "forwards_for_nothing:none-nvme:compute"),
+        swaps=False,
+    ),
+    Removal(
+        "the copy of what is always bound is freed before its last use on another stream",
+        "zero/schedule/loader.py",
+        "                streams.wait_to_use(bound.flat)\n",
+        "                pass\n",
+        ("evaluations_of_what_is_always_bound:none-nvme", "evaluations_of_what_is_always_bound:none-none"),
+        swaps=False,
+    ),
+    Removal(
+        "what is always bound is copied back before it has been copied there on another stream",
+        "zero/schedule/coordinator.py",
+        "        refused: list[str] = []\n        self._loader.follow_persistent()\n",
+        "        refused: list[str] = []\n",
+        ("forwards_for_nothing:none-nvme", "read_beside_what_is_always_bound:none-none"),
+        covered_by="the step's stream, on which it is copied back, waits as soon as it is copied there",
+        swaps=False,
+    ),
+    Removal(
+        "the step's stream does not wait for what another one has had brought",
+        "zero/schedule/loader.py",
+        "        with streams.on(self._stepped_on):\n            self.follow_persistent()\n",
+        "",
+        ("read_beside_what_is_always_bound:none-none:compute",),
+    ),
+    Removal(
+        "whoever reads a parameter that a forward on another stream has had brought does not wait",
+        "zero/schedule/coordinator.py",
+        "        self.follow(index)\n        one.seen",
+        "        one.seen",
+        ("read_beside_a_forward:cpu-cpu:compute",),
+    ),
+    Removal(
+        "whoever reads all weights does not wait for those that a forward on another stream has had brought",
+        "zero/values/editor.py",
+        "            self._coordinator.follow(unit.index)\n",
+        "",
+        ("read_beside_a_forward:cpu-cpu:compute",),
+    ),
+    Removal(
+        "what is gathered for an editor is not waited for, if a forward on another stream has had it brought",
+        "zero/values/editor.py",
+        "            self._coordinator.follow(index)\n",
+        "",
+        ("read_beside_what_is_always_bound:none-none:compute", "read_beside_a_forward:cpu-cpu:compute"),
+        covered_by="a unit is always bound, and then the step's stream has waited for it, or the forward's own uses it",
     ),
     Removal(
         "an update on the device does not wait for what it reads",

@@ -22,6 +22,7 @@ TRAINING = {
         "clamped_in_forward",
         "scaled_in_forward",
         "forked",
+        "forked_and_scaled",
     ),
     "where": (
         "states_half_on_the_device",
@@ -72,6 +73,8 @@ AROUND_TRAINING = {
         "branches_on_streams",
         "evaluations_on_streams",
         "evaluations_of_what_is_always_bound",
+        "read_beside_a_forward",
+        "read_beside_what_is_always_bound",
     ),
 }
 LONG = {"rows": ("rows_of_experts",)}
@@ -90,6 +93,9 @@ ONLY = {
 }
 GROUPS = TRAINING | AROUND_TRAINING | LONG
 
+
+WITHOUT_SWAPS = ("models", "activations", "around_a_step", "order")
+"""Where torch before 2.12, which copies units once more, differs from later ones: several streams use them."""
 
 MODES = ("copies", "compute", "late")
 """What is early: copies alone, computation alone, or nothing."""

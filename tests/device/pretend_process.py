@@ -55,12 +55,14 @@ def finished(*command: str, tree: Path = TESTS.parent, **variables: str) -> subp
     return ended(started(*command, tree=tree, **variables))
 
 
-def verdicts(cells: list[str], tree: Path = TESTS.parent) -> dict[str, str]:
+def verdicts(cells: list[str], tree: Path = TESTS.parent, *, swaps: bool = True) -> dict[str, str]:
     """What each scenario says at its place and in each of its modes: "same", or what is wrong.
 
-    A process that dies is a verdict too: on the first cell that it did not come to.
+    A process that dies is a verdict too: on the first cell that it did not come to. `swaps`: torch can swap the memory
+    of storages.
     """
-    run = ended(started(str(HERE / "pretend_run.py"), *cells, tree=tree), SCENARIOS_TIMEOUT_SECONDS)
+    variables = {"PRETEND_SWAPS": "yes" if swaps else "no"}
+    run = ended(started(str(HERE / "pretend_run.py"), *cells, tree=tree, **variables), SCENARIOS_TIMEOUT_SECONDS)
     return _said(cells, run)
 
 

@@ -2,9 +2,9 @@
 
 pretend_run.py scenario:param-states:mode,mode ...
 
-With WORLD_SIZE in the environment it is one of several ranks, each with a pretend GPU of its own, which share
-PRETEND_FOLDER and have collectives as PRETEND_WAY says, see pretend_ranks.py. A rank leaves at the first error: it is
-no longer in step with the others.
+With PRETEND_SWAPS=no torch cannot swap the memory of storages, as before 2.12. With WORLD_SIZE in the environment it is
+one of several ranks, each with a pretend GPU of its own, which share PRETEND_FOLDER and have collectives as PRETEND_WAY
+says, see pretend_ranks.py. A rank leaves at the first error: it is no longer in step with the others.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import pretend_rank_scenarios  # noqa: E402, F401 (more of them)
 import torch  # noqa: E402
 from pretend_scenarios import SCENARIOS, Place, Results  # noqa: E402
 
+import offload.memory.flat_storage  # noqa: E402
 import offload.streams  # noqa: E402
 from offload.streams import DeviceStreams  # noqa: E402
 
@@ -91,6 +92,8 @@ def verdict(name: str, place: Place, mode: str, reference: Results) -> str:
 def main(*wanted: str) -> None:
     faulthandler.enable()
     offload.streams.DeviceStreams = Streams  # type: ignore[misc]
+    if os.environ.get("PRETEND_SWAPS") == "no":
+        offload.memory.flat_storage.CAN_SWAP = False
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if RANKS > 1:

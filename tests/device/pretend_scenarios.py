@@ -621,25 +621,30 @@ def evaluated_before_its_backward(place: Place, folder: Path) -> Results:
 class Forked(torch.nn.Module):
     """Calls a part of itself on another stream, which whoever uses the results waits for; so do its gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float | None) -> None:
         super().__init__()
         self.one, self.other = (torch.nn.Linear(models.WIDTH, models.WIDTH) for _ in range(2))
+        self.scale = scale
 
     def forward(self, x: Tensor, side: Any) -> tuple[Tensor, Tensor]:
-        if side is None:
-            return x + self.one(x), self.other(x.detach())
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
             x.record_stream(side)
+        with on(side):
+            if self.scale is not None:
+                with torch.no_grad():
+                    self.other.weight.mul_(self.scale)
             other = self.other(x.detach())
         return x + self.one(x), other
 
 
 class Forking(torch.nn.Module):
-    def __init__(self) -> None:
+    """`scale`: each call changes weights of the part that is called on the other stream."""
+
+    def __init__(self, scale: float | None = None) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(models.VOCAB, models.WIDTH)
-        self.blocks = torch.nn.ModuleList(Forked() for _ in range(3))
+        self.blocks = torch.nn.ModuleList(Forked(scale) for _ in range(3))
         self.head = torch.nn.Linear(models.WIDTH, models.VOCAB)
 
     def forward(self, text: Tensor) -> Tensor:
@@ -658,13 +663,18 @@ class Forking(torch.nn.Module):
 
 
 @scenario
-def forked(place: Place, folder: Path) -> Results:
+def forked(place: Place, folder: Path, scale: float | None = None) -> Results:
     """A block is let go, and the next one comes to its place, while a part of it works still."""
     torch.manual_seed(0)
-    engine = opened(Forking(), place, folder, zero={"stage3_max_live_parameters": 9_000})
+    engine = opened(Forking(scale), place, folder, zero={"stage3_max_live_parameters": 9_000})
     for index in range(3):
         step(engine, index)
     return closing(engine)
+
+
+@scenario
+def forked_and_scaled(place: Place, folder: Path) -> Results:
+    return forked(place, folder, 0.9)
 
 
 def evaluations(**config: Any) -> Scenario:
@@ -677,22 +687,50 @@ def evaluations(**config: Any) -> Scenario:
             step(engine, index)
             engine.eval()
             streams = [torch.cuda.Stream() if on_device else None for _ in range(2)]
+            for stream in filter(None, streams):
+                stream.wait_stream(torch.cuda.current_stream())
             for at, stream in enumerate(streams):
-                if stream is not None:
-                    stream.wait_stream(torch.cuda.current_stream())
                 with on(stream), torch.no_grad():
                     losses[index, at] = engine(sent(tokens(9 + at), engine)).detach()
             for at, stream in reversed(list(enumerate(streams))):
-                if stream is not None:
-                    torch.cuda.current_stream().wait_stream(stream)
-                losses[index, at] = kept(losses[index, at])
+                with on(stream):
+                    losses[index, at] = kept(losses[index, at])  # the host waits for this stream alone
             engine.train()
         return closing(engine, {f"loss {at}": loss for at, loss in losses.items()})
 
     return run
 
 
+def reads(**config: Any) -> Scenario:
+    """Beside a forward on another stream, for whose end the reader does not wait: it only reads what is there."""
+
+    def run(place: Place, folder: Path) -> Results:
+        engine, found = opened("gpt", place, folder, **config), Results()
+        for index in range(3):
+            side = torch.cuda.Stream() if engine.device.type != "cpu" else None
+            if side is not None:
+                side.wait_stream(torch.cuda.current_stream())
+            with on(side):
+                loss = engine(sent(batch(index), engine))
+            if index != 1:
+                found[f"seen {index}"] = kept(engine.module.head.weight)
+            found |= weights(engine, f"read {index} ")
+            for name, parameter in engine.module.named_parameters():
+                with zero.GatheredParameters([parameter]):
+                    found[f"gathered {index} {name}"] = kept(parameter)
+            if side is not None:
+                torch.cuda.current_stream().wait_stream(side)
+            engine.backward(loss)
+            engine.step()
+        return closing(engine, found)
+
+    return run
+
+
+KEPT = {"stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9}
 SCENARIOS |= {
+    "read_beside_a_forward": reads(zero=KEPT),
+    "read_beside_what_is_always_bound": reads(zero={"stage3_param_persistence_threshold": 10**9}),
     "evaluations_on_streams": evaluations(),
     "evaluations_of_what_is_always_bound": evaluations(zero={"stage3_param_persistence_threshold": 10**9}),
 }

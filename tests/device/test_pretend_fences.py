@@ -48,7 +48,8 @@ def case(removal: Removal) -> object:
 @pytest.mark.slow
 @pytest.mark.parametrize(("removal", "without"), [case(each) for each in REMOVALS], indirect=["without"])
 def test_a_wait_that_is_taken_out_is_noticed(removal: Removal, without: Path) -> None:
-    found = (
-        verdicts_of_ranks(removal.cells, removal.way, without) if removal.ranks else verdicts(removal.cells, without)
-    )
+    if removal.ranks:
+        found = verdicts_of_ranks(removal.cells, removal.way, without)
+    else:
+        found = verdicts(removal.cells, without, swaps=removal.swaps)
     assert wrong(found), f"nobody noticed: {removal.what}"

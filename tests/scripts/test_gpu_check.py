@@ -189,7 +189,7 @@ def test_ours_trains_a_tiny_model_anywhere_and_tells_plan_steps_and_timeline(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     recorded = tmp_path / "trace.json"
-    found = gpu_step.run(contestant(tmp_path, gpu_step.TRACED, recorded=recorded), 120)
+    found = gpu_step.run(contestant(tmp_path, gpu_step.TRACED[0], recorded=recorded), 120)
     assert "why" not in found, found
     assert len(found["step_seconds"]) == 2 and found["ready_seconds"] is not None
     assert found["plan"]["traffic"]["host_updated_numel"] >= found["plan"]["parameters"] > 0

@@ -14,7 +14,7 @@ import torch
 from harness import HYPER, reference_run, train, unequal
 from models import ADAMW, VOCAB, build, make_config, seeded, tokens, trainability
 from pairwise import in_pairs
-from probe import updates_of, used_bytes
+from probe import bound_units, updates_of, used_bytes
 from recovery import (
     LOOKS,
     NVME,
@@ -59,6 +59,26 @@ def test_without_swapping_storages_units_train_to_the_same_bits(
         engine.module.norm.bias.copy_(edited)
     reference.edit("norm.bias", edited)
     assert unequal(train(engine, 2, 3), train(reference, 2, 3)) == []
+
+
+@pytest.mark.parametrize("persistence_numel", [0, 64])
+def test_without_swapping_storages_the_plan_has_room_for_what_is_copied(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, persistence_numel: int
+) -> None:
+    monkeypatch.setattr(offload.memory.flat_storage, "CAN_SWAP", False)
+    keys = {"stage3_param_persistence_threshold": persistence_numel, "stage3_max_reuse_distance": 10**9}
+    engine = open_engine(build("gpt"), make_config(("cpu", "cpu"), nvme_path, zero=keys))
+    seen = [0]
+
+    def look(*_: object) -> None:
+        seen.append(sum(unit.flat.untyped_storage().nbytes() for unit in bound_units(engine)))
+
+    for module in engine.module.modules():
+        module.register_forward_hook(look)
+        module.register_full_backward_hook(look)
+    train(engine, 0, 1)
+    (planned,) = (row.nbytes for row in engine.plan.rows if row.plane == "copies of units in use")
+    assert 0 < max(seen) <= planned
 
 
 # ---- gradients on their way to the disk -----------------------------------------------------------------------------

@@ -37,6 +37,11 @@ class BoundUnit:
         return self._storage.bound
 
     @property
+    def copies(self) -> bool:
+        """True if the parameters see a copy of the memory that is bound; see `FlatStorage`."""
+        return self._storage.copies
+
+    @property
     def flat(self) -> torch.Tensor:
         """The flat unit, 1-D, `unit.numel` elements; poison unless bound."""
         return self._storage.flat
@@ -102,7 +107,7 @@ class BoundUnit:
     def leave_apart(self) -> None:
         """Release the parameters and end `bind_apart`."""
         self._forget_values()
-        self._home.unbind()
+        self._home.unbind(modified=False)
         self._look_at(self._home)
         self.hide()
 
@@ -177,11 +182,11 @@ class BoundUnit:
     def _count_versions(self) -> int:
         return sum(version_of(parameter) for parameter in self.parameters)
 
-    def unbind(self) -> torch.Tensor:
-        """Release the parameters; returns the memory that was bound."""
+    def unbind(self, *, modified: bool = True) -> torch.Tensor:
+        """Release the parameters; returns the memory that was bound. `modified`: they were written to."""
         self.hide()
         self._forget_values()
-        return self._storage.unbind()
+        return self._storage.unbind(modified=modified)
 
 
 def recapture_all(units: Iterable[BoundUnit]) -> list[str]:

@@ -114,6 +114,8 @@ class Plan:
     """Host arena: records in flight and staging chunks."""
     unit_pool_bytes: int = 0
     """Device memory for gathered units."""
+    copied_bytes: int = 0
+    """Device memory for copies of units that are in use, where torch cannot swap the memory of storages."""
     gradient_pool_bytes: int = 0
     """Device memory for flat gradients that cannot be written in place."""
     exchange_bytes: int = 0

@@ -85,6 +85,7 @@ def rows_of(plan: Plan, sizes: PlaneSizes, pools: PoolSizes) -> Iterable[PlanRow
     yield PlanRow(DEVICE, "small optimizer states", plan.small_bytes)
     yield PlanRow(DEVICE, "weights shared out inside nodes", sum(plan.near_parts.values()))
     yield PlanRow(DEVICE, "gathered units", plan.unit_pool_bytes)
+    yield PlanRow(DEVICE, "copies of units in use", plan.copied_bytes)
     yield PlanRow(DEVICE, "flat gradients in flight", plan.gradient_pool_bytes)
     yield PlanRow(DEVICE, "slices in flight between ranks", plan.exchange_bytes)
     yield PlanRow(DEVICE, "gradients of this rank, not reduced yet", plan.deferred_bytes)

@@ -283,6 +283,7 @@ class Planner:
         """Device memory of a plan with that depth, before spare memory is used for states."""
         in_place = {unit.index for unit in self.movable if not unit.numel or self._used_at_home(self.param_tier)}
         pools = self.pools.units(self.movable, in_place, depth) + self.pools.gradients(depth.gradients)
+        pools += self.pools.copies(self.movable, depth)
         return self._fixed_device_bytes() + pools + self.pools.exchange() + self._passing_bytes()
 
     def _fixed_device_bytes(self) -> int:
@@ -337,6 +338,7 @@ class Planner:
             unit.index for unit in self.movable if not unit.numel or self._used_at_home(plan.weight_tiers[unit.index])
         }
         plan.unit_pool_bytes = self.pools.units(self.movable, in_place, depth)
+        plan.copied_bytes = self.pools.copies(self.movable, depth)
         # For gradients that cannot be collected in place; a second backward always needs it.
         plan.gradient_pool_bytes = self.pools.gradients(depth.gradients)
         plan.exchange_bytes = self.pools.exchange()
@@ -590,7 +592,8 @@ class Planner:
             return prefix_that_fits(map(self.sizes.record_bytes, plan.sub_groups), share_bytes)[0]
         if self.device_budget is None or self.on_cpu:
             return 0
-        used = plan.unit_pool_bytes + plan.gradient_pool_bytes + self._passing_bytes() + self.kept.small_bytes
+        used = plan.unit_pool_bytes + plan.copied_bytes + plan.gradient_pool_bytes
+        used += self._passing_bytes() + self.kept.small_bytes
         used += sum(self.sizes.weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == DEVICE)
         spare = max(self.device_budget - used, 0)
         return prefix_that_fits(map(self.sizes.record_bytes, plan.sub_groups), spare)[0]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 
 from offload.kernels.square_sums import ROW_BYTES, row_count
+from offload.memory.flat_storage import copies_to_bind
 from offload.memory.poison import poison_bytes
 from offload.sizes import PAGE_BYTES, align_up
 from zero.params.layout import Layout, SubGroup, Unit
@@ -83,6 +84,14 @@ class PoolSizes:
         # Rows are gathered even if whole units are used in place: of at most two layers, when one is recomputed.
         rows = 2 * max((unit.nbytes for unit in movable if unit.expert_rows and unit.index in in_place), default=0)
         return align_up(numel * width, PAGE_BYTES) + rows
+
+    def copies(self, movable: Sequence[Unit], depth: Depth) -> int:
+        """What parameters see of live and of persistent units, where that is not the memory of their values."""
+        if not copies_to_bind(self._device):
+            return 0
+        width = max((unit.dtype.itemsize for unit in self._layout.units), default=0)
+        persistent = sum(unit.nbytes for unit in self._layout.units if unit.persistent)
+        return min(depth.live_numel, sum(unit.numel for unit in movable)) * width + persistent
 
     def gradients(self, count: int) -> int:
         """Room for `count` flat gradients of the largest unit and for the gradients of persistent units.

@@ -13,7 +13,7 @@ import torch
 from offload.accelerator import HOST, is_accelerator
 from offload.errors import BudgetError, StateError, tell
 from offload.memory.arena import Block
-from offload.memory.flat_storage import Poison, exact_alias
+from offload.memory.flat_storage import Poison
 from offload.mover import Transfer
 from offload.streams import Fence
 from zero.params.binding import BoundUnit
@@ -143,12 +143,11 @@ class Coordinator:
         """A module that uses the unit is called. True if this is the outermost such call."""
         one = self._units[index]
         one.forward_uses += 1
+        if one.forward_uses > 1 or one.state == UnitState.HOME:
+            self.follow(index)
         if one.forward_uses > 1:
-            self._follow(one)
             return False
-        if one.state == UnitState.HOME:
-            self._loader.follow_persistent()
-        else:
+        if one.state != UnitState.HOME:
             self._in_backward = False
             self.trace.use_forward(index, backward_follows=backward_follows)
             self._hot.used(index)
@@ -160,9 +159,12 @@ class Coordinator:
             self._prefetch(with_backward=backward_follows)
         return True
 
-    def _follow(self, one: UnitOnDevice) -> None:
-        """Another use begins while the unit is in use; it may be on another stream."""
-        if one.arrival is not None:
+    def follow(self, index: int) -> None:
+        """A bound unit is used by the current stream from here on; its values may have come there for another one."""
+        one = self._units[index]
+        if one.state == UnitState.HOME:
+            self._loader.follow_persistent()
+        elif one.state == UnitState.LIVE and one.arrival is not None:
             self._loader.follow(one.arrival)
 
     def is_used(self, index: int) -> bool:
@@ -197,7 +199,7 @@ class Coordinator:
         one = self._units[index]
         one.recomputing += by_call
         if one.state == UnitState.HOME or one.backward_uses or one.recomputed:
-            self._follow(one)
+            self.follow(index)
             return
         self._in_backward = True
         self.trace.use_backward(index)
@@ -226,6 +228,7 @@ class Coordinator:
     def look(self, index: int) -> None:
         """A bound unit is read outside any call; a graph may need its values in the next backward."""
         one = self._units[index]
+        self.follow(index)
         one.seen = one.seen or (torch.is_grad_enabled() and one.state == UnitState.LIVE)
 
     def end_backward(self) -> None:
@@ -261,11 +264,7 @@ class Coordinator:
 
     def bind_persistent(self) -> None:
         """Bind the units that never leave the device to their home, if they are not bound."""
-        self._loader.complete_persistent()
-        for unit in self._layout.units:
-            memory = self._storage.flat(unit) if unit.persistent else None
-            if memory is not None and not self._bound[unit.index].bound:
-                self._bound[unit.index].bind(exact_alias(memory))
+        self._loader.bind_persistent()
         self.persistent_bound = True
 
     def step_taken(self) -> None:
@@ -315,6 +314,7 @@ class Coordinator:
         self._loader.drain()
         self._leave_room()  # after `drain`: until then transfers may use this memory
         refused: list[str] = []
+        self._loader.follow_persistent()  # what they see may have been copied there on another stream
         for unit in self._layout.units:
             if unit.persistent and self._bound[unit.index].bound:
                 refused += self._bound[unit.index].recapture()
@@ -427,7 +427,7 @@ class Coordinator:
             tell(error)
             self._discard(one)
             raise
-        self._bound[one.index].bind(arrival.data)
+        self._loader.bind(self._bound[one.index], arrival)
         self._units.move(one, UnitState.LIVE, arrival)
 
     def _load(self, one: UnitOnDevice) -> Arrival:
@@ -556,7 +556,7 @@ class Coordinator:
         bound = self._bound[one.index]
         refused = bound.recapture()
         modified = bound.modified
-        bound.unbind()
+        self._loader.unbind(bound, arrival, modified=modified)
         self.counters.releases[one.index] += 1
         self._loader.end(one.unit, arrival, modified=modified)
         if refused:

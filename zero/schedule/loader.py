@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from offload.accelerator import module_of
 from offload.errors import StateError, StorageError, tell, was_told
 from offload.memory.arena import Block
 from offload.memory.flat_storage import exact_alias
@@ -34,6 +33,7 @@ class Arrival:
     transfer: Transfer[Any] | None
     fence: Fence = None  # On a device the values are there after this fence; known once the transfer has settled.
     users: set[Any] = field(default_factory=set)  # The user's streams that have read the values, or will read them.
+    copy: torch.Tensor | None = None  # What the parameters see, where that is not `data` itself.
 
     @property
     def settled(self) -> bool:
@@ -120,6 +120,8 @@ class Loader:
         self._draining: list[Draining] = []
         self._persistent_fences: list[Fence] = []
         self._coming: list[Transfer[Any]] = []  # Transfers of persistent units, begun ahead.
+        self._copied = [one for one in bound if one.unit.persistent and one.copies]
+        self._stepped_on: Any = None  # The stream of the last step.
         self._partial = set(storage.plan.whole)  # Their home has room for all slices, but only this rank's is current.
 
     def begin(self, unit: Unit) -> Arrival | None:
@@ -144,6 +146,7 @@ class Loader:
 
     def step_taken(self) -> None:
         """Trained units are about to change on every rank."""
+        self._stepped_on = self._storage.streams.follow(None)
         self._partial.update(index for index in self._storage.plan.whole if self._layout.units[index].trainable)
         self._near.forget(unit.index for unit in self._layout.units if unit.trainable)
         self._exchange.step_taken(lambda index: not self._updates.at_home(index))
@@ -163,8 +166,24 @@ class Loader:
         if self.in_step:
             self._coming += self._persistent_on_their_way()
 
-    def complete_persistent(self) -> None:
-        """Bring persistent units up to date: this rank's slices and the slices of the other ranks."""
+    def bind_persistent(self) -> None:
+        """Bring persistent units up to date, and bind those that are not bound to their home.
+
+        Their parameters can be read at any time without a call of the engine, as those of torch: after a step the
+        reader expects the new values on the step's stream, even if another one has had them brought.
+        """
+        self._complete_persistent()
+        for bound in self._bound:
+            if bound.unit.persistent and not bound.bound:
+                bound.bind(exact_alias(self._flat_of(bound.unit)))
+        streams = self._storage.streams
+        if self._copied:
+            self._persistent_fences.append(streams.fence())
+        with streams.on(self._stepped_on):
+            self.follow_persistent()
+
+    def _complete_persistent(self) -> None:
+        """This rank's slices, and the slices of the other ranks."""
         transfers, self._coming = [*self._coming, *self._persistent_on_their_way()], []
         gathered = [transfer.result() for transfer in transfers]
         self._persistent_fences = [*gathered, self._storage.streams.behind_updates()]
@@ -176,8 +195,12 @@ class Loader:
 
     def follow_persistent(self) -> None:
         """The calling thread's stream uses persistent units from now on; other streams may have used them before."""
-        self._storage.streams.wait(*self._persistent_fences)
+        streams = self._storage.streams
+        streams.wait(*self._persistent_fences)
         self._persistent_fences = [f for f in self._persistent_fences if f is not None and not f.query()]
+        for bound in self._copied:
+            if bound.bound:
+                streams.wait_to_use(bound.flat)
 
     def _flat_of(self, unit: Unit) -> torch.Tensor:
         memory = self._storage.flat(unit)
@@ -199,10 +222,25 @@ class Loader:
 
     def follow(self, arrival: Arrival) -> None:
         """The calling thread's stream uses the values from now on; another stream may have waited for them before."""
-        self._storage.streams.wait(arrival.fence)
+        if arrival.copy is None:
+            self._storage.streams.wait(arrival.fence)
+        else:
+            self._storage.streams.wait_to_use(arrival.copy, arrival.fence)
         arrival.users.add(self._storage.streams.follow(None))
         if arrival.fence is not None and arrival.fence.query():
             arrival.fence = None
+
+    def bind(self, bound: BoundUnit, arrival: Arrival) -> None:
+        """Make the values the parameters' values, after `await_values`."""
+        bound.bind(arrival.data)
+        if bound.copies:
+            arrival.copy, arrival.fence = bound.flat, self._storage.streams.fence()
+
+    def unbind(self, bound: BoundUnit, arrival: Arrival, *, modified: bool) -> None:
+        """Undo `bind`. `modified`: a stream of `arrival.users` has written to the parameters."""
+        if modified and arrival.copy is not None:
+            self._storage.streams.wait_to_use(arrival.copy, arrival.fence, *self._behind_uses(arrival))
+        bound.unbind(modified=modified)
 
     def lease(self, nbytes: int) -> Block | None:
         """Memory for values of units; waits for writes from released memory if needed. None: not enough memory."""
@@ -283,7 +321,7 @@ class Loader:
         streams = self._storage.streams
         fences = [streams.fence()]
         for stream in arrival.users - {streams.follow(None)}:
-            with module_of(self._storage.device).stream(stream):
+            with streams.on(stream):
                 fences.append(streams.fence())
         return tuple(fences)
 

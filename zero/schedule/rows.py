@@ -237,7 +237,7 @@ class RowLender:
         if loan.used or block is None:
             return
         loan.block = None
-        loan.storage.unbind()
+        loan.storage.unbind(modified=False)
         self._coordinator.return_rows(block, loan.numel)
 
 

@@ -101,6 +101,7 @@ class UnitEditor:
             # In use by an enclosing forward, or persistent: edits happen in place.
             bound.show(edited=True)
             self._events.edit_begins()
+            self._coordinator.follow(index)
             self._recapture(bound)
             self._before[index] = bound.flat.detach().clone().view(torch.uint8)
             self._coordinator.hold(index)
@@ -196,6 +197,7 @@ class UnitEditor:
         bound = self._bound[unit.index]
         if bound.bound and (unit.persistent or self._exchange.placement.alone):
             # As up to date as the plane, or more if forward has modified a weight in place.
+            self._coordinator.follow(unit.index)
             self._recapture(bound)
             return bound.flat.detach().view(torch.uint8).cpu().clone()
         out = torch.empty(unit.nbytes, dtype=torch.uint8)

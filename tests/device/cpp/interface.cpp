@@ -5,6 +5,7 @@
 #include "allocator.h"
 #include "memory.h"
 #include "pinned.h"
+#include "raw_tensor.h"
 #include "scheduler.h"
 #include "wire.h"
 
@@ -47,6 +48,10 @@ const char *pretend_synchronize(int noted) {
     return error.c_str();
   }
   return nullptr;
+}
+
+void pretend_resize(void *storage, uint64_t nbytes) {
+  resize_storage(static_cast<c10::StorageImpl *>(storage), nbytes);
 }
 
 void pretend_empty_cache() { DeviceAllocator::get().empty(); }

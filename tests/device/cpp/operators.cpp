@@ -8,6 +8,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "allocator.h"
@@ -25,26 +26,22 @@ Tensor new_on_device(IntArrayRef sizes, IntArrayRef strides, at::ScalarType dtyp
   return at::detail::empty_strided_generic(sizes, strides, &DeviceAllocator::get(), keys, dtype);
 }
 
-namespace {
-
-void grow(c10::StorageImpl *storage, size_t nbytes) {
-  const size_t before = storage->nbytes();
-  if (nbytes <= before) return;
+void resize_storage(c10::StorageImpl *storage, size_t nbytes) {
+  const size_t kept = std::min(storage->nbytes(), nbytes);
   c10::DataPtr fresh = DeviceAllocator::get().allocate(nbytes);
-  if (before > 0) {
+  if (kept > 0) {
     void *to = bytes_of(fresh.get()), *from = bytes_of(storage->data());
-    Scheduler::get().add(current_stream(), [to, from, before] { memcpy(to, from, before); });
+    Scheduler::get().add(current_stream(), [to, from, kept] { memcpy(to, from, kept); });
   }
-  storage->set_data_ptr(std::move(fresh));
+  storage->set_data_ptr(std::move(fresh));  // frees what was there
   storage->set_nbytes(nbytes);
 }
-
-}  // namespace
 
 const Tensor &resize(const Tensor &tensor, IntArrayRef sizes, std::optional<at::MemoryFormat>) {
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   const int64_t numel = tensor.numel() + tensor.storage_offset();
-  grow(tensor.storage().unsafeGetStorageImpl(), numel * tensor.itemsize());
+  auto *storage = tensor.storage().unsafeGetStorageImpl();
+  if (numel * tensor.itemsize() > storage->nbytes()) resize_storage(storage, numel * tensor.itemsize());
   return tensor;
 }
 

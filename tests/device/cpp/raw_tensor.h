@@ -29,6 +29,9 @@ inline at::Tensor on_host(const RawTensor &raw) {
 // A new tensor of the device; its memory belongs to the calling thread's stream.
 at::Tensor new_on_device(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
 
+// Give a storage of the device memory of that length, which belongs to the calling thread's stream.
+void resize_storage(c10::StorageImpl *storage, size_t nbytes);
+
 // Give a tensor of the device other sizes, and more memory if it needs it.
 const at::Tensor &resize(const at::Tensor &tensor, at::IntArrayRef sizes, std::optional<at::MemoryFormat>);
 
