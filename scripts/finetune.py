@@ -221,10 +221,11 @@ def build(options: argparse.Namespace, config: dict[str, Any]) -> Any:
         )
         model = transformers.AutoModelForCausalLM.from_pretrained(options.model, quantization_config=codes)
     else:
-        shape = transformers.AutoConfig.from_pretrained(options.model)
+        # In bf16 a weight that is fp32 in the folder keeps its bits in the master.
+        dtype = "auto" if options.dtype == "bf16" else DTYPES[options.dtype]
         with zero.Init(config_dict_or_path=config):
-            model = transformers.AutoModelForCausalLM.from_config(shape, dtype=DTYPES[options.dtype])
-        zero.load_pretrained(model, options.model)
+            model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    model.train()
     model.config.use_cache = False
     if options.adapter != "none":
         import peft

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from offload.errors import BudgetError, ConfigError, StorageError
 
@@ -66,6 +67,28 @@ def test_the_whole_model_learns_wherever_it_lies(
     finetune.main(arguments(given, "data.txt", *to))
     load = transformers.AutoModelForCausalLM.from_pretrained
     assert loss_of(load(given / "out"), given) < loss_of(load(given / "model"), given) - 0.5
+
+
+def test_experts_that_lie_apart_in_the_folder_are_packed(finetune: ModuleType, given: Path) -> None:
+    """The names in the folder are those of the hub, and transformers packs the tensors as it reads them."""
+    size = transformers.AutoConfig.from_pretrained(given / "model").vocab_size
+    config = transformers.Qwen3MoeConfig(
+        **{"vocab_size": size, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    )
+    model = transformers.Qwen3MoeForCausalLM(config)
+    model.save_pretrained(given / "model")
+    with safe_open(given / "model" / "model.safetensors", framework="pt") as tensors:
+        assert set(tensors.keys()) - set(model.state_dict()), "else there would be nothing to pack"
+    finetune.main(arguments(given, "data.txt", "--offload-to", "cpu"))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    assert loss_of(load(given / "out"), given) < loss_of(load(given / "model"), given) - 0.5
+
+
+def test_a_model_is_trained_with_its_dropout(finetune: ModuleType, given: Path) -> None:
+    options = finetune.parse_arguments(arguments(given, "data.txt"))
+    assert finetune.build(options, finetune.make_config(options)).training
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])

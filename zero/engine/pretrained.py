@@ -86,7 +86,11 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
     known = {name for leaf in leaves for name in leaf.names} | buffers.keys()
     unexpected = [name for name in files if name not in known]
     if strict and (missing or unexpected):
-        advice = "Build the model from the checkpoint's own config, or pass strict=False to load what fits"
+        advice = (
+            "Build the model from the checkpoint's own config, or pass strict=False to load what fits. A folder that "
+            "names a transformers model's tensors in another way (one for each expert) is read by its from_pretrained, "
+            "called inside zero.Init"
+        )
         raise ConfigError(mismatch(f"{Path(folder)} and the model", missing, unexpected, advice))
     _load_parameters([leaf for leaf in leaves if leaf.index in sources], sources)
     for name, source in of_buffers.items():
