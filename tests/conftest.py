@@ -99,6 +99,18 @@ def no_cache_of_others(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "no-cache"))
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["swap", "no swap"])
+def swaps(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether torch can swap storages; before 2.12 it cannot."""
+    from offload.memory import flat_storage
+
+    if request.param and not flat_storage.CAN_SWAP:
+        pytest.skip("this torch cannot")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat_storage, "CAN_SWAP", request.param)
+        yield request.param
+
+
 @pytest.fixture
 def nvme_path(tmp_path: Path) -> Path:
     """An empty folder for swap files."""

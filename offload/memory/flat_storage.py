@@ -69,6 +69,24 @@ class Poison:
         return exact_alias(self._data[:nbytes])
 
 
+@contextmanager
+def viewable(tensor: torch.Tensor) -> Iterator[None]:
+    """Inside, views of `tensor` can be made though its storage is empty: that of an unbound `FlatStorage` that copies.
+
+    They can be used while it is bound.
+    """
+    storage = tensor.untyped_storage()
+    if storage.nbytes() or not tensor.numel():
+        yield
+        return
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    storage.resize_(int(tensor.storage_offset() + last + 1) * tensor.itemsize)
+    try:
+        yield
+    finally:
+        storage.resize_(0)
+
+
 class FlatStorage:
     """A flat tensor of `numel` elements, bound to memory or poisoned.
 
@@ -110,19 +128,6 @@ class FlatStorage:
         """True if `bind` copies."""
         return not self._swaps
 
-    @contextmanager
-    def viewable(self) -> Iterator[None]:
-        """Inside, more views of `flat` can be made; they can be used while it is bound."""
-        if self._swaps or self.bound:
-            yield
-            return
-        storage = self.flat.untyped_storage()
-        storage.resize_(self._nbytes)
-        try:
-            yield
-        finally:
-            storage.resize_(0)
-
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if `tensor` is a view of this storage."""
         if tensor.layout != torch.strided:
@@ -155,7 +160,7 @@ class FlatStorage:
     def bind_beside(self, other: FlatStorage) -> None:
         """Give `flat` the memory of `other`, which stays bound; without swapping, a copy of it."""
         data = other.flat.detach().view(torch.uint8)
-        self.bind(exact_alias(data) if self._swaps else data.clone())
+        self.bind(exact_alias(data) if self._swaps else data)
 
     def unbind(self, *, modified: bool = True) -> torch.Tensor:
         """Poison `flat` again and return the memory that was bound. Raises StateError: not bound.

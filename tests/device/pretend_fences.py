@@ -281,8 +281,8 @@ REMOVALS = (
     Removal(
         "a use on another stream beside an open one is not noted",
         "zero/schedule/coordinator.py",
-        "            self._loader.follow(one.arrival)\n\n    def is_used",
-        "            pass\n\n    def is_used",
+        "            self._loader.follow(one.arrival)\n        elif",
+        "            pass\n        elif",
         ("forked:cpu-cpu:late",),
     ),
     Removal(
@@ -385,6 +385,42 @@ REMOVALS = (
         "",
         ("read_beside_what_is_always_bound:none-none:compute", "read_beside_a_forward:cpu-cpu:compute"),
         covered_by="a unit is always bound, and then the step's stream has waited for it, or the forward's own uses it",
+    ),
+    Removal(
+        "what the model has changed where it is is read before that",
+        "zero/schedule/loader.py",
+        "                self.written()\n",
+        "",
+        ("changed_then_saved:none-none",),
+    ),
+    Removal(
+        "what is always bound is saved before it has been changed",
+        "zero/schedule/coordinator.py",
+        "            self._loader.written()\n",
+        "            pass\n",
+        ("changed_where_it_is_bound_then_saved:none-none",),
+    ),
+    Removal(
+        "a forward on another stream does not wait for what an editor shows",
+        "zero/schedule/coordinator.py",
+        "            self.follow(one.index)\n            return\n",
+        "            return\n",
+        ("gathered_for_another_stream:cpu-cpu",),
+    ),
+    Removal(
+        "gradients that are dropped are still being written",
+        "zero/optim/gradients.py",
+        "            self._streams.follow(stream)\n        self._filling.clear()",
+        "            pass\n        self._filling.clear()",
+        ("stopped_on_another_stream:none-none:compute",),
+    ),
+    Removal(
+        "a gradient is reduced before another stream has made it",
+        "zero/optim/reduce.py",
+        "        self._streams.wait(held.made)\n",
+        "",
+        ("towers_apart:cpu-cpu:compute",),
+        ranks=True,
     ),
     Removal(
         "an update on the device does not wait for what it reads",

@@ -75,6 +75,8 @@ AROUND_TRAINING = {
         "evaluations_of_what_is_always_bound",
         "read_beside_a_forward",
         "read_beside_what_is_always_bound",
+        *("gathered_for_another_stream", "gathered_and_left", "stopped_on_another_stream"),
+        *("changed_then_saved", "changed_where_it_is_bound_then_saved"),
     ),
 }
 LONG = {"rows": ("rows_of_experts",)}
@@ -123,7 +125,7 @@ OF_RANKS = {
     "exchange": (
         *("replicas", "replicas_loaded", "sums_in_rank_order", "divided_before", "summed", "one_after_the_other"),
         *("fp32_loaded", "fp16_loaded", "lora_loaded", "partly_frozen_loaded", "persistent"),
-        "states_half_on_the_device_loaded",
+        *("states_half_on_the_device_loaded", "towers_apart"),
     ),
     "stages": (
         *("no_sync_0", "no_sync_1", "no_sync_2", "no_sync_3"),
@@ -144,7 +146,7 @@ RANKS = OF_RANKS | {
 RANKS_BY_DEFAULT = (
     *("clipped_and_accumulated:cpu-cpu:copies,compute", "replicas:none-cpu:compute", "divided_before:nvme-nvme:copies"),
     *("left_out_apart_2:none-nvme:late", "lora_saved_and_loaded:cpu-nvme:compute", "fetched_in_vain:cpu-cpu:compute"),
-    "edited_by_the_first:none-none:late",
+    *("edited_by_the_first:none-none:late", "towers_apart:cpu-cpu:compute"),
 )
 """What several ranks do beside one, each thing once."""
 
@@ -165,7 +167,10 @@ OVER_HOST_BY_DEFAULT = (
     *("clipped_and_accumulated:cpu-cpu:copies,compute", "lora_saved_and_loaded:cpu-nvme:late"),
     "given_back:cpu-cpu:late",
 )
-CHANGES_WEIGHTS = ("clamped_in_forward", "scaled_in_forward")
+CHANGES_WEIGHTS = (
+    *("clamped_in_forward", "scaled_in_forward", "forked_and_scaled", "changed_then_saved"),
+    "changed_where_it_is_bound_then_saved",
+)
 """Refused where ranks read slices where they live."""
 
 

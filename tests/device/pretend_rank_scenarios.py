@@ -25,6 +25,7 @@ from pretend_scenarios import (
     scenario,
     sent,
     step,
+    towers,
     training,
 )
 
@@ -46,6 +47,8 @@ SCENARIOS |= {
     "lora_loaded": training("lora", **LOADED),
     "partly_frozen_loaded": training("mixed", **LOADED),
     "states_half_on_the_device_loaded": training(zero={STATES: {"ratio": 0.5}}, **LOADED),
+    # Each tower's gradients are made on a stream of its own, and reduced in an order that all ranks share.
+    "towers_apart": towers(moving=True),
     "persistent": training(zero={"stage3_param_persistence_threshold": 2_000}, **LOADED),
     # Four ranks: two groups of slices, two replicas of each; and weights shared out a second time.
     "two_of_two": training(zero={"mics_shard_size": 2}, **LOADED),

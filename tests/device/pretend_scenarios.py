@@ -316,16 +316,16 @@ class Towers(torch.nn.Module):
         return its_loss, other.float().square().mean()
 
 
-def towers(call: Callable[[Any, Tensor], Tensor] | None = None, **block: Any) -> Scenario:
+def towers(call: Callable[[Any, Tensor], Tensor] | None = None, *, moving: bool = False, **block: Any) -> Scenario:
     """Backward goes from a tower to the other too, and torch joins them where it ends.
 
-    All weights are always bound: units are not what this is about.
+    All weights are always bound, unless they are `moving`: units are not what this is about.
     """
 
     def run(place: Place, folder: Path) -> Results:
         torch.manual_seed(0)
         model = Towers(call or (lambda module, x: module(x)))
-        bound = {"stage3_param_persistence_threshold": 10**9}
+        bound = {"stage3_param_persistence_threshold": 0 if moving else 10**9}
         engine = opened(model, place, folder, zero=bound, activation_checkpointing=block)
         for index in range(3):
             torch.autograd.backward(engine(sent(batch(index, length=64), engine)))
@@ -727,6 +727,101 @@ def reads(**config: Any) -> Scenario:
     return run
 
 
+def gathered(*, late: bool) -> Scenario:
+    """A forward on another stream uses what an editor shows; `late`: still when the editor has left it."""
+
+    def run(place: Place, folder: Path) -> Results:
+        engine, found = opened("gpt", place, folder), Results()
+        step(engine, 0)
+        side = torch.cuda.Stream() if engine.device.type != "cpu" else None
+        if side is not None and not late:
+            side.wait_stream(torch.cuda.current_stream())
+        with zero.GatheredParameters(list(engine.module.parameters())):
+            if side is not None and late:
+                side.wait_stream(torch.cuda.current_stream())
+            with on(side), torch.no_grad():
+                loss = engine(sent(batch(9), engine)).detach()
+        others = [sent(torch.full((numel,), 7.0), engine) for numel in (3_000, 12_000, 50_000) for _ in range(4)]
+        with on(side):
+            found["loss"] = kept(loss)
+        del others
+        return closing(engine, found)
+
+    return run
+
+
+def changed_then_saved(**config: Any) -> Scenario:
+    """The model's own stream changes weights where they are, and nothing waits for it before they are read."""
+
+    def run(place: Place, folder: Path) -> Results:
+        torch.manual_seed(0)
+        engine, found = opened(Scaling(), place, folder, **config), Results()
+        for index in range(2):
+            step(engine, index)
+            with torch.no_grad():
+                engine(sent(batch(9), engine))
+                for unit in engine.units:
+                    if unit.persistent:
+                        parameter = dict(engine.module.named_parameters())[unit.slots[0].name]
+                        parameter.mul_(1.5)
+            if index == 0:
+                found |= weights(engine, "read ")
+        engine.save_checkpoint(folder / "saved")
+        engine.close()
+        again = opened(Scaling(), place, folder, **config)
+        again.load_checkpoint(folder / "saved")
+        return closing(again, found)
+
+    return run
+
+
+class Stop(torch.autograd.Function):
+    """Its backward raises while it is armed."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if Stop.armed:
+            raise RuntimeError("stopped")
+        return gradient
+
+
+@scenario
+def stopped_on_another_stream(place: Place, folder: Path) -> Results:
+    """What a backward that raised still writes does not come into the gradients of the next one."""
+    torch.manual_seed(0)
+    model: Any = build("gpt")
+    model.blocks[0].register_forward_pre_hook(lambda _, given: (Stop.apply(*given),))
+    engine = opened(model, place, folder)
+    for index in range(3):
+        side = torch.cuda.Stream() if engine.device.type != "cpu" else None
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+        Stop.armed = True
+        with on(side):
+            try:
+                micro_batch(engine, index + 20)
+            except RuntimeError as error:
+                assert "stopped" in str(error)
+        Stop.armed = False
+        engine.zero_grad()
+        step(engine, index)
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
+    return closing(engine)
+
+
+SCENARIOS |= {
+    "gathered_for_another_stream": gathered(late=False),
+    "gathered_and_left": gathered(late=True),
+    "changed_then_saved": changed_then_saved(),
+    "changed_where_it_is_bound_then_saved": changed_then_saved(zero={"stage3_param_persistence_threshold": 10**9}),
+}
 KEPT = {"stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9}
 SCENARIOS |= {
     "read_beside_a_forward": reads(zero=KEPT),

@@ -25,6 +25,8 @@ from offload.errors import BudgetError, StateError
 from zero.params.face import ZeroParamStatus
 from zero.params.released import ReleasedParameter, is_kept
 
+pytestmark = pytest.mark.usefixtures("swaps")
+
 Open = Callable[..., Any]
 HYPER = Hyper(1e-2, (0.9, 0.95), 1e-8, 0.1)
 NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "partition_numel")

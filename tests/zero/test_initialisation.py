@@ -23,6 +23,8 @@ from offload.errors import ConfigError, StateError
 from zero.params.released import ReleasedParameter, is_kept
 from zero.pipe import PipelineModule
 
+pytestmark = pytest.mark.usefixtures("swaps")
+
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")
 ROOT = Path(__file__).parents[2]

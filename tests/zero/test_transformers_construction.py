@@ -17,6 +17,8 @@ from zero.params.released import ReleasedParameter
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("swaps")
+
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}

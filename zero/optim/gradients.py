@@ -101,6 +101,7 @@ class Gradients:
         self.update: Callable[[int], None] = lambda index: None  # before steps are possible no gradient is sealed
         self.reclaim: Callable[[Unit], None] = lambda unit: None
         self.order: dict[tuple[int, int], None] = {}
+        self._filling: set[Any] = set()  # Streams that have written gradients since the last step.
         self._units: dict[int, UnitGradient] = {}
         self._storing: dict[int, None] = {}  # Units that the mover is storing, in the order in which it was asked.
         self._wide: dict[int, Plane] = {}
@@ -133,6 +134,7 @@ class Gradients:
         if state.buffer is None:
             raise StateError(f"gradient of {slot.name}: no buffer")
         state.stream = self._streams.follow(state.stream)
+        self._filling.add(state.stream)
         place = state.buffer[slot.offset_numel : slot.end_numel]
         if position in state.arrived:
             add_up(place, gradient.reshape(-1).to(state.unit.dtype), self._threads)
@@ -236,6 +238,9 @@ class Gradients:
 
     def clear(self) -> None:
         """Drop the contributions since the last step: after zero_grad. Gradients that a step has sealed stay."""
+        for stream in self._filling:  # of a backward that was aborted: nobody has waited for it
+            self._streams.follow(stream)
+        self._filling.clear()
         for state in self._units.values():
             if state.storing is not None and state.storing.transfer is not None:
                 state.storing.transfer.settle()
@@ -255,6 +260,7 @@ class Gradients:
             state.sealed = None if state.empty else Sealed(state.plane, state.dtype)
             self._begin_anew(state)
         self.order.clear()
+        self._filling.clear()
 
     def _begin_anew(self, state: UnitGradient) -> None:
         state.summed, state.contributions = False, [0] * len(state.unit.slots)

@@ -109,6 +109,7 @@ class Waiting:
 
     flat: torch.Tensor  # (unit.numel,) of the unit's dtype, or fp32 if several contributions are added up.
     block: Block | None  # Its leased memory, if it has some.
+    made: Fence = None  # After the work that has written `flat`, on the stream of the backward that gave it.
     blank: bool = False  # `flat` is the shared zeros, in place of a gradient that this rank does not have.
 
 
@@ -185,7 +186,7 @@ class ReducedGradients(Gradients):
         zero_gaps(state.buffer, state.unit, arrived, 0)
         for position, count in state.arrived.items():
             state.contributions[position] += count
-        newest = Waiting(state.buffer, state.block)
+        newest = Waiting(state.buffer, state.block, self._streams.fence())
         if self._in_backward and self._reducing:
             given = self._given.setdefault(index, set())
             self._add_further(state.unit, newest, [p for p in state.arrived if p in given])
@@ -250,7 +251,12 @@ class ReducedGradients(Gradients):
         self._begin_step()
 
     def waiting(self) -> dict[int, torch.Tensor]:
-        return {index: waiting.flat.cpu() for index, waiting in self._waiting.items()}
+        return {index: self._made(waiting).flat.cpu() for index, waiting in self._waiting.items()}
+
+    def _made(self, held: Waiting) -> Waiting:
+        """The same; the current stream waits for it."""
+        self._streams.wait(held.made)
+        return held
 
     def rest(self, *, aside: bool) -> dict[int, torch.Tensor]:
         nothing, self._nothing = self._nothing, None
@@ -259,7 +265,7 @@ class ReducedGradients(Gradients):
         if not aside:
             return {}
         waiting, self._waiting = self._waiting, {}
-        copies = {index: held.flat.to("cpu", copy=True) for index, held in waiting.items()}
+        copies = {index: self._made(held).flat.to("cpu", copy=True) for index, held in waiting.items()}
         for held in waiting.values():
             self._release(held)
         return copies
@@ -316,12 +322,15 @@ class ReducedGradients(Gradients):
     def _wait(self, state: UnitGradient, newest: Waiting, arrived: list[Slot]) -> None:
         """Let new gradients wait. A backward that reduces puts them next to waiting ones; others add them up."""
         held = self._waiting.get(state.unit.index)
+        if held is not None:
+            self._made(held)
         if self._reducing and held is None and arrived:
             self._waiting[state.unit.index] = newest
             return
         if self._reducing and held is not None and held.flat.dtype != torch.float32:
             for slot in arrived:
                 held.flat[slot.offset_numel : slot.end_numel].copy_(newest.flat[slot.offset_numel : slot.end_numel])
+            held.made = self._streams.fence()
         elif arrived:
             self._add_up(state, held, newest)
         self._release(newest)
@@ -337,7 +346,7 @@ class ReducedGradients(Gradients):
         if held is not None:
             kernels.accumulate(wide, newest.flat)
             self._release(held)
-        self._waiting[state.unit.index] = Waiting(wide, None)
+        self._waiting[state.unit.index] = Waiting(wide, None, self._streams.fence())
 
     def _add_further(self, unit: Unit, newest: Waiting, positions: list[int]) -> None:
         """Take from `newest` the gradients of parameters that have had one in this backward."""
@@ -352,9 +361,9 @@ class ReducedGradients(Gradients):
         """Move waiting gradients to host memory, to make room in the pool."""
         for held in self._waiting.values():
             if held.block is not None:
-                moved = held.flat.to("cpu", copy=True)
+                moved = self._made(held).flat.to("cpu", copy=True)
                 held.block.release(self._streams.fence())
-                held.flat, held.block = moved, None
+                held.flat, held.block, held.made = moved, None, None
 
     def _start_all(self, due: list[int]) -> None:
         """Start reductions, and then those that become due meanwhile.
@@ -435,7 +444,8 @@ class ReducedGradients(Gradients):
         self._settle(state)
         if state.empty and index not in self._waiting:
             self._blank.append(index)
-        waiting = self._in_dtype(state, self._waiting.pop(index, None), dtype)
+        held = self._waiting.pop(index, None)
+        waiting = self._in_dtype(state, None if held is None else self._made(held), dtype)
         if not state.empty and (self._widens(state) or dtype != state.dtype != torch.float32):
             self._widen(state)
         elif dtype == torch.float32:

@@ -46,6 +46,11 @@ class BoundUnit:
         """The flat unit, 1-D, `unit.numel` elements; poison unless bound."""
         return self._storage.flat
 
+    @property
+    def memories(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What its parameters see, and what views from before `bind_apart` see."""
+        return self._storage.flat, self._home.flat
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if `tensor` is a view of this unit."""
         return self._storage.holds(tensor) or self._home.holds(tensor)
@@ -64,8 +69,7 @@ class BoundUnit:
             parameter.data = view
 
     def _hide(self, parameter: nn.Parameter) -> None:
-        with self._storage.viewable():
-            show_shard(parameter)
+        show_shard(parameter)
         set_released(parameter)
 
     def leave_device(self, poison: Poison) -> None:

@@ -20,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 
 from offload.accelerator import KINDS
 from offload.errors import StateError
+from offload.memory.flat_storage import viewable
 from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, has_face, put_on_face
 from zero.params.watched import Mixin, WatchedParameter, note, unwatch
 
@@ -328,7 +329,8 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                 except StateError:
                     unplaced, name = isinstance(keeper, Unplaced), _names(func)[0]
                     if aliasing or (unplaced and name == "__getitem__" and _is_basic(args[1])):
-                        return _alias(_untouched(func, args, kwargs), parameter)
+                        with torch._C.DisableTorchFunctionSubclass(), viewable(tensor):
+                            return _alias(func(*args, **kwargs), parameter)
                     if unplaced and _writes(name) and parameter is sources[0]:
                         return _written(func, args, kwargs)
                     raise
@@ -390,7 +392,7 @@ def _copied(alias: ReleasedAlias, keeper: Unplaced) -> torch.Tensor:
 
 def _shard(parameter: nn.Parameter) -> torch.Tensor:
     part = keeper_of(parameter).part(parameter)
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), viewable(parameter):
         shard = parameter.detach().view(-1)[part].as_subclass(Shard)
     shard.owner = TensorWeakRef(parameter)
     return shard

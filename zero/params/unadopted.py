@@ -103,7 +103,7 @@ class ProvisionalKeeper:
         """Give a released parameter another dtype; its values are rounded when they are read."""
         set_present(parameter)
         with torch.no_grad():
-            parameter.data = parameter.data.to(dtype)  # converts poison; its memory is freed below
+            parameter.data = torch.empty_like(parameter.data, dtype=dtype)  # freed below, before anything is in it
         self._release(parameter)
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from offload.errors import BudgetError
+from offload.memory.flat_storage import copies_to_bind
 from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up, format_bytes
 from offload.streams import shares_host_memory
 from zero.config import Config
@@ -263,6 +264,7 @@ class Planner:
             found = [*(found[:1] if spare >= 0 else []), *modest, found[-1]]
         if spare > 0 and explicit is None and (budget is not None or not self.on_cpu):
             width = max((unit.dtype.itemsize for unit in self.movable), default=2)
+            width *= 1 + copies_to_bind(self.device)
             found[0] = found[0].deeper(spare // PAGE_BYTES * PAGE_BYTES // width)  # pools are whole pages
         return found
 

@@ -111,6 +111,7 @@ class Coordinator:
         self._keep_or_release(one, iter(()))
         if index not in self._hot.kept or one.arrival is None or one.arrival.block is None:
             return False
+        self._loader.follow_uses(one.arrival)
         self._undo.setdefault(index, []).append(undo)
         return True
 
@@ -166,6 +167,9 @@ class Coordinator:
             self._loader.follow_persistent()
         elif one.state == UnitState.LIVE and one.arrival is not None:
             self._loader.follow(one.arrival)
+        elif one.state == UnitState.EDITED:
+            for memory in self._bound[index].memories:
+                self._storage.streams.wait_to_use(memory, one.shown)
 
     def is_used(self, index: int) -> bool:
         """True while a call or a backward uses the unit, and always for a persistent unit."""
@@ -315,10 +319,12 @@ class Coordinator:
         self._leave_room()  # after `drain`: until then transfers may use this memory
         refused: list[str] = []
         self._loader.follow_persistent()  # what they see may have been copied there on another stream
-        for unit in self._layout.units:
-            if unit.persistent and self._bound[unit.index].bound:
-                refused += self._bound[unit.index].recapture()
-                self._bound[unit.index].unbind()
+        persistent = [bound for bound in self._bound if bound.unit.persistent and bound.bound]
+        for bound in persistent:
+            refused += bound.recapture()
+            bound.unbind()
+        if persistent:
+            self._loader.written()
         if refused:
             raise StateError("; ".join(refused))
 
@@ -344,6 +350,7 @@ class Coordinator:
         one.edited = one.state == UnitState.LIVE
         if one.state == UnitState.AWAY:
             self._units.move(one, UnitState.EDITED)
+            one.shown = self._storage.streams.fence()
 
     def held(self, index: int) -> bool:
         """True between `hold` and `unhold`, if the editor has bound the unit to memory of its own."""
@@ -408,6 +415,7 @@ class Coordinator:
             arrival = None
         if one.state == UnitState.EDITED:
             counters.hits += 1
+            self.follow(one.index)
             return
         if arrival is None:
             counters.misses += 1

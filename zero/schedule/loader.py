@@ -256,6 +256,7 @@ class Loader:
         moving = [unit for unit in self._layout.units if not unit.persistent]
         leased = [unit for unit in moving if not (self._in_place and self._lies_here(unit))]
         whole_bytes = sum(unit.nbytes for unit in leased)
+        nbytes //= 1 + any(self._bound[unit.index].copies for unit in leased)
         if whole_bytes <= self._storage.unit_pool.capacity_bytes or nbytes <= 0:
             return 0
         taken_bytes = self._storage.open_unit_room(min(nbytes, whole_bytes))
@@ -303,6 +304,7 @@ class Loader:
                 moving.result()
             elif modified:
                 self._events.modified(unit.index)
+                self.written()
         except StorageError as error:
             tell(error)
             raise
@@ -311,10 +313,25 @@ class Loader:
                 self._draining.append(Draining(unit, arrival.block, moving, self._behind_uses(arrival)))
                 self._reclaim()
 
+    def written(self) -> None:
+        """The current stream has written to homes of units; what the mover does from now on comes behind that."""
+        streams = self._storage.streams
+        fence = streams.fence()
+
+        async def follow() -> None:
+            streams.wait(fence)
+
+        if fence is not None:
+            self._storage.mover.run("following what has been written on the device", follow())
+
     def return_later(self, unit: Unit, block: Block, transfer: Transfer[Fence]) -> None:
         """Give the unit's memory back once `transfer` has ended; nobody waits for the transfer any more."""
         self._draining.append(Draining(unit, block, transfer, (self._storage.streams.fence(),)))
         self._reclaim()
+
+    def follow_uses(self, arrival: Arrival) -> None:
+        """The current stream is about to write to the values: it waits for all who use them."""
+        self._storage.streams.wait(*self._behind_uses(arrival))
 
     def _behind_uses(self, arrival: Arrival) -> tuple[Fence, ...]:
         """Fences after the uses on every stream: the releasing stream has not waited for the other streams."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from offload.errors import StateError
+from offload.streams import Fence
 from zero.params.layout import Unit
 from zero.schedule.loader import Arrival
 
@@ -45,6 +46,7 @@ class UnitOnDevice:
         recomputed: a backward has fetched it: it stays until a backward use of it ends, or the whole backward.
         seen: it was read with gradients outside any call: it stays until a backward has ended.
         edited: an editor shows its live values: it stays until the editor is done.
+        shown: after the work that has filled the memory of an editor.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -53,6 +55,7 @@ class UnitOnDevice:
         self.arrival: Arrival | None = None
         self.forward_uses = self.backward_uses = self.recomputing = 0
         self.recomputed = self.seen = self.edited = False
+        self.shown: Fence = None
 
     @property
     def index(self) -> int:
