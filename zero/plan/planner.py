@@ -263,8 +263,7 @@ class Planner:
             modest = [depth for depth in found[1:-1] if passing[depth] <= int(free * PASSING_SHARE)]
             found = [*(found[:1] if spare >= 0 else []), *modest, found[-1]]
         if spare > 0 and explicit is None and (budget is not None or not self.on_cpu):
-            width = max((unit.dtype.itemsize for unit in self.movable), default=2)
-            width *= 1 + copies_to_bind(self.device)
+            width = max((unit.dtype.itemsize for unit in self.movable), default=2) * (1 + copies_to_bind(self.device))
             found[0] = found[0].deeper(spare // PAGE_BYTES * PAGE_BYTES // width)  # pools are whole pages
         return found
 
