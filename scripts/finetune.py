@@ -225,7 +225,7 @@ def build(options: argparse.Namespace, config: dict[str, Any]) -> Any:
         dtype = "auto" if options.dtype == "bf16" else DTYPES[options.dtype]
         with zero.Init(config_dict_or_path=config):
             model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
-    model.train()
+    model.train()  # from_pretrained leaves it in eval()
     model.config.use_cache = False
     if options.adapter != "none":
         import peft

@@ -101,7 +101,7 @@ def no_cache_of_others(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
 
 @pytest.fixture(scope="module", params=[True, False], ids=["swap", "no swap"])
 def swaps(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether torch can swap storages; before 2.12 it cannot."""
+    """Whether torch can swap storages, as 2.13 can and 2.11 cannot."""
     from offload.memory import flat_storage
 
     if request.param and not flat_storage.CAN_SWAP:

@@ -4,7 +4,7 @@
 those that autograd saved, see the change. While unbound, the storage points at poison: readable memory
 that is NaN everywhere, so that a missed fetch gives NaN and not a crash.
 
-Without `UntypedStorage._swap_data_ptr_` (torch before 2.12), and for accelerators whose memory torch cannot
+Without `UntypedStorage._swap_data_ptr_` (torch 2.13 has it, 2.11 not), and for accelerators whose memory torch cannot
 address, both functions resize a storage that torch owns, and copy; that costs a second copy of the memory.
 On a device the copy is work of the stream that is current at `bind`, and the memory belongs to it: other
 streams have to wait for that work, and to tell torch that they use the memory.

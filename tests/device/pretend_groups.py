@@ -97,7 +97,7 @@ GROUPS = TRAINING | AROUND_TRAINING | LONG
 
 
 WITHOUT_SWAPS = ("models", "activations", "around_a_step", "order")
-"""Where torch before 2.12, which copies units once more, differs from later ones: several streams use them."""
+"""Where a torch that cannot swap storages, so that units are copied once more, differs: several streams use them."""
 
 MODES = ("copies", "compute", "late")
 """What is early: copies alone, computation alone, or nothing."""

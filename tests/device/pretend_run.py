@@ -2,7 +2,7 @@
 
 pretend_run.py scenario:param-states:mode,mode ...
 
-With PRETEND_SWAPS=no torch cannot swap the memory of storages, as before 2.12. With WORLD_SIZE in the environment it is
+With PRETEND_SWAPS=no torch cannot swap the memory of storages, as in 2.11. With WORLD_SIZE in the environment it is
 one of several ranks, each with a pretend GPU of its own, which share PRETEND_FOLDER and have collectives as PRETEND_WAY
 says, see pretend_ranks.py. A rank leaves at the first error: it is no longer in step with the others.
 """
