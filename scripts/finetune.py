@@ -219,12 +219,16 @@ def build(options: argparse.Namespace, config: dict[str, Any]) -> Any:
         codes = transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=DTYPES[options.dtype]
         )
-        model = transformers.AutoModelForCausalLM.from_pretrained(options.model, quantization_config=codes)
+        # Without a device_map transformers puts all codes on the GPU, which need not have room for them.
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            options.model, quantization_config=codes, device_map={"": "cpu"}
+        )
     else:
-        # In bf16 a weight that is fp32 in the folder keeps its bits in the master.
-        dtype = "auto" if options.dtype == "bf16" else DTYPES[options.dtype]
-        with zero.Init(config_dict_or_path=config):
-            model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+        # "auto": each weight comes from the file as it is. A cast fills memory faster than Init empties it; in bf16
+        # a weight that is fp32 in the folder keeps its bits in the master.
+        dtype = None if options.dtype == "bf16" else DTYPES[options.dtype]
+        with zero.Init(config_dict_or_path=config, dtype=dtype):
+            model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
     model.train()  # from_pretrained leaves it in eval()
     model.config.use_cache = False
     if options.adapter != "none":

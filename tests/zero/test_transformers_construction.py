@@ -125,9 +125,38 @@ def test_from_pretrained_works_inside(open_engine: Open, nvme_path: Path, tmp_pa
     config = make_config(NVME, nvme_path)
     with zero.Init(config_dict_or_path=config):
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert all(isinstance(p, ReleasedParameter) for p in model.parameters())
+        assert all(isinstance(p, ReleasedParameter) for p in model.parameters()), "the whole model was in memory"
     assert model.lm_head.weight is model.transformer.wte.weight
     assert_masters(open_engine(model, config), saved)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_what_from_pretrained_packs_and_initialises_is_never_in_memory_as_a_whole(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    """Experts lie apart in the folder, and the head for classes is not there."""
+    with seeded(4):
+        mixtral().to(torch.bfloat16).save_pretrained(tmp_path / "saved")
+    load = transformers.MixtralForSequenceClassification.from_pretrained
+    config = make_config(NVME, nvme_path)
+    with seeded(5):
+        plain = load(tmp_path / "saved", dtype="auto")
+    held = []
+    with seeded(5), pytest.MonkeyPatch.context() as patch, zero.Init(config_dict_or_path=config, dtype=dtype):
+        assign = nn.Module.__setattr__
+
+        def noting(module: nn.Module, name: str, value: Any) -> None:
+            assign(module, name, value)
+            if isinstance(value, nn.Parameter) and not value.is_meta:
+                held.append(isinstance(value, ReleasedParameter))
+
+        patch.setattr(nn.Module, "__setattr__", noting)
+        model = load(tmp_path / "saved", dtype="auto")
+    assert len(held) >= len(list(plain.parameters()))
+    assert all(held), "a parameter was in memory after it had its values"
+    assert {p.dtype for p in model.parameters()} == {dtype or torch.bfloat16}
+    del config["zero_optimization"]["stage3_max_live_parameters"]
+    assert_masters(open_engine(model, config), plain)
 
 
 def test_a_saved_model_is_streamed_into_one_that_was_built_inside(

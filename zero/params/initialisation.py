@@ -41,10 +41,11 @@ DEEPSPEED_ONLY = {
 class Init:
     """Context manager: the values of modules constructed inside are spilled when their constructors return.
 
-    Parameters that are registered later, outside of any constructor (`from_pretrained` does this), are spilled when the
-    context ends. On one rank, with `offload_param.device` none or cpu, spilling saves nothing, so construction is not
-    changed. With several ranks, all enter the context and build the same model: the ranks of a node hold it once, on
-    disk or in host memory, with the values of the node's first rank. The signature is DeepSpeed's.
+    Later a parameter that replaces one on the meta device is spilled at once, because `from_pretrained` gives a whole
+    model its values so; others are spilled when the context ends. On one rank, with `offload_param.device` none or cpu,
+    spilling saves nothing, so construction is not changed. With several ranks, all enter the context and build the same
+    model: the ranks of a node hold it once, on disk or in host memory, with the values of the node's first rank. The
+    signature is DeepSpeed's.
 
     Args:
         module: an existing module; its present values are spilled now.
@@ -125,6 +126,8 @@ class Init:
         for kind in _module_classes():
             self._patch(kind)
         self._replace(nn.Module, "apply", _gathering_apply)
+        if self._keeper is not None:
+            self._replace(nn.Module, "register_parameter", self._cutting_register())
         watcher = self
 
         def on_subclass(cls: type[nn.Module], /, **kwargs: Any) -> None:
@@ -201,6 +204,19 @@ class Init:
                     watcher._cut(parameter)
 
         self._replace(kind, "__init__", constructor)
+
+    def _cutting_register(self) -> Callable[[nn.Module, str, nn.Parameter | None], None]:
+        """`Module.register_parameter`, which cuts a parameter that replaces one on the meta device."""
+        original = nn.Module.register_parameter
+        watcher = self
+
+        def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            before = module.__dict__.get("_parameters", {}).get(name)
+            original(module, name, param)
+            if param is not None and before is not None and before.is_meta:
+                watcher._cut(param)
+
+        return register_parameter
 
     def _cut(self, parameter: nn.Parameter) -> None:
         here = parameter.device.type == "cpu" and not is_wrapper(parameter)
