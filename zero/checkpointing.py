@@ -25,6 +25,7 @@ from offload.saved.slabs import Slabs
 from offload.saved.spill_store import PieceStore
 from offload.streams import open_streams
 from zero.activations.rng_tracker import (
+    MODEL_PARALLEL,
     CudaRNGStatesTracker,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
@@ -35,6 +36,7 @@ from zero.config import Config, load_config
 from zero.config.activation_block import ActivationCheckpointing
 from zero.plan.beside_planes import KNOB, tier_in
 from zero.plan.plan import DEVICE, NVME
+from zero.ranks import world
 from zero.reports.log import NOTICE
 
 __all__ = [
@@ -52,6 +54,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger("zero")
+
+# Read by SwissArmyTransformer, which CogVLM and others train with.
+_CUDA_RNG_STATE_TRACKER, _MODEL_PARALLEL_RNG_TRACKER_NAME = get_cuda_rng_tracker(), MODEL_PARALLEL
 
 
 class _State:
@@ -95,7 +100,7 @@ def configure(
     Raises:
         ConfigError: a configuration that cannot work, or several model-parallel ranks.
     """
-    _check_mpu(mpu_)
+    world.check_mpu(mpu_, "checkpointing.configure", world.TENSOR_SIZES)
     block = ActivationCheckpointing()
     if deepspeed_config is not None:
         block = load_config(deepspeed_config).activation_checkpointing
@@ -188,18 +193,6 @@ def _change(block: ActivationCheckpointing, given: dict[str, Any]) -> None:
     _state.block, _state.configured = load_config({"activation_checkpointing": changed}).activation_checkpointing, True
     if _state.block.partition_activations:
         logger.info("partition_activations: no effect, because there is only one model-parallel rank")
-
-
-def _check_mpu(mpu: Any) -> None:
-    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
-        if hasattr(mpu, name):
-            size = getattr(mpu, name)()
-            if size != 1:
-                raise ConfigError(
-                    f"checkpointing.configure: expected an mpu with one model-parallel rank, got {size}; model "
-                    "parallelism is not available"
-                )
-            return
 
 
 def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, reentrant: bool) -> Any:

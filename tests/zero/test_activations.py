@@ -610,7 +610,7 @@ def test_several_model_parallel_ranks_are_refused_and_one_is_not(unconfigured: A
             self.get_model_parallel_world_size = lambda: size
 
     unconfigured.configure(Mpu(1))
-    with pytest.raises(ConfigError, match="one model-parallel rank, got 2"):
+    with pytest.raises(ConfigError, match=r"mpu: expected 1 from get_model_parallel_world_size\(\), got 2"):
         unconfigured.configure(Mpu(2))
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from models import GPT, make_config
+from harness import train
+from models import GPT, build, make_config
 from probe import config_behind
 
 import zero
 from offload.errors import ConfigError
+from zero.config import load_config
+from zero.engine.initialize import refuse_local_storage
+from zero.ranks import world
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -62,3 +68,31 @@ def test_no_configuration_or_two_are_refused(config: str) -> None:
         zero.initialize(args=parsed(), model=GPT())
     with pytest.raises(ConfigError, match=r"one configuration in args, got --zero_config .*--deepspeed_config other"):
         zero.initialize(args=parsed("--zero_config", config, "--deepspeed_config", "other.json"), model=GPT())
+
+
+class Mpu:
+    """Megatron's object, of ranks that share nothing but weights."""
+
+    def __init__(self, **sizes: int) -> None:
+        for kind in ("tensor_model", "pipeline_model", "sequence"):
+            setattr(self, f"get_{kind}_parallel_world_size", partial(sizes.get, kind, 1))
+
+
+def test_an_mpu_of_one_rank_of_each_kind_is_taken_and_another_is_refused_by_its_function(
+    open_engine: Callable[..., Any], nvme_path: Path
+) -> None:
+    config = make_config(("cpu", "cpu"), nvme_path)
+    train(open_engine(build("gpt"), config, mpu=Mpu()), 0)
+    for kind in ("tensor_model", "pipeline_model", "sequence"):
+        with pytest.raises(ConfigError, match=rf"mpu: expected 1 from get_{kind}_parallel_world_size\(\), got 2"):
+            zero.initialize(model=build("gpt"), config=config, mpu=Mpu(**{kind: 2}))
+
+
+def test_storage_of_each_node_is_refused_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers sets the key for `save_on_each_node`, on one node too."""
+    config = load_config({"checkpoint": {"use_node_local_storage": True}})
+    refuse_local_storage(config)
+    monkeypatch.setattr(world, "ranks_per_node", lambda: 2)
+    monkeypatch.setattr(world, "world_size", lambda: 4)
+    with pytest.raises(ConfigError, match=r"use_node_local_storage: expected false for 4 ranks, 2 of them here"):
+        refuse_local_storage(config)

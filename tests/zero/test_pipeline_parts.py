@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -14,8 +16,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from offload.errors import ConfigError
 from zero.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, ProcessTopology, TiedLayerSpec
+from zero.pipe.grid import PipelineParallelGrid
 from zero.pipe.partition import balanced, stage_bounds
 from zero.pipe.schedules import has_backward
+from zero.pipe.topology import PipeModelDataParallelTopology
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 5))
@@ -74,13 +78,42 @@ def test_a_tied_module_is_one_and_its_attributes_must_exist() -> None:
         TiedLayerSpec(*ends, tied_weight_attr="scale").build()
 
 
+def test_a_tied_attribute_may_be_a_property_as_megatrons_is() -> None:
+    class Embedding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(4, 4)
+
+        @property
+        def word_embeddings_weight(self) -> nn.Parameter:
+            return self.words.weight
+
+    spec = TiedLayerSpec("embed", Embedding, tied_weight_attr="word_embeddings_weight")
+    assert spec.build().words.weight.shape == (4, 4)
+    with pytest.raises(ConfigError, match=r"words is not a parameter of Embedding, which has words.weight"):
+        TiedLayerSpec("embed", Embedding, tied_weight_attr="words").build()
+
+
+def test_an_axis_for_tensors_may_be_there_if_it_is_of_one_rank() -> None:
+    topology = PipeModelDataParallelTopology(num_pp=1, num_mp=1, num_dp=1)
+    model = PipelineModule([LayerSpec(nn.Linear, 2, 2)], topology=topology)
+    assert model.stage_ranks == [[0]] and model.data_place == (0, 1)
+    assert topology.get_rank_repr(0) == "model_00" and topology.get_rank_repr(0, ["data"]) == "pipe_00-model_00"
+    assert topology.mapping == {topology.get_coord(0): 0}
+    grid = PipelineParallelGrid(copy.deepcopy(model).topology())
+    assert (grid.get_model_parallel_world_size(), grid.get_slice_parallel_rank(), grid.pp_group) == (1, 0, [0])
+    assert grid.p2p_groups == [[0, 0]] and dist.get_process_group_ranks(grid.get_data_parallel_group()) == [0]
+    assert grid.get_slice_parallel_group() is grid.get_slice_parallel_group()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"layers": [LayerSpec(nn.Linear, 2, 2)]}, "num_stages or topology"),
         ({"layers": [LayerSpec(nn.Linear, 2, 2)], "num_stages": 2}, "divisor"),
         ({"layers": [7], "num_stages": 1}, r"layers\[0\]"),
-        ({"layers": [nn.ReLU()], "topology": ProcessTopology(["pipe", "data", "model"], [1, 1, 1])}, "tensor"),
+        ({"layers": [nn.ReLU()], "topology": PipeModelDataParallelTopology(1, 2, 1)}, "tensor"),
+        ({"layers": [nn.ReLU()], "topology": ProcessTopology(["data", "pipe"], [1, 1])}, "axes"),
         ({"layers": [nn.ReLU()], "num_stages": 1, "dynamic_shape": True}, "dynamic_shape"),
     ],
 )

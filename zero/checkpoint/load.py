@@ -342,7 +342,7 @@ class LoadCheckpoints:
         while (opened := self._open(folder, tag, together, damaged)) is not None:
             try:
                 client = self._load(opened, together, load_module_strict, states, load_module_only)
-                if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
+                if load_lr_scheduler_states and not load_module_only:
                     _load_scheduler(self._run.lr_scheduler, client["lr_scheduler"])
                 return str(opened.folder), client["client_state"]
             except DamagedError as error:
@@ -428,10 +428,10 @@ class LoadCheckpoints:
             for key, saved in numbers.items():
                 updater.set_numbers(key, saved)
             loaded = (leaf for leaf in parts.leaves if id(leaf.parameter) in numbers)
-            client["lr_scheduler"] = _scheduler_of(client, mine, parts)
             updater.take_small(small, {id(leaf.parameter): leaf.names[0] for leaf in loaded})
             restore_groups(updater, state["groups"])
             run.scaler.load_state_dict(state.get("loss_scaler"))
+        client["lr_scheduler"] = _scheduler_of(client, mine, parts)
         if not only_module:
             go_on = partial(_restore_small, run, state, told, own=mine is not None)
             together.do("going on from a checkpoint", go_on)
@@ -481,5 +481,13 @@ def _scheduler_of(client: dict[str, Any], mine: dict[str, Any] | None, parts: As
 
 
 def _load_scheduler(scheduler: Any, state: Any) -> None:
-    if hasattr(scheduler, "load_state_dict"):
+    if not hasattr(scheduler, "load_state_dict"):
+        return
+    if state is not None:
         scheduler.load_state_dict(state)
+    else:
+        logger.warning(
+            "load_checkpoint: the checkpoint has no state of a learning-rate scheduler, so the %s goes on from "
+            "where it is, which in a new run is its first step",
+            type(scheduler).__name__,
+        )

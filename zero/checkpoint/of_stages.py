@@ -9,10 +9,15 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from offload.archives import bytes_tensor, make_archive, read_archive
+import torch
+from torch import nn
+
+from offload.archives import bytes_tensor, make_archive, pack_any, read_archive, unpack_any
+from offload.errors import ConfigError
 from zero.assembly.assembly import Assembly
 from zero.exchange.exchange import Exchange
-from zero.params.buffers import persistent_buffers
+from zero.exchange.together import Together
+from zero.params.buffers import extra_states, persistent_buffers
 
 LISTS, TABLES = ("parameters", "frozen", "buffers"), ("aliases", "dtypes")
 
@@ -35,6 +40,27 @@ def whole_state(everyone: Exchange, state: Mapping[str, Any]) -> dict[str, Any]:
         names = list(dict.fromkeys(name for group in alike for name in group["params"]))
         whole["groups"].append({**alike[0], "params": names})
     whole["has_frozen"] = any(frozen)
+    return whole
+
+
+def whole_extra_states(everyone: Exchange, model: nn.Module) -> dict[str, Any]:
+    """The extra states of the modules of all stages; of a tied module the first stage's count. All ranks call this."""
+
+    def packed() -> torch.Tensor:
+        states = extra_states(model)
+        try:
+            return make_archive(pack_any(states))
+        except Exception as error:
+            raise ConfigError(
+                f"save_checkpoint: what get_extra_state of a module returns ({', '.join(states)}) cannot be pickled: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    mine = Together(everyone).do("extra states", packed)
+    whole: dict[str, Any] = {}
+    for answer in everyone.agree("extra states of all stages", mine.numpy().tobytes()):
+        found = unpack_any(read_archive(bytes_tensor(answer), "extra states of a stage"), "extra states of a stage")
+        whole = {**found, **whole}
     return whole
 
 

@@ -30,7 +30,7 @@ from zero.checkpoint.frozen import (
     frozen_indices,
     frozen_sums,
 )
-from zero.checkpoint.of_stages import whole_state
+from zero.checkpoint.of_stages import whole_extra_states, whole_state
 from zero.checkpoint.save import CheckpointSave
 from zero.checkpoint.source import CLIENT, RANK, STATE
 from zero.checkpoint.writer import Extents, plan_extents
@@ -90,7 +90,8 @@ class SaveCheckpoints:
             StorageError: not enough room, or the disk refused; older checkpoints are as they were.
             StateError: inside forward, backward or `GatheredParameters`; or it failed on another rank.
         """
-        folder = folder_named(save_dir, "save_checkpoint: save_dir")
+        # Absolute, because a save that goes on beside training must not follow the program to another folder.
+        folder = folder_named(save_dir, "save_checkpoint: save_dir").absolute()
         self.between_steps("save_checkpoint")
         name = self._agree_on_tag(f"global_step{self._run.global_steps}" if tag is None else tag)
         frozen = self._save_frozen(folder, left_out=exclude_frozen_parameters)
@@ -218,15 +219,17 @@ class SaveCheckpoints:
         if not state["has_frozen"]:
             left_out = set(state["frozen"])
             state["aliases"] = {alias: name for alias, name in state["aliases"].items() if name not in left_out}
+        extra = None
         if parts.exchange.is_stage:
             state = whole_state(parts.exchange.everyone, state)
+            extra = whole_extra_states(parts.exchange.everyone, parts.model)
         together = Together(parts.exchange.everyone)
         accumulated = None
         if not self._backward_torn():
             accumulated = together.do("saving collected gradients", lambda: add_accumulated(extents, parts, placement))
         answers = self._run.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
         state["accumulating"] = ranks_shape(placement) if any(answers) else None
-        blobs = together.do("capturing what is saved", lambda: self._blobs(state, client_state, accumulated))
+        blobs = together.do("capturing what is saved", lambda: self._blobs(state, client_state, extra, accumulated))
         for name, archive in blobs.items():
             extents.add_blob(name, archive)
         extents.end()
@@ -246,13 +249,17 @@ class SaveCheckpoints:
         return torn
 
     def _blobs(
-        self, state: dict[str, Any], client_state: Mapping[str, Any], accumulated: dict[str, Any] | None
+        self,
+        state: dict[str, Any],
+        client_state: Mapping[str, Any],
+        extra: dict[str, Any] | None,
+        accumulated: dict[str, Any] | None,
     ) -> dict[str, torch.Tensor]:
         """Objects that this rank saves besides tensors, as archives. Raises ConfigError: a user's cannot be saved."""
         rank = self._run.exchange.everyone.placement.rank
         values: dict[str, Callable[[], Any]] = {f"{RANK}.{rank}": lambda: rank_state(self._run, accumulated)}
         if rank == 0:
-            values = {STATE: lambda: state, CLIENT: lambda: client_part(self._run, client_state), **values}
+            values = {STATE: lambda: state, CLIENT: lambda: client_part(self._run, client_state, extra), **values}
         blobs = {}
         for name, value in values.items():
             try:

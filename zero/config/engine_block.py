@@ -51,7 +51,8 @@ class Pipeline(ConfigBlock):
     stages: InertAny = None
     partition: InertText = None
     seed_layers: InertFlag = None
-    activation_checkpoint_interval: InertWhole = None
+    activation_checkpoint_interval: Whole = 0
+    """Number of layers in one activation checkpoint, instead of the argument of PipelineModule; 0: as that says."""
     pipe_partitioned: InertFlag = None
     grad_partitioned: InertFlag = None
     use_reentrant: InertFlag = None

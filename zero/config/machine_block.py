@@ -62,9 +62,8 @@ class CheckpointConfig(ConfigBlock):
     load_universal: Annotated[Flag | None, Inert("every checkpoint loads at any stage, tier and number of ranks")] = (
         None
     )
-    use_node_local_storage: Annotated[
-        Flag, Only((False,), "a checkpoint is one folder that all nodes must see; set it to false")
-    ] = False
+    use_node_local_storage: Flag = False
+    """True is for ranks of one node only, where it changes nothing: a checkpoint is one folder that all ranks see."""
     parallel_write: features.parallel_write | None = None
     checkpoint_serialization: Annotated[Flag | None, Inert("there is only one format of checkpoints")] = None
     writer: features.writer | None = None
@@ -83,7 +82,9 @@ Budget = Annotated[int | Literal["auto"] | None, reads(_parse_budget), MEANS_AUT
 
 
 class MemoryBudget(ConfigBlock):
-    """`memory_budget`, ours: bytes this rank may use. "auto": what is free; None: the working set, no cache."""
+    """`memory_budget`, ours: bytes this rank may use, or "auto": most of what is free. None: no cache, only what a step
+    needs, and the gradients that have room.
+    """
 
     device: Budget = None
     host: Budget = None

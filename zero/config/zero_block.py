@@ -125,7 +125,7 @@ class ZeroConfig(ConfigBlock):
     stage3_prefetch_bucket_size: Count | None = None
     """[elements] read ahead beyond the next unit. None: a quarter of the live limit, at least the largest unit."""
     stage3_param_persistence_threshold: Count = 100_000
-    """Parameters with fewer elements stay gathered."""
+    """Parameters with at most so many elements stay gathered."""
     stage3_max_live_parameters: Count | None = None
     """[elements] most on the device at once, but what one call uses. None, and 0 (DeepSpeed: least): derived."""
     stage3_max_reuse_distance: Count | None = None

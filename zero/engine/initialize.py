@@ -30,6 +30,7 @@ from zero.optim.rules import Trained
 from zero.optim.scheduling import check_scheduler
 from zero.params.initialisation import refuse_without_values, suspended
 from zero.pipe.module import PipelineModule
+from zero.ranks import world
 from zero.ranks.joining import join_or_stay_alone
 from zero.reports.log import NOTICE, follow, show_log
 
@@ -66,7 +67,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         lr_scheduler: an object with `step()`, or a callable that gets the optimizer and returns one; it overrides the
             `scheduler` of the config.
         distributed_port: the port of rank 0 if MASTER_PORT is not set.
-        mpu: not available: must be None.
+        mpu: Megatron's or a similar object; its sizes but that of data parallelism must be 1.
         dist_init_required: False: torch.distributed is not initialised here; else a process that a launcher has started
             joins the other ranks, and a process without a launcher gets a group of one.
         collate_fn: for the loader.
@@ -88,8 +89,11 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if pipeline is None:
         _refuse_pipelines(model)
     refuse_without_values(model)
-    if mpu is not None or mesh_param is not None:
-        raise ConfigError("initialize: mpu and mesh_param are not available; leave them out")
+    if mesh_param is not None:
+        raise ConfigError("initialize: mesh_param is not available; leave it out")
+    if pipeline is not None and mpu is not None:
+        raise ConfigError("initialize: mpu: expected None with a PipelineModule, which has its own; leave it out")
+    world.check_mpu(mpu, "initialize", *world.SHARES_A_SAMPLE)
     check_scheduler(lr_scheduler)
     show_log()
     if dist_init_required is not False:
@@ -97,6 +101,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     replicas = None if pipeline is None else pipeline.data_place[1]
     loaded = _read_config(args, config if config is not None else config_params, replicas)
     loaded = _without_autos(loaded, facts_of(model, optimizer, training_data))
+    refuse_local_storage(loaded)
     trained = trained_from(optimizer, model_parameters, model, loaded)
     _quantize(model, loaded, trained)
     device = compute_device()
@@ -108,7 +113,9 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if pipeline is not None and stages is not None:
         # Not a ZeroEngine, but with its names; it refuses forward, backward and step, as DeepSpeed's engine does.
         engine = cast(ZeroEngine, PipelineEngine(engine, pipeline, stages))
-    engine.run.training_dataloader = None if training_data is None else engine.deepspeed_io(training_data)
+    if training_data is not None:
+        load = engine.data_in_order if isinstance(engine, PipelineEngine) else engine.deepspeed_io
+        engine.run.training_dataloader = load(training_data)
     return engine, engine.updater, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -130,6 +137,17 @@ def _open_engine(
             if opened is not None:
                 opened.close(error)
         raise
+
+
+def refuse_local_storage(config: Config) -> None:
+    """Raise ConfigError if each node is to write to its own disk, and there are several."""
+    ranks = world.ranks_per_node()
+    if config.checkpoint.use_node_local_storage and ranks is not None and ranks < world.world_size():
+        raise ConfigError(
+            f"checkpoint.use_node_local_storage: expected false for {world.world_size()} ranks, {ranks} of them here: "
+            "a checkpoint is one folder that all nodes must see; set it to false (transformers sets it for "
+            "save_on_each_node)"
+        )
 
 
 def _quantize(model: nn.Module, config: Config, trained: Trained | None) -> None:

@@ -13,18 +13,19 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from offload.errors import ConfigError, StateError, ZeroInfinityError
 from zero.config import Config
 from zero.config.engine_block import Pipeline
-from zero.data.resumable import RepeatingLoader
+from zero.data.resumable import EpochSampler, RepeatingLoader
 from zero.engine.engine import ZeroEngine
 from zero.engine.engine_names import ANSWERS
 from zero.engine.micro_batches import next_batch
 from zero.exchange.all_stages import AllStages
 from zero.exchange.together import Together
 from zero.optim.loss_scale import LossScaleError
+from zero.pipe.grid import PipelineParallelGrid
 from zero.pipe.module import PipelineModule
 from zero.pipe.schedules import MicroBatches, Schedules, mapped, shape_of
 from zero.pipe.tied import TiedWeights
@@ -43,6 +44,8 @@ REFUSED = {
 }
 """Names of ZeroEngine that a pipeline does not have -> why, or what to use instead."""
 
+LOSS = ""
+"""The name of the loss among further losses."""
 
 ANSWERED = frozenset(name for names in ANSWERS.values() for name in names.split())
 """Names of ZeroEngine that one of its parts has."""
@@ -103,16 +106,44 @@ class PipelineEngine:
     Args:
         engine: the engine of this rank's stage.
         stages: the exchange with all ranks; this engine closes it.
+
+    Attributes:
+        grid: this rank's place in the pipeline, and process groups of its stage and its column.
+        agg_additional_losses: see `get_additional_losses`.
     """
 
     def __init__(self, engine: ZeroEngine, module: PipelineModule, stages: AllStages) -> None:
         self._engine, self._pipeline, self._stages = engine, module, stages
         self.num_stages, self.stage_id = module.num_stages, module.stage_id
+        self.grid = PipelineParallelGrid(module.topology())
+        settings = engine.run.config.pipeline or Pipeline()
+        if settings.activation_checkpoint_interval:
+            module.set_checkpoint_interval(settings.activation_checkpoint_interval)
+        self.agg_additional_losses: dict[str, torch.Tensor] | None = None
         self._tied = TiedWeights(module, stages)
         self._work = _StageWork(engine, module)
-        self._schedules = Schedules(module, stages, self._work, (engine.run.config.pipeline or Pipeline()).schedule)
+        self._schedules = Schedules(module, stages, self._work, settings.schedule)
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
+
+    # ---- ranks --------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: stages times parts of the data."""
+        return self.grid.world_size
+
+    @property
+    def is_pipe_parallel(self) -> bool:
+        return self.grid.pipe_parallel_size > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        return self.grid.data_parallel_size > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        return self.grid.model_parallel_size > 1
 
     # ---- batches ------------------------------------------------------------------------------
 
@@ -141,6 +172,13 @@ class PipelineEngine:
         """Call `fn` with each item of the data; it returns (inputs, labels)."""
         self._batch_fn = fn
 
+    def set_has_attention_mask(self, value: bool) -> None:
+        """No effect: tensors of any dtype pass between the stages as they are."""
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """Means of what the module's `get_additional_losses` has returned in the last batch; None: nothing."""
+        return self.agg_additional_losses
+
     def reset_activation_shape(self) -> None:
         """Layers return other shapes for the same inputs from now on. All ranks call this together."""
         self._schedules.forget()
@@ -155,6 +193,15 @@ class PipelineEngine:
         if self._iterator is None and given.get("route", "train") == "train":
             self.set_dataloader(loader)
         return loader
+
+    def data_in_order(self, dataset: Dataset[Any]) -> DataLoader[Any]:
+        """As `deepspeed_io`, but not shuffled: DeepSpeed reads the `training_data` of a pipeline so."""
+        index, count = self._pipeline.data_place
+        drop = self._engine.run.config.dataloader_drop_last
+        sampler = None
+        if hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
+            sampler = EpochSampler(dataset, count, index, shuffle=False, drop_last=drop)
+        return self.deepspeed_io(dataset, data_sampler=sampler)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Forward and backward of all micro-batches, and a step. All ranks call this together.
@@ -179,7 +226,9 @@ class PipelineEngine:
             self._engine.accumulation.begin_batch("train_batch")
             self._schedules.run(batches, self.micro_batches, train=True)
             self._tied.add_up(lambda parameter: self._engine.steps.values_of(parameter, to_change=True))
-            loss = self._told(self._work.take_losses(), "mean")
+            means = self._means(self._work.take_losses())
+            loss = means.pop(LOSS)
+            self.agg_additional_losses = means or None
             self._engine.reports.note_loss(loss)  # the first rank reports, and the last stage has the losses
             try:
                 self._engine.step()
@@ -227,7 +276,7 @@ class PipelineEngine:
             if compute_loss and reduce_output is None:
                 loss = losses or None
             elif compute_loss:
-                mean = self._told(losses, "mean")
+                mean = self._means({LOSS: losses})[LOSS]
                 loss = mean if bcast_loss or losses else None
         logits = _joined(outputs) if self.is_last_stage() else None
         if not compute_loss:
@@ -282,12 +331,17 @@ class PipelineEngine:
             )
         return MicroBatches(inputs, labels, shapes[0] if shapes else "")
 
-    def _told(self, losses: list[torch.Tensor], what: str) -> torch.Tensor:
-        """The mean over the ranks that have losses, on every rank."""
-        mine = torch.stack([loss.detach().float() for loss in losses]).mean().item() if losses else None
-        answers = self._stages.agree(f"{what} loss", json.dumps(mine).encode())
-        known = torch.tensor([json.loads(answers[rank]) for rank in self._stages.last_ranks], dtype=torch.float64)
-        return known.mean().float()
+    def _means(self, losses: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """The mean of each loss over the ranks that have losses, on every rank."""
+        mine = {
+            name: torch.stack([v.detach().float() for v in each]).mean().item() for name, each in losses.items() if each
+        }
+        answers = self._stages.agree("mean loss", json.dumps(mine).encode())
+        known = [json.loads(answers[rank]) for rank in self._stages.last_ranks]
+        return {
+            name: torch.tensor([v[name] for v in known], dtype=torch.float64, device="cpu").mean().float()
+            for name in known[0]
+        }
 
     # ---- calls that the stage's engine answers ------------------------------------------------
 
@@ -302,6 +356,7 @@ class PipelineEngine:
             self._engine.close()
         finally:
             self._stages.close()
+            self.grid.close()
 
     def destroy(self) -> None:
         """As `close`, but the weights stay. All ranks of a stage call it together."""
@@ -309,6 +364,7 @@ class PipelineEngine:
             self._engine.destroy()
         finally:
             self._stages.close()
+            self.grid.close()
 
     def __enter__(self) -> PipelineEngine:
         return self
@@ -346,7 +402,8 @@ class _StageWork:
 
     def __init__(self, engine: ZeroEngine, module: PipelineModule) -> None:
         self._engine, self._module = engine, module
-        self._losses: list[torch.Tensor] = []
+        self._losses: dict[str, list[torch.Tensor]] = {}
+        """Of the micro-batches since the last step, on the last stage: under `LOSS`, and what else the module names."""
         self._backwards = 0
 
     def forward(self, value: Any) -> Any:
@@ -355,7 +412,8 @@ class _StageWork:
     def loss(self, output: Any, labels: Any) -> torch.Tensor:
         """The loss to run backward from: divided and scaled."""
         loss = self.loss_of(output, labels)
-        self._losses.append(loss.detach())
+        for name, value in {LOSS: loss, **(self._module.get_additional_losses() or {})}.items():
+            self._losses.setdefault(name, []).append(value.detach())
         return self._engine.scaling.scaled(self._engine.part_of_loss(loss))
 
     def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
@@ -368,8 +426,8 @@ class _StageWork:
         with torch.no_grad():
             return [self.loss_of(*pair) for pair in zip(outputs, labels, strict=True)] if outputs else []
 
-    def take_losses(self) -> list[torch.Tensor]:
-        losses, self._losses, self._backwards = self._losses, [], 0
+    def take_losses(self) -> dict[str, list[torch.Tensor]]:
+        losses, self._losses, self._backwards = self._losses, {}, 0
         return losses
 
     def backward(self) -> AbstractContextManager[None]:

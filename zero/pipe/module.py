@@ -17,7 +17,7 @@ from zero import checkpointing
 from zero.activations.rng_tracker import get_cuda_rng_tracker
 from zero.pipe.partition import stage_bounds
 from zero.pipe.specs import LayerSpec, TiedLayerSpec
-from zero.pipe.topology import DATA, PIPE, PipeDataParallelTopology, ProcessTopology
+from zero.pipe.topology import DATA, MODEL, PIPE, PipeDataParallelTopology, ProcessTopology
 from zero.ranks import world
 from zero.ranks.joining import join_or_stay_alone
 
@@ -34,7 +34,7 @@ class PipelineModule(nn.Module):
     Args:
         layers: `LayerSpec`s, `TiedLayerSpec`s, modules and other callables.
         num_stages: divides the number of ranks; ranks of one stage are neighbours and divide the data.
-        topology: instead of `num_stages`; with the axes "pipe" and "data".
+        topology: instead of `num_stages`; with the axes "pipe" and "data", and perhaps "model" of length 1.
         loss_fn: called with (output of the last layer, labels); None: the output of the last layer is the loss.
         seed_layers: seed the random numbers before each build and each run of a layer. Then weights and dropout are the
             same with any number of stages; without it each stage continues with its own random numbers.
@@ -93,6 +93,17 @@ class PipelineModule(nn.Module):
         """The grid that assigns ranks to stages."""
         return self._topology
 
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """Further losses (0-D) of the last micro-batch, for a subclass to return: of the same names on all ranks.
+
+        The last stage's are averaged over micro-batches and ranks; see `PipelineEngine.get_additional_losses`.
+        """
+        return None
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """As the argument `activation_checkpoint_interval`, from the next forward on."""
+        self.activation_checkpoint_interval = interval
+
     def num_pipeline_stages(self) -> int:
         return self.num_stages
 
@@ -140,7 +151,7 @@ class PipelineModule(nn.Module):
         for begin in range(0, count, interval or max(count, 1)):
             end = min(begin + (interval or count), count)
             whole = isinstance(inputs, tuple)  # a layer gets a tuple of one as such
-            run = partial(self._run_layers, begin, end, self.micro_offset, whole)
+            run = partial(self._run_layers, begin, end, self.micro_offset + 1, whole)  # as DeepSpeed counts
             given = inputs if whole else (inputs,)
             if interval and torch.is_grad_enabled() and self._may_checkpoint(begin, end):
                 inputs = self.activation_checkpoint_func(run, *given)
@@ -203,7 +214,12 @@ class PipelineModule(nn.Module):
 def _grid(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
     ranks = world.world_size()
     if topology is not None:
-        if topology.get_axis_names() != [PIPE, DATA] or topology.world_size() != ranks:
+        sliced = topology.get_dim(MODEL) > 1
+        if (
+            topology.get_axis_names() not in ([PIPE, DATA], [PIPE, DATA, MODEL])
+            or sliced
+            or topology.world_size() != ranks
+        ):
             raise ConfigError(
                 f'PipelineModule: topology: expected the axes ["pipe", "data"] for {ranks} ranks, got '
                 f"{dict(zip(topology.axes, topology.dims, strict=True))}; tensor parallelism is not available"

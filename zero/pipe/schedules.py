@@ -157,7 +157,7 @@ class Schedules:
             return self._run_alone(batches, train=train)
         schedule, layers = self._schedule(batches, count, train=train)
         layers.begin(batches)
-        numbers = torch.arange(count)
+        numbers = torch.arange(count, device="cpu")
         try:
             args = (numbers,) if self._is_first else ()
             target = numbers if self._is_last and train else None
@@ -199,8 +199,8 @@ class Schedules:
 
     def _stage(self, layers: _Layers, batches: MicroBatches, *, train: bool) -> _Stage:
         received, sent = self._shapes(layers, batches, train=train)
-        number = (torch.zeros(1, dtype=torch.int64),)
-        nothing = (torch.empty(1, device="meta"),)
+        number = (torch.zeros(1, dtype=torch.int64, device="cpu"),)
+        nothing = (torch.empty(1, device="meta", dtype=torch.float32),)
         return _Stage(
             *(layers, self._work, self._module.stage_id, self._module.num_stages, self._stages.device),
             input_args=number if self._is_first else received,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class TiedLayerSpec(LayerSpec):
     Args:
         key: layers with the same key share one module, which is built from the first one's spec.
         forward_fn: called as `forward_fn(module, input)`; None: the module itself is called.
-        tied_weight_attr: dotted names of the tied parameters; they must exist.
+        tied_weight_attr: dotted names of the tied parameters, or of properties that return them; they must exist.
         typename, module_args, module_kwargs: as in `LayerSpec`.
     """
 
@@ -74,14 +75,22 @@ class TiedLayerSpec(LayerSpec):
     def build(self) -> nn.Module:
         """Make the module. Raises ConfigError: it lacks a parameter that `tied_weight_attr` names."""
         module = super().build()
-        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        missing = [name for name in self.tied_weight_attr if name not in names]
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        missing = [name for name in self.tied_weight_attr if id(_attribute(module, name)) not in names]
         if missing:
             raise ConfigError(
                 f"TiedLayerSpec({self.key!r}): tied_weight_attr: {', '.join(missing)} is not a parameter of "
-                f"{self.typename.__name__}, which has {', '.join(sorted(names)) or 'none'}"
+                f"{self.typename.__name__}, which has {', '.join(sorted(names.values())) or 'none'}"
             )
         return module
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """What a dotted name leads to, by properties too, as those of Megatron's embeddings; None: nothing."""
+    try:
+        return attrgetter(name)(module)
+    except AttributeError:
+        return None
 
 
 def trained_numel(module: nn.Module) -> int:

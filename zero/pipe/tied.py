@@ -38,10 +38,12 @@ class TiedWeights:
                 continue
             values = values_of(parameter)
             mine = values.gradient()
-            has = self._stages.each(group, torch.tensor([mine is not None]).to(torch.uint8))
+            has = self._stages.each(group, torch.tensor([mine is not None], device="cpu").to(torch.uint8))
             if not any(bool(part) for part in has):
                 continue
-            flat = torch.zeros(parameter.numel()) if mine is None else mine.reshape(-1)
+            flat = (
+                torch.zeros(parameter.numel(), dtype=torch.float32, device="cpu") if mine is None else mine.reshape(-1)
+            )
             total, *rest = self._stages.each(group, flat)
             for part in rest:
                 total = total + part

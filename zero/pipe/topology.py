@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from offload.errors import ConfigError
 
-PIPE, DATA = "pipe", "data"
+PIPE, DATA, MODEL = "pipe", "data", "model"
 
 
 class ProcessTopology:
@@ -25,6 +25,11 @@ class ProcessTopology:
         if len(self.axes) != len(self.dims) or min(self.dims, default=0) < 1:
             raise ConfigError(f"ProcessTopology: expected a length of at least 1 for each of {axes!r}, got {dims!r}")
         self._coordinates = list(itertools.product(*map(range, self.dims)))
+
+    @property
+    def mapping(self) -> dict[NamedTuple, int]:
+        """Coordinates -> rank."""
+        return {self.get_coord(rank): rank for rank in range(self.world_size())}
 
     def world_size(self) -> int:
         return math.prod(self.dims)
@@ -53,6 +58,13 @@ class ProcessTopology:
         coordinate: NamedTuple = kind(*self._coordinates[rank])
         return coordinate
 
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = (DATA, PIPE), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """A rank's coordinates as text, such as "pipe_00-data_01", without those on `omit_axes`."""
+        place = zip(self.axes, self._coordinates[rank], strict=True)
+        return outer_sep.join(f"{axis}{inner_sep}{index:02d}" for axis, index in place if axis not in omit_axes)
+
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Ranks whose coordinate on an axis is `idx`, in order."""
         return self.filter_match(**{axis: idx})
@@ -76,3 +88,10 @@ class PipeDataParallelTopology(ProcessTopology):
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__([PIPE, DATA], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """As `PipeDataParallelTopology`, with an axis for tensor parallelism; a `PipelineModule` takes one of length 1."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__([PIPE, DATA, MODEL], [num_pp, num_dp, num_mp])

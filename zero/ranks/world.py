@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+from offload.errors import ConfigError
 from zero.ranks import backend
 
+TENSOR_SIZES = ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
+SHARES_A_SAMPLE = (
+    TENSOR_SIZES,
+    ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"),
+    ("get_sequence_parallel_world_size",),
+    ("get_context_parallel_world_size",),
+)
+"""Megatron's names, older ones last, of the numbers of ranks that work on the same samples."""
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun's name for the ranks of a node, and DeepSpeed's launcher's.
 
 
@@ -39,3 +49,14 @@ def ranks_per_node() -> int | None:
         if said.isdecimal() and 0 < int(said) <= world_size():
             return int(said)
     return None
+
+
+def check_mpu(mpu: Any, what: str, *kinds: tuple[str, ...]) -> None:
+    """Raise ConfigError if Megatron's object `mpu` has more than one rank of one of these kinds; None has none."""
+    for names in kinds:
+        name = next((name for name in names if hasattr(mpu, name)), None)
+        if name is not None and (size := getattr(mpu, name)()) != 1:
+            raise ConfigError(
+                f"{what}: mpu: expected 1 from {name}(), got {size}; set that kind of parallelism to 1: here "
+                "ranks share weights and states, and each has samples of its own"
+            )

@@ -66,11 +66,11 @@ def rank_state(engine: Run, accumulated: dict[str, Any] | None) -> dict[str, Any
     }
 
 
-def client_part(engine: Run, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part that may consist of any objects."""
+def client_part(engine: Run, client_state: Mapping[str, Any], extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The part that may consist of any objects. `extra`: extra states of all stages; None: there are no stages."""
     return {
         "client_state": dict(client_state),
-        "extra_states": extra_states(engine.module),
+        "extra_states": extra_states(engine.module) if extra is None else dict(extra),
         "lr_scheduler": _scheduler_state(engine),
     }
 

@@ -147,6 +147,19 @@ def test_a_checkpoint_without_a_position_says_so(
     assert len(list(engine.training_dataloader)) == 5
 
 
+def test_a_checkpoint_without_a_schedule_says_that_the_new_one_begins(
+    open_engine: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_engine(model(), config()).save_checkpoint(tmp_path)
+    schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}
+    engine = open_engine(model(), {**config(), **schedule})
+    with caplog.at_level(logging.WARNING, "zero"):
+        engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+        assert "scheduler" not in caplog.text
+        engine.load_checkpoint(tmp_path)
+    assert "no state of a learning-rate scheduler, so the WarmupLR goes on from where it is" in caplog.text
+
+
 def test_a_loader_that_is_repeated_goes_on(open_engine: Open, tmp_path: Path) -> None:
     def opened() -> Any:
         engine = open_engine(model(), config(), training_data=list(range(5)))

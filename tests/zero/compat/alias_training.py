@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import logging
+import os
 import sys
 from typing import Any
 
@@ -301,6 +302,43 @@ def lent() -> dict[str, Any]:
         "blocks": [bool(getattr(getattr(config, f"{name}_config"), "enabled", False)) for name in blocks],
         "comms": config.comms_config.comms_logger_enabled,
         "unknown": hasattr(config, "nothing_config"),
+    }
+
+
+def loaded() -> dict[str, Any]:
+    """Weights from elsewhere, and what a launcher and another kind of script say of the rank."""
+    from types import SimpleNamespace
+
+    fp16 = {**CONFIG, **ADAMW, "fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": {"stage": 1}}
+    args = SimpleNamespace(local_rank=-1)
+    os.environ["LOCAL_RANK"] = "0"  # as a launcher does
+    engine, *_ = deepspeed.initialize(args=args, model=model(), config=fp16)
+    other = {name: torch.full_like(value, 0.5) for name, value in engine.named_full_parameters()}
+    told = []
+    for state, options in (({**other, "more": torch.ones(1)}, {}), ({}, {"allowed_missing_keys": ["0.weight"]})):
+        try:
+            engine.load_module_state_dict({"module": state}, **options)
+        except RuntimeError as error:
+            told.append(str(error))
+    engine.load_module_state_dict({"module": other})
+    masters = {name: engine.full_master(name) for name in other}
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(2)
+    engine.optimizer.refresh_fp32_params()
+    doubled = {name: engine.full_master(name) for name in other}
+    try:
+        deepspeed.initialize(args=SimpleNamespace(local_rank=7), model=model(), config=fp16)
+    except ValueError as error:
+        told.append(str(error))
+    del os.environ["LOCAL_RANK"]
+    return {
+        "loaded": all(bool((value == 0.5).all()) for value in masters.values()),
+        "doubled": all(bool((value == 1.0).all()) for value in doubled.values()),
+        "told": told,
+        "local rank": args.local_rank,
+        "tracker": deepspeed.checkpointing.get_cuda_rng_tracker() is deepspeed.checkpointing._CUDA_RNG_STATE_TRACKER,
+        "there": hasattr(deepspeed.checkpointing, "CheckpointFunction"),
     }
 
 

@@ -19,7 +19,7 @@ import zero
 from offload.disk import tuning
 from offload.disk.device import identify
 from offload.disk.probe import Setting
-from zero.compat import commands, disk_speed
+from zero.compat import commands, disk_speed, launcher
 from zero.compat.deepspeed import ALIAS
 from zero.compat.to_fp32 import main as zero_to_fp32
 
@@ -47,6 +47,18 @@ def test_every_command_is_there_by_both_ways_and_no_other() -> None:
         pytest.skip("not a checkout")
     text = (ROOT / "compat" / "pyproject.toml").read_text(encoding="utf-8")
     assert set(re.findall(r'^(\w+) = "zero\.compat\.commands:main"$', text, flags=re.M)) == NAMES
+
+
+@pytest.mark.parametrize("given", [["--hostfile", "no/hosts"], ["--hostfile=no/hosts"], ["-H", "no/hosts"]])
+def test_deepspeed_runs_here_if_the_hostfile_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: list[str]
+) -> None:
+    """Scripts of CogVLM and others name one that comes with no checkout."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(launcher.cli, "main", lambda words: started.append(words) or 0)
+    assert launcher.main(["--num_gpus", "2", *given, "train.py", "--hostfile", "no/hosts"]) == 0
+    assert started == [["run", "--num_gpus", "2", "train.py", "--hostfile", "no/hosts"]]
+    assert "--hostfile no/hosts: there is no such file; the ranks run on this machine" in capsys.readouterr().err
 
 
 def test_what_is_not_there_says_what_to_do() -> None:

@@ -222,7 +222,6 @@ REFUSED = {
     "ops.random_ltd.dropping_utils.GatherTokens.apply(None)": "random layer drop",
     "utils.groups._get_sequence_parallel_group()": "sequence parallelism",
     "utils.groups._get_expert_parallel_group()": "experts",
-    "utils.groups.initialize(ep_size=2, mpu=object())": "tensor parallelism",
     "moe.ep_router.TokenChoiceTopKRouter()": "experts",
     "runtime.pipe.schedule.TrainSchedule(4, 2, 0)": "pipeline.schedule",
     "compression.compress.init_compression(None, {})": "quantise",

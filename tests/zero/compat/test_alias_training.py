@@ -16,7 +16,10 @@ CHILD = Path(__file__).parent / "alias_training.py"
 @cache
 def found() -> dict[str, Any]:
     """One child makes all calls: they have a process in common in clients too."""
-    functions = ("accelerator", "protocol", "unharmed", "forms", "tiled", "clipped", "cloned", "lent", "chat", "saved")
+    functions = (
+        *("accelerator", "protocol", "unharmed", "forms", "tiled", "clipped", "cloned", "lent", "chat", "saved"),
+        "loaded",
+    )
     answer: dict[str, Any] = json.loads(said(str(CHILD), *functions, env=OPTED_IN).splitlines()[-1])
     return answer
 
@@ -132,3 +135,12 @@ def test_a_folder_of_checkpoints_has_what_clients_look_for() -> None:
     assert told["said"] == "" and told["executable"]
     assert told["equal"] and told["function"]
     assert told["loaded"] == [True, {}, True]
+
+
+def test_weights_from_elsewhere_become_the_masters_and_a_script_learns_its_rank() -> None:
+    told = found()["loaded"]
+    assert told["loaded"] and told["doubled"]
+    unexpected, missing, rank = told["told"]
+    assert "more" in unexpected and "0.bias" in missing and "0.weight" not in missing
+    assert told["local rank"] == 0 and "args.local_rank: expected LOCAL_RANK of the environment, 0, got 7" in rank
+    assert told["tracker"] and told["there"]

@@ -122,10 +122,93 @@ def ordered() -> list[list[int]]:
     return seen
 
 
-def test_all_stages_read_the_samples_in_one_order(rank_pool: Pool) -> None:
+def test_all_stages_read_the_samples_in_the_order_of_the_data(rank_pool: Pool) -> None:
+    """As DeepSpeed's pipelines do, whose other loaders are in random order."""
     one, other = rank_pool(2).run(ordered, timeout_seconds=60.0)
     epoch = [number for batch in one[:6] for number in batch]
-    assert one == other and sorted(epoch) == list(range(24)) and epoch != sorted(epoch)
+    assert one == other and epoch == list(range(24))
+
+
+def as_seen(num_stages: int) -> dict[str, Any]:
+    """Where a rank stands, by the engine and by the module of groups, and the sums over its groups."""
+    import torch.distributed as dist
+
+    import zero
+    from zero.compat import groups
+    from zero.compat.initialize_for_clients import lend_names
+    from zero.pipe import LayerSpec, PipelineModule
+
+    class Telling(PipelineModule):
+        """The last stage has the mean of each output beside the loss."""
+
+        told: Tensor | None = None
+
+        def forward(self, inputs: Any) -> Any:
+            outputs = super().forward(inputs)
+            if self.stage_id == self.num_stages - 1:
+                self.told = outputs.mean()
+            return outputs
+
+        def get_additional_losses(self) -> dict[str, Tensor] | None:
+            return None if self.told is None else {"mean": self.told, "twice": 2 * self.told}
+
+    quiet()
+    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2)]
+    model = Telling(layers, num_stages, loss_fn=loss_of, seed_layers=True)
+    rank, sums = dist.get_rank(), []
+    with zero.initialize(model=model, config=CONFIG)[0] as engine:
+        lend_names(engine)
+        grid = engine.grid
+        for group in (engine.data_parallel_group, grid.get_pipe_parallel_group(), groups._get_data_parallel_group()):
+            value = torch.tensor(float(rank))
+            dist.all_reduce(value, group=group)
+            sums.append(value.item())
+        engine.train_batch(items(seed=grid.data_parallel_id))
+        more = engine.get_additional_losses()
+        ranks = [groups.get_data_parallel_world_size(), groups._get_data_parallel_group_ranks()]
+        groups.use(None)  # the process of a pool runs other tests too
+        return {
+            "place": [grid.get_pipe_parallel_rank(), grid.get_data_parallel_rank(), engine.world_size],
+            "sums": sums,
+            "ranks": ranks,
+            "next": grid.p2p_groups[rank],
+            "peer": grid.stage_to_global(num_stages - 1),
+            "kinds": [engine.is_pipe_parallel, engine.is_data_parallel, engine.is_model_parallel],
+            "more": {name: value.item() for name, value in more.items()},
+        }
+
+
+def test_a_rank_knows_its_place_and_its_groups_and_all_know_the_further_losses(rank_pool: Pool) -> None:
+    seen = rank_pool(4).run(as_seen, 2, timeout_seconds=60.0)
+    assert [one["place"] for one in seen] == [[0, 0, 4], [0, 1, 4], [1, 0, 4], [1, 1, 4]]
+    assert [one["sums"] for one in seen] == [[1, 2, 1], [1, 4, 1], [5, 2, 5], [5, 4, 5]]
+    assert [one["ranks"] for one in seen] == [[2, [0, 1]], [2, [0, 1]], [2, [2, 3]], [2, [2, 3]]]
+    assert [one["next"] for one in seen] == [[0, 2], [1, 3], [2, 0], [3, 1]]
+    assert [one["peer"] for one in seen] == [2, 3, 2, 3]
+    assert all(one["kinds"] == [True, True, False] for one in seen)
+    more = seen[0]["more"]
+    assert all(one["more"] == more for one in seen)
+    assert more["twice"] == 2 * more["mean"] != 0
+
+
+def run_twice(interval: int) -> int:
+    """How many runs of a layer a batch has."""
+    runs: list[None] = []
+
+    class Counting(nn.Linear):
+        def forward(self, value: Tensor) -> Tensor:
+            runs.append(None)
+            return super().forward(value)
+
+    settings = {"pipeline": {"activation_checkpoint_interval": interval}}
+    with opened(1, before=[Counting(WIDTH, WIDTH)], config={**CONFIG, **settings}) as engine:
+        engine.train_batch(items())
+    return len(runs)
+
+
+def test_the_configuration_says_which_layers_backward_runs_again(rank_pool: Pool) -> None:
+    for interval in (0, 1):
+        assert rank_pool(1).run(run_twice, interval, timeout_seconds=60.0) == [MICRO * (1 + interval)]
 
 
 def refused(num_stages: int) -> list[str]:
@@ -150,7 +233,7 @@ def constant(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
-def groups_after(folder: str) -> tuple[list[float], list[float], Any]:
+def groups_after(folder: str, load: dict[str, Any]) -> tuple[list[float], list[float], Any]:
     """Learning rates of this stage's groups, before a save and after a load; and the setting of a counter."""
     import zero
     from zero.pipe import LayerSpec, PipelineModule
@@ -168,7 +251,7 @@ def groups_after(folder: str) -> tuple[list[float], list[float], Any]:
                 engine.lr_scheduler.base_lrs = [8.0] * len(groups)
                 for group in engine.optimizer.param_groups:
                     group["lr"] = 9.0
-                engine.load_checkpoint(folder)
+                engine.load_checkpoint(folder, **load)
             else:
                 engine.train_batch(items())
                 engine.save_checkpoint(folder)
@@ -179,13 +262,57 @@ def groups_after(folder: str) -> tuple[list[float], list[float], Any]:
     return rates[0], rates[1], steps
 
 
+class Counting(nn.Linear):
+    """Counts its forwards in an extra state."""
+
+    calls = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(value)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def counted(num_stages: int, folder: str, load: bool) -> dict[str, int]:
+    from zero.pipe import LayerSpec
+
+    with opened(num_stages, [LayerSpec(Counting, WIDTH, WIDTH) for _ in range(2)]) as engine:
+        if load:
+            engine.load_checkpoint(folder)
+        else:
+            for step in range(2):
+                engine.train_batch(items(step))
+            engine.save_checkpoint(folder)
+        return {name: layer.calls for name, layer in engine.module.named_modules() if isinstance(layer, Counting)}
+
+
+def test_extra_states_of_all_stages_are_saved_and_load_with_another_number_of_stages(
+    rank_pool: Pool, tmp_path: Path
+) -> None:
+    """The cut is between the two layers that have one."""
+    calls = rank_pool(2).run(counted, 2, str(tmp_path), False, timeout_seconds=60.0)
+    assert [list(each) for each in calls] == [["1"], ["2"]] and all(min(each.values()) >= 2 * MICRO for each in calls)
+    assert rank_pool(2).run(counted, 2, str(tmp_path), True, timeout_seconds=60.0) == calls
+    assert rank_pool(1).run(counted, 1, str(tmp_path), True, timeout_seconds=60.0) == [{**calls[0], **calls[1]}]
+
+
 def test_each_stage_goes_on_with_its_own_groups_and_what_is_set_reaches_its_engine(
     rank_pool: Pool, tmp_path: Path
 ) -> None:
     """The stages have other numbers of groups too."""
-    answers = rank_pool(2).run(groups_after, str(tmp_path), timeout_seconds=60.0)
+    answers = rank_pool(2).run(groups_after, str(tmp_path), {}, timeout_seconds=60.0)
     assert [answer[0] for answer in answers] == [[0.01, 0.01], [0.02]]
     assert [answer[1] for answer in answers] == [answer[0] for answer in answers]
+    assert [answer[2] for answer in answers] == [7, 7]
+
+
+def test_each_stage_goes_on_with_its_own_schedule_if_it_loads_no_states(rank_pool: Pool, tmp_path: Path) -> None:
+    answers = rank_pool(2).run(groups_after, str(tmp_path), {"load_optimizer_states": False}, timeout_seconds=60.0)
     assert [answer[2] for answer in answers] == [7, 7]
 
 

@@ -144,7 +144,7 @@ def fill(name: str, module: ModuleType) -> None:
     sys.modules[module.__name__] = ours
     if hasattr(module, "__path__"):
         ours.__path__ = []
-    if home.startswith("zero.compat."):
+    if home.startswith(("zero.compat.", "zero.checkpointing")):
         ours.__dict__.setdefault("__getattr__", _first_of([Names(key, ours) for key in surface() if same(key) == home]))
 
 

@@ -146,7 +146,10 @@ OURS: dict[str, dict[str, str]] = {
         "zero.pipe.module": "PipelineModule",
         "zero.pipe.specs": "LayerSpec TiedLayerSpec",
     },
-    "runtime.pipe.topology": {"zero.pipe.topology": "PipeDataParallelTopology ProcessTopology"},
+    "runtime.pipe.topology": {
+        "zero.pipe.grid": "PipelineParallelGrid",
+        "zero.pipe.topology": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
+    },
     "runtime.precision_config": {
         "zero.compat.configs": "get_bfloat16_config get_float16_config",
         "zero.config.precision_block": "DeepSpeedBF16Config=Bf16Config DeepSpeedFP16Config=Fp16Config",
