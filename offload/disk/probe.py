@@ -23,6 +23,7 @@ from offload.disk.aio import Aio, AioOptions, open_aio
 from offload.disk.aio_base import free_bytes
 from offload.errors import ConfigError, StorageError
 from offload.memory.pinned import map_host, tensor_over
+from offload.system import linux
 
 Kind = Literal["read", "write", "mixed"]
 
@@ -102,11 +103,11 @@ class ProbeFile:
     def close(self) -> None:
         os.close(self._fd)
         self._loop.close()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _reserve(self, nbytes: int) -> None:
         try:
-            os.posix_fallocate(self._fd, 0, nbytes)
+            linux.reserve(self._fd, 0, nbytes)
         except OSError as error:
             what, free = f"probing: reserving {nbytes:,} bytes", free_bytes(self._fd)
             raise StorageError(what, errno=error.errno or 0, path=self._path, offset=0, free_bytes=free) from error

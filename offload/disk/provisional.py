@@ -112,7 +112,7 @@ def read_once(
     fd: int, offset: int, numel: int, dtype: torch.dtype, failure: Callable[[OSError, int], StorageError]
 ) -> torch.Tensor:
     """`numel` elements of `dtype` at byte `offset` of a file, 1-D; see `read_into`."""
-    out = torch.empty(numel, dtype=dtype)
+    out = torch.empty(numel, dtype=dtype, device="cpu")
     read_into(fd, offset, out, failure)
     return out
 

@@ -23,6 +23,7 @@ from offload.disk.probe import mixed_speed
 from offload.disk.stripes import StripeMap
 from offload.errors import ConfigError, StateError, StorageError
 from offload.sizes import PAGE_BYTES, align_up
+from offload.system import linux
 
 RUN_FOLDER_PREFIX = "zero-infinity-"
 STARTING_SECONDS = 60.0  # A younger run folder may belong to a job that has not yet unlinked its file.
@@ -184,7 +185,7 @@ class SwapSpace:
             raise ConfigError(f"nvme_path: cannot create a folder in {folder}: {error.strerror}") from error
         path = run / "swap"
         try:
-            fd = self._open_direct(path)
+            fd = self._open(path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
             with contextlib.suppress(OSError):  # not `rmtree`: it opens the folder, and descriptors may be used up
@@ -192,15 +193,10 @@ class SwapSpace:
                 run.rmdir()
         return SwapFile(fd, str(folder))
 
-    def _open_direct(self, path: Path) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            return os.open(path, flags | os.O_DIRECT, 0o600)
-        except OSError:
-            # tmpfs and some network file systems have no O_DIRECT; transfers then use the page cache.
-            self.direct = False
-            path.unlink(missing_ok=True)
-            return os.open(path, flags, 0o600)
+    def _open(self, path: Path) -> int:
+        descriptor, direct = linux.open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self.direct = self.direct and direct  # without it transfers use the page cache
+        return descriptor
 
 
 class PeerSwap(SwapSpace):
@@ -313,15 +309,11 @@ def remove_stale_runs(folder: Path) -> None:
 
 
 def _reserve(file: SwapFile, begin: int, end: int, offset: int) -> None:
-    """Reserve bytes [begin, end) of the file; `offset`: of the new part of the swap space, for the error.
-
-    Where a file system cannot reserve, libc reads a byte of each block and writes it back: none that is in use may be
-    among them, since a transfer could change it in between.
-    """
+    """Reserve bytes [begin, end) of the file; `offset`: of the new part of the swap space, for the error."""
     if end <= begin:
         return
     try:
-        os.posix_fallocate(file.fd, begin, end - begin)
+        linux.reserve(file.fd, begin, end - begin)
     except OSError as error:
         raise _failure(f"reserving swap space: need {end - begin:,} bytes more", error, file, offset) from error
 

@@ -20,12 +20,12 @@ import torch
 
 from offload.disk.swapfile import free_bytes
 from offload.errors import StorageError
+from offload.system import linux
 
 Operation = Literal[
     "create", "reserve", "write", "truncate", "sync", "rename", "unlink", "make folder", "remove folder", "sync folder"
 ]
 T = TypeVar("T")
-NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 STAGED = ".partial-"  # NAME + STAGED + process id is the file to which the new contents of NAME are written first.
 
@@ -107,11 +107,11 @@ class Files:
     def create(self, path: Path, nbytes: int) -> DurableFile:
         """A new file with `nbytes` reserved, open with O_DIRECT if the file system allows it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd, direct = self.perform("create", path, lambda: _open_direct(path, flags))
+        fd, direct = self.perform("create", path, lambda: linux.open_direct(path, flags, 0o644))
         file = DurableFile(self, path, fd, direct)
         try:
             if nbytes:
-                self.perform("reserve", path, lambda: _reserve(fd, nbytes))
+                self.perform("reserve", path, lambda: linux.reserve(fd, 0, nbytes))
         except BaseException:
             file.close()
             self.perform("unlink", path, path.unlink)
@@ -179,7 +179,8 @@ class Files:
 
     def open(self, path: Path) -> DurableFile:
         """An existing file, for reads through its descriptor, open with O_DIRECT if the file system allows it."""
-        return DurableFile(self, path, *_telling("open", path, lambda: _open_direct(path, os.O_RDONLY | os.O_CLOEXEC)))
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        return DurableFile(self, path, *_telling("open", path, lambda: linux.open_direct(path, flags, 0)))
 
     def read_bytes(self, path: Path) -> bytes:
         return _telling("read", path, path.read_bytes)
@@ -263,27 +264,6 @@ def _existing(path: Path) -> Path:
     return next((folder for folder in (path, *path.parents) if folder.is_dir()), path)
 
 
-def _open_direct(path: Path, flags: int) -> tuple[int, bool]:
-    """Descriptor, and whether it bypasses the page cache: tmpfs and some network file systems refuse O_DIRECT."""
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o644), True
-    except OSError as error:
-        if error.errno not in NO_DIRECT_IO:
-            raise
-        if flags & os.O_EXCL:
-            path.unlink(missing_ok=True)  # some file systems refuse only after they have made the file
-        return os.open(path, flags, 0o644), False
-
-
-def _reserve(fd: int, nbytes: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in NO_DIRECT_IO:
-            raise
-        os.ftruncate(fd, nbytes)  # the file system cannot reserve space; at least set the length
-
-
 def write_all(fd: int, data: bytes, offset: int = 0) -> None:
     rest = memoryview(data)
     while rest:
@@ -296,7 +276,7 @@ def _sync_folder(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in NO_DIRECT_IO:  # some network file systems have nothing to sync in a folder
+        if error.errno not in linux.NO_DIRECT_IO:  # some network file systems have nothing to sync in a folder
             raise
     finally:
         os.close(fd)

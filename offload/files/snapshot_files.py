@@ -31,9 +31,10 @@ import torch
 from offload.disk.stripes import StripeMap
 from offload.disk.swapfile import SwapFile, SwapSpace, check_folder, check_room, stripe_weights
 from offload.errors import ConfigError, StorageError
-from offload.files.durable import NO_DIRECT_IO, Files, write_all
+from offload.files.durable import Files, write_all
 from offload.kernels import kernels
 from offload.sizes import PAGE_BYTES, align_up
+from offload.system import linux
 
 FOLDER = "zero-snapshots"
 FORMAT = 2  # Before 2 only runs in memory had checksums.
@@ -197,14 +198,13 @@ class SnapshotFiles:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._disk.make_folder(path.parent)  # a job that has just ended may have removed the folder
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o600)
+            descriptor, direct = linux.open_direct(path, flags, 0o600)
         except FileNotFoundError:
             raise
         except OSError as error:
-            if error.errno not in NO_DIRECT_IO:
-                raise ConfigError(f"nvme_path: cannot open {path}: {error.strerror}") from error
-            self.direct = False
-            return os.open(path, flags, 0o600)
+            raise ConfigError(f"nvme_path: cannot open {path}: {error.strerror}") from error
+        self.direct = self.direct and direct
+        return descriptor
 
 
 class SnapshotSwap(SwapSpace):

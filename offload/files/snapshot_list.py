@@ -36,7 +36,7 @@ def remove_snapshot(path: Path | str, name: str) -> int:
 
     Raises ConfigError: there is no snapshot of that name; StateError: a job uses it.
     """
-    root = Path(path) / FOLDER / name
+    root = (Path(path) / FOLDER / name).resolve()  # manifests may name the same folder in another way
     if not NAME.fullmatch(name) or not root.is_dir():
         names = ", ".join(listed.name for listed in list_snapshots(path)) or "none"
         raise ConfigError(f"there is no snapshot {name!r} below {path}; available: {names}")
@@ -62,7 +62,7 @@ def _elsewhere(rank: Path) -> list[Path]:
         with contextlib.suppress(StorageError, ConfigError, KeyError, TypeError):
             found += [Path(folder) for folder in read_body(manifest)["folders"]]
     # Do not trust the manifest: accept only folders that are parts of this snapshot and rank.
-    return [folder for folder in found if folder.parts[-3:] == rank.parts[-3:] and folder.is_dir()]
+    return [folder.resolve() for folder in found if folder.parts[-3:] == rank.parts[-3:] and folder.is_dir()]
 
 
 def _listed(root: Path) -> Listed:
@@ -74,7 +74,10 @@ def _listed(root: Path) -> Listed:
         when = committed.stat().st_mtime if head else None
     except (StorageError, ConfigError) as error:
         trouble = str(error)
-    in_use = any(_is_locked(rank / "swap") for rank in ranks)
+    try:
+        in_use = any(_is_locked(rank / "swap") for rank in ranks)
+    except PermissionError as error:  # another user's
+        in_use, trouble = False, trouble or f"{error.filename}: {error.strerror}"
     return Listed(root.name, head, numbers, sum(map(_allocated, ranks)), in_use, when, trouble)
 
 

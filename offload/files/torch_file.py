@@ -98,7 +98,9 @@ class Region:
             read_range(self.path, self.offset_bytes + begin * self.dtype.itemsize, out)
             return
         shape, strides = self.layout
-        span = torch.empty(1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)), dtype=self.dtype)
+        span = torch.empty(
+            1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)), dtype=self.dtype, device="cpu"
+        )
         read_range(self.path, self.offset_bytes, span)
         out.copy_(span.as_strided(shape, strides).reshape(-1)[begin : begin + out.numel()])
 

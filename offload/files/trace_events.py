@@ -49,7 +49,7 @@ def check_target(path: str | os.PathLike[str]) -> Path:
     """
     target = Path(path)
     if target.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"trace: cannot write {target}: expected a file in an existing, writable folder")
+        raise ConfigError(f"cannot write {target}: expected a file in an existing, writable folder")
     return target
 
 

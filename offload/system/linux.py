@@ -1,16 +1,18 @@
-"""Calls of Linux that some builds of Python lack, since they were built on an older system."""
+"""Calls of Linux that some builds of Python lack, since they were built on an older system, or that libc changes."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+from pathlib import Path
 
 MFD_CLOEXEC, MFD_ALLOW_SEALING, MFD_NOEXEC_SEAL = 1, 2, 8
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 SYS_PIDFD_OPEN = 434  # The same on all processors.
+NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def memory_file(*, sealable: bool = False) -> int:
@@ -30,15 +32,51 @@ def memory_file(*, sealable: bool = False) -> int:
     raise _error()
 
 
+def open_direct(path: Path, flags: int, mode: int) -> tuple[int, bool]:
+    """Descriptor, and whether it bypasses the page cache: tmpfs and some network file systems refuse O_DIRECT.
+
+    Raises OSError: the file cannot be opened either way. `flags`, `mode`: as of `os.open`.
+    """
+    try:
+        return os.open(path, flags | os.O_DIRECT, mode), True
+    except OSError as error:
+        if error.errno not in NO_DIRECT_IO:
+            raise
+    if flags & os.O_EXCL:
+        path.unlink(missing_ok=True)  # some file systems refuse only after they have made the file
+    return os.open(path, flags, mode), False
+
+
+def reserve(descriptor: int, offset: int, nbytes: int) -> None:
+    """Give a file its bytes [offset, offset + nbytes), with space on the disk if the file system can reserve any.
+
+    `posix_fallocate` would write a byte to each block where it cannot: one request after another to a file server.
+
+    Raises OSError: there is no room.
+    """
+    try:
+        _fallocate(descriptor, 0, offset, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        if os.fstat(descriptor).st_size < offset + nbytes:
+            os.ftruncate(descriptor, offset + nbytes)
+
+
 def punch_hole(descriptor: int, offset: int, nbytes: int) -> None:
     """Free the space of a file's bytes [offset, offset + nbytes); they read as zero afterwards.
 
     Raises OSError: the file system cannot do this.
     """
-    punch = ctypes.CDLL(None, use_errno=True).fallocate
-    punch.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    if punch(descriptor, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, offset, nbytes) != 0:
-        raise _error()
+    _fallocate(descriptor, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, offset, nbytes)
+
+
+def _fallocate(descriptor: int, mode: int, offset: int, nbytes: int) -> None:
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    while call(descriptor, mode, offset, nbytes) != 0:
+        if ctypes.get_errno() != errno.EINTR:  # a signal: its handler runs in between
+            raise _error()
 
 
 def open_lifeline() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import os
@@ -21,7 +22,9 @@ from offload.disk import swapfile
 from offload.disk.stripes import StripeMap
 from offload.disk.swapfile import RUN_FOLDER_PREFIX, SwapSpace, remove_stale_runs
 from offload.errors import ConfigError, StateError, StorageError
+from offload.files.durable import Files
 from offload.memory.pinned import map_host
+from offload.system import linux
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = 4096
@@ -167,14 +170,13 @@ def test_files_on_real_drives_are_probed_and_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_extending_reserves_nothing_that_is_in_use(tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a file system cannot reserve, libc rewrites a byte of each block."""
-    reserved, reserve = list[tuple[int, int, int]](), os.posix_fallocate
+    reserved, reserve = list[tuple[int, int, int]](), linux.reserve
 
     def noted(fd: int, begin: int, nbytes: int) -> None:
         reserved.append((fd, begin, begin + nbytes))
         reserve(fd, begin, nbytes)
 
-    monkeypatch.setattr(os, "posix_fallocate", noted)
+    monkeypatch.setattr(linux, "reserve", noted)
     with in_stripes_of():
         space = SwapSpace(folders(tmp_path, count), 5 * PAGE, [1.0, 2.0, 3.3][:count])
         for nbytes in (30 * PAGE, 1, PAGE):
@@ -186,6 +188,26 @@ def test_extending_reserves_nothing_that_is_in_use(tmp_path: Path, count: int, m
                 fd: os.fstat(fd).st_size for fd in space.descriptors
             }.items()
         space.close()
+
+
+def test_where_a_file_system_reserves_nothing_files_get_their_length_and_no_byte_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS before 4.2, exFAT, ext3: libc's own `posix_fallocate` would write to each block, a request for each."""
+
+    def refused(*arguments: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(linux, "_fallocate", refused)
+    file = Files().create(tmp_path / "part", 16 * MIB)
+    file.close()
+    space = SwapSpace(folders(tmp_path, 1), 16 * MIB)
+    space.extend(MIB)
+    for found in (os.stat(tmp_path / "part"), os.fstat(space.descriptors[0])):
+        assert found.st_size >= 16 * MIB and found.st_blocks == 0
+    store(space, 16 * MIB, pages(5, 0))
+    assert load(space, 16 * MIB, 5 * PAGE) == pages(5, 0)
+    space.close()
 
 
 @pytest.mark.parametrize("count", [1, 3])

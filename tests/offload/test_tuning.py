@@ -18,6 +18,7 @@ from offload.disk.device import DeviceIdentity, identify
 from offload.disk.probe import ProbeFile, Setting, mixed_speed, take_turns
 from offload.disk.tuning import Measurement, Tuning, cached, cached_or_probed, choose, combine, default_setting, store
 from offload.errors import ConfigError, StorageError
+from offload.system import linux
 
 MIB = 1 << 20
 A, B = Setting("io_uring", 2 * MIB, 32), Setting("io_uring", 4 * MIB, 32)
@@ -194,7 +195,7 @@ def test_a_disk_without_room_is_refused_and_one_that_fails_is_named(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(linux, "reserve", full)
         with pytest.raises(StorageError, match="ENOSPC") as caught:
             ProbeFile(tmp_path, 0.01)
     assert caught.value.path == str(tmp_path)

@@ -222,12 +222,13 @@ PRINTS = """
 import os, sys
 import zero
 from models import build, make_config
+from offload.system import linux
 
-real = os.posix_fallocate
+real = linux.reserve
 def marked(*arguments):
     sys.stderr.write("ALLOCATES\\n")
     return real(*arguments)
-os.posix_fallocate = marked
+linux.reserve = marked
 config = make_config(("nvme", "nvme"), sys.argv[1], log_level="info")
 zero.initialize(model=build("gpt"), config=config)[0].close()
 """

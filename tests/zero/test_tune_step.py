@@ -113,6 +113,7 @@ def test_what_is_wrong_in_the_base_is_said(folder: Path, nvme_path: Path, capsys
         (["--write", "new.json"], "--write needs --model"),
         (["--model", "gpt"], "--model needs --write FILE"),
         (["--model", "gpt", "--write", "there.json"], "there.json already exists; remove it, or write another file"),
+        (["--model", "gpt", "--write", "no/such.json"], "cannot write no/such.json: expected a file in an existing"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_before_anything_is_measured(

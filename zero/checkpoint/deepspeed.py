@@ -87,7 +87,7 @@ class Spread:
             if part.dtype == self.dtype:
                 part.read(self.base + offset, target)
             else:
-                narrow = torch.empty(count, dtype=part.dtype)
+                narrow = torch.empty(count, dtype=part.dtype, device="cpu")
                 part.read(self.base + offset, narrow)
                 target.copy_(narrow)
             done += count
@@ -120,7 +120,7 @@ class SpreadSource:
         shape, values = self._found[name]
         if not 0 <= begin <= end <= shape.numel():
             raise IndexError(f"{name}: elements [{begin}, {end}) of {shape.numel()}")
-        out = torch.empty(end - begin, dtype=values.dtype)
+        out = torch.empty(end - begin, dtype=values.dtype, device="cpu")
         values.read(begin, out)
         return out
 

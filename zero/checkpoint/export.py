@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -135,7 +136,9 @@ def export(
 
 def rounded(master: torch.Tensor) -> torch.Tensor:
     """Round to bf16, half away from zero, as the engine's weights are rounded."""
-    weight, remainder = (torch.empty(master.numel(), dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+    weight, remainder = (
+        torch.empty(master.numel(), dtype=dtype, device="cpu") for dtype in (torch.bfloat16, torch.int16)
+    )
     kernels.split(weight, remainder, master.float())
     return weight
 
@@ -149,7 +152,7 @@ class LazyTensor:
 
     def contiguous(self) -> torch.Tensor:
         """Read it, into memory of its own. Raises StorageError, ConfigError."""
-        whole = torch.empty(self.shape, dtype=self.dtype)
+        whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         position = 0
         for piece in self._weights.read(self._tensor):
             whole.view(-1)[position : position + piece.numel()].copy_(piece)
@@ -181,7 +184,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         weights = SavedWeights(opened.source, opened.state, torch.float32, exclude_frozen=excludes)
         found: dict[str, Any] = {tensor.name: LazyTensor(weights, tensor) for tensor in weights.tensors}
         if lazy_mode:
-            undo.pop_all()
+            weakref.finalize(weights, undo.pop_all().close)  # the entries keep `weights`
         else:
             weights.expect(weights.tensors)
             found = {name: lazy.contiguous() for name, lazy in found.items()}

@@ -427,14 +427,13 @@ def open_folder(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) 
         tag: which one in `checkpoint_dir`.
     """
     folder, disk = folder_named(checkpoint_dir, "checkpoint_dir"), Files()
-    folder = folder if tag is None else folder / tag
-    if disk.exists(folder / MANIFEST_FILE):
+    if tag is None and disk.exists(folder / MANIFEST_FILE):
         manifest = read_manifest(disk, folder)
         check_files(disk, folder, manifest)
         return _open_ours(folder, manifest, disk)
-    if is_deepspeed_folder(folder):
+    if tag is None and is_deepspeed_folder(folder):
         return open_deepspeed_folder(folder)
-    opened = open_checkpoint(folder, None, disk)
+    opened = open_checkpoint(folder, tag, disk)
     if opened is None:
         raise ConfigError(f"{folder}: expected a checkpoint, or a folder of checkpoints; found neither")
     return opened

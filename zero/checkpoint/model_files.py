@@ -7,6 +7,7 @@ that no files of the checkpoint itself (states, random numbers, arguments) are c
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +35,8 @@ def find_model_files(checkpoint: Path, model: Path | None = None) -> dict[str, P
         raise ConfigError(f"--model: expected a folder with the model's {CONFIG}, got {model}")
     found: dict[str, Path] = {}
     # If both folders have a file of the same name, the one in the checkpoint's own folder counts.
-    for folder in (checkpoint, checkpoint.parent) if model is None else (model,):
+    parent = Path(os.path.abspath(checkpoint)).parent  # of "." and ".." too
+    for folder in (checkpoint, parent) if model is None else (model,):
         for pattern in PATTERNS:
             for path in sorted(folder.glob(pattern)):
                 if path.is_file():

@@ -156,7 +156,11 @@ class ExportWeights:
                 whole = found.get(entry.first)
                 if entry.first == entry.name:
                     dtype = _dtype_of(entry, reader)
-                    whole = torch.empty(entry.tensor.shape, dtype=dtype) if relay.placement.rank == 0 else None
+                    whole = (
+                        torch.empty(entry.tensor.shape, dtype=dtype, device="cpu")
+                        if relay.placement.rank == 0
+                        else None
+                    )
                     _fill(whole, _values_of(entry, reader, dtype))
                 if whole is not None:
                     found[entry.name] = whole

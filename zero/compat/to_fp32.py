@@ -11,6 +11,7 @@ import torch
 from offload.errors import ZeroInfinityError
 from zero.checkpoint import export
 from zero.checkpoint.export import Folder, Model, convert_zero_checkpoint_to_fp32_state_dict
+from zero.checkpoint.folder import open_folder
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE
 from zero.values.access import take_back
 
@@ -33,7 +34,8 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, t
     the engine. All ranks call this. Raises ConfigError: there is no such checkpoint, or it is damaged; the engine stays
     usable. Raises StorageError: a read failed.
     """
-    export.get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, lazy_mode=True)
+    with open_folder(checkpoint_dir, tag):  # there is one: else the engine stays
+        pass
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     take_back(model.parameters())
     with torch.no_grad():

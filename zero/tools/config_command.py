@@ -5,7 +5,7 @@ zero config show FILE   every value that holds and where it comes from, "user", 
 zero config schema      JSON Schema, for editors
 zero config keys        the table of all keys, as in docs/config-keys.md
 zero config optimizers  the table of all optimizers, as in docs/optimizers-table.md
-zero config defaults    the defaults of a config_version
+zero config defaults    the defaults
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from typing import Any
 from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.config.auto_values import auto_lines
-from zero.config.fields import VERSION_KEY, block_of, known_keys
+from zero.config.fields import block_of, known_keys
 from zero.config.loading import ORIGINS_KEY, value_at
-from zero.config.schema import VERSION
 from zero.tools.config_keys import key_table
 from zero.tools.config_schema import json_schema
 
@@ -45,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions.add_parser("optimizers", help="print the table of all optimizers, in Markdown").set_defaults(
         action=_optimizers
     )
-    defaults = actions.add_parser("defaults", help="the defaults of a config_version")
-    defaults.add_argument("--config-version", type=int, default=VERSION, metavar="N")
-    defaults.set_defaults(action=_defaults)
+    actions.add_parser("defaults", help="print the defaults").set_defaults(action=_defaults)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -125,7 +122,7 @@ def _optimizers(options: argparse.Namespace) -> int:
 
 
 def _defaults(options: argparse.Namespace) -> int:
-    config = load_config({VERSION_KEY: options.config_version}, world_size=1)
+    config = load_config({}, world_size=1)
     print(json.dumps(_without_nones(config.as_dict()), indent=1))
     return 0
 

@@ -335,9 +335,14 @@ def find_rates(config: Config, plan: Plan, traffic: StepTraffic, options: argpar
 def measure_update_rate(state_dtype: torch.dtype) -> float:
     """Elements per second that Adam's CPU kernel updates here, for bf16 weights with a split master."""
     numel = RATE_NUMEL
-    weight, gradient = torch.zeros(numel, dtype=torch.bfloat16), torch.ones(numel, dtype=torch.bfloat16)
-    remainder = torch.zeros(numel, dtype=torch.int16)
-    moments = Moments.over(torch.zeros(Moments.nbytes(state_dtype, numel), dtype=torch.uint8), state_dtype, numel, 0, 0)
+    weight, gradient = (
+        torch.zeros(numel, dtype=torch.bfloat16, device="cpu"),
+        torch.ones(numel, dtype=torch.bfloat16, device="cpu"),
+    )
+    remainder = torch.zeros(numel, dtype=torch.int16, device="cpu")
+    moments = Moments.over(
+        torch.zeros(Moments.nbytes(state_dtype, numel), dtype=torch.uint8, device="cpu"), state_dtype, numel, 0, 0
+    )
     whole = kernels.Segment(
         begin=0, end=numel, step_size=1e-3, bias2_sqrt=1.0, decay=1.0, l2=0.0, beta1=0.9, beta2=0.999, eps=1e-8
     )

@@ -41,10 +41,11 @@ def run(options: argparse.Namespace) -> int:
 def describe(listed: Listed) -> str:
     head = listed.head
     if head is None:
-        what = listed.trouble or "no snapshot was committed"
+        what = "no snapshot was committed"
     else:
         when = datetime.fromtimestamp(listed.committed_at or 0.0).isoformat(" ", "seconds")
         here = "" if head["ranks"] == len(listed.ranks) else f", {len(listed.ranks)} of them on this machine"
         what = f"step {head['step']:,}, committed {when}, {head['ranks']} ranks{here}"
     use = ", in use" if listed.in_use else ""
-    return f"{listed.name}: {what}, {format_bytes(listed.allocated_bytes)}{use}"
+    trouble = f" ({listed.trouble})" if listed.trouble else ""
+    return f"{listed.name}: {what}, {format_bytes(listed.allocated_bytes)}{use}{trouble}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import zero
 from offload.accelerator import is_accelerator, module_of
 from offload.disk import tuning
 from offload.errors import BudgetError, ConfigError
+from offload.files.trace_events import check_target
 from offload.sizes import format_bytes
 from zero.config.given import read_json
 from zero.plan.machine import peak_rss_bytes
@@ -73,6 +75,7 @@ def check(options: argparse.Namespace) -> None:
         raise ConfigError("zero tune: --write needs --model, the model to run")
     if options.write.exists():
         raise ConfigError(f"zero tune: {options.write} already exists; remove it, or write another file")
+    check_target(options.write)
 
 
 def write(options: argparse.Namespace, tuned: list[tuning.Tuning], say: Callable[[str], None]) -> Trial:
@@ -113,7 +116,7 @@ def _placed(base: dict[str, Any], options: argparse.Namespace, tuned: list[tunin
     )
     found = []
     for order, (weights, states) in enumerate(PLACES if options.on is None else ((options.on, options.on),)):
-        content = with_tiers(base, weights, states, options.paths)
+        content = with_tiers(base, weights, states, [os.path.abspath(path) for path in options.paths])
         try:
             layout, plan = planning.make(content)
         except (BudgetError, ConfigError):

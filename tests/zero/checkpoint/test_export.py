@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -196,6 +197,29 @@ def test_the_fp32_state_dict_is_exact_and_tied(saved: tuple[Path, Values]) -> No
         assert lazy[name].dtype == torch.float32 and torch.equal(lazy[name].contiguous(), masters[name])
     with pytest.raises(ConfigError, match="global_step9"):
         zero.get_fp32_state_dict_from_zero_checkpoint(folder, tag="global_step9")
+
+
+def test_a_lazy_state_dict_closes_its_files_when_nobody_has_it(saved: tuple[Path, Values]) -> None:
+    folder, masters = saved
+
+    def opened() -> list[str]:
+        paths = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+        return [path for path in map(os.path.realpath, paths) if path.startswith(str(folder.resolve()))]
+
+    lazy = zero.get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
+    one = lazy.pop("head.weight")
+    del lazy
+    assert opened() and one.contiguous().shape == masters["head.weight"].shape, "an entry keeps them open"
+    del one
+    gc.collect()
+    assert not opened()
+
+
+def test_a_tag_is_read_as_an_engine_reads_it(saved: tuple[Path, Values]) -> None:
+    """A kill between the two renames of a save leaves the old one under another name."""
+    folder, masters = saved
+    (folder / "global_step2").rename(folder / ".global_step2.replaced")
+    same(zero.get_fp32_state_dict_from_zero_checkpoint(folder, tag="global_step2"), masters)
 
 
 def test_an_ordinary_model_is_filled_and_one_of_an_engine_refused(

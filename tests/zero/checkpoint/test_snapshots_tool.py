@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -55,6 +56,37 @@ def test_rm_removes_one_and_gives_its_space_back(
     assert os.listdir(nvme_path / "zero-snapshots") == ["b"]
     assert main(["snapshots", "rm", str(nvme_path), "b"]) == 0
     assert os.listdir(nvme_path) == []
+
+
+def test_rm_takes_the_folder_by_any_of_its_names(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest has the name of the configuration."""
+    (tmp_path / "link").symlink_to(nvme_path)
+    monkeypatch.chdir(nvme_path)
+    for path in (".", str(tmp_path / "link")):
+        train(open_engine(build("gpt"), named(nvme_path, "a")), 0, 1).close()
+        assert main(["snapshots", "rm", path, "a"]) == 0
+        assert os.listdir(nvme_path) == []
+
+
+def test_list_says_of_what_it_may_not_open_that_it_may_not(
+    open_engine: Open, nvme_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's snapshot is below the same path."""
+    for name in ("a", "b"):
+        train(open_engine(build("gpt"), named(nvme_path, name)), 0, 1).close()
+    opened = os.open
+
+    def guarded(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith("/a/rank-0/swap"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", guarded)
+    assert main(["snapshots", "list", str(nvme_path)]) == 0
+    a, b = capsys.readouterr().out.splitlines()
+    assert "Permission denied" in a and b.startswith("b: step")
 
 
 @pytest.mark.parametrize("name", ["a", "..", "."])
