@@ -6,8 +6,6 @@ The role of a key is declared with the key, as a marker in its annotation:
 - `Inert(reason)`: known, but without effect; a user who sets it sees the reason once. `INERT` takes its reason from
   `Block.why`, which the inert keys of a block share.
 - `Only(...)`: any other value would change the results or break a promise, so it is refused.
-
-A changed default is declared in the same way: `Was(version, default)` keeps the old one for that config_version.
 """
 
 from __future__ import annotations
@@ -25,13 +23,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     GetCoreSchemaHandler,
-    ModelWrapValidatorHandler,
     ValidationInfo,
-    model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
-from typing_extensions import Self
 
 from zero.config.numbers import parse_count, parse_number, parse_whole
 
@@ -51,17 +46,6 @@ class ConfigBlock(BaseModel):
 
     why: ClassVar[str] = ""
     """The reason why inert keys of this block have no effect, for keys without their own reason."""
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _as_of_its_version(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """Give absent keys their defaults in the configuration's version; they still count as not given."""
-        version = (info.context or {}).get(VERSION_KEY)
-        earlier = earlier_defaults(cls, version) if version is not None and isinstance(data, Mapping) else {}
-        absent = {key: value for key, value in earlier.items() if key not in data}
-        block = handler({**data, **absent} if absent else data)
-        block.model_fields_set.difference_update(absent)
-        return block
 
     @classmethod
     def also_known(cls, key: str, raw: Mapping[Any, Any]) -> Collection[str]:
@@ -151,20 +135,11 @@ class Deprecated:
 
 
 @dataclass(frozen=True)
-class Was:
-    """The default up to a config_version; later versions use the key's own default."""
-
-    version: int
-    default: object
-
-
-@dataclass(frozen=True)
 class MeansAuto:
     """A key for which "auto" has a meaning; any other key counts as absent if it is "auto"."""
 
 
 AUTO = "auto"
-VERSION_KEY = "config_version"
 INERT = Inert()
 MEANS_AUTO = MeansAuto()
 
@@ -301,21 +276,6 @@ def reason_of(field: FieldInfo, block: type[ConfigBlock]) -> str:
     """Why an inert key of a block changes nothing; empty for other keys."""
     marks = [mark.reason for mark in field.metadata if isinstance(mark, Inert)]
     return next((reason for reason in marks if reason), block.why) if marks else ""
-
-
-@functools.cache
-def earlier_defaults(block: type[ConfigBlock], version: int) -> Mapping[str, object]:
-    """Key -> default, where an earlier version has another default; inner blocks with such keys are `{}`."""
-    found: dict[str, object] = {}
-    for name, field in block.model_fields.items():
-        marks = sorted((mark for mark in field.metadata if isinstance(mark, Was)), key=lambda mark: mark.version)
-        held = next((mark for mark in marks if mark.version >= version), None)
-        inner = block_of(field)
-        if held is not None:
-            found[name] = held.default
-        elif inner is not None and field.default is not None and earlier_defaults(inner, version):
-            found[name] = {}
-    return found
 
 
 def means_auto(field: FieldInfo) -> bool:

@@ -16,7 +16,6 @@ from pydantic_core import ErrorDetails
 from offload.errors import ConfigError
 from zero.config.fields import (
     AUTO,
-    VERSION_KEY,
     ConfigBlock,
     Deprecated,
     block_of,
@@ -28,7 +27,6 @@ from zero.config.fields import (
 )
 from zero.config.given import copied, read_source
 from zero.config.hints import unknown_key
-from zero.config.numbers import parse_whole
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.schema import Choice, Config, Origin, Report, plain
 from zero.ranks import world
@@ -159,7 +157,7 @@ class _Reader:
         if isinstance(noted, Mapping):
             self.defaults = frozenset(path for path, origin in noted.items() if origin in ("default", AUTO))
         data = {**self.absent, **self.read(Config, source)}
-        context = {"world_size": world_size, "ranks_per_node": ranks_per_node, VERSION_KEY: _version_of(data)}
+        context = {"world_size": world_size, "ranks_per_node": ranks_per_node}
         checked = _validated(data, self, context)
         if checked is None or self.problems:
             many = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
@@ -258,14 +256,6 @@ def _meaning_of_auto(known: FieldInfo) -> Any:
     if inner is None:
         return AUTO if means_auto(known) else None
     return {key: AUTO for key, below in inner.model_fields.items() if means_auto(below)} or None
-
-
-def _version_of(data: Mapping[str, Any]) -> int | None:
-    """The version whose defaults apply; None: the newest. (A wrong version is reported later, when it is checked.)"""
-    try:
-        return parse_whole(data[VERSION_KEY])
-    except (KeyError, ValueError):
-        return None
 
 
 def _validated(data: dict[str, Any], reader: _Reader, context: Mapping[str, int | None]) -> Config | None:

@@ -56,7 +56,7 @@ def _parse_print_interval(value: object) -> int | None:
     return interval
 
 
-VERSION = 1  # Of the defaults. A changed one is a new version; `Was(version, default)` at the key keeps the old.
+VERSION = 1  # Of the defaults; tests/zero/config/test_versions.py keeps them from changing.
 
 
 def _parse_version(value: object) -> int:
