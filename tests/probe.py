@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -92,26 +91,24 @@ def spare_of(engine: Any) -> Any:
 
 @contextmanager
 def units_read_once(trainer: Any) -> Iterator[None]:
-    """Inside, an engine reads each unit and its states only once for all requests; nothing may be trained.
-
-    Otherwise a test that reads all parameters would fetch a unit, also from other ranks, several times a parameter.
-    """
+    """Inside, an engine reads each unit only once for all requests; nothing may be trained."""
     if not hasattr(trainer, "run"):  # a reference
         yield
         return
-    held: dict[tuple[Any, int], Any] = {}
-
-    def once(read: Callable[[Any], Any], unit: Any) -> Any:
-        if (read, unit.index) not in held:
-            held[read, unit.index] = read(unit)
-        return held[read, unit.index]
-
+    held: dict[int, Any] = {}
     editor = keeper_of(trainer).editor
-    editor.read, editor.read_records = partial(once, editor.read), partial(once, editor.read_records)
+    read = editor.read
+
+    def once(unit: Any) -> Any:
+        if unit.index not in held:
+            held[unit.index] = read(unit)
+        return held[unit.index]
+
+    editor.read = once
     try:
         yield
     finally:
-        del editor.read, editor.read_records
+        del editor.read
 
 
 def put_exchange(engine: Any, exchange: Any) -> None:

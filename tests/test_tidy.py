@@ -256,6 +256,26 @@ def test_the_search_for_cycles_finds_one() -> None:
     assert cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
 
 
+FACTORIES = {"empty", "zeros", "ones", "full", "rand", "randn", "linspace", "eye"}
+OF_VALUES = {"tensor", "arange"}  # Their dtype is that of integers or bools, unless they say it.
+
+
+@for_every(LAYERED)
+def test_a_tensor_follows_neither_default_of_torch(path: Path) -> None:
+    """`torch.set_default_dtype` and `set_default_device` are the program's."""
+    found = []
+    for node in ast.walk(tree_of(path)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        name, given = node.func.attr, {keyword.arg for keyword in node.keywords}
+        if ast.unparse(node.func.value) != "torch" or None in given:
+            continue
+        wanted = {"dtype", "device"} if name in FACTORIES else {"device"} if name in OF_VALUES else set()
+        if wanted - given:
+            found.append(f"line {node.lineno}: torch.{name} without {', '.join(sorted(wanted - given))}")
+    assert found == []
+
+
 # Config may read its JSON; reports may be written by scripts, not by the library.
 MAY_OPEN = re.compile(r"zero/(config/loading|tools/.*|launch/.*|plan/machine|checkpoint/.*)\.py")
 FILE_CALLS = {"open", "os.open", "os.pread", "os.pwrite", "os.preadv", "os.pwritev", "os.posix_fallocate", "os.unlink"}

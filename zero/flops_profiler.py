@@ -262,7 +262,7 @@ def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's
     if mode not in ("forward", "generate"):
         raise ConfigError(f'get_model_profile: mode: expected "forward" or "generate", got {mode!r}')
     if input_shape is not None:
-        like = next(model.parameters(), torch.empty(0))
+        like = next(model.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
         args = [torch.ones(input_shape, dtype=like.dtype, device=like.device), *args]
     call: Callable[..., Any] = model if mode == "forward" else getattr(model, "generate")  # noqa: B009 - the model's own
     profile = Profile(model)

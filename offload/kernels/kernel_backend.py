@@ -109,7 +109,7 @@ def _load(device: torch.device, enabled: str | None) -> Backend | None:
 
 def try_out(backend: Backend) -> None:
     """Raise NativeUnavailable if the library does not work with this device or its driver; only a call shows this."""
-    numbers = torch.ones(2, device=backend.device)
+    numbers = torch.ones(2, device=backend.device, dtype=torch.float32)
     into, source = backend.pointer(numbers[:1]), backend.pointer(numbers[1:])
     try:
         backend.call("cast", into, DTYPES[torch.float32], source, DTYPES[torch.float32], 1, 2.0, threads=1)

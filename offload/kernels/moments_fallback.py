@@ -31,7 +31,7 @@ def _hash(x: Tensor) -> Tensor:
 
 def _counters(moments: Moments, begin: int, end: int) -> Tensor:
     """The numbers that are hashed for elements [begin, end), int64 below 2^32."""
-    key = int(_hash(torch.tensor((moments.step + 0x9E3779B9) & MASK)))
+    key = int(_hash(torch.tensor((moments.step + 0x9E3779B9) & MASK, device="cpu")))
     first = moments.origin + begin + key
     return torch.arange(first, first + end - begin, device=moments.exp_avg.device) & MASK
 

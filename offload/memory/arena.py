@@ -344,7 +344,11 @@ def _allocate(
             raise StateError(f"{region.what}: shared memory is host memory, not on {device}")
         return region.data[:nbytes]
     if device.type == "cpu":
-        return tensor_over(map_host(nbytes, touched=touched))[:nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
+        return (
+            tensor_over(map_host(nbytes, touched=touched))[:nbytes]
+            if nbytes
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
     data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     # Other streams use this memory at once: work of its earlier owners, and the zeroing, must have finished.
     synchronize(device)

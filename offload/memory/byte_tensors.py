@@ -8,7 +8,7 @@ import torch
 def tensor_of(message: bytes) -> torch.Tensor:
     """A copy as (len(message),) uint8."""
     if not message:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 

@@ -240,5 +240,5 @@ def aligned_copy(data: torch.Tensor) -> torch.Tensor:
 def tensor_over(view: memoryview, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """A flat tensor whose storage is exactly `view`, so that storages of one size can be swapped."""
     if len(view) == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(view, dtype=dtype)

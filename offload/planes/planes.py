@@ -199,7 +199,7 @@ class Plane:
     def memory(self, begin: int, end: int) -> torch.Tensor | None:
         """A view of the bytes of [begin, end), if one memory home holds them all; else None."""
         if begin == end:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         home = self._home_at(begin)
         if home.memory is None or end > home.end:
             return None

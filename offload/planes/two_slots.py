@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -107,12 +107,6 @@ class TwoSlotPlane(Plane):
         return [Home(pair.begin, pair.end, None, pair.offsets[0]) for pair in on_disk]
 
     # ---- snapshots ----------------------------------------------------------------------------
-
-    def kept_bytes(self) -> Iterator[tuple[int, int]]:
-        """(first byte in the swap space, bytes) of each slot that a snapshot names."""
-        for pair in self._pairs:
-            if pair.kept is not None:
-                yield pair.offsets[pair.kept], self.nbytes_of(pair)
 
     def nbytes_of(self, pair: Pair) -> int:
         """Length of each slot of the pair."""

@@ -15,6 +15,7 @@ from torch import nn
 
 import zero
 from offload.errors import BudgetError, ConfigError, StateError
+from zero import utils
 from zero.engine import optimizer_states as kept_states
 from zero.plan.machine import Machine, read_machine
 
@@ -214,3 +215,83 @@ def test_a_group_that_is_added_has_the_options_of_the_optimizer(
     late.requires_grad_(True)
     engine.optimizer.add_param_group({"params": [late]})
     assert {key: engine.optimizer.param_groups[1][key] for key in options} == options
+
+
+@on_every_tier
+@pytest.mark.parametrize("new", [False, True])
+def test_states_load_into_parameters_that_join_before_the_next_forward(
+    open_engine: Open, nvme_path: Path, tier: str, new: bool
+) -> None:
+    """The order of a resume: unfreeze the head, or add one, give it to the optimizer, load what both had."""
+
+    def joined() -> tuple[Any, nn.Linear]:
+        model = build("gpt")
+        model.head.requires_grad_(False)
+        engine = open_engine(model, make_config(TIERS[tier], nvme_path))
+        late = model.head.requires_grad_(True)
+        if new:
+            width = model.norm.weight.numel()
+            with torch.random.fork_rng():
+                torch.manual_seed(3)
+                late = nn.Linear(width, width)
+            model.norm = nn.Sequential(model.norm, late)
+        engine.optimizer.add_param_group({"params": list(late.parameters())})
+        return engine, late
+
+    engine, late = joined()
+    train(engine, 0, 1)
+    saved, values = copy.deepcopy(engine.optimizer.state_dict()), masters(engine)
+    expected = masters(train(engine, 2, 3))
+    other, late = joined()
+    other.optimizer.load_state_dict(saved)
+    state = other.optimizer.state[late.weight]
+    assert float(state["step"]) == 2.0 and state["exp_avg"].any()
+    for name, parameter in other.module.named_parameters():
+        utils.safe_set_full_fp32_param(parameter, values[name])
+    assert equal(masters(train(other, 2, 3)), expected)
+
+
+def test_the_optimizer_of_an_engine_is_refused_by_name_and_takes_no_step(open_engine: Open, nvme_path: Path) -> None:
+    """A cell of a notebook that runs again."""
+    config = make_config(("cpu", "cpu"), nvme_path)
+    engine = train(open_engine(build("gpt"), config), 0)
+    before = masters(engine)
+    with pytest.raises(ConfigError, match=r"expected a fresh .*Optimizer, got the ZeroOptimizer that an engine"):
+        zero.initialize(model=build("gpt"), optimizer=engine.optimizer, config=config)
+    assert engine.global_steps == 1 and equal(masters(engine), before)
+
+
+def test_a_step_that_the_groups_forbid_is_not_taken_and_the_run_can_be_saved_and_go_on(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    optimizer = {"type": "SGD", "params": {"lr": 0.05}}
+    config = make_config(("cpu", "cpu"), nvme_path, optimizer=optimizer)
+    plain = masters(train(open_engine(build("gpt"), config), 0, 1))
+    engine = train(open_engine(build("gpt"), config), 0)
+    before = masters(engine)
+    engine.backward(engine(tokens(1)))
+    group = engine.optimizer.param_groups[0]
+    group["momentum"] = 0.9
+    with pytest.raises(ConfigError, match="momentum"):
+        engine.step()
+    engine.save_checkpoint(tmp_path)
+    assert engine.global_steps == 1 and equal(masters(engine), before)
+    group["momentum"] = 0.0
+    engine.step()
+    assert engine.global_steps == 2 and equal(masters(engine), plain)
+
+
+def test_reading_one_parameter_reads_its_own_sub_groups_and_not_the_unit(open_engine: Open, nvme_path: Path) -> None:
+    """A loop over the parameters of a block must not read the block once for each of them."""
+    group = 4096
+    config = make_config(TIERS["nvme"], nvme_path, zero={"sub_group_size": group})
+    engine = open_engine(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), config)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 256, dtype=torch.bfloat16)).square().mean())
+        engine.step()
+    engine.synchronize()
+    for read in (engine.full_parameter, engine.full_master, engine.full_state):
+        before = engine.statistics().nvme_read_bytes
+        read("0.bias")
+        # A bias is in two sub-groups at most, and an element has a weight, a remainder and two moments.
+        assert engine.statistics().nvme_read_bytes - before <= 2 * group * (2 + 2 + 8)

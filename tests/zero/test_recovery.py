@@ -5,6 +5,7 @@ Every test trains on after the fault and compares with an undisturbed run bit fo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,27 @@ def test_a_step_after_a_backward_that_lost_a_gradient_does_not_pretend(
         engine.step()
     engine.zero_grad()
     assert unequal(train(engine, 1), reference) == []
+
+
+@pytest.mark.parametrize("micro_batch", [0, 1])
+def test_who_drops_gradients_after_a_lost_one_hears_which_micro_batches_have_to_be_run_again(
+    open_engine: Open, nvme_path: Path, micro_batch: int
+) -> None:
+    engine = spilling(open_engine, nvme_path, accumulation=2)
+    reference = reference_run(0, 1, 2, 3, accumulation=2)
+    train(engine, 0, 1, *range(2, 2 + micro_batch))
+    loss = engine(tokens(2 + micro_batch))
+    break_gradients(engine, "write", WAITED[0])
+    with pytest.raises(StorageError):
+        engine.backward(loss)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        engine.zero_grad()
+    said = ["all of them again before step()" in str(warning.message) for warning in heard]
+    assert said == [True] * micro_batch
+    for index in range(2, 2 + micro_batch):
+        engine.backward(engine(tokens(index)))
+    assert unequal(train(engine, *range(2 + micro_batch, 4)), reference) == []
 
 
 # ---- GatheredParameters ---------------------------------------------------------------------------------------------

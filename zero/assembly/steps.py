@@ -129,7 +129,14 @@ class Steps:
     @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated since the last step."""
-        if not self._run.closed and not self._run.parts.watch.torn and self._accumulation.collected:
+        torn = not self._run.closed and self._run.parts.watch.torn
+        if torn and self._accumulation.begun:
+            warnings.warn(
+                "zero_grad() discards the gradients of the micro-batches before the backward that was interrupted too: "
+                "run forward and backward of all of them again before step()",
+                stacklevel=3,
+            )
+        elif not self._run.closed and not torn and self._accumulation.collected:
             warnings.warn(
                 "zero_grad() discards the gradients of micro-batches whose step is not complete, and that step will "
                 "take the later ones only; call it after step(), or leave it out (DeepSpeed's does nothing here at "

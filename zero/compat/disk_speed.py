@@ -84,7 +84,9 @@ def _measure(folders: Sequence[str], options: argparse.Namespace) -> list[float]
             parallel = max(1, options.io_parallel)
             sizes = (options.block_size, options.queue_depth)
             handle = aio_handle(*sizes, options.single_submit, not options.sequential_requests, parallel)
-            buffer = handle.new_cpu_locked_tensor(options.io_size, torch.empty(0, dtype=torch.uint8)).random_()
+            buffer = handle.new_cpu_locked_tensor(
+                options.io_size, torch.empty(0, dtype=torch.uint8, device="cpu")
+            ).random_()
             place = stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-infinity-io-", dir=folder))
             jobs.append((handle, buffer, str(Path(place) / "file")))
             if options.read:

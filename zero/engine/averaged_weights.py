@@ -124,7 +124,7 @@ class _MastersAside:
         disk = self.storage.disk
         if disk is None:
             return self._held[group]
-        values = aligned_copy(torch.empty(_master_bytes(group), dtype=torch.uint8))
+        values = aligned_copy(torch.empty(_master_bytes(group), dtype=torch.uint8, device="cpu"))
         await disk.read(self._places[group], values, "weights put aside")
         return values.view(torch.float32)
 
@@ -244,7 +244,7 @@ class AveragedWeights:
         try:
             await staged.read()
             # Padding and parameters without an average stay unchanged; their elements of `kept` are not used.
-            kept = torch.zeros(group.end - group.begin, device=staged.state.bytes.device)
+            kept = torch.zeros(group.end - group.begin, device=staged.state.bytes.device, dtype=torch.float32)
             if not shown and not is_ema:
                 kept.copy_(await aside.take(group))
             runs = list(self._runs(parts, staged, kept))

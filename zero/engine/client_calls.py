@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.errors import ConfigError
+from zero.assembly.model_changes import ModelChanges
 from zero.assembly.offload_states import OffloadStates
 from zero.assembly.run import Run
 from zero.assembly.steps import Steps
@@ -29,7 +30,7 @@ class ClientCalls:
         hooks_for_optimizer: return that handle as the optimizer if nothing trains, as DeepSpeed does at stage 3.
     """
 
-    def __init__(self, run: Run, steps: Steps, offloading: OffloadStates) -> None:
+    def __init__(self, run: Run, steps: Steps, changes: ModelChanges, offloading: OffloadStates) -> None:
         self._run, self._steps = run, steps
         self._given_config = given_config(run.config)
         self.hooks_for_optimizer = False
@@ -40,7 +41,7 @@ class ClientCalls:
             run.module.__dict__["ds_external_parameters"] = no_external_parameters
         if updater is None:
             return
-        states = EngineStates(steps.values_of, run.device, steps.check_open)
+        states = EngineStates(run, steps, changes)
         updater.keep_states_in(states)
         updater.offloader = offloading
         if stage in MASTERS:

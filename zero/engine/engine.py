@@ -148,7 +148,8 @@ class ZeroEngine(EngineNames, nn.Module):
         self.weights_out = ExportWeights(run, steps, changes)
         self.snapshots = SnapshotCalls(run, steps, self.accumulation, self._turns)
         self.values, self.generations, self.loaders = Values(run, steps), Generation(run, steps), Loaders(run)
-        self.calls, self.schedules = ClientCalls(run, steps, self.offloading), ForwardSchedules(run.config)
+        self.calls = ClientCalls(run, steps, changes, self.offloading)
+        self.schedules = ForwardSchedules(run.config)
 
     # ---- the training loop --------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +9,10 @@ from torch import nn
 
 from offload.errors import BudgetError
 from offload.sizes import format_bytes
+from zero.assembly.model_changes import ModelChanges
+from zero.assembly.run import Run
+from zero.assembly.steps import Steps
 from zero.plan.machine import read_machine
-from zero.values.parameters import ParameterValues
 
 # Stage -> DeepSpeed's name for each param group's part of the fp32 values.
 MASTERS = {
@@ -24,10 +25,9 @@ MASTERS = {
 class EngineStates:
     """See `zero.optim.optimizer.KeptStates`."""
 
-    def __init__(
-        self, values_of: Callable[..., ParameterValues], device: torch.device, check_open: Callable[[str], None]
-    ) -> None:
-        self._values_of, self._device, self._check_open = values_of, device, check_open
+    def __init__(self, run: Run, steps: Steps, changes: ModelChanges) -> None:
+        self._values_of, self._device, self._check_open = steps.values_of, run.device, steps.check_open
+        self._steps, self._changes = steps, changes
 
     def read(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Copies of the states; all ranks call it together. Raises StorageError."""
@@ -51,7 +51,12 @@ class EngineStates:
         """Raise StateError if the engine is closed or the planes of the states hold other values now."""
         self._check_open(f"optimizer.{what}")
 
+    def follow_changes(self) -> None:
+        """Apply pending changes of the model: parameters that have joined a group have places for states then."""
+        self._steps.ready("following changes of the model")
+        self._changes.follow()
+
     def masters_of(self, group: dict[str, Any]) -> torch.Tensor:
         """This rank's part of the fp32 values of a param group, 1-D, a copy."""
         parts = [self._values_of(parameter).own_master() for parameter in group["params"]]
-        return torch.cat(parts) if parts else torch.empty(0)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")

@@ -76,7 +76,7 @@ def largest_logits(query: Tensor, key: Tensor, mask: Tensor | None, scaling: flo
     keys = key.shape[2]
     grouped = query.reshape(batch, key.shape[1], -1, queries, width)
     turned = key.unsqueeze(2).transpose(-1, -2)
-    largest = torch.full((heads,), -math.inf, device=query.device)
+    largest = torch.full((heads,), -math.inf, device=query.device, dtype=torch.float32)
     count = max(1, LOGITS_NUMEL // max(1, batch * heads * keys))
     for first in range(0, queries, count):
         rows = slice(first, min(first + count, queries))
@@ -211,7 +211,9 @@ class QkClip(StepListener):
                 f"{module.q_proj.weight.shape[0]} rows of q_proj"
             )
         pairs = zip(largest, exceeding, strict=True)
-        gamma = torch.tensor([self._threshold / logit if over else 1.0 for logit, over in pairs], dtype=torch.float64)
+        gamma = torch.tensor(
+            [self._threshold / logit if over else 1.0 for logit, over in pairs], dtype=torch.float64, device="cpu"
+        )
         shared = module.k_proj.weight.shape[0] != module.q_proj.weight.shape[0]
         factor = (gamma if shared else gamma.sqrt()).float().repeat_interleave(rows)
         for projection in (module.q_proj,) if shared else (module.q_proj, module.k_proj):

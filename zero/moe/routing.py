@@ -46,7 +46,7 @@ class Room:
         if self.factor is None:
             return int(counts.max())
         # In fp32, as in DeepSpeed: rounded up, the result may differ from the one in doubles.
-        share = torch.tensor(self.factor * k, dtype=torch.float32) * (tokens / experts)
+        share = torch.tensor(self.factor * k, dtype=torch.float32, device="cpu") * (tokens / experts)
         return max(math.ceil(float(share)), self.least)
 
 

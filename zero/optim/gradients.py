@@ -272,8 +272,8 @@ class Gradients:
         """The gradient state of every trained unit; after `flush_all` and `settle` all buffers are empty."""
         return list(self._units.values())
 
-    def waiting(self) -> dict[int, torch.Tensor]:
-        """Unit index -> a whole gradient of this rank that is not reduced yet."""
+    def waiting(self, only: int | None = None) -> dict[int, torch.Tensor]:
+        """Unit index -> a whole gradient of this rank that is not reduced yet, on the host; `only`: of one unit."""
         return {}
 
     def rest(self, *, aside: bool) -> dict[int, torch.Tensor]:
@@ -465,7 +465,7 @@ def _fill(given: Gradients, taking: Gradients, state: UnitGradient, held: list[l
     unit = state.unit
     for lo in range(0, unit.numel, CHUNK_NUMEL):
         hi = min(lo + CHUNK_NUMEL, unit.numel)
-        chunk = torch.zeros(hi - lo, dtype=state.dtype)
+        chunk = torch.zeros(hi - lo, dtype=state.dtype, device="cpu")
         for slot, places in zip(unit.slots, held, strict=True):
             origin = slot.offset_numel - slot.first_numel  # the offset that the parameter's first element would have
             for source, part, _ in places:

@@ -30,6 +30,7 @@ from zero.ops.schedule_free import AdamWScheduleFree
 from zero.optim.averages import with_averages
 from zero.optim.kernel_rules import ROWS, KernelRule
 from zero.optim.muon import muon_from
+from zero.optim.optimizer import KeptOptimizer
 from zero.optim.rules import (
     NO_SMALL,
     NOT_OF_THE_CLASS,
@@ -106,6 +107,11 @@ def _passed(
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         given = list(model.parameters() if model_parameters is None else model_parameters)
         optimizer = optimizer(_trained_of(given, frozen))
+    if isinstance(optimizer, KeptOptimizer):
+        raise ConfigError(
+            f"optimizer: expected a fresh torch.optim.Optimizer, got the {type(optimizer).__name__} that an engine, or "
+            "OffloadOptimizer, has made; close that, and make a new optimizer of the parameters"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
@@ -193,7 +199,7 @@ def _named(config: Config, block: OptimizerConfig, groups: list[dict[str, Any]],
         return Trained([{**common, **group} for group in groups], Rules((rule,)))
     kind = _class_of(block)
     try:
-        made = kind([nn.Parameter(torch.zeros(1, device="cpu"))], **block.options())
+        made = kind([nn.Parameter(torch.zeros(1, device="cpu", dtype=torch.float32))], **block.options())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params: {error}") from error
     merged = [{**made.defaults, **group} for group in groups]
@@ -287,11 +293,15 @@ def rule_for(
         groups: its param groups; their options decide which states it keeps.
         torch_as_kernels: torch's own classes are updated by kernels too, if there are such kernels.
     """
+    with torch.device("cpu"):  # for states that the class makes on the default device
+        return _tried_rule(optimizer, list(groups), torch_as_kernels)
+
+
+def _tried_rule(optimizer: torch.optim.Optimizer, groups: list[Mapping[str, Any]], torch_as_kernels: bool) -> TiledRule:
     initial = _initial(optimizer)
     bare = TiledRule(optimizer, initial)
     found = _Found()
     seen: list[dict[str, Any]] = []
-    groups = list(groups)
     for group in groups:
         options = bare.options_of(group)
         if options not in seen:
@@ -354,7 +364,7 @@ def _look_whole(rule: TiledRule, seen: list[dict[str, Any]], shape: tuple[int, .
 def _find_small_numbers(rule: TiledRule, options: Mapping[str, Any], found: _Found) -> None:
     """Numbers that depend on the gradient, such as a parameter's norm, are small states if they are tensors."""
     start, *gradients = _samples(STEPS + 1)
-    nothing = torch.zeros(1, 1, device="cpu")
+    nothing = torch.zeros(1, 1, device="cpu", dtype=torch.float32)
     each = _train_whole(rule, options, start, gradients)[1], _train_whole(rule, options, nothing, [nothing] * STEPS)[1]
     for moving, still in zip(*each, strict=True):
         for name in [name for name in found.scalars if isinstance(moving.get(name), Tensor)]:
@@ -425,7 +435,7 @@ def _not_fresh() -> ConfigError:
 
 def _samples(count: int, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
     generator = torch.Generator(device="cpu").manual_seed(0)
-    return [torch.randn(shape, generator=generator, device="cpu") for _ in range(count)]
+    return [torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) for _ in range(count)]
 
 
 def _look(

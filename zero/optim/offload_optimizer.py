@@ -91,7 +91,9 @@ class OffloadOptimizer(KeptOptimizer):
                 group.pop("decoupled", None)
         super().__init__(Trained(given.param_groups, Rules((rule,))))
         self.defaults = dict(given.defaults)
-        like = next((member for group in members for member in group), torch.zeros(1, device="cpu"))
+        like = next(
+            (member for group in members for member in group), torch.zeros(1, device="cpu", dtype=torch.float32)
+        )
         self.counts_steps = _counts_steps(optimizer_class, options, _of_one(like))
         self.state = LiveStates(self, self)
         self._kept = self
@@ -239,6 +241,9 @@ class OffloadOptimizer(KeptOptimizer):
                 "of host memory are free; shard the model over more ranks, or read optimizer.state[parameter] one by "
                 "one"
             )
+
+    def follow_changes(self) -> None:
+        """Does nothing: `add_param_group` makes the room."""
 
     def made(self, key: int, planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `KeptOptimizer`; the master always."""
@@ -455,7 +460,7 @@ def _stand_ins(
 
 def _of_one(parameter: Tensor) -> nn.Parameter:
     """A parameter of one element with the same number of dimensions: some classes accept only matrices."""
-    return nn.Parameter(torch.zeros((1,) * max(parameter.dim(), 1), device="cpu"))
+    return nn.Parameter(torch.zeros((1,) * max(parameter.dim(), 1), device="cpu", dtype=torch.float32))
 
 
 def _counts_steps(

@@ -50,6 +50,9 @@ class KeptStates(Protocol):
     def check_open(self, what: str) -> None:
         """Raise StateError if `what`, a method of the optimizer, must not be called now."""
 
+    def follow_changes(self) -> None:
+        """Make room for states of all parameters that are in the groups now; on all ranks together."""
+
 
 class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
     """`optimizer.state`: the states of each parameter since its first step, as copies. Assign them to change them.
@@ -66,7 +69,7 @@ class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
             raise KeyError(parameter)
         key = id(parameter)
         numbers = {name: scalar.make() for name, scalar in self._optimizer.numbers(key).items()}
-        numbers["step"] = torch.tensor(float(self._counts[key]))
+        numbers["step"] = torch.tensor(float(self._counts[key]), dtype=torch.float32, device="cpu")
         if not self._optimizer.counts_steps:
             del numbers["step"]
         return {**numbers, **self._optimizer.made(key, self._kept.read(parameter))}
@@ -74,6 +77,7 @@ class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
     def __setitem__(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         """Replace its states; collective. Raises the errors of `load_state_dict`."""
         self._optimizer.check_states([states])
+        self._kept.follow_changes()
         self._optimizer.take_states(parameter, states)
 
     def __iter__(self) -> Iterator[nn.Parameter]:
@@ -325,6 +329,7 @@ class KeptOptimizer(torch.optim.Optimizer):
         """
         if self._kept is not None:
             self._kept.check_open("load_state_dict")
+            self._kept.follow_changes()  # parameters may join the groups by it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         given = state_dict["param_groups"]

@@ -260,7 +260,11 @@ class ParameterStates:
         at, part = begin - staged.group.begin, slice(begin - unit.begin, end - unit.begin)
         for which, name in enumerate(self.plan.states[0]):
             run = runs.get(name)
-            values = torch.zeros(end - begin) if run is None else run()[part].to("cpu", torch.float32)
+            values = (
+                torch.zeros(end - begin, dtype=torch.float32, device="cpu")
+                if run is None
+                else run()[part].to("cpu", torch.float32)
+            )
             record.states.put(which, at, values)
         if record.remainder is not None:
             run = runs.get(MASTER)

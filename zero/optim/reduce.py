@@ -250,8 +250,9 @@ class ReducedGradients(Gradients):
         super().clear()
         self._begin_step()
 
-    def waiting(self) -> dict[int, torch.Tensor]:
-        return {index: self._made(waiting).flat.cpu() for index, waiting in self._waiting.items()}
+    def waiting(self, only: int | None = None) -> dict[int, torch.Tensor]:
+        wanted = (index for index in self._waiting if only in (None, index))
+        return {index: self._made(self._waiting[index]).flat.cpu() for index in wanted}
 
     def _made(self, held: Waiting) -> Waiting:
         """The same; the current stream waits for it."""

@@ -394,7 +394,8 @@ class TiledRule(Rule):
         """As `step`, over one element with value and gradient zero."""
         tile = torch.zeros(self.probe_shape, dtype=torch.float32, device="cpu")
         planes = {name: torch.zeros_like(tile) for name in self.states}
-        return self.step(tile, torch.zeros_like(tile), planes, values, small)
+        with tile.device:  # for states that the class makes on the default device
+            return self.step(tile, torch.zeros_like(tile), planes, values, small)
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[Small] | None:
         """Update tile by tile; on the host several tiles at a time, if the class is torch's or ours."""
@@ -455,13 +456,17 @@ class TiledRule(Rule):
         parameter.grad = torch.zeros_like(parameter)
         twin = self.twin(parameter, options, self.fresh(parameter.detach()))
         try:
-            self.kind.step(twin)
+            with parameter.device:
+                self.kind.step(twin)
         except Exception:
             if device != "meta":
                 raise
         state = {name: value for name, value in twin.state.get(parameter, {}).items() if value is not None}
         # A state that is first a number and a tensor after the step (for example a norm) is small, too.
-        held = {k: torch.zeros(()) if k in self.small and _is_number(v) else v for k, v in state.items()}
+        held = {
+            k: torch.zeros((), dtype=torch.float32, device="cpu") if k in self.small and _is_number(v) else v
+            for k, v in state.items()
+        }
         return {name: (value.shape, value.dtype) for name, value in held.items() if isinstance(value, Tensor)}
 
     def _update_tile(

@@ -277,8 +277,7 @@ class Stepper:
             return
         self.norm = scaled_norm / self._scaler.cur_scale
         scale = clip_coefficient(self.norm, norm_max) / self._scaler.cur_scale
-        values = optimizer.values(index_of, contributed)
-        small = optimizer.small_states(index_of, values)
+        values, small = self._values_in(optimizer, index_of, contributed)
         arguments = StepArguments(values, scale, number, self._storage.streams.fence(), small)
         due = [group for group in self._storage.plan.sub_groups if self.pipeline.trained_units(group, arguments)]
         # From here on no waits and no searches: the step must be decided completely or not at all.
@@ -288,6 +287,17 @@ class Stepper:
         self._arguments, self.applied = arguments, True
         self._move(StepState.DECIDED)
         self._scaler.update(overflow=False)
+
+    def _values_in(self, optimizer: ZeroOptimizer, index_of: dict[int, int], contributed: set[int]) -> Any:
+        """The values of the groups, and the small states. If the user has made the groups such that there are none, no
+        step is taken; the gradients stay for another attempt.
+        """
+        try:
+            values = optimizer.values(index_of, contributed)
+            return values, optimizer.small_states(index_of, values)
+        except Exception:
+            self._move(StepState.NONE)
+            raise
 
     def _skip(self, number: int, loss_is_finite: bool) -> None:
         """Decide that all ranks skip the step."""

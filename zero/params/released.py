@@ -237,7 +237,7 @@ def _saved(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     if not _saved_as_empty:
         raise _cannot(parameter, "pickled or saved")
     warn_of_empty_values()
-    return torch.empty(0, dtype=dtype)
+    return torch.empty(0, dtype=dtype, device="cpu")
 
 
 def keeper_of(parameter: nn.Parameter) -> Keeper:

@@ -275,7 +275,7 @@ def _is_looked_at(parameter: nn.Parameter) -> bool:
 
     The parameter's own `ds_tensor` does not count.
     """
-    alone = torch.empty(1)
+    alone = torch.empty(1, dtype=torch.float32, device="cpu")
     hide_shard(parameter)
     looked_at = _uses(parameter) > _uses(alone)
     if looked_at:

@@ -310,7 +310,7 @@ class Comm:
     async def _compare(self, ticket: Ticket, group: Group) -> None:
         """Return if the group's ranks are about to launch the same collective; else raise."""
         own = pack_header(ticket.place, ticket.digest)
-        whole = torch.empty(group.size * len(own), dtype=torch.uint8)
+        whole = torch.empty(group.size * len(own), dtype=torch.uint8, device="cpu")
         mine = whole[group.index * len(own) : (group.index + 1) * len(own)]
         mine.copy_(tensor_of(own))
         await self._done([backend.all_gather(whole, mine, group.handle)], str(ticket))

@@ -91,7 +91,7 @@ class Meeting:
     def _all_told(self, said: str, message: bytes) -> list[bytes]:
         """Messages of one size, in rank order."""
         own = tensor_of(message)
-        whole = torch.empty(len(self._members) * len(message), dtype=torch.uint8)
+        whole = torch.empty(len(self._members) * len(message), dtype=torch.uint8, device="cpu")
         self._finish(said, partial(backend.all_gather, whole, own, self._handle))
         return [bytes_of(part) for part in backend.slices(whole, len(message))]
 

@@ -64,7 +64,7 @@ class Lines:
         self._handles.append(handle)
         if name == "gloo":
             # Ranks connect by the first message at the latest, so send one: then the new connections are known.
-            told = torch.zeros(len(ranks), dtype=torch.uint8)
+            told = torch.zeros(len(ranks), dtype=torch.uint8, device="cpu")
             backend.finish(backend.all_gather(told, told[:1].clone(), handle), self._fate.check)
             backend.inherit_timeout(handle, self._parent)
             key = str(len(self._handles))

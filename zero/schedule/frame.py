@@ -61,7 +61,7 @@ class _Join(torch.autograd.Function):
 
 def open_frame(passed: Callable[[], None], device: torch.device) -> torch.Tensor:
     """Make a call's sentinel; `passed` is called once the call's backward is over."""
-    token = torch.empty(0, device=device, requires_grad=True)
+    token = torch.empty(0, device=device, requires_grad=True, dtype=torch.float32)
     sentinel: torch.Tensor = _Sentinel.apply(passed, token)  # type: ignore[no-untyped-call]
     return sentinel
 

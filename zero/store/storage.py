@@ -165,7 +165,7 @@ class Storage:
         """A home in host memory for the sums of squares of one unit's gradient: (blocks, 2) int64."""
         nbytes = gradient_sums_bytes(unit)
         if self.streams.shared:
-            return rows_in(torch.empty(nbytes, dtype=torch.uint8))
+            return rows_in(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
         if self._sums is None:  # one allocation, page-locked because the device writes there
             trained = [unit for unit in self.layout.units if unit.trainable]
             self._sums = self._region(HOST, sum(gradient_sums_bytes(unit) for unit in trained))

@@ -15,6 +15,9 @@ from zero.store.adoption import Piece
 from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 
+Places = dict[int, list[tuple[Unit, Slot]]]
+"""id(parameter) -> its places, one for each tile if it is in tiles."""
+
 
 class StoredValues:
     """Reads the planes of an engine at rest; any thread but the storage's mover may.
@@ -22,10 +25,10 @@ class StoredValues:
     Args:
         layout: of the planes.
         storage: the storage of the planes.
-        places: id(parameter) -> its places, one for each tile if it is in tiles.
+        places: of the parameters that it is asked for.
     """
 
-    def __init__(self, layout: Layout, storage: Storage, places: dict[int, list[tuple[Unit, Slot]]]) -> None:
+    def __init__(self, layout: Layout, storage: Storage, places: Places) -> None:
         self._layout, self._storage, self._places = layout, storage, places
         self._staged: StagedGroup | None = None
 
@@ -80,7 +83,7 @@ class StoredValues:
             return memory.view(unit.dtype)
         self.close()  # release the held block of the arena: a holder must not wait for another block
         begin, end = lo // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(hi, BLOCK_NUMEL), unit.end)
-        out = torch.empty(plane.nbytes(begin, end), dtype=torch.uint8)
+        out = torch.empty(plane.nbytes(begin, end), dtype=torch.uint8, device="cpu")
         job = read_plane(plane, begin, end, out, self._storage.arena)
         self._storage.mover.run(f"reading {unit.name}", job)
         return out.view(unit.dtype)[lo - begin : hi - begin]

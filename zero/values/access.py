@@ -19,6 +19,7 @@ from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
 from zero.schedule.hooks import ModuleHooks, in_backward
 from zero.schedule.rows import RowLender
+from zero.store.adoption import Piece
 from zero.values.editor import UnitEditor
 from zero.values.gathered_values import runs_of
 
@@ -159,33 +160,52 @@ class EngineKeeper:
         """The unit of a parameter, or the units of its tiles. Raises KeyError."""
         return [bound.unit.index for bound, _ in self._pieces(name)]
 
+    @torch.inference_mode(False)
     def weights(self, name: str) -> torch.Tensor:
         """A copy of one parameter's weights, in compute dtype, on the host."""
-        return self._whole(
-            name, lambda bound, slot: self._cut(self.editor.read(bound.unit).view(bound.unit.dtype), slot)
-        )
+        parameter, dtype = self.parameter(name), self._pieces(name)[0].bound.unit.dtype
+        out = torch.empty(parameter.numel(), dtype=dtype, device="cpu")
+        for piece in self._stored(name, state=False):
+            out[piece.first : piece.first + piece.weight.numel()] = piece.weight
+        return out.view(parameter.shape)
 
+    @torch.inference_mode(False)
     def master(self, name: str) -> torch.Tensor:
         """A copy of one parameter's fp32 master, on the host."""
+        parameter = self.parameter(name)
+        out = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu")
+        for piece in self._stored(name, state=True):
+            rest = None if piece.remainder is None else piece.remainder.cpu()
+            masters.whole(out[piece.first : piece.first + piece.weight.numel()], piece.weight.cpu(), rest)
+        return out.view(parameter.shape)
 
-        def part(bound: BoundUnit, slot: Slot) -> torch.Tensor:
-            weight = self._cut(self.editor.read(bound.unit).view(bound.unit.dtype), slot)
-            remainder = self.editor.read_records(bound.unit).get("remainder") if bound.unit.trainable else None
-            own = None if remainder is None else remainder[slot.offset_numel : slot.end_numel].clone()
-            out = torch.empty(slot.numel)
-            masters.whole(out, weight.reshape(-1), own)
-            return out.view(slot.shape)
-
-        return self._whole(name, part)
-
+    @torch.inference_mode(False)
     def moments(self, name: str) -> dict[str, torch.Tensor]:
         """Copies of one parameter's states by name (Adam's are `exp_avg` and `exp_avg_sq`), fp32 on the host."""
-        pieces = self._pieces(name)
-        if not pieces[0].bound.unit.trainable:
+        unit, parameter = self._pieces(name)[0].bound.unit, self.parameter(name)
+        if not unit.trainable:
             raise StateError(f"parameter {name} is not trained by this engine, so it has no optimizer state")
-        records = [(self.editor.read_records(bound.unit), slot) for bound, slot in pieces]
-        names = self.editor.states_of(pieces[0].bound.unit)
-        return {key: _joined([self._cut(record[key], slot) for record, slot in records]) for key in names}
+        names = self.editor.states_of(unit)
+        out = {key: torch.empty(parameter.numel(), dtype=torch.float32, device="cpu") for key in names}
+        for piece in self._stored(name, state=True):
+            for whole_state, part in zip(out.values(), piece.states or (), strict=True):
+                whole_state[piece.first : piece.first + part.numel()] = part
+        return {key: value.view(parameter.shape) for key, value in out.items()}
+
+    def _stored(self, name: str, *, state: bool) -> Iterator[Piece]:
+        """The parameter's pieces, with their remainders and states if `state`; weights as they are used now."""
+        parameter, places = self.parameter(name), self._pieces(name)
+        with self.editor.stored({id(parameter): [(bound.unit, slot) for bound, slot in places]}) as read:
+            for bound, slot in places:
+                used = self.editor.live(bound.unit)
+                first, last = slot.first_numel, slot.first_numel + slot.numel
+                own = None if used is None else used[slot.offset_numel : slot.end_numel]
+                if own is not None and not (state and bound.unit.trainable):
+                    yield Piece(first, own)
+                    continue
+                for piece in read(parameter, first, last, state):
+                    at = piece.first - first
+                    yield piece if own is None else piece._replace(weight=own[at : at + piece.weight.numel()])
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, copy of the weights); one unit or tiled parameter in memory at a time; tied ones under each name."""
@@ -200,9 +220,6 @@ class EngineKeeper:
 
     def _cut(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
         return flat[slot.offset_numel : slot.end_numel].clone().view(slot.shape)
-
-    def _whole(self, name: str, part: Callable[[BoundUnit, Slot], torch.Tensor]) -> torch.Tensor:
-        return _joined([part(bound, slot) for bound, slot in self._pieces(name)])
 
     def _pieces(self, name: str) -> list[SlotPlace]:
         if name not in self._places:
@@ -223,7 +240,3 @@ def take_back(parameters: Iterable[nn.Parameter], but: EngineKeeper | None = Non
             keeper = engine_keeper(parameter)
             if isinstance(keeper, EngineKeeper) and keeper is not but:
                 keeper.give_back()
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -32,13 +32,13 @@ class GradientValues:
 
         All ranks call this together.
         """
-        state, waiting = self._state(unit), self._gradients.waiting().get(unit.index)
+        state, waiting = self._state(unit), self._gradients.waiting(unit.index).get(unit.index)
         had = bool(state.contributions[slot.position])
         answers = self._exchange.agree(f"gradient of {slot.name}", json.dumps([had, waiting is not None]).encode())
         told = [json.loads(answer) for answer in answers]
         if not any(had for had, _ in told):
             return None
-        out = torch.empty(slot.numel)
+        out = torch.empty(slot.numel, dtype=torch.float32, device="cpu")
         for lo in range(0, slot.numel, CHUNK_NUMEL):
             hi = min(lo + CHUNK_NUMEL, slot.numel)
             self._read_chunk(state, slot, waiting, [waits for _, waits in told], out[lo:hi], lo)
@@ -97,7 +97,11 @@ class GradientValues:
             lo, hi = unit.begin, unit.end
         for at in range(lo, hi, CHUNK_NUMEL):
             to = min(at + CHUNK_NUMEL, hi)
-            chunk = torch.zeros(to - at, dtype=state.dtype) if fresh else self._gradients.read_stored(state, at, to)
+            chunk = (
+                torch.zeros(to - at, dtype=state.dtype, device="cpu")
+                if fresh
+                else self._gradients.read_stored(state, at, to)
+            )
             begins, ends = max(first, at), min(last, to)
             if begins < ends:
                 chunk[begins - at : ends - at].copy_(values[begins - first : ends - first])
@@ -112,6 +116,6 @@ class GradientValues:
     def _stored(self, state: UnitGradient, slot: Slot, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the slot in this rank's slice, fp32; zeros if nothing is stored."""
         if begin >= end or state.empty:
-            return torch.zeros(max(end - begin, 0))
+            return torch.zeros(max(end - begin, 0), dtype=torch.float32, device="cpu")
         first = state.unit.origin + slot.offset_numel
         return self._gradients.read_stored(state, first + begin, first + end).float()

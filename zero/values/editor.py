@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -19,9 +19,12 @@ from zero.plan.machine import read_machine
 from zero.plan.record import Record
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
+from zero.store.adoption import ReadSource
 from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
+from zero.store.stored_values import Places, StoredValues
 from zero.values.edits import Edit, agree_on_edits
+from zero.values.gathered_values import GatheredValues
 
 # (record of a sub-group, begin, end of the unit's elements in it) -> was the record changed?
 Visit = Callable[[Record, int, int], Awaitable[bool]]
@@ -194,46 +197,40 @@ class UnitEditor:
     @torch.inference_mode(False)
     def read(self, unit: Unit) -> torch.Tensor:
         """A copy of the unit's weights as uint8 in host memory."""
-        bound = self._bound[unit.index]
-        if bound.bound and (unit.persistent or self._exchange.placement.alone):
-            # As up to date as the plane, or more if forward has modified a weight in place.
-            self._coordinator.follow(unit.index)
-            self._recapture(bound)
-            return bound.flat.detach().view(torch.uint8).cpu().clone()
-        out = torch.empty(unit.nbytes, dtype=torch.uint8)
+        live = self.live(unit)
+        if live is not None:
+            return live.view(torch.uint8).cpu().clone()
+        out = torch.empty(unit.nbytes, dtype=torch.uint8, device="cpu")
         plane = self._storage.weights[self._layout.space_of(unit)]
         job = read_plane(plane, unit.begin, unit.end, unit.own(out), self._storage.arena)
         self._storage.mover.run(f"reading {unit.name}", job)
         return whole(self._exchange, unit, out)
+
+    def live(self, unit: Unit) -> torch.Tensor | None:
+        """The unit's weights as they are used: the plane's, or newer ones if forward has modified a weight in place.
+
+        None: they are not bound, or other ranks have bound them at another time.
+        """
+        bound = self._bound[unit.index]
+        if not (bound.bound and (unit.persistent or self._exchange.placement.alone)):
+            return None
+        self._coordinator.follow(unit.index)
+        self._recapture(bound)
+        return bound.flat.detach()
 
     def _recapture(self, bound: BoundUnit) -> None:
         refused = bound.recapture()
         if refused:
             raise StateError("; ".join(refused))
 
-    def read_records(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """Copies of the unit's state, unit.numel long each: remainder (if any), states by name (fp32)."""
-        parts: dict[str, list[torch.Tensor]] = {}
-
-        async def visit(record: Record, lo: int, hi: int) -> bool:
-            named = dict(zip(self._storage.plan.states_of(unit), record.states.load(lo, hi), strict=True))
-            if record.remainder is not None:
-                named["remainder"] = record.remainder[lo:hi].clone()
-            for name, values in named.items():
-                parts.setdefault(name, []).append(values.cpu())
-            return False
-
-        self._storage.mover.run(f"reading the state of {unit.name}", self._visit_records(unit, visit))
-        own = {name: torch.cat(pieces) for name, pieces in parts.items()}
-        return {name: whole(self._exchange, unit, self._among(unit, values)) for name, values in own.items()}
-
-    def _among(self, unit: Unit, own: torch.Tensor) -> torch.Tensor:
-        """(unit.numel,) with this rank's slice filled."""
-        if own.numel() == unit.numel:
-            return own
-        whole = torch.zeros(unit.numel, dtype=own.dtype)
-        unit.own(whole).copy_(own)
-        return whole
+    @contextmanager
+    def stored(self, places: Places) -> Iterator[ReadSource]:
+        """Inside, a function that reads values of all ranks from the planes; `places`: of the parameters it reads."""
+        stored = StoredValues(self._layout, self._storage, places)
+        try:
+            yield (stored if self.placement.shard_size == 1 else GatheredValues(stored, self._exchange)).pieces
+        finally:
+            stored.close()
 
     async def _store(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
         """Write the new weights. Where a weight has changed, its old master is invalid and becomes the weight."""

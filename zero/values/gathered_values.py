@@ -45,7 +45,7 @@ class GatheredValues:
         if state:
             dtypes += [] if unit.remainder is None else [unit.remainder]
             dtypes += [torch.float32] * self._own.states_count(unit)
-        values = [torch.empty(end - begin, dtype=dtype) for dtype in dtypes]
+        values = [torch.empty(end - begin, dtype=dtype, device="cpu") for dtype in dtypes]
         placement = self._exchange.placement
         runs = runs_of(placement, unit, slot, begin, end)
         own = runs[placement.shard_index]
@@ -111,12 +111,12 @@ class PlaneReader:
                 payload = bytes_of(values.view(torch.uint8))
         answers = self._relay.exchange(f"reading {slot.name}", payload)
         if placement.rank == 0:
-            whole = torch.empty(end - begin, dtype=dtype)
+            whole = torch.empty(end - begin, dtype=dtype, device="cpu")
             join_runs(placement, runs, [tensor_of(answer) for answer in answers], [whole])
             yield whole
 
     def _own(self, unit: Unit, slot: Slot, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        values = torch.empty(end - begin, dtype=dtype)
+        values = torch.empty(end - begin, dtype=dtype, device="cpu")
         for piece in self._stored.pieces_of_slot(unit, slot, begin, end, self._masters):
             remainder = None if piece.remainder is None else piece.remainder.cpu()
             at = slice(piece.first - begin, piece.first - begin + piece.weight.numel())

@@ -89,7 +89,7 @@ class ParameterValues:
         """This rank's part of an optimizer state, 1-D fp32. Raises StateError: no state has this name."""
         if key in self._small_shapes:
             mine = self._parts.small_states({id(self._parameter): self._name})
-            return mine.get(self._name, {}).get(key, torch.empty(0)).reshape(-1)
+            return mine.get(self._name, {}).get(key, torch.empty(0, dtype=torch.float32, device="cpu")).reshape(-1)
         return self._own(1 + self._number(key))
 
     def _number(self, key: str) -> int:
@@ -109,13 +109,13 @@ class ParameterValues:
                     if number and piece.states is not None:
                         parts.append(piece.states[number - 1].float().cpu().clone())
                     else:
-                        value = torch.empty(piece.weight.numel())
+                        value = torch.empty(piece.weight.numel(), dtype=torch.float32, device="cpu")
                         beside = None if piece.remainder is None else piece.remainder.cpu()
                         masters.whole(value, piece.weight.cpu(), beside)
                         parts.append(value)
         finally:
             stored.close()
-        return torch.cat(parts) if parts else torch.empty(0)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def _runs(self) -> Iterator[SlotRun]:
         index = self._exchange.placement.shard_index
@@ -126,7 +126,7 @@ class ParameterValues:
 
     def whole_of(self, own: torch.Tensor) -> torch.Tensor:
         """Join the parts of all ranks to the whole value. All ranks call this together."""
-        out = torch.empty(self._parameter.shape, dtype=torch.float32)
+        out = torch.empty(self._parameter.shape, dtype=torch.float32, device="cpu")
         flat, placement = out.view(-1), self._exchange.placement
         payload = bytes_of(own.detach().float().cpu().contiguous().view(torch.uint8))
         told = [tensor_of(part) for part in self._exchange.agree("own parts", payload)]
@@ -142,7 +142,12 @@ class ParameterValues:
         if all(part is None for part in parts):
             return None
         sizes = [slot.numel for _, slot in self._places]
-        flat = torch.cat([torch.zeros(n) if part is None else part for part, n in zip(parts, sizes, strict=True)])
+        flat = torch.cat(
+            [
+                torch.zeros(n, dtype=torch.float32, device="cpu") if part is None else part
+                for part, n in zip(parts, sizes, strict=True)
+            ]
+        )
         return flat.view(self._parameter.shape)
 
     def own_gradient(self) -> torch.Tensor | None:
@@ -152,14 +157,17 @@ class ParameterValues:
         parts = [self._gradients.read_own(r.unit, r.slot, r.begin, r.end) for r in runs]
         if runs and all(part is None for part in parts):
             return None
-        filled = [torch.zeros(r.end - r.begin) if p is None else p for p, r in zip(parts, runs, strict=True)]
-        return torch.cat(filled) if filled else torch.empty(0)
+        filled = [
+            torch.zeros(r.end - r.begin, dtype=torch.float32, device="cpu") if p is None else p
+            for p, r in zip(parts, runs, strict=True)
+        ]
+        return torch.cat(filled) if filled else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def set_master(self, value: torch.Tensor) -> None:
         """Replace the value: the weights that forward uses, and the fp32 master. All ranks call this together."""
         flat, unit = self._given(value).reshape(-1), self._places[0][0]
-        weights = torch.empty(flat.numel(), dtype=unit.dtype)
-        remainders = None if unit.remainder is None else torch.empty(flat.numel(), dtype=unit.remainder)
+        weights = torch.empty(flat.numel(), dtype=unit.dtype, device="cpu")
+        remainders = None if unit.remainder is None else torch.empty(flat.numel(), dtype=unit.remainder, device="cpu")
         masters.part(weights, remainders, flat)
         with GatheredParameters([self._parameter], modifier_rank=0), torch.no_grad():
             self._parameter.copy_(weights.view(self._parameter.shape))
