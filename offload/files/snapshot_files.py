@@ -37,8 +37,7 @@ from offload.sizes import PAGE_BYTES, align_up
 from offload.system import linux
 
 FOLDER = "zero-snapshots"
-FORMAT = 2  # Before 2 only runs in memory had checksums.
-FORMATS = (1, FORMAT)  # The formats that can be read.
+FORMAT = 3
 MANIFEST_BYTES = 64 << 10  # Manifests are padded to multiples of it, so that they seldom grow the file.
 LOCK_SECONDS = 15.0  # A killed job's lock lasts until its last child ends; loaders' workers notice it within 5 s.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # Of a snapshot.
@@ -309,11 +308,10 @@ def _unpacked(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
     if checksum != _checksum(text).encode():
         raise _damaged(path)
     body: dict[str, Any] = json.loads(text)
-    if body.get("format") not in FORMATS:
+    if body.get("format") != FORMAT:
         raise ConfigError(
-            f"snapshot: {path} has format {body.get('format')}, and this version reads "
-            f"{' and '.join(map(str, FORMATS))}; use the version that wrote it, or remove the snapshot (zero "
-            "snapshots rm)"
+            f"snapshot: {path} has format {body.get('format')}, and this version reads {FORMAT}; use the version that "
+            "wrote it, or remove the snapshot (zero snapshots rm)"
         )
     return body, len(text) + len(checksum) + 2
 

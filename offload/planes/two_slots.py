@@ -196,11 +196,11 @@ class TwoSlotPlane(Plane):
     async def return_to_kept(
         self, arena: Arena, checksums: Sequence[str], whose: Callable[[int, int], str] = lambda begin, end: ""
     ) -> None:
-        """Return to the values of the snapshot; all bytes with known checksums are read and verified.
+        """Return to the values of the snapshot; all bytes are read and verified.
 
         Args:
             arena: for runs in memory; their bytes are read into a block, verified and copied.
-            checksums: of the slots that the snapshot names; "" where they are unknown.
+            checksums: of the slots that the snapshot names.
             whose: describes coordinates [begin, end) in errors.
 
         Raises:
@@ -220,8 +220,7 @@ class TwoSlotPlane(Plane):
                 raise StateError(f"plane {self.name}: no snapshot contains [{pair.begin:,}, {pair.end:,})")
             self._turn(index, pair.kept)
             pair.sums = BlockSums(self.nbytes_of(pair), text)
-            if text or self._home_at(pair.begin).memory is not None:
-                reads.append(read(pair))
+            reads.append(read(pair))
         await settle_all(reads)
 
     def close(self) -> None:

@@ -374,7 +374,7 @@ REMOVALS = (
     Removal(
         "whoever reads all weights does not wait for those that a forward on another stream has had brought",
         "zero/values/editor.py",
-        "            self._coordinator.follow(unit.index)\n",
+        "        self._coordinator.follow(unit.index)\n",
         "",
         ("read_beside_a_forward:cpu-cpu:compute",),
     ),

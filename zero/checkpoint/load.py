@@ -398,7 +398,7 @@ class LoadCheckpoints:
             wanted = Wanted(source, parts, strict=strict, optimizer=updater, known_frozen=left_out, elsewhere=elsewhere)
             if updater is not None:
                 name_of = {id(leaf.parameter): leaf.names[0] for leaf in parts.leaves}
-                check_groups(updater, state["groups"], name_of)
+                check_groups(updater, state["groups"], name_of, "load_checkpoint", "the checkpoint")
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(parts, placement, state["accumulating"], mine and mine["accumulated"])
                 self._check_scale(state.get("loss_scaler"), goes_on=updater is not None)

@@ -284,15 +284,7 @@ class Snapshots:
 
     def _read(self, storage: Storage, manifest: Manifest) -> None:
         """Restore the planes from the slots that the manifest names. Raises StorageError."""
-        unknown = [[""] * len(slots) for slots in manifest.body["slots"]]
-        found = manifest.body.get("block_checksums", unknown)
-        if found is unknown:
-            logger.warning(
-                "the snapshot of step %d was made by an earlier version without checksums, so damage to it is not "
-                "detected; the next snapshot has checksums",
-                self.committed_step,
-            )
-        for plane, checksums in zip(storage.twice, found, strict=True):
+        for plane, checksums in zip(storage.twice, manifest.body["block_checksums"], strict=True):
             whose = partial(_names, _space_of(storage, plane))
             storage.mover.run("going back to a snapshot", plane.return_to_kept(storage.arena, checksums, whose))
 

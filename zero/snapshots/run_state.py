@@ -33,6 +33,7 @@ logger = logging.getLogger("zero")
 def common_state(engine: Run, config: Config, leaves: Iterable[Leaf], dtypes: Mapping[str, str]) -> dict[str, Any]:
     """The common part of all ranks. `dtypes`: first name of each parameter -> the dtype that it is computed in."""
     leaves = list(leaves)
+    name_of = {id(leaf.parameter): leaf.names[0] for leaf in leaves}
     return {
         "global_steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
@@ -41,7 +42,7 @@ def common_state(engine: Run, config: Config, leaves: Iterable[Leaf], dtypes: Ma
         "skipped_steps": engine.skipped_steps,
         "forwards": getattr(engine.module, "micro_offset", None),
         "loss_scaler": engine.scaler.state_dict(),
-        "groups": _groups(engine.updater, leaves),
+        "groups": [] if engine.updater is None else saved_groups(engine.updater, name_of),
         "config": _plain(config.as_dict()),
         "origins": dict(config.origins),
         "parameters": [leaf.names[0] for leaf in leaves],
@@ -126,25 +127,27 @@ def restore_rank(engine: Run, state: Mapping[str, Any], *, own: bool) -> None:
         )
 
 
-def check_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of: Mapping[int, str]) -> None:
-    """Raise ConfigError unless the param groups have the same parameters as the saved ones."""
+def check_groups(
+    optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of: Mapping[int, str], what: str, where: str
+) -> None:
+    """Raise ConfigError unless the param groups have the same parameters as the saved ones.
+
+    `what`, `where`: the call and its source, for the error.
+    """
     mine = [[name_of[id(p)] for p in group["params"] if id(p) in name_of] for group in optimizer.param_groups]
     theirs = [list(group["params"]) for group in saved]
     if [set(names) for names in mine] == [set(names) for names in theirs]:
-        check_flags(optimizer, saved, "load_checkpoint", "the checkpoint")
+        check_flags(optimizer, saved, what, where)
         return
+    fix = "make the same groups" + ", or pass load_optimizer_states=False" * (what == "load_checkpoint")
     if len(mine) != len(theirs):
-        raise ConfigError(
-            f"load_checkpoint: expected {len(theirs)} param groups as in the checkpoint, got {len(mine)}; make the "
-            "same groups, or pass load_optimizer_states=False"
-        )
+        raise ConfigError(f"{what}: expected {len(theirs)} param groups as in {where}, got {len(mine)}; {fix}")
     for number, (here, there) in enumerate(zip(mine, theirs, strict=True)):
         more, less = sorted(set(here) - set(there)), sorted(set(there) - set(here))
         if more or less:
             raise ConfigError(
-                f"load_checkpoint: param group {number} of the optimizer differs from the checkpoint: only the "
-                f"optimizer has {more[:3] or 'nothing'}, only the checkpoint has {less[:3] or 'nothing'}; make the "
-                "same groups, or pass load_optimizer_states=False"
+                f"{what}: param group {number} of the optimizer differs from {where}: only the optimizer has "
+                f"{more[:3] or 'nothing'}, only {where} has {less[:3] or 'nothing'}; {fix}"
             )
 
 
@@ -193,10 +196,8 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
         set_rng_state(state["device"], device)
 
 
-def _groups(optimizer: ZeroOptimizer | None, leaves: Iterable[Leaf]) -> list[dict[str, Any]]:
-    if optimizer is None:
-        return []
-    name_of = {id(leaf.parameter): leaf.names[0] for leaf in leaves}
+def saved_groups(optimizer: ZeroOptimizer, name_of: Mapping[int, str]) -> list[dict[str, Any]]:
+    """The param groups, with the names of their parameters. `name_of`: id(parameter) -> its first name."""
     return [
         {
             # Options of other types are not saved: a load keeps the values of the live group.

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload.archives import bytes_tensor, make_archive, pack_any, read_archive, unpack_any
-from offload.errors import ConfigError, StateError
-from zero.optim.rules import Progress, Scalar
+from offload.errors import ConfigError
 from zero.params.buffers import extra_states, set_extra_states
-from zero.snapshots.run_state import rank_state, restore_counters, restore_groups, restore_rank
+from zero.snapshots.run_state import (
+    check_groups,
+    rank_state,
+    restore_counters,
+    restore_groups,
+    restore_rank,
+    saved_groups,
+)
 
 if TYPE_CHECKING:
     from zero.assembly.run import Run
@@ -31,17 +37,16 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> Callable[[],
         "norm": norm,
         "groups": [],
         "step_counts": {},
-        "progress": {},
+        "numbers": {},
         "rank": rank_state(run, None),
         "buffers": {name: buffer.detach().cpu() for name, buffer in run.module.named_buffers()},
     }
-    if run.updater is not None:
-        counts = run.updater.step_counts
-        state["step_counts"] = {names[key]: count for key, count in counts.items() if key in names}
-        state["progress"] = {names[key]: list(_packed(p)) for key, p in run.updater.progress.items() if key in names}
-        for group in run.updater.param_groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            state["groups"].append(pack_any({**options, "params": [names.get(id(p), "") for p in group["params"]]}))
+    if (optimizer := run.updater) is not None:
+        state["groups"] = saved_groups(optimizer, names)
+        state["step_counts"] = {names[key]: count for key, count in optimizer.step_counts.items() if key in names}
+        for key in optimizer.progress.keys() & names.keys():  # not of Adam: a tensor for each parameter takes time
+            numbers = optimizer.saved_numbers(key)
+            state["numbers"][names[key]] = {what: number.tensor() for what, number in numbers.items()}
     if hasattr(run.lr_scheduler, "state_dict"):
         state["lr_scheduler"] = pack_any(run.lr_scheduler.state_dict())
     if extra := extra_states(run.module):
@@ -63,32 +68,33 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> Callable[[],
 
 
 def check(run: Run, names: dict[int, str], data: bytes) -> None:
-    """Raise StateError if the param groups are not the ones that `capture` has saved."""
-    _check_groups(run, names, _opened(data)[2])
+    """Raise ConfigError if the param groups are not the ones that `capture` has saved."""
+    if run.updater is not None:
+        check_groups(run.updater, _opened(data)[0]["groups"], names, "load_snapshot", "the snapshot")
 
 
-def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
-    """(everything else, small states, param groups) from the bytes of `capture`."""
-    state, small = read_archive(bytes_tensor(data), "the state of a snapshot"), {}
+def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(everything else, small states) from the bytes of `capture`."""
+    state = read_archive(bytes_tensor(data), "the state of a snapshot")
     if REST in state:
-        small, state = state[SMALL], read_archive(state[REST], "the state of a snapshot")
-    return state, small, [unpack_any(group, "the state of a snapshot") for group in state["groups"]]
+        return read_archive(state[REST], "the state of a snapshot"), state[SMALL]
+    return state, {}
 
 
 def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
     """Restore the state of `capture`, after `check`; returns the norm of the last step's gradients."""
-    state, small, groups = _opened(data)
+    state, small = _opened(data)
     restore_counters(run, state["counters"])
     run.scaler.load_state_dict(state.get("loss_scaler"))
-    if run.updater is not None:
-        restore_groups(run.updater, groups)
-        keys = {name: key for key, name in names.items()}
-        run.updater.step_counts.clear()
-        run.updater.step_counts.update({keys[name]: count for name, count in state["step_counts"].items()})
-        run.updater.progress.clear()
-        scalars = {name: like for rule in run.rules.each for name, like in rule.scalars.items()}
-        run.updater.progress.update({keys[n]: _unpacked(p, scalars) for n, p in state["progress"].items()})
-        run.updater.take_small(small, names)
+    if (optimizer := run.updater) is not None:
+        restore_groups(optimizer, state["groups"])
+        for key, name in names.items():
+            optimizer.forget(key)
+            if name in state["numbers"]:
+                optimizer.set_numbers(key, state["numbers"][name])
+            elif name in state["step_counts"]:
+                optimizer.step_counts[key] = state["step_counts"][name]
+        optimizer.take_small(small, names)
     if "lr_scheduler" in state and hasattr(run.lr_scheduler, "load_state_dict"):
         # Classes are trusted, since a snapshot is of this very job, and its checksum was right.
         run.lr_scheduler.load_state_dict(unpack_any(state["lr_scheduler"], "the state of the scheduler"))
@@ -99,31 +105,6 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
                 buffers[name].copy_(value)
     if "extra_states" in state:
         set_extra_states(run.module, unpack_any(state["extra_states"], "the extra states of modules"))
-    earlier = state.get("named_random_states", {})  # where snapshots had them before
-    restore_rank(run, {"named": earlier, **state["rank"]}, own=True)
+    restore_rank(run, state["rank"], own=True)
     norm: float | None = state["norm"]
     return norm
-
-
-def _packed(progress: Progress) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
-    """In types that an archive may hold: numbers, names of present planes, and names of numbers that are None."""
-    numbers = {n: scalar.tensor() for n, scalar in progress.scalars if scalar.value is not None}
-    return numbers, list(progress.present), [n for n, scalar in progress.scalars if scalar.value is None]
-
-
-def _unpacked(packed: tuple[Any, ...], scalars: Mapping[str, Scalar]) -> Progress:
-    numbers, present, *rest = packed
-    known = [(n, scalars[n].like(value)) for n, value in numbers.items() if n in scalars]
-    return Progress((*known, *((n, Scalar(None)) for n in (rest[0] if rest else []))), tuple(present))
-
-
-def _check_groups(run: Run, names: dict[int, str], saved: list[dict[str, Any]]) -> None:
-    groups = run.updater.param_groups if run.updater is not None else []
-    mine = [[names.get(id(p), "") for p in group["params"]] for group in groups]
-    theirs = [group["params"] for group in saved]
-    if mine != theirs:
-        sizes = [[len(group) for group in each] for each in (theirs, mine)]
-        raise StateError(
-            f"load_snapshot: the param groups differ: expected groups of {sizes[0]} parameters as in the snapshot, "
-            f"got {sizes[1]}; make the optimizer with the same groups"
-        )

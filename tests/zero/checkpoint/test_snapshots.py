@@ -21,7 +21,6 @@ from snapshot_runs import as_a_kill_would_leave_it, committed, config_of, folder
 import zero
 from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
-from offload.files.snapshot_files import SnapshotFiles
 from offload.kernels.block_sums import BLOCK_BYTES
 from offload.planes.two_slots import TwoSlotPlane
 
@@ -497,31 +496,6 @@ def test_what_the_steps_write_is_not_read_again_for_its_checksums(
     monkeypatch.setattr(TwoSlotPlane, "complete_checksums", counted)
     train(open_engine(build("gpt"), config_of(nvme_path)), 0, 1, 2, 3).close()
     assert len(read) >= 8 and not any(read)
-
-
-def test_a_snapshot_of_before_checksums_loads_and_says_so(
-    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = train(open_engine(build("gpt"), config_of(nvme_path)), 0)
-    prepare = SnapshotFiles.prepare
-
-    def earlier(files: SnapshotFiles, number: int, body: dict[str, Any], state: bytes) -> None:
-        """The manifest of format 1."""
-        old = {key: value for key, value in body.items() if key != "block_checksums"}
-        prepare(files, number, {**old, "checksums": [[""] * len(slots) for slots in body["slots"]]}, state)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("offload.files.snapshot_files.FORMAT", 1)
-        patch.setattr(SnapshotFiles, "prepare", earlier)
-        train(first, 1).close()
-    second = open_engine(build("gpt", seed=9), config_of(nvme_path))
-    with caplog.at_level("WARNING", "zero"):
-        assert second.load_snapshot() == 2
-    assert "damage to it is not detected" in caplog.text
-    train(second, 2)
-    second.save_snapshot()
-    caplog.clear()
-    assert second.load_snapshot() == 3 and "damage" not in caplog.text
 
 
 def test_a_gradient_that_was_written_before_a_return_to_the_snapshot_is_forgotten(
