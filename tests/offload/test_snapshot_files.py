@@ -65,12 +65,12 @@ def test_what_is_damaged_for_good_is_told(tmp_path: Path) -> None:
     files.close()
 
 
-def test_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("offload.files.snapshot_files.FORMAT", 7)
         committed(tmp_path, 1)
     files = SnapshotFiles([tmp_path], "a", 0)
-    with pytest.raises(ConfigError, match="format 7, and this version reads 1 and 2"):
+    with pytest.raises(ConfigError, match="format 7, and this version reads 3"):
         files.committed_head  # noqa: B018 - the question itself
     files.close()
 
