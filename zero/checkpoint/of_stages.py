@@ -9,15 +9,13 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from offload.archives import bytes_tensor, make_archive, pack_any, read_archive, unpack_any
-from offload.errors import ConfigError
+from offload.archives import bytes_tensor, make_archive, read_archive, unpack_any
 from zero.assembly.assembly import Assembly
 from zero.exchange.exchange import Exchange
 from zero.exchange.together import Together
-from zero.params.buffers import extra_states, persistent_buffers
+from zero.params.buffers import packed_extra_states, persistent_buffers
 
 LISTS, TABLES = ("parameters", "frozen", "buffers"), ("aliases", "dtypes")
 
@@ -45,20 +43,10 @@ def whole_state(everyone: Exchange, state: Mapping[str, Any]) -> dict[str, Any]:
 
 def whole_extra_states(everyone: Exchange, model: nn.Module) -> dict[str, Any]:
     """The extra states of the modules of all stages; of a tied module the first stage's count. All ranks call this."""
-
-    def packed() -> torch.Tensor:
-        states = extra_states(model)
-        try:
-            return make_archive(pack_any(states))
-        except Exception as error:
-            raise ConfigError(
-                f"save_checkpoint: what get_extra_state of a module returns ({', '.join(states)}) cannot be pickled: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    mine = Together(everyone).do("extra states", packed)
+    mine = Together(everyone).do("extra states", lambda: packed_extra_states(model, "save_checkpoint"))
+    payload = b"" if mine is None else make_archive(mine).numpy().tobytes()
     whole: dict[str, Any] = {}
-    for answer in everyone.agree("extra states of all stages", mine.numpy().tobytes()):
+    for answer in filter(None, everyone.agree("extra states of all stages", payload)):
         found = unpack_any(read_archive(bytes_tensor(answer), "extra states of a stage"), "extra states of a stage")
         whole = {**found, **whole}
     return whole

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from offload.archives import pack_any
+from offload.errors import ConfigError
 from zero.params.opaque import decoding_names
 
 
@@ -47,6 +49,21 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
     none: Any = nn.Module.get_extra_state
     named = model.named_modules()
     return {name: module.get_extra_state() for name, module in named if type(module).get_extra_state is not none}
+
+
+def packed_extra_states(model: nn.Module, what: str) -> Any:
+    """`extra_states` as `pack_any` packs them; None: there are none.
+
+    Raises ConfigError: one cannot be pickled. `what`: the call, for the error.
+    """
+    extra = extra_states(model)
+    try:
+        return pack_any(extra) if extra else None
+    except Exception as error:
+        raise ConfigError(
+            f"{what}: the state that get_extra_state of a module returns ({', '.join(extra)}) cannot be pickled: "
+            f"{type(error).__name__}: {error}; return plain values or tensors"
+        ) from error
 
 
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload.archives import bytes_tensor, make_archive, pack_any, read_archive, unpack_any
-from offload.errors import ConfigError
-from zero.params.buffers import extra_states, set_extra_states
+from zero.params.buffers import packed_extra_states, set_extra_states
 from zero.snapshots.run_state import (
     check_groups,
     rank_state,
@@ -49,14 +48,8 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> Callable[[],
             state["numbers"][names[key]] = {what: number.tensor() for what, number in numbers.items()}
     if hasattr(run.lr_scheduler, "state_dict"):
         state["lr_scheduler"] = pack_any(run.lr_scheduler.state_dict())
-    if extra := extra_states(run.module):
-        try:
-            state["extra_states"] = pack_any(extra)
-        except Exception as error:
-            raise ConfigError(
-                f"snapshot: the state that get_extra_state of a module returns ({', '.join(extra)}) cannot be "
-                f"pickled: {type(error).__name__}: {error}; return plain values or tensors"
-            ) from error
+    if (extra := packed_extra_states(run.module, "snapshot")) is not None:
+        state["extra_states"] = extra
     archive = make_archive(state)
 
     def with_small() -> bytes:
