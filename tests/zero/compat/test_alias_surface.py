@@ -239,6 +239,12 @@ def test_a_module_with_a_command_runs_as_one(module: str) -> None:
 
 
 @pytest.mark.broad
+def test_the_launcher_runs_a_script_as_a_module_too(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os, sys; print(os.environ['WORLD_SIZE'], sys.argv[1:])")
+    assert "1 ['--local_rank=0', '--x']" in said("-m", "deepspeed.launcher.runner", "--num_gpus", "1", str(path), "--x")
+
+
+@pytest.mark.broad
 def test_every_child_finds_what_the_tables_have(tmp_path: Path) -> None:
     text = """
     import multiprocessing, subprocess, sys

@@ -170,7 +170,8 @@ class Finder(MetaPathFinder, InspectLoader):
         package, _, below = fullname.partition(".")
         if package != PACKAGE or not below or below not in surface():
             return None
-        return ModuleSpec(fullname, self, is_package=self.is_package(fullname))
+        # The origin becomes sys.argv[0] of `python -m`, which parsers of command lines read.
+        return ModuleSpec(fullname, self, origin=fullname, is_package=self.is_package(fullname))
 
     def is_package(self, fullname: str) -> bool:
         return bool(surface()[fullname.partition(".")[2]].get("package"))
