@@ -19,6 +19,7 @@ import torch
 from typing_extensions import override
 
 from offload.accelerator import is_accelerator, module_of
+from offload.kernels import kernels
 from offload.sizes import format_bytes
 from offload.stopwatch import Stopwatch
 from zero.assembly.run import Run
@@ -31,7 +32,7 @@ from zero.optim.optimizer import learning_rates, momentum_of
 from zero.ranks import world
 from zero.reports.log import NOTICE
 from zero.reports.monitors import Event, Monitors
-from zero.reports.statistics import LoopCounters, Statistics, collect
+from zero.reports.statistics import Statistics
 
 logger = logging.getLogger("zero")
 
@@ -267,13 +268,38 @@ class Reports(StepListener):
     def statistics(self) -> Statistics:
         """Statistics of the run so far."""
         run, parts = self._run, self._run.parts
-        return collect(
-            parts.coordinator.counters,
-            parts.storage,
-            [unit.name for unit in parts.layout.units],
-            LoopCounters(
-                *(run.global_steps, run.micro_steps),
-                *(self.forward.seconds, self.backward.seconds, self._steps.watch.seconds),
-                {kind: counter.numel for kind, counter in run.exchange.payload().items()},
-            ),
+        counters, storage, names = parts.coordinator.counters, parts.storage, [unit.name for unit in parts.layout.units]
+        disk, kept = storage.disk, storage.activations
+        aio = disk.aio.stats() if disk else None
+        return Statistics(
+            steps=run.global_steps,
+            micro_steps=run.micro_steps,
+            forward_seconds=self.forward.seconds,
+            backward_seconds=self.backward.seconds,
+            optimizer_seconds=self._steps.watch.seconds,
+            exposed_wait_seconds=storage.mover.exposed.seconds,
+            nvme_read_bytes=disk.traffic.read_bytes if disk else 0,
+            nvme_write_bytes=disk.traffic.write_bytes if disk else 0,
+            nvme_read_seconds=disk.traffic.earlier_read_seconds + aio.read_seconds if disk and aio else 0.0,
+            nvme_write_seconds=disk.traffic.earlier_write_seconds + aio.write_seconds if disk and aio else 0.0,
+            gathers=counters.gathers,
+            gathered_bytes=counters.gathered_bytes,
+            expert_row_bytes=counters.expert_row_bytes,
+            whole_experts_by_unit={names[i]: n for i, n in sorted(counters.whole_experts.items())},
+            prefetch_hits=counters.hits,
+            prefetch_late=counters.late,
+            prefetch_misses=counters.misses,
+            releases=counters.releases.total(),
+            releases_by_unit={names[i]: n for i, n in sorted(counters.releases.items())},
+            payload_numel={purpose: counter.numel for purpose, counter in run.exchange.payload().items()},
+            live_numel_peak=counters.live_numel_peak,
+            arena_peak_bytes=storage.arena.peak_bytes,
+            activation_stored_bytes=kept.counters.stored_bytes if kept else 0,
+            activation_restored_bytes=kept.counters.restored_bytes if kept else 0,
+            activation_kept_bytes=kept.kept_bytes if kept else 0,
+            activation_peak_bytes=kept.peak_bytes if kept else 0,
+            aio_backend=disk.aio.backend if disk else "none",
+            aio_reason=disk.aio.reason if disk else "no plane lives on NVMe",
+            isa=kernels.isa(),
+            taken_at_seconds=time.monotonic(),
         )

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from offload.kernels import kernels
-from zero.schedule.counters import FetchCounters
-from zero.store.storage import Storage
 
 SECONDS_PER_DAY = 86_400
 
@@ -88,51 +83,3 @@ class Statistics:
         """Share of uses that found their unit resident."""
         uses = self.prefetch_hits + self.prefetch_late + self.prefetch_misses
         return self.prefetch_hits / uses if uses else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class LoopCounters:
-    steps: int
-    micro_steps: int
-    forward_seconds: float
-    backward_seconds: float
-    optimizer_seconds: float
-    payload_numel: Mapping[str, int]
-
-
-def collect(counters: FetchCounters, storage: Storage, unit_names: list[str], loop: LoopCounters) -> Statistics:
-    disk = storage.disk
-    aio = disk.aio.stats() if disk else None
-    kept = storage.activations
-    return Statistics(
-        steps=loop.steps,
-        micro_steps=loop.micro_steps,
-        forward_seconds=loop.forward_seconds,
-        backward_seconds=loop.backward_seconds,
-        optimizer_seconds=loop.optimizer_seconds,
-        exposed_wait_seconds=storage.mover.exposed.seconds,
-        nvme_read_bytes=disk.traffic.read_bytes if disk else 0,
-        nvme_write_bytes=disk.traffic.write_bytes if disk else 0,
-        nvme_read_seconds=disk.traffic.earlier_read_seconds + aio.read_seconds if disk and aio else 0.0,
-        nvme_write_seconds=disk.traffic.earlier_write_seconds + aio.write_seconds if disk and aio else 0.0,
-        gathers=counters.gathers,
-        gathered_bytes=counters.gathered_bytes,
-        expert_row_bytes=counters.expert_row_bytes,
-        whole_experts_by_unit={unit_names[i]: n for i, n in sorted(counters.whole_experts.items())},
-        prefetch_hits=counters.hits,
-        prefetch_late=counters.late,
-        prefetch_misses=counters.misses,
-        releases=counters.releases.total(),
-        releases_by_unit={unit_names[i]: n for i, n in sorted(counters.releases.items())},
-        payload_numel=dict(loop.payload_numel),
-        live_numel_peak=counters.live_numel_peak,
-        arena_peak_bytes=storage.arena.peak_bytes,
-        activation_stored_bytes=kept.counters.stored_bytes if kept else 0,
-        activation_restored_bytes=kept.counters.restored_bytes if kept else 0,
-        activation_kept_bytes=kept.kept_bytes if kept else 0,
-        activation_peak_bytes=kept.peak_bytes if kept else 0,
-        aio_backend=disk.aio.backend if disk else "none",
-        aio_reason=disk.aio.reason if disk else "no plane lives on NVMe",
-        isa=kernels.isa(),
-        taken_at_seconds=time.monotonic(),
-    )
