@@ -6,12 +6,12 @@ monitor.write_events([("Valid/accuracy", 0.5, samples)])
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from zero.config.logging_block import Comet, CsvMonitor, TensorBoard, Wandb
 from zero.ranks import world
-from zero.reports.monitors import Event, Monitors
+from zero.reports.monitors import Monitors
 
 BLOCKS: dict[str, type[Any]] = {"tensorboard": TensorBoard, "comet": Comet, "wandb": Wandb, "csv_monitor": CsvMonitor}
 
@@ -39,7 +39,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in BLOCKS if name in param_dict})
 
 
-class MonitorMaster:
+class MonitorMaster(Monitors):
     """All enabled monitors; the first rank writes, others write nothing.
 
     Raises ConfigError: one is enabled and its package is not installed. `monitor_config`:
@@ -47,18 +47,14 @@ class MonitorMaster:
     """
 
     def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
+        super().__init__(monitor_config, writes=world.rank() == 0)
         self.monitor_config = monitor_config
-        self._monitors = Monitors(monitor_config, writes=world.rank() == 0)
-        self.enabled = self._monitors.enabled
         self.tb_monitor, self.comet_monitor, self.wandb_monitor, self.csv_monitor = (
-            self._monitors.writers.get(name) for name in BLOCKS
+            self.writers.get(name) for name in BLOCKS
         )
 
-    def write_events(self, event_list: Sequence[Event]) -> None:
-        self._monitors.write_events(event_list)
 
-
-class _One:
+class _One(Monitors):
     """One monitor; its keys are attributes. Raises ConfigError: as `MonitorMaster`.
 
     `monitor_config`: its block, `DeepSpeedConfig(...).monitor_config.wandb` and the like.
@@ -67,18 +63,14 @@ class _One:
     name: str
 
     def __init__(self, monitor_config: Any) -> None:
+        super().__init__(DeepSpeedMonitorConfig(**{self.name: monitor_config}), writes=world.rank() == 0)
         self.monitor_config = monitor_config
-        self._monitors = Monitors(DeepSpeedMonitorConfig(**{self.name: monitor_config}), writes=world.rank() == 0)
-
-    def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write (tag, value, step); does nothing if the monitor is disabled."""
-        self._monitors.write_events(event_list)
 
     def __getattr__(self, name: str) -> Any:
         """Keys of the block, then attributes of its writer, such as `experiment`."""
-        if name.startswith("__") or name in ("monitor_config", "_monitors"):
+        if name.startswith("__") or name in ("monitor_config", "writers"):
             raise AttributeError(name)
-        writer = self._monitors.writers.get(self.name)
+        writer = self.writers.get(self.name)
         return getattr(self.monitor_config if name in type(self.monitor_config).model_fields else writer, name)
 
 

@@ -22,10 +22,10 @@ class Monitor(Protocol):
         """Write events permanently."""
 
     def close(self) -> None:
-        """End writing."""
+        """End writing; by default there is nothing to end."""
 
 
-class CsvFiles:
+class CsvFiles(Monitor):
     """A file for each tag, such as `Train_Samples_lr.csv`, with a row for each event; existing files are continued."""
 
     def __init__(self, block: CsvMonitor) -> None:
@@ -40,11 +40,8 @@ class CsvFiles:
                     rows.writerow(["step", tag.rpartition("/")[2]])
                 rows.writerow([samples, value])
 
-    def close(self) -> None:
-        """See `Monitor`."""
 
-
-class TensorBoardFiles:
+class TensorBoardFiles(Monitor):
     def __init__(self, block: TensorBoard) -> None:
         tensorboard = importlib.import_module("torch.utils.tensorboard")
         self.writer = tensorboard.SummaryWriter(log_dir=str(Path(block.output_path) / block.job_name))
@@ -58,8 +55,11 @@ class TensorBoardFiles:
         self.writer.close()
 
 
-class WandbRun:
-    """A run of Weights & Biases; if the process already has one, that run."""
+class WandbRun(Monitor):
+    """A run of Weights & Biases; if the process already has one, that run.
+
+    It ends with the process, since it may belong to the script or to another engine.
+    """
 
     def __init__(self, block: Wandb) -> None:
         self.wandb = importlib.import_module("wandb")
@@ -70,11 +70,8 @@ class WandbRun:
         for tag, value, samples in events:
             self.wandb.log({tag: value}, step=samples)
 
-    def close(self) -> None:
-        """Does nothing: the run may belong to the script or another engine, so it ends with the process."""
 
-
-class CometExperiment:
+class CometExperiment(Monitor):
     """An experiment of Comet; for each tag, one value every `samples_log_interval` samples."""
 
     def __init__(self, block: Comet) -> None:
@@ -129,10 +126,10 @@ class Monitors:
         for name, block in wanted.items() if writes else ():
             self.writers[name] = KINDS[name][1](block)
 
-    def write_events(self, events: Sequence[Event]) -> None:
+    def write_events(self, event_list: Sequence[Event]) -> None:
         """Write (tag, value, samples) to all monitors; does nothing on ranks that do not write."""
         for writer in self.writers.values():
-            writer.write_events(events)
+            writer.write_events(event_list)
 
     def close(self) -> None:
         for writer in self.writers.values():
