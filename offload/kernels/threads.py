@@ -11,7 +11,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 
@@ -19,6 +18,7 @@ from offload.kernels import kernels
 from offload.kernels.moments import Moments
 from offload.kernels.segment import Segment
 from offload.memory.pinned import map_host, tensor_over
+from offload.system.process import core_of
 
 SCRATCH_NUMEL = 3 << 20
 """42 MB with bf16 weights: more than the caches of most machines, and a few milliseconds of work."""
@@ -55,14 +55,7 @@ def kernel_threads(*, on_cpu: bool) -> int:
 
 def physical_cores() -> int:
     """Number of cores that this process may run on; the hardware threads of one core count once."""
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(path.read_text(encoding="ascii"))
-        except OSError:
-            cores.add(str(cpu))
-    return len(cores)
+    return len({core_of(cpu) for cpu in os.sched_getaffinity(0)})
 
 
 def fewest_good(seconds: Mapping[int, float]) -> int:

@@ -1,4 +1,7 @@
-"""Lets the kernel kill a process when its parent dies. Standard library only: it is loaded before anything else."""
+"""A process and Linux: it dies with its parent, its CPUs are threads of cores.
+
+Standard library only: it is loaded before anything else.
+"""
 
 from __future__ import annotations
 
@@ -22,3 +25,12 @@ def die_with_parent(parent: int | None = None) -> None:
         raise OSError(errno, f"prctl(PR_SET_PDEATHSIG): {os.strerror(errno)}")
     if parent is not None and os.getppid() != parent and not Path(f"/proc/{parent}").exists():
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def core_of(cpu: int) -> str:
+    """A name for the core of which a CPU is a hardware thread."""
+    siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    try:
+        return siblings.read_text(encoding="ascii").strip()
+    except OSError:
+        return str(cpu)

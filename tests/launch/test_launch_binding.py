@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
+from offload.system.process import core_of
 from zero.launch import rank
-from zero.launch.affinity import core_of, cores_by_rank, usable_cpus, visible_devices
+from zero.launch.affinity import cores_by_rank, usable_cpus, visible_devices
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from offload.accelerator import visible_variable
 from offload.errors import ConfigError
-
-TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def visible_devices(slots: Sequence[int], visible: str | None, device_count: int) -> str | None:
@@ -72,14 +69,6 @@ def usable_cpus(wanted: Sequence[int]) -> list[int]:
             f"--bind_core_list: expected cores that this process may use ({_ranges(allowed)}), got {missing[0]}"
         )
     return list(wanted) or allowed
-
-
-def core_of(cpu: int) -> str:
-    """A name for the core of which a CPU is a hardware thread."""
-    try:
-        return (TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text(encoding="ascii").strip()
-    except OSError:
-        return str(cpu)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -27,7 +27,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from offload.accelerator import device_count, visible_variable
 from offload.errors import ConfigError, ZeroInfinityError
 from offload.node.run_notes import FOLDER, read_notes
-from zero.launch.affinity import core_of, cores_by_rank, usable_cpus, visible_devices
+from offload.system.process import core_of
+from zero.launch.affinity import cores_by_rank, usable_cpus, visible_devices
 from zero.launch.commands import torchrun_words
 from zero.launch.first_failure import Failure, describe, first_of, from_torch
 from zero.launch.job import LOCAL_NAMES, Job
