@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -51,37 +50,35 @@ PHRASES = {
 DEEPSPEED_DEFAULTS: Mapping[str, Any] = {"gradient_clipping": 1.0}
 
 Unknown = Literal["error", "warn"]
-_unknown_top_level: ContextVar[Unknown] = ContextVar("unknown_top_level", default="error")
-_defaults: ContextVar[Mapping[str, Any] | None] = ContextVar("defaults", default=None)
+_tolerated: ContextVar[Mapping[str, Any] | None] = ContextVar("tolerated", default=None)
+"""Where unknown top-level keys are tolerated: the defaults of top-level keys that differ from ours; None elsewhere."""
 
 
 @contextmanager
-def tolerating_unknown_keys() -> Iterator[None]:
+def _tolerating(defaults: Mapping[str, Any]) -> Iterator[None]:
+    token = _tolerated.set({**(_tolerated.get() or {}), **defaults})
+    try:
+        yield
+    finally:
+        _tolerated.reset(token)
+
+
+def tolerating_unknown_keys() -> AbstractContextManager[None]:
     """Inside, an unknown top-level key is a warning and not an error, since clients of DeepSpeed add their own keys.
 
     For code that calls the engine under DeepSpeed's name: a `with` block, or a decorator, around each call that reads a
     configuration (`initialize`, `Init`, `checkpointing.configure`). It applies only to this thread (or task) and this
     block. The argument `unknown_top_level` of `load_config` takes precedence. A `Config` remembers how it was read.
     """
-    token = _unknown_top_level.set("warn")
-    try:
-        yield
-    finally:
-        _unknown_top_level.reset(token)
+    return _tolerating({})
 
 
-@contextmanager
-def reading_as_deepspeed() -> Iterator[None]:
+def reading_as_deepspeed() -> AbstractContextManager[None]:
     """Like `tolerating_unknown_keys`, and keys have DeepSpeed's default where it differs: for the alias.
 
     A key with such a default still counts as not given.
     """
-    token = _defaults.set(DEEPSPEED_DEFAULTS)
-    try:
-        with tolerating_unknown_keys():
-            yield
-    finally:
-        _defaults.reset(token)
+    return _tolerating(DEEPSPEED_DEFAULTS)
 
 
 def load_config(
@@ -112,10 +109,12 @@ def load_config(
         if (config._report.world_size, config._report.ranks_per_node) == (world_size, ranks_per_node):
             return config
         return _read_again(config, world_size, ranks_per_node, config.chosen)
-    tolerant = (unknown_top_level or _unknown_top_level.get()) == "warn"
-    reader = _Reader(tolerant=tolerant, absent=_defaults.get() or {})
-    where, content = read_source(config, reader.problems)
-    return reader.load(where, content, world_size, ranks_per_node)
+    defaults = _tolerated.get()
+    tolerant = defaults is not None if unknown_top_level is None else unknown_top_level == "warn"
+    problems: list[str] = []
+    where, content = read_source(config, problems)
+    report = Report(world_size, ranks_per_node, copied(content), absent=defaults or {})
+    return _Reader(report, tolerant, problems).load(where)
 
 
 def with_choices(config: Config, chosen: Mapping[str, Choice]) -> Config:
@@ -124,56 +123,41 @@ def with_choices(config: Config, chosen: Mapping[str, Choice]) -> Config:
     Raises ConfigError: a value does not fit its key, or other keys. `chosen`: canonical path of a key that is "auto" in
     the source -> its value.
     """
-    known = config._report
-    return _read_again(config, known.world_size, known.ranks_per_node, {**config.chosen, **chosen})
+    return _read_again(config, config._report.world_size, config._report.ranks_per_node, {**config.chosen, **chosen})
 
 
 def _read_again(config: Config, world_size: int, ranks_per_node: int | None, chosen: Mapping[str, Choice]) -> Config:
-    reader = _Reader(tolerant=bool(config.ignored), absent=config._report.absent, chosen=chosen)
-    return reader.load("config", config._report.source, world_size, ranks_per_node)
+    known = config._report
+    report = Report(world_size, ranks_per_node, copied(known.source), chosen=chosen, absent=known.absent)
+    return _Reader(report, bool(known.ignored), []).load("config")
 
 
-@dataclass
 class _Reader:
-    """Sorts the user's keys into known, absent, comment and unknown, and records the origin of each value."""
+    """Sorts the user's keys into known, absent, comment and unknown, and records the origin of each value.
 
-    tolerant: bool = False  # Unknown keys at the top level are ignored, and listed.
-    absent: Mapping[str, Any] = field(default_factory=dict)  # Values for top-level keys that are not given.
-    chosen: Mapping[str, Choice] = field(default_factory=dict)  # Values for keys that are "auto".
-    problems: list[str] = field(default_factory=list)
-    origins: dict[str, Origin] = field(default_factory=dict)
-    inactive: list[str] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
-    deprecated: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
-    written: dict[str, str] = field(default_factory=dict)  # Canonical path -> path as the user wrote it.
-    # Paths that the source marks as defaults, as the output of `zero config show` does.
-    defaults: frozenset[str] = frozenset()
+    Args:
+        report: has the source, and gets what is learnt.
+        tolerant: unknown keys at the top level are ignored, and listed.
+        problems: those that are known already.
+    """
 
-    def load(self, where: str, content: Mapping[Any, Any], world_size: int, ranks_per_node: int | None) -> Config:
-        """Read, check and complete the content of a source. Raises ConfigError with all problems."""
-        source = copied(content)
-        noted = source.get(ORIGINS_KEY)
-        if isinstance(noted, Mapping):
-            self.defaults = frozenset(path for path, origin in noted.items() if origin in ("default", AUTO))
-        data = {**self.absent, **self.read(Config, source)}
-        context = {"world_size": world_size, "ranks_per_node": ranks_per_node}
-        checked = _validated(data, self, context)
+    def __init__(self, report: Report, tolerant: bool, problems: list[str]) -> None:
+        self.report, self.tolerant, self.problems = report, tolerant, problems
+        self.written: dict[str, str] = {}  # Canonical path -> path as the user wrote it.
+        noted = report.source.get(ORIGINS_KEY)
+        marked = noted.items() if isinstance(noted, Mapping) else ()
+        # Paths that the source marks as defaults, as the output of `zero config show` does.
+        self.defaults = frozenset(path for path, origin in marked if origin in ("default", AUTO))
+
+    def load(self, where: str) -> Config:
+        """Read, check and complete the source, which is called `where`. Raises ConfigError with all problems."""
+        report = self.report
+        data = {**report.absent, **self.read(Config, report.source)}
+        checked = _validated(data, self)
         if checked is None or self.problems:
             many = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
             raise ConfigError("\n  ".join([f"{where}: {many}", *self.problems]))
-        report = Report(
-            world_size,
-            ranks_per_node,
-            source,
-            self.origins,
-            (*self.inactive, *_overruled(checked, self.origins, data)),
-            self.reasons,
-            tuple(self.deprecated),
-            tuple(self.ignored),
-            self.chosen,
-            self.absent,
-        )
+        report.inactive.extend(_overruled(checked, report.origins, data))
         return checked._settled(report)
 
     def read(
@@ -200,10 +184,10 @@ class _Reader:
                 continue
             elif key in also_known:
                 if value is not None and value != AUTO:
-                    kept[key], self.origins[prefix + key] = value, "user"
+                    kept[key], self.report.origins[prefix + key] = value, "user"
             elif (name := block.aliases.get(key, key)) not in block.model_fields:
                 line = f"{wrote}{key}: {unknown_key(key, block=block, root=Config, also_known=also_known)}"
-                (self.problems if prefix or not self.tolerant else self.ignored).append(line)
+                (self.problems if prefix or not self.tolerant else self.report.ignored).append(line)
             else:
                 self._keep(kept, block, (prefix + name, wrote + key), value, block.also_known(name, raw))
         return kept
@@ -217,21 +201,21 @@ class _Reader:
         also_known: Collection[str],
     ) -> None:
         path, wrote = paths
-        name = path.rpartition(".")[2]
+        report, name = self.report, path.rpartition(".")[2]
         known = block.model_fields[name]
         if value is None or (path in self.defaults and value == plain(known.default)):
             return
         origin: Origin = "user"
         if isinstance(value, str) and value == AUTO:
             origin = "auto"
-            value = self.chosen[path].value if path in self.chosen else _meaning_of_auto(known)
-            self.origins.setdefault(path, origin)
+            value = report.chosen[path].value if path in report.chosen else _meaning_of_auto(known)
+            report.origins.setdefault(path, origin)
             if value is None:
                 return
         inner = block_of(known)
         if inner is not None and isinstance(value, bool) and value in inner.shorthands:
             meant = inner.shorthands[value]
-            self.deprecated.append(f"{wrote}: deprecated, use {shown(meant)} for {shown(value)}")
+            report.deprecated.append(f"{wrote}: deprecated, use {shown(meant)} for {shown(value)}")
             value = meant
         if inner is not None and isinstance(value, Mapping):
             value = self.read(inner, value, f"{path}.", f"{wrote}.", also_known)
@@ -241,13 +225,13 @@ class _Reader:
                 f"key, got {shown(value)} and {shown(kept[name])}; remove one of them"
             )
         if inner is None and role_of(known) == "inert":
-            self.inactive.append(wrote)
-            self.reasons[wrote] = reason_of(known, block)
+            report.inactive.append(wrote)
+            report.reasons[wrote] = reason_of(known, block)
         notes = [mark.note for mark in known.metadata if isinstance(mark, Deprecated)]
-        self.deprecated.extend(f"{wrote}: deprecated, {note}" for note in notes)
+        report.deprecated.extend(f"{wrote}: deprecated, {note}" for note in notes)
         kept.setdefault(name, value)
         self.written.setdefault(path, wrote)
-        self.origins[path] = origin
+        report.origins[path] = origin
 
 
 def _meaning_of_auto(known: FieldInfo) -> Any:
@@ -258,15 +242,16 @@ def _meaning_of_auto(known: FieldInfo) -> Any:
     return {key: AUTO for key, below in inner.model_fields.items() if means_auto(below)} or None
 
 
-def _validated(data: dict[str, Any], reader: _Reader, context: Mapping[str, int | None]) -> Config | None:
+def _validated(data: dict[str, Any], reader: _Reader) -> Config | None:
     """Check all values; wrong ones are reported and removed, and the rest is checked again.
 
     Checks across keys run only in blocks whose keys are all correct, so one pass would not find every problem.
     """
     removed: set[str] = set()
+    context = {"world_size": reader.report.world_size, "ranks_per_node": reader.report.ranks_per_node}
     while True:
         try:
-            return Config.model_validate(data, context=dict(context))
+            return Config.model_validate(data, context=context)
         except ValidationError as error:
             before = len(removed)
             for detail in error.errors(include_url=False):

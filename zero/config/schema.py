@@ -83,18 +83,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Report:
-    """What was learnt while a configuration was read; paths are dotted."""
+    """What is learnt while a configuration is read, and stays as it is then; paths are dotted."""
 
     world_size: int = 1
     ranks_per_node: int | None = None
     source: Mapping[str, Any] = field(default_factory=dict)  # A copy of the configuration as the user gave it.
     # Canonical path to "user" or "auto"; a path that is missing was not given.
-    origins: Mapping[str, Origin] = field(default_factory=dict)
-    inactive: tuple[str, ...] = ()
+    origins: dict[str, Origin] = field(default_factory=dict)
+    inactive: list[str] = field(default_factory=list)
     # Why a path of `inactive` does nothing; a path that is missing is overruled by other keys.
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    deprecated: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()  # Lines about unknown top-level keys that were tolerated.
+    reasons: dict[str, str] = field(default_factory=dict)
+    deprecated: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)  # Lines about unknown top-level keys that were tolerated.
     chosen: Mapping[str, Choice] = field(default_factory=dict)  # Canonical path of an "auto" -> what was chosen.
     absent: Mapping[str, Any] = field(default_factory=dict)  # Top-level keys with other defaults than ours.
 
@@ -272,7 +272,7 @@ class Config(ConfigBlock):
     @property
     def inactive(self) -> tuple[str, ...]:
         """Dotted paths, as the user wrote them, that are known but do nothing here. The engine lists them once."""
-        return self._report.inactive
+        return tuple(self._report.inactive)
 
     @property
     def inactive_with_reasons(self) -> tuple[str, ...]:
@@ -287,12 +287,12 @@ class Config(ConfigBlock):
     @property
     def deprecated(self) -> tuple[str, ...]:
         """One line "path: what to use instead" for every deprecated key in use."""
-        return self._report.deprecated
+        return tuple(self._report.deprecated)
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """One line "key: nearest known key" for every unknown top-level key that was tolerated."""
-        return self._report.ignored
+        return tuple(self._report.ignored)
 
     @property
     def chosen(self) -> Mapping[str, Choice]:
@@ -333,9 +333,7 @@ class Config(ConfigBlock):
 
     def with_batch(self, sizes: Mapping[str, int]) -> Self:
         """This configuration with other batch sizes, which agree with each other."""
-        changed = self.model_copy(update=dict(sizes))
-        changed._report = self._report
-        return changed
+        return self.model_copy(update=dict(sizes))
 
     @classmethod
     def _canonical(cls, path: str) -> str:
