@@ -7,7 +7,7 @@ If nothing decides a value, the key counts as absent.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,10 @@ WARMUP_SHARE = 0.1
 
 ZERO = "zero_optimization."
 SCHEDULER = "scheduler.params."
+REDUCE_BUCKET, TOTAL_STEPS = f"{ZERO}reduce_bucket_size", f"{SCHEDULER}total_num_steps"
+LINEAR = ("warmuplr", "warmupdecaylr")
+ENDING = ("warmupdecaylr", "warmupcosinelr")
+DEEPSPEEDS = "DeepSpeed's default"
 
 
 @dataclass(frozen=True)
@@ -82,12 +86,8 @@ def resolve_auto(config: Config, facts: Facts) -> Config:
 
     Raises ConfigError: a chosen value contradicts a key that the user gave.
     """
-    chosen: dict[str, Choice] = {}
     still_open = {key.path for key in _autos(config)} - set(config.chosen)
-    for path, choose in _CHOICES.items():
-        choice = choose(config, facts, chosen) if path in still_open else None
-        if choice is not None:
-            chosen[path] = choice
+    chosen = {path: choice for path, choice in _choices(config, facts, still_open) if path in still_open}
     return with_choices(config, chosen) if chosen else config
 
 
@@ -116,63 +116,52 @@ def _ranks(config: Config) -> str:
 
 
 def _autos(config: Config) -> Iterator[Key]:
-    """Keys that are "auto" in the source, hold a value and no block, and act or have an entry in `_CHOICES`."""
+    """Keys that are "auto" in the source, hold a value and no block, and act or have a value chosen all the same."""
     given = {path for path, origin in config.origins.items() if origin == "auto"}
     for key in known_keys(Config) if given else ():  # there are hundreds
-        if key.path in given and block_of(key.field) is None and (key.role != "inert" or key.path in _CHOICES):
+        if key.path in given and block_of(key.field) is None and (key.role != "inert" or key.path == REDUCE_BUCKET):
             yield key
 
 
-# ---- one function for each key: (config, facts, choices so far) -> its choice ------------------
-
-Chosen = Mapping[str, Choice]
-Choose = Callable[[Config, Facts, Chosen], Choice | None]
+# ---- what facts decide, key by key --------------------------------------------------------------
 
 
-def _of_hidden_size(factor: str, of: Callable[[int], int]) -> Choose:
-    def choose(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
-        hidden = facts.hidden_numel
-        return None if hidden is None else Choice(of(hidden), f"{factor}, hidden size {hidden}")
-
-    return choose
-
-
-def _at_stage_3(choose: Choose) -> Choose:
-    def checked(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
-        return choose(config, facts, chosen) if config.zero_optimization.stage == 3 else None
-
-    return checked
-
-
-def _precision(dtype: torch.dtype, other: str) -> Choose:
-    def choose(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
-        if facts.dtype is None:
-            return None
-        taken = getattr(config, other).enabled
-        source = f"{other}.enabled" if taken else f"the model, which is {str(facts.dtype).removeprefix('torch.')}"
-        return Choice(facts.dtype == dtype and not taken, source)
-
-    return choose
-
-
-def _where_taken(choose: Choose, *types: str) -> Choose:
-    """Choose only for schedules that take the key."""
-
-    def checked(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
-        name = str(getattr(config.scheduler, "type", None)).lower()
-        return choose(config, facts, chosen) if name in types else None
-
-    return checked
+def _choices(config: Config, facts: Facts, still_open: Collection[str]) -> Iterator[tuple[str, Choice]]:
+    """Path and value of each key that the facts decide. `still_open`: paths of the keys that are to be chosen."""
+    # Without the key there is no clipping; but "auto" asks for a value, so it gets one that clips, as from clients.
+    yield "gradient_clipping", Choice(1.0, DEEPSPEEDS)
+    if facts.dtype is not None:
+        yield "bf16.enabled", _precision(facts.dtype, torch.bfloat16, "fp16", taken=config.fp16.enabled)
+        yield "fp16.enabled", _precision(facts.dtype, torch.float16, "bf16", taken=config.bf16.enabled)
+    hidden = facts.hidden_numel
+    if hidden is not None:
+        yield REDUCE_BUCKET, Choice(hidden * hidden, f"h x h, hidden size {hidden}")
+    if hidden is not None and config.zero_optimization.stage == 3:
+        ahead = Choice(int(PREFETCH_SHARE * hidden * hidden), f"0.9 x h x h, hidden size {hidden}")
+        yield f"{ZERO}stage3_prefetch_bucket_size", ahead
+        persistent = Choice(PERSISTENT_ROWS * hidden, f"10 x h, hidden size {hidden}")
+        yield f"{ZERO}stage3_param_persistence_threshold", persistent
+    kind = "" if config.scheduler is None else str(config.scheduler.type).lower()
+    if kind in LINEAR:
+        yield f"{SCHEDULER}warmup_min_lr", Choice(0.0, DEEPSPEEDS)
+        if (rate := _largest_rate(config, facts)) is not None:
+            yield f"{SCHEDULER}warmup_max_lr", rate
+    total: float | None = getattr(getattr(config.scheduler, "params", None), "total_num_steps", None)
+    if kind in ENDING and facts.samples is not None:
+        steps = _all_steps(config, facts.samples)
+        yield TOTAL_STEPS, steps
+        total = steps.value if total is None and TOTAL_STEPS in still_open else total
+    if kind in (*LINEAR, *ENDING):
+        yield f"{SCHEDULER}warmup_num_steps", _warmup_steps(total)
 
 
-def _always(value: object) -> Choose:
-    def choose(config: Config, facts: Facts, chosen: Chosen) -> Choice:
-        return Choice(value, "DeepSpeed's default")
+def _precision(model: torch.dtype, wanted: torch.dtype, other: str, *, taken: bool) -> Choice:
+    """Whether weights are in the dtype `wanted`: if the model is, unless the `other` block is enabled."""
+    source = f"{other}.enabled" if taken else f"the model, which is {str(model).removeprefix('torch.')}"
+    return Choice(model == wanted and not taken, source)
 
-    return choose
 
-
-def _largest_rate(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
+def _largest_rate(config: Config, facts: Facts) -> Choice | None:
     if facts.learning_rate is not None:
         return Choice(facts.learning_rate, "the learning rate of the optimizer")
     given = frozenset[str]() if config.optimizer is None else config.optimizer.given
@@ -181,39 +170,14 @@ def _largest_rate(config: Config, facts: Facts, chosen: Chosen) -> Choice | None
     return Choice(float(config.optimizer.params.lr), "optimizer.params.lr")
 
 
-def _all_steps(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
-    if facts.samples is None:
-        return None
-    batches = facts.samples / config.train_batch_size
+def _all_steps(config: Config, samples: int) -> Choice:
+    batches = samples / config.train_batch_size
     steps = math.floor(batches) if config.dataloader_drop_last else math.ceil(batches)
-    return Choice(max(1, steps), f"one pass over training_data, {facts.samples} samples; for more passes give a number")
+    return Choice(max(1, steps), f"one pass over training_data, {samples} samples; for more passes give a number")
 
 
-def _warmup_steps(config: Config, facts: Facts, chosen: Chosen) -> Choice:
-    total = getattr(getattr(config.scheduler, "params", None), "total_num_steps", None)
-    if total is None and f"{SCHEDULER}total_num_steps" in chosen:
-        total = chosen[f"{SCHEDULER}total_num_steps"].value
+def _warmup_steps(total: float | None) -> Choice:
     most = WARMUP_STEPS if total is None else max(1, int(WARMUP_SHARE * total))
     if most >= WARMUP_STEPS:
-        return Choice(WARMUP_STEPS, "DeepSpeed's default")
+        return Choice(WARMUP_STEPS, DEEPSPEEDS)
     return Choice(most, f"a tenth of {int(total or 0)} steps")
-
-
-_LINEAR = ("warmuplr", "warmupdecaylr")
-_ENDING = ("warmupdecaylr", "warmupcosinelr")
-# In the order in which they are chosen: a later choice may depend on an earlier one.
-_CHOICES: dict[str, Choose] = {
-    # Without the key there is no clipping; but "auto" asks for a value, so it gets one that clips, as from clients.
-    "gradient_clipping": _always(1.0),
-    "bf16.enabled": _precision(torch.bfloat16, "fp16"),
-    "fp16.enabled": _precision(torch.float16, "bf16"),
-    f"{ZERO}reduce_bucket_size": _of_hidden_size("h x h", lambda h: h * h),
-    f"{ZERO}stage3_prefetch_bucket_size": _at_stage_3(
-        _of_hidden_size("0.9 x h x h", lambda h: int(PREFETCH_SHARE * h * h))
-    ),
-    f"{ZERO}stage3_param_persistence_threshold": _at_stage_3(_of_hidden_size("10 x h", lambda h: PERSISTENT_ROWS * h)),
-    f"{SCHEDULER}warmup_min_lr": _where_taken(_always(0.0), *_LINEAR),
-    f"{SCHEDULER}warmup_max_lr": _where_taken(_largest_rate, *_LINEAR),
-    f"{SCHEDULER}total_num_steps": _where_taken(_all_steps, *_ENDING),
-    f"{SCHEDULER}warmup_num_steps": _where_taken(_warmup_steps, *_LINEAR, *_ENDING),
-}
