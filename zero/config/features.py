@@ -26,7 +26,6 @@ from zero.config.fields import (
     InertWhole,
     Number,
     Only,
-    off,
     problem,
 )
 
@@ -48,7 +47,6 @@ class Unless:
     """Refuse a block that sets any key, unless one of its keys switches it off."""
 
     expected: str
-    fix: str
     key: str | None = None  # The key that can switch it off; None: there is none.
     value: object = None
 
@@ -57,12 +55,13 @@ class _Refused(ConfigBlock):
     """A block that is refused because of its content as a whole, not because of a single key."""
 
     unless: ClassVar[Unless]
+    fix: ClassVar[str]
 
     @model_validator(mode="after")
     def _says_that_it_is_off(self) -> Self:
         key = self.unless.key
         if self.model_fields_set and (key is None or getattr(self, key) != self.unless.value):
-            raise problem(self.unless.expected, fix=self.unless.fix)
+            raise problem(self.unless.expected, fix=self.fix)
         return self
 
 
@@ -70,21 +69,18 @@ class _Refused(ConfigBlock):
 class Feature:
     keys: str  # Keys without effect: a kind with a colon, then the names of the keys of that kind.
     about: str = ""
-    why: str = ""  # Why they have no effect; empty: for the reason of the enclosing block.
-    enabled: Only | None = None  # Refuses `enabled`; None: that key is one of `keys`, or there is none.
-    unless: Unless | None = None
+    off: str = ""  # Name of the feature that the keys belong to, and that is off; empty: that of the enclosing block.
+    instead: str = ""  # What to do instead. Refuses `enabled`, or the block; empty: neither.
+    why: str = ""  # Why the keys have no effect; empty: the feature is off, or for the reason of the enclosing block.
+    unless: Unless | None = None  # Refuses the block and not `enabled`, which is one of `keys` or is not there.
     sizes: Mapping[str, float] = field(default_factory=dict)  # Tensor-parallel sizes and their defaults.
     blocks: Mapping[str, Feature] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
-_COMPRESSION = off(
-    "compression",
-    "quantise or prune the model beforehand, for example with torchao: the engine trains a model with a quantised base",
-)
-_MIXED_QUANTIZE = Feature(
-    "flag: enabled number: quantize_change_ratio", why="it belongs to compression training, which is off"
-)
+_BEFOREHAND = "the model beforehand, for example with torchao: the engine trains a model with a quantised base"
+_COMPRESS = f"quantise or prune {_BEFOREHAND}"
+_MIXED_QUANTIZE = Feature("flag: enabled number: quantize_change_ratio")
 _TECHNIQUE = Feature(
     "object: different_groups",
     about="One compression technique; the groups carry the user's own names.",
@@ -93,13 +89,13 @@ _TECHNIQUE = Feature(
             """flag: quantizer_kernel whole: schedule_offset schedule_offset_end schedule_offset_stride quantize_groups
             flag: quantize_verbose text: quantization_type flag: quantize_weight_in_forward text: rounding
             range_calibration method block_pattern number: dense_ratio items: excluded_modules whole: num_heads""",
-            enabled=_COMPRESSION,
+            instead=_COMPRESS,
             blocks={"fp16_mixed_quantize": _MIXED_QUANTIZE},
         )
     },
 )
 _TENSOR_PARALLEL_GROUP = Feature(
-    "whole: tp_grain_size any: mpu tp_group", why="it belongs to tensor parallelism, which is off", sizes={"tp_size": 1}
+    "whole: tp_grain_size any: mpu tp_group", off="tensor parallelism", sizes={"tp_size": 1}
 )
 
 # Key of the block -> its description.
@@ -109,17 +105,17 @@ FEATURES: Mapping[str, Feature] = {
         """text: opt_level cast_model_type flag: patch_torch_functions any: keep_batchnorm_fp32 flag: master_weights
         any: loss_scale text: cast_model_outputs whole: num_losses verbosity number: min_loss_scale max_loss_scale""",
         about="NVIDIA Apex.",
-        why="it belongs to Apex AMP, which is off",
-        enabled=Only((False,), "Apex AMP is not available; use bf16, fp16 or torch_autocast"),
+        off="Apex AMP",
+        instead="use bf16, fp16 or torch_autocast",
     ),
     "compression_training": Feature(
         "",
         about="would change the weights.",
-        why="it belongs to compression training, which is off",
+        off="compression training",
         blocks={
             "layer_reduction": Feature(
                 "whole: keep_number_layer text: module_name_prefix items: teacher_layer other_module_name",
-                enabled=_COMPRESSION,
+                instead=_COMPRESS,
             ),
             "weight_quantization": _TECHNIQUE,
             "activation_quantization": _TECHNIQUE,
@@ -132,8 +128,8 @@ FEATURES: Mapping[str, Feature] = {
     "data_efficiency": Feature(
         "whole: seed",
         about="would choose and shorten the samples. Its parts act only if it is enabled itself.",
-        why="it belongs to data efficiency, which is off",
-        enabled=off("data efficiency", "choose samples with a sampler of your own DataLoader"),
+        off="data efficiency",
+        instead="choose samples with a sampler of your own DataLoader",
         blocks={
             "data_sampling": Feature(
                 "flag: enabled whole: num_epochs num_workers flag: pin_memory",
@@ -175,20 +171,14 @@ FEATURES: Mapping[str, Feature] = {
         text: expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr flag: has_shared_experts
         text: shared_experts_pattern shared_experts_gate_pattern expert_activation""",
         about="automatic expert parallelism.",
-        why="it belongs to expert parallelism, which is off",
-        enabled=off(
-            "expert parallelism",
-            "keep the experts as modules: each is a unit of its own and is fetched when it is used",
-        ),
+        off="expert parallelism",
+        instead="keep the experts as modules: each is a unit of its own and is fetched when it is used",
     ),
     "quantize_training": Feature(
         "flag: quantize_verbose quantizer_kernel whole: quantize_groups",
         about="mixture of quantization, which DeepSpeed has removed too.",
-        why="it belongs to mixture of quantization, which is off",
-        enabled=off(
-            "mixture of quantization",
-            "quantise the model beforehand, for example with torchao: the engine trains a model with a quantised base",
-        ),
+        off="mixture of quantization",
+        instead=f"quantise {_BEFOREHAND}",
         blocks={
             "quantize_bits": Feature("whole: start_bits target_bits"),
             "quantize_schedule": Feature("whole: quantize_period schedule_offset"),
@@ -201,20 +191,15 @@ FEATURES: Mapping[str, Feature] = {
         text: attention flag: horizontal_global_attention whole: num_different_global_patterns num_random_blocks
         items: local_window_blocks global_block_indices global_block_end_indices whole: num_sliding_window_blocks""",
         about="there is no sparse attention kernel here.",
-        why="it belongs to sparse attention, which is off",
-        unless=Unless(
-            'no sparse_attention block, or "mode": "dense" in it',
-            "sparse attention is not available; remove the block, and use torch.nn.attention.flex_attention in the "
-            "model",
-            "mode",
-            "dense",
-        ),
+        off="sparse attention",
+        instead="use torch.nn.attention.flex_attention in the model",
+        unless=Unless('no sparse_attention block, or "mode": "dense" in it', "mode", "dense"),
     ),
     "tensor_parallel": Feature(
         """text: dtype flag: tp_overlap_comm vocab_parallel_lm_head text: vocab_parallel_ce_backend
         items: injection_policy_tuple object: partition_config text: preset_model flag: keep_module_on_host
         replace_with_kernel_inject""",
-        why="it belongs to tensor parallelism, which is off",
+        off="tensor parallelism",
         sizes={"autotp_size": 0, "tp_size": 1},
         blocks={"tp": _TENSOR_PARALLEL_GROUP},
         aliases={"tensor_parallel": "tp", "kernel_inject": "replace_with_kernel_inject"},
@@ -223,12 +208,9 @@ FEATURES: Mapping[str, Feature] = {
         """number: topk_ratio any: select_strategy select_interval update_interval flag: overlap_step offload
         number: auto_ratio whole: full_warm_up_rounds number: pt_reserved_cores_perc whole: steps_per_epoch""",
         about="asynchronous optimizer updates, which change the numbers.",
-        why="it belongs to ZenFlow, which is off",
-        unless=Unless(
-            "no zenflow block",
-            "ZenFlow is not available; remove the block: the engine already updates in the background, with "
-            "exact results",
-        ),
+        off="ZenFlow",
+        instead="rely on the updates that the engine makes in the background, with exact results",
+        unless=Unless("no zenflow block"),
     ),
     # ---- without effect ---------------------------------------------------------------------------
     "compile": Feature(
@@ -270,10 +252,11 @@ FEATURES: Mapping[str, Feature] = {
 }
 
 
-def _declared(feature: Feature) -> Iterator[tuple[str, Any, Any]]:
+def _declared(feature: Feature, off: str) -> Iterator[tuple[str, Any, Any]]:
     """Key, type and default of each key of a block."""
-    if feature.enabled is not None:
-        yield "enabled", Annotated[Flag, feature.enabled], False
+    if feature.instead and feature.unless is None:
+        fix = f"{off} is not available; set it to false, and {feature.instead}"
+        yield "enabled", Annotated[Flag, Only((False,), fix)], False
     for key, default in feature.sizes.items():
         yield key, Annotated[Number, Only((1, 0), TENSOR_PARALLEL)], default
     kind: Any = None
@@ -287,14 +270,16 @@ def _declared(feature: Feature) -> Iterator[tuple[str, Any, Any]]:
 _BLOCKS: dict[str, type[ConfigBlock]] = {}
 
 
-def _made(name: str, feature: Feature, why: str = "") -> type[ConfigBlock]:
+def _made(name: str, feature: Feature, off: str = "", why: str = "") -> type[ConfigBlock]:
     """Make the block and its inner blocks. Each has a name in this module, so that configurations can be pickled."""
-    why = feature.why or why
-    fields: dict[str, Any] = {key: (kind, default) for key, kind, default in _declared(feature)}
+    off = feature.off or off
+    why = f"it belongs to {feature.off}, which is off" if feature.off else feature.why or why
+    fields: dict[str, Any] = {key: (kind, default) for key, kind, default in _declared(feature, off)}
     for key, inner in feature.blocks.items():
-        fields[key] = (_made(f"{name}_{key}", inner, why) | None, None)
+        fields[key] = (_made(f"{name}_{key}", inner, off, why) | None, None)
     made: Any = create_model(name, __base__=_Refused if feature.unless else ConfigBlock, __module__=__name__, **fields)
     made.__doc__, made.why, made.aliases, made.unless = feature.about, why, feature.aliases, feature.unless
+    made.fix = f"{off} is not available; remove the block, and {feature.instead}"
     _BLOCKS[name] = made
     return made  # type: ignore[no-any-return]
 

@@ -122,11 +122,6 @@ class Only:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
 
-def off(feature: str, instead: str) -> Only:
-    """A marker that refuses to switch a feature on, with advice what to do instead."""
-    return Only((False,), f"{feature} is not available; set it to false, and {instead}")
-
-
 @dataclass(frozen=True)
 class Deprecated:
     """The key still acts, but another one should be used."""
