@@ -1,5 +1,7 @@
 """DeepSpeed's names that this library has; all other names of `surface.json` are refused with an error.
 
+What DeepSpeed's module takes from another one of its own (`from` in `surface.json`) is listed there only.
+
 Module below `deepspeed` -> our module -> names, as `theirs=ours` if the two differ.
 """
 
@@ -47,7 +49,6 @@ OURS: dict[str, dict[str, str]] = {
     "": {
         "zero.config.given": "add_config_arguments",
         "zero.compat.initialize_for_clients": "initialize",
-        "zero.compat.logs": "log_dist logger",
         "zero.compat.operators": "git_branch git_hash version=VERSION",
         "zero.engine.inference": "init_inference",
     },
@@ -189,15 +190,7 @@ OURS: dict[str, dict[str, str]] = {
         "zero.compat.helpers": "ZeRORuntimeException is_zero_supported_optimizer",
         "zero.compat.partition_parameters": "is_zero_param",
     },
-    "utils": {
-        "zero.compat.comm_names": "is_initialized",
-        "zero.compat.helpers": "instrument_w_nvtx recursive_getattr recursive_setattr",
-        "zero.compat.logs": "log_dist log_dist_once logger set_log_level_from_string",
-        "zero.compat.plain": "OnDevice",
-        "zero.params.leaf_modules": LEAVES,
-        "zero.data.resumable": "RepeatingLoader",
-        "zero.values.fragments": FRAGMENTS,
-    },
+    "utils": {"zero.compat.comm_names": "is_initialized", "zero.compat.logs": "logger"},
     "utils.comms_logging": {"zero.compat.comm_log": "CommsLogger", "zero.compat.plain": "convert_size"},
     "utils.debug": {"zero.compat.plain": DEBUGGING},
     "utils.init_on_device": {"zero.compat.plain": "OnDevice"},
