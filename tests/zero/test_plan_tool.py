@@ -350,3 +350,12 @@ def test_a_llama_of_70_billion_parameters_is_planned_without_its_memory(write: A
     assert status == 0, ran.stderr
     assert "config.json: 70.6 B parameters" in ran.stdout
     assert peak_bytes < 3e9
+
+
+def test_room_is_looked_for_in_the_folder_of_saved_activations_too(
+    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = {"activation_device": "nvme", "nvme_path": str(nvme_path), "activation_bytes": "1000TB"}
+    config = make_config(("none", "none"), nvme_path, activation_checkpointing=block)
+    assert cli.main(["plan", "models:GPT", write("ds.json", config)]) == 1
+    assert f"bytes of NVMe, and {nvme_path} has" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 
 from offload.disk.swap_folders import make_folder
@@ -13,22 +12,17 @@ from zero.config import Config
 logger = logging.getLogger("zero")
 
 
-def ready_swap_paths(config: Config) -> list[str]:
-    """The folders of all blocks that use NVMe, without repetition; if these name none, the folders of all blocks.
-
-    Missing folders are made. Raises ConfigError: no block names a folder, or one cannot be made.
-    """
+def swap_paths(config: Config) -> list[str]:
+    """The folders of all blocks that use NVMe, without repetition; if these name none, the folders of all blocks."""
     zero, activations = config.zero_optimization, config.activation_checkpointing
     blocks = (zero.offload_param, zero.offload_optimizer, activations)
-    used = [block for block in blocks if str(getattr(block.device, "value", block.device)) == "nvme"]
-    paths: list[str] = []
-    for block in [block for block in used if block.nvme_path] or blocks:
-        given = block.nvme_path
-        if given is None:
-            continue
-        for path in [given] if isinstance(given, (str, os.PathLike)) else given:
-            if str(path) not in paths:
-                paths.append(str(path))
+    used = [block for block in blocks if block.device == "nvme" and block.nvme_path]
+    return list(dict.fromkeys(path for block in used or blocks for path in block.nvme_path or ()))
+
+
+def ready_swap_paths(config: Config) -> list[str]:
+    """`swap_paths`, where missing folders are made. Raises ConfigError: there is none, or one cannot be made."""
+    paths = swap_paths(config)
     if not paths:
         raise ConfigError(
             "nvme_path: the plan needs swap space, but no block sets nvme_path; set it to a folder on the NVMe "

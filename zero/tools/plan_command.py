@@ -33,6 +33,7 @@ from zero.assembly.model_plan import plan_model
 from zero.config import Config, load_config
 from zero.config.given import read_json
 from zero.config.numbers import parse_bytes
+from zero.config.swap_paths import swap_paths
 from zero.params.layout import Layout
 from zero.plan.machine import Machine, read_machine
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
@@ -291,7 +292,7 @@ def _machine(options: argparse.Namespace, device: torch.device) -> Machine:
 def _check_disk(plan: Plan, config: Config, options: argparse.Namespace) -> None:
     """Raise BudgetError if the plan needs more than the drives have; folders that do not exist here are not checked."""
     need, free, where = plan.swap_bytes * _of_node(options), options.nvme, "--nvme"
-    folders = [Path(path) for path in _folders(config)]
+    folders = [Path(path) for path in swap_paths(config)]
     if free is None and folders and all(folder.is_dir() for folder in folders):
         devices = {folder.stat().st_dev: os.statvfs(folder) for folder in folders}
         free = sum(found.f_bavail * found.f_frsize for found in devices.values())
@@ -304,18 +305,12 @@ def _check_disk(plan: Plan, config: Config, options: argparse.Namespace) -> None
         )
 
 
-def _folders(config: Config) -> list[str]:
-    zero = config.zero_optimization
-    blocks = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device == "nvme"]
-    return list(dict.fromkeys(str(path) for block in blocks for path in block.nvme_path or ()))
-
-
 def find_rates(config: Config, plan: Plan, traffic: StepTraffic, options: argparse.Namespace) -> Rates:
     """Rates from the options; else the disk's rates from `zero tune`, and the CPU's rate measured now."""
     read, mixed, update = options.read_rate, options.mixed_rate, options.update_rate
     notes = []
     if plan.swap_bytes and (read is None or mixed is None):
-        folders = [Path(path) for path in _folders(config)]
+        folders = [Path(path) for path in swap_paths(config)]
         found = [tuning.cached(folder) if folder.is_dir() else None for folder in folders]
         known = {result.device.key: result for result in found if result is not None}
         if all(found) and known:
