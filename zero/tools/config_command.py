@@ -39,12 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     show.add_argument("--all", action="store_true", help="also show values that were not given")
     show.set_defaults(action=_show)
-    actions.add_parser("schema", help="JSON Schema").set_defaults(action=_schema)
-    actions.add_parser("keys", help="print the table of all keys, in Markdown").set_defaults(action=_keys)
-    actions.add_parser("optimizers", help="print the table of all optimizers, in Markdown").set_defaults(
-        action=_optimizers
-    )
-    actions.add_parser("defaults", help="print the defaults").set_defaults(action=_defaults)
+    for name, (text, made) in PRINTED.items():
+        actions.add_parser(name, help=text).set_defaults(action=_print, made=made)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -104,26 +100,26 @@ def _print_notes(title: str, lines: Sequence[str]) -> None:
         print("\n  ".join(["", f"{title}:", *lines]).replace("\n  ", "\n", 1))
 
 
-def _schema(options: argparse.Namespace) -> int:
-    print(json.dumps(json_schema(Config), indent=2))
-    return 0
-
-
-def _keys(options: argparse.Namespace) -> int:
-    print(key_table(Config), end="")
-    return 0
-
-
-def _optimizers(options: argparse.Namespace) -> int:
+def _optimizers() -> str:
     from zero.tools.optimizer_table import optimizer_table  # slow: it makes every optimizer
 
-    print(optimizer_table(), end="")
-    return 0
+    return optimizer_table()
 
 
-def _defaults(options: argparse.Namespace) -> int:
-    config = load_config({}, world_size=1)
-    print(json.dumps(_without_nones(config.as_dict()), indent=1))
+# Action -> its help, and the text that it prints.
+PRINTED: Mapping[str, tuple[str, Callable[[], str]]] = {
+    "schema": ("JSON Schema", lambda: json.dumps(json_schema(Config), indent=2)),
+    "keys": ("print the table of all keys, in Markdown", lambda: key_table(Config)),
+    "optimizers": ("print the table of all optimizers, in Markdown", _optimizers),
+    "defaults": (
+        "print the defaults",
+        lambda: json.dumps(_without_nones(load_config({}, world_size=1).as_dict()), indent=1),
+    ),
+}
+
+
+def _print(options: argparse.Namespace) -> int:
+    print(options.made().rstrip("\n"))
     return 0
 
 
