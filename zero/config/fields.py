@@ -14,6 +14,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
@@ -160,6 +161,18 @@ def several(parse: Callable[[object], object], expected: str, count: int | None 
         if not isinstance(value, (list, tuple)) or count not in (None, len(value)):
             raise ValueError(expected)
         return tuple(map(parse, value))
+
+    return reads(read)
+
+
+def one_of(*allowed: int, expected: str) -> BeforeValidator:
+    """Read a whole number that is one of these."""
+
+    def read(value: object) -> int:
+        with suppress(ValueError):
+            if (number := parse_whole(value)) in allowed:
+                return number
+        raise ValueError(expected)
 
     return reads(read)
 

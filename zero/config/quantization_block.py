@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from zero.config.fields import ConfigBlock, Flag, InertText, InertWhole, Whole, reads
-from zero.config.numbers import parse_whole
+from zero.config.fields import ConfigBlock, Flag, InertText, InertWhole, Whole, one_of, reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +52,13 @@ class Codes:
         return (rows, columns // self.group_size) if self.group_dim == 1 else (rows // self.group_size, columns)
 
 
-def _parse_bits(value: object) -> int:
-    if parse_whole(value) not in (4, 8):
-        raise ValueError("4 or 8 bits")
-    return parse_whole(value)
-
-
-def _parse_dimension(value: object) -> int:
-    if parse_whole(value) not in (0, 1):
-        raise ValueError("1 (groups along a row) or 0 (groups along a column)")
-    return parse_whole(value)
-
-
 class GroupQuantization(ConfigBlock):
     """How weights are coded."""
 
-    num_bits: Annotated[int, reads(_parse_bits)] = 8
+    num_bits: Annotated[int, one_of(4, 8, expected="4 or 8 bits")] = 8
     group_size: Annotated[Whole, Field(ge=1)] = 128
     """So many neighbours share a step."""
-    group_dim: Annotated[int, reads(_parse_dimension)] = 1
+    group_dim: Annotated[int, one_of(0, 1, expected="1 (groups along a row) or 0 (groups along a column)")] = 1
     """1: neighbours of a row, 0: of a column."""
     symmetric: Flag = False
     """Zero is in the middle of the codes, and no least value is kept."""

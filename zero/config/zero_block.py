@@ -19,6 +19,7 @@ from zero.config.fields import (
     InertObject,
     Only,
     Whole,
+    one_of,
     parse_flag,
     problem,
     reads,
@@ -35,8 +36,6 @@ DEEPSPEED_LEAF_CLASSES = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
 )
 
-STAGES = (0, 1, 2, 3)
-
 
 def _parse_words(value: object) -> tuple[str, ...]:
     words = [value] if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else [None]
@@ -46,16 +45,6 @@ def _parse_words(value: object) -> tuple[str, ...]:
 
 
 Words = Annotated[tuple[str, ...], reads(_parse_words)]
-
-
-def _parse_stage(value: object) -> int:
-    try:
-        stage = parse_whole(value)
-    except ValueError:
-        stage = -1
-    if stage not in STAGES:
-        raise ValueError("0, 1, 2 or 3")
-    return stage
 
 
 def _parse_mics(value: object) -> int:
@@ -111,7 +100,7 @@ class ZeroConfig(ConfigBlock):
 
     shorthands: ClassVar[Mapping[bool, Mapping[str, object]]] = {True: {"stage": 1}, False: {"stage": 0}}
 
-    stage: Annotated[int, reads(_parse_stage)] = 0
+    stage: Annotated[int, one_of(0, 1, 2, 3, expected="0, 1, 2 or 3")] = 0
     """What is sharded over the ranks: 0 nothing, 1 states, 2 gradients too, 3 weights too.
 
     Without the key it is 0, as in DeepSpeed, unless the block asks for what 0 does not have: with a device in
