@@ -39,6 +39,8 @@ __all__ = [*FROM_TORCH.split(), *TIMED.split(), *FROM_LOG.split(), *FROM_HERE.sp
 globals().update({name: getattr(dist, name) for name in FROM_TORCH.split()})
 globals().update({name: comm_log.timed_op(getattr(dist, name)) for name in TIMED.split()})
 globals().update({name: getattr(comm_log, name) for name in FROM_LOG.split()})
+allgather_fn = comm_log.timed_op(dist.all_gather_into_tensor)
+reduce_scatter_fn = comm_log.timed_op(dist.reduce_scatter_tensor)
 default_pg_timeout = timedelta(minutes=TIMEOUT_MINUTES)
 
 
@@ -69,24 +71,6 @@ def inference_all_reduce(
     tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **unused: Any
 ) -> Any:
     return dist.all_reduce(tensor, op, group, async_op)
-
-
-def allgather_fn(
-    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, **unused: Any
-) -> Any:
-    gather = comm_log.timed_op(dist.all_gather_into_tensor)
-    return gather(output_tensor, input_tensor, group, async_op)
-
-
-def reduce_scatter_fn(
-    output_tensor: Tensor,
-    tensor: Tensor,
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    **unused: Any,
-) -> Any:
-    return comm_log.timed_op(dist.reduce_scatter_tensor)(output_tensor, tensor, op, group, async_op)
 
 
 class Works:
