@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from offload.errors import ConfigError, StateError
 from offload.files.trace_events import check_target, trace_document, write_trace
 from offload.planes.planes import Traffic
-from offload.timeline import COMPUTE, Recording
+from offload.timeline import COMPUTE
 from zero.ranks import world
 from zero.reports.log import NOTICE
 from zero.store.storage import Storage
@@ -87,7 +87,7 @@ class Tracer:
             target = target.with_name(f"{target.stem}.rank{rank}{target.suffix}")
         if self._trace is not None:
             raise StateError(f"trace: a trace is already being recorded to {self._trace.path}; end it first")
-        traffic = self._on_mover("starting a trace", self._start)
+        _, traffic = self._on_mover("starting a trace", self.storage.timeline.start)
         self._steps = steps
         self._trace = _Trace(target, steps, self._counters(traffic, self.storage.mover.exposed.seconds), by_environment)
 
@@ -112,7 +112,7 @@ class Tracer:
         if trace is None:
             return
         exposed_seconds = self.storage.mover.exposed.seconds
-        recording, traffic = self._on_mover("ending a trace", self._stop)
+        recording, traffic = self._on_mover("ending a trace", self.storage.timeline.stop)
         after = self._counters(traffic, exposed_seconds)
         if recording.dropped:
             logger.warning(
@@ -137,22 +137,17 @@ class Tracer:
             "aio_backend": disk.aio.backend if disk else "none",
         }
 
-    def _on_mover(self, what: str, act: Callable[[], T]) -> T:
-        async def job() -> T:
-            return act()
+    def _on_mover(self, what: str, act: Callable[[], T]) -> tuple[T, Traffic]:
+        """What `act` returns, and the bytes that were moved by then."""
+        disk, mover = self.storage.disk, self.storage.mover
 
-        mover = self.storage.mover
-        return act() if mover.is_current_thread() else mover.run(what, job())
+        def both() -> tuple[T, Traffic]:
+            return act(), replace(disk.traffic) if disk else Traffic()
 
-    def _start(self) -> Traffic:
-        self.storage.timeline.start()
-        return self._moved()
+        async def job() -> tuple[T, Traffic]:
+            return both()
 
-    def _stop(self) -> tuple[Recording, Traffic]:
-        return self.storage.timeline.stop(), self._moved()
-
-    def _moved(self) -> Traffic:
-        return replace(self.storage.disk.traffic) if self.storage.disk else Traffic()
+        return both() if mover.is_current_thread() else mover.run(what, job())
 
     def _counters(self, traffic: Traffic, exposed_seconds: float) -> dict[str, float]:
         aio = self.storage.disk.aio.stats() if self.storage.disk else None
