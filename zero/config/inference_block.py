@@ -11,7 +11,7 @@ import torch
 
 from offload.errors import ConfigError
 from zero.config.fields import shown
-from zero.config.given import read_json
+from zero.config.given import read_source
 from zero.config.hints import nearest
 from zero.config.loading import load_config
 from zero.config.precision_block import DTYPES, parse_dtype
@@ -48,20 +48,18 @@ _TENSOR_PARALLEL = (
     "tensor parallelism is not available; to stream a model that does not fit on the device, set "
     'zero.offload_param.device to "cpu" or "nvme"'
 )
+_COMPILE = "compile the model's blocks instead: block.compile()"
 # Key -> (does this value ask for it?, why not and what instead).
 REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
-    "replace_with_kernel_inject": (
-        _on,
-        "kernels are not injected; compile the model's blocks instead: block.compile()",
-    ),
-    "injection_policy": (_on, "modules are not replaced; compile the model's blocks instead: block.compile()"),
-    "injection_policy_tuple": (_on, "modules are not replaced; compile the model's blocks instead: block.compile()"),
+    "replace_with_kernel_inject": (_on, f"kernels are not injected; {_COMPILE}"),
+    "injection_policy": (_on, f"modules are not replaced; {_COMPILE}"),
+    "injection_policy_tuple": (_on, f"modules are not replaced; {_COMPILE}"),
     "tensor_parallel": (_above_one("tp_size"), _TENSOR_PARALLEL),
     "mp_size": (_above_one(), _TENSOR_PARALLEL),
     "moe": (_above_one("ep_size"), "expert parallelism is not available; set ep_size to 1"),
     "ep_size": (_above_one(), "expert parallelism is not available; set it to 1"),
     "enable_cuda_graph": (_on, 'CUDA graphs are not available; try block.compile(mode="reduce-overhead")'),
-    "use_triton": (_on, "triton kernels are not available; compile the model's blocks instead: block.compile()"),
+    "use_triton": (_on, f"triton kernels are not available; {_COMPILE}"),
     "triton_autotune": (_on, "triton kernels are not available; remove it"),
     "set_empty_params": (
         _on,
@@ -128,13 +126,10 @@ def _merged(
     config: str | os.PathLike[str] | Mapping[str, Any] | None, keywords: Mapping[str, Any], problems: list[str]
 ) -> dict[str, Any]:
     """Both under canonical names, what is None left out."""
-    if isinstance(config, (str, os.PathLike)):
-        config = read_json(os.fspath(config))
-    if config is not None and not isinstance(config, Mapping):
-        raise ConfigError(f"init_inference: config: expected a path or a dict, got {type(config).__name__}")
+    given = {} if config is None else read_source(config, problems)[1]
     known = ["dtype", "zero", "checkpoint", "quant", *PASSED_ON, *REFUSED, *IGNORED]
     merged: dict[str, Any] = {}
-    for source in (config or {}, keywords):
+    for source in (given, keywords):
         for written, value in source.items():
             key = ALIASES.get(written, written)
             if key not in known:
