@@ -84,14 +84,16 @@ def measure(step: Callable[[int], None], limit: int) -> dict[int, float]:
 
 @functools.cache
 def _measured(limit: int) -> int:
-    memory = tensor_over(map_host(14 * SCRATCH_NUMEL))
-    widths = ((2, torch.bfloat16), (2, torch.int16), (4, torch.float32), (4, torch.float32), (2, torch.bfloat16))
-    arrays, position = [], 0
-    for width, dtype in widths:
-        arrays.append(memory[position : position + width * SCRATCH_NUMEL].view(dtype))
-        position += width * SCRATCH_NUMEL
-    weight, remainder, exp_avg, exp_avg_sq, grad = arrays
-    moments, segments = Moments(exp_avg, exp_avg_sq), [Segment(0, SCRATCH_NUMEL)]
-    return fewest_good(
-        measure(lambda count: kernels.adamw(weight, remainder, moments, grad, segments, threads=count), limit)
-    )
+    return fewest_good(measure(scratch_update(SCRATCH_NUMEL, torch.float32), limit))
+
+
+def scratch_update(numel: int, state_dtype: torch.dtype) -> Callable[[int], None]:
+    """Adam's update, by a number of threads, of bf16 weights with split masters that nobody has."""
+    width = torch.bfloat16.itemsize * numel
+    memory = tensor_over(map_host(3 * width + Moments.nbytes(state_dtype, numel)))
+    weight, gradient = memory[:width].view(torch.bfloat16), memory[width : 2 * width].view(torch.bfloat16)
+    remainder = memory[2 * width : 3 * width].view(torch.int16)
+    moments = Moments.over(memory[3 * width :], state_dtype, numel, 0, 0)
+    gradient.fill_(1.0)
+    segments = [Segment(0, numel)]
+    return lambda threads: kernels.adamw(weight, remainder, moments, gradient, segments, threads=threads)

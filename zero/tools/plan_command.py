@@ -25,8 +25,7 @@ from torch import nn
 from offload.accelerator import compute_device, planned_device
 from offload.disk import tuning
 from offload.errors import BudgetError, ConfigError
-from offload.kernels import kernels
-from offload.kernels.moments import Moments
+from offload.kernels.threads import scratch_update
 from offload.sizes import format_bytes
 from offload.streams import shares_host_memory
 from zero.assembly.model_plan import plan_model
@@ -329,24 +328,12 @@ def find_rates(config: Config, plan: Plan, traffic: StepTraffic, options: argpar
 
 def measure_update_rate(state_dtype: torch.dtype) -> float:
     """Elements per second that Adam's CPU kernel updates here, for bf16 weights with a split master."""
-    numel = RATE_NUMEL
-    weight, gradient = (
-        torch.zeros(numel, dtype=torch.bfloat16, device="cpu"),
-        torch.ones(numel, dtype=torch.bfloat16, device="cpu"),
-    )
-    remainder = torch.zeros(numel, dtype=torch.int16, device="cpu")
-    moments = Moments.over(
-        torch.zeros(Moments.nbytes(state_dtype, numel), dtype=torch.uint8, device="cpu"), state_dtype, numel, 0, 0
-    )
-    whole = kernels.Segment(
-        begin=0, end=numel, step_size=1e-3, bias2_sqrt=1.0, decay=1.0, l2=0.0, beta1=0.9, beta2=0.999, eps=1e-8
-    )
-    seconds = []
+    update, seconds = scratch_update(RATE_NUMEL, state_dtype), []
     for _ in range(RATE_ROUNDS):
         begin = time.perf_counter()
-        kernels.adamw(weight, remainder, moments, gradient, [whole], threads=max(torch.get_num_threads(), 1))
+        update(max(torch.get_num_threads(), 1))
         seconds.append(time.perf_counter() - begin)
-    return numel / min(seconds)
+    return RATE_NUMEL / min(seconds)
 
 
 def step_time(traffic: StepTraffic, rates: Rates) -> StepTime:
