@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import create_model, model_validator
 from typing_extensions import Self
@@ -267,9 +267,6 @@ def _declared(feature: Feature, off: str) -> Iterator[tuple[str, Any, Any]]:
             yield word, kind, None
 
 
-_BLOCKS: dict[str, type[ConfigBlock]] = {}
-
-
 def _made(name: str, feature: Feature, off: str = "", why: str = "") -> type[ConfigBlock]:
     """Make the block and its inner blocks. Each has a name in this module, so that configurations can be pickled."""
     off = feature.off or off
@@ -280,7 +277,7 @@ def _made(name: str, feature: Feature, off: str = "", why: str = "") -> type[Con
     made: Any = create_model(name, __base__=_Refused if feature.unless else ConfigBlock, __module__=__name__, **fields)
     made.__doc__, made.why, made.aliases, made.unless = feature.about, why, feature.aliases, feature.unless
     made.fix = f"{off} is not available; remove the block, and {feature.instead}"
-    _BLOCKS[name] = made
+    globals()[name] = made
     return made  # type: ignore[no-any-return]
 
 
@@ -288,9 +285,6 @@ for _name, _feature in FEATURES.items():
     _made(_name, _feature)
 
 
-def __getattr__(name: str) -> Any:
-    """The block of a feature, for the block that declares its key."""
-    try:
-        return _BLOCKS[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...  # The block of a feature, for the block that declares its key.
