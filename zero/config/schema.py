@@ -166,7 +166,6 @@ class Config(ConfigBlock):
     """False: each step() of the engine updates, however many backwards came before it."""
     sequence_parallel_size: Annotated[
         Whole,
-        Word,
         Only(
             (1, 0),
             "sequence parallelism is not available; set it to 1, and for long sequences set "
