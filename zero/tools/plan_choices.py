@@ -8,16 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_bytes
-from offload.streams import shares_host_memory
-from zero.assembly.model_plan import plan_model
-from zero.config import Config
 from zero.params.layout import Layout
-from zero.plan.machine import Machine
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
 
 TIERS = (DEVICE, HOST, NVME)
@@ -49,17 +42,6 @@ class Choice:
         seconds = "not known" if self.expected_seconds is None else f"{self.expected_seconds:.3g} s"
         moved = "" if self.moved_bytes is None else format_bytes(self.moved_bytes)
         return [self.name, *(format_bytes(self.tier_bytes[tier]) for tier in TIERS), moved, seconds]
-
-
-def smallest(model: nn.Module, config: Config, machine: Machine, device: torch.device, ranks: int) -> dict[str, int]:
-    """The least bytes of each tier that the model needs under `config`, regardless of the sizes of `machine`.
-
-    If the device tier is host memory, its bytes count for the host, as in the plan's check against the machine.
-    """
-    sizes = tier_sizes(plan_model(model, config, machine, device, ranks, least=True)[1])
-    if shares_host_memory(device):
-        sizes |= {DEVICE: 0, HOST: sizes[HOST] + sizes[DEVICE]}
-    return sizes
 
 
 def tier_sizes(plan: Plan) -> dict[str, int]:

@@ -38,7 +38,7 @@ from zero.plan.machine import Machine, read_machine
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
 from zero.plan.traffic import StepTraffic, step_traffic
 from zero.reports.log import format_count
-from zero.tools.plan_choices import Choice, choice_lines, find_choices, smallest, tier_sizes
+from zero.tools.plan_choices import Choice, choice_lines, find_choices, tier_sizes
 
 RATE_NUMEL = 4 << 20
 RATE_ROUNDS = 3
@@ -112,8 +112,7 @@ def run(options: argparse.Namespace) -> int:
     content = _content(options)
     config = _config(content, options)
     planning = Planning(options, build_on_meta(options.model, options.model_args))
-    free = planning.config({key: value for key, value in content.items() if key != "memory_budget"})
-    least = smallest(planning.model, free, planning.machine, planning.device, options.ranks)
+    least = planning.least({key: value for key, value in content.items() if key != "memory_budget"})
     if not options.json:
         print(f"{options.model}: {format_count(planning.numel)} parameters")
         sizes = ", ".join(
@@ -156,6 +155,17 @@ class Planning:
         layout, plan = plan_model(self.model, config, self.machine, self.device, self._options.ranks)
         _check_disk(plan, config, self._options)
         return layout, plan
+
+    def least(self, content: dict[str, Any]) -> dict[str, int]:
+        """The least bytes of each tier that the model needs, regardless of the sizes of the machine.
+
+        If the device tier is host memory, its bytes count for the host, as in the plan's check against the machine.
+        """
+        config, ranks = self.config(content), self._options.ranks
+        sizes = tier_sizes(plan_model(self.model, config, self.machine, self.device, ranks, least=True)[1])
+        if shares_host_memory(self.device):
+            sizes |= {DEVICE: 0, HOST: sizes[HOST] + sizes[DEVICE]}
+        return sizes
 
     def traffic(self, layout: Layout, plan: Plan) -> StepTraffic:
         return step_traffic(plan, layout, on_gpu=not shares_host_memory(self.device))
