@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import ConfigDict, Field, model_validator
+from torch.optim import lr_scheduler
 from typing_extensions import Self
 
 from zero.config.fields import ConfigBlock, Flag, Number, Text, Whole, Word, problem, reads, shown
@@ -15,16 +15,9 @@ from zero.config.hints import nearest
 from zero.config.numbers import parse_number
 from zero.lr_schedules import SCHEDULES
 
-
-def _torch_schedulers() -> Iterator[type[Any]]:
-    base = torch.optim.lr_scheduler.LRScheduler
-    for name, kind in vars(torch.optim.lr_scheduler).items():
-        if inspect.isclass(kind) and issubclass(kind, base) and kind is not base and name == kind.__name__:
-            yield kind
-
-
+_TORCHS = {name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__ if name != "LRScheduler"}
 # Name in small letters -> class.
-KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (*_torch_schedulers(), *SCHEDULES.values())}
+KINDS: dict[str, type[Any]] = {name.lower(): kind for name, kind in (_TORCHS | SCHEDULES).items()}
 
 NOT_BY_NAME = {
     "ReduceLROnPlateau": "it needs a metric at each step; make it yourself over the optimizer that initialize returns, "
