@@ -1,9 +1,12 @@
-"""Memory control groups of a process: their folders, in version 1 or 2."""
+"""Memory control groups of a process: their folders and limits, in version 1 or 2; the files of the kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+
+UNLIMITED_BYTES = 1 << 60
+"""Version 1 shows a larger number where there is no limit, version 2 a word."""
 
 
 def memory_groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, Path, bool]]:
@@ -28,3 +31,25 @@ def memory_groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, Path, bool]
         while folder != mount:
             folder = folder.parent
             yield folder, mount, is_v2
+
+
+def limit_bytes(folder: Path, *, is_v2: bool) -> int | None:
+    """The limit of the group in this folder; None: it has none, or it cannot be read."""
+    limit = number_in(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
+    return limit if limit is not None and limit < UNLIMITED_BYTES else None
+
+
+def number_in(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def table_in(path: Path) -> dict[str, int]:
+    """Read lines of a name and a number; the rest of a line is ignored."""
+    try:
+        lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+    except (OSError, ValueError):
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

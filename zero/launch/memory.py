@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.sizes import format_bytes
-from offload.system.cgroups import memory_groups
+from offload.system.cgroups import limit_bytes, memory_groups, number_in, table_in
 
-UNLIMITED_BYTES = 1 << 60
 NEAR_LIMIT = 0.98
 
 
@@ -28,58 +27,29 @@ class MemoryState:
 def read_states(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[MemoryState]:
     """The memory cgroups of this process, innermost first, then the machine. Unreadable cgroups are left out."""
     groups = memory_groups(proc, cgroups)
-    states = [(_read_v2 if is_v2 else _read_v1)(folder, mount) for folder, mount, is_v2 in groups]
+    states = [_state(*group) for group in groups]
     return [*(state for state in states if state is not None), _machine(proc)]
 
 
-def _read_v1(folder: Path, mount: Path) -> MemoryState | None:
-    control = _table(folder / "memory.oom_control")
-    limit = _number(folder / "memory.limit_in_bytes")
-    if not control and limit is None:
+def _state(folder: Path, mount: Path, is_v2: bool) -> MemoryState | None:
+    counts = table_in(folder / ("memory.events" if is_v2 else "memory.oom_control"))
+    if not counts and (is_v2 or number_in(folder / "memory.limit_in_bytes") is None):
         return None
+    peaks = ("memory.peak", "memory.current") if is_v2 else ("memory.max_usage_in_bytes",)
+    known = (number_in(folder / peak) for peak in peaks)
     return MemoryState(
         f"cgroup /{folder.relative_to(mount)}".replace("/.", "/"),
-        limit if limit is not None and limit < UNLIMITED_BYTES else None,
-        _number(folder / "memory.max_usage_in_bytes"),
-        control.get("oom_kill", 0),
-        _number(folder / "memory.failcnt") or 0,
-    )
-
-
-def _read_v2(folder: Path, mount: Path) -> MemoryState | None:
-    events = _table(folder / "memory.events")
-    if not events:
-        return None
-    peak = _number(folder / "memory.peak")
-    return MemoryState(
-        f"cgroup /{folder.relative_to(mount)}".replace("/.", "/"),
-        _number(folder / "memory.max"),  # the word "max" is no number, and means no limit
-        peak if peak is not None else _number(folder / "memory.current"),
-        events.get("oom_kill", 0),
-        events.get("max", 0),
+        limit_bytes(folder, is_v2=is_v2),
+        next((peak for peak in known if peak is not None), None),
+        counts.get("oom_kill", 0),
+        counts.get("max", 0) if is_v2 else number_in(folder / "memory.failcnt") or 0,
     )
 
 
 def _machine(proc: Path) -> MemoryState:
-    total = _table(proc / "meminfo").get("MemTotal:")
-    kills = _table(proc / "vmstat").get("oom_kill", 0)
+    total = table_in(proc / "meminfo").get("MemTotal:")
+    kills = table_in(proc / "vmstat").get("oom_kill", 0)
     return MemoryState("the machine", None if total is None else total * 1024, None, kills, 0)
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
-
-
-def _table(path: Path) -> dict[str, int]:
-    """Read lines of a name and a number; the rest of a line is ignored."""
-    try:
-        lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
-    except (OSError, ValueError):
-        return {}
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
 def planned_bytes(plans: Mapping[int, Mapping[str, Any]]) -> int | None:

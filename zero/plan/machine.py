@@ -13,11 +13,10 @@ import torch
 
 from offload.accelerator import free_memory_bytes, identity, is_accelerator
 from offload.memory.arena import MemoryRegion, promised_bytes
-from offload.system.cgroups import memory_groups
+from offload.system.cgroups import limit_bytes, memory_groups, table_in
 
-# Of a control group: the file with its limit, and the keys in its statistics of memory that cannot be reclaimed.
-OF_V2 = ("memory.max", ("anon", "shmem"))
-OF_V1 = ("memory.limit_in_bytes", ("total_rss", "total_shmem"))
+# Memory that cannot be reclaimed, in the statistics of a control group, by version.
+OF_V2, OF_V1 = ("anon", "shmem"), ("total_rss", "total_shmem")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +83,13 @@ def peak_rss_bytes() -> int:
 def cgroup_rest_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """The smallest rest among the memory cgroups of this process and their parents (v2 or v1); None without a limit."""
     groups = memory_groups(proc, cgroups)
-    rests = [_rest_bytes(folder, *(OF_V2 if is_v2 else OF_V1)) for folder, _, is_v2 in groups]
+    rests = [_rest_bytes(folder, is_v2) for folder, _, is_v2 in groups]
     return min((rest for rest in rests if rest is not None), default=None)
 
 
-def _rest_bytes(folder: Path, limit_name: str, keys: tuple[str, ...]) -> int | None:
+def _rest_bytes(folder: Path, is_v2: bool) -> int | None:
     """Limit minus anonymous and shared memory of one cgroup: pages of files can be reclaimed."""
-    try:
-        text = (folder / limit_name).read_text().strip()
-        if text == "max" or int(text) >= 1 << 60:
-            return None
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return max(int(text) - sum(int(stat.get(key, 0)) for key in keys), 0)
-    except (OSError, ValueError):
+    limit, held = limit_bytes(folder, is_v2=is_v2), table_in(folder / "memory.stat")
+    if limit is None or not held:
         return None
+    return max(limit - sum(held.get(key, 0) for key in (OF_V2 if is_v2 else OF_V1)), 0)
