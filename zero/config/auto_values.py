@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zero.config.batch import MICRO, STEPS, TRAIN
-from zero.config.fields import AUTO, Key, block_of, known_keys, shown
+from zero.config.fields import Key, block_of, known_keys, means_auto, shown
 from zero.config.loading import value_at, with_choices
 from zero.config.schema import Choice, Config
 
@@ -105,7 +105,7 @@ def auto_lines(config: Config) -> Iterator[str]:
             yield f"auto: {key.path} = {value} (from {config.train_batch_size} samples = {product} x {_ranks(config)})"
         elif value is None:
             yield f"auto: {key.path} is left to the engine (as without the key)"
-        elif value == AUTO:
+        elif means_auto(key.field):
             yield f"auto: {key.path} is the memory that is free when the plan is made"
         else:
             yield f"auto: {key.path} = {shown(value)} (the default)"

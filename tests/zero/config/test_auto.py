@@ -150,6 +150,8 @@ def test_an_auto_that_the_engine_derives_later_is_said_to_be_left_to_it() -> Non
     assert len(lines) == 2
     assert any("sub_group_size is left to the engine" in line for line in lines)
     assert any("memory_budget.host is the memory that is free" in line for line in lines)
+    (line,) = auto_lines(load_config(zero_config(3, "shared_host_memory")))
+    assert line.endswith('shared_host_memory = "auto" (the default)')
 
 
 # ---- schedules ---------------------------------------------------------------------------------
