@@ -29,6 +29,7 @@ from offload.disk.aio_base import NATIVE_BACKENDS
 from offload.disk.device import DeviceIdentity, identify
 from offload.disk.probe import ProbeFile, Setting, alone, take_turns
 from offload.errors import ConfigError
+from offload.sizes import format_bytes
 
 FORMAT = 1
 PROBE_SECONDS_MAX = 22.0
@@ -71,6 +72,12 @@ class Tuning:
     reasons: tuple[str, ...]
     probe_seconds: float
     measured_at: str
+
+    @property
+    def speeds(self) -> str:
+        """Bytes per second, in words."""
+        rates = {name: getattr(self, f"{name}_bytes_per_second") for name in ("read", "write", "mixed")}
+        return ", ".join(f"{name} {format_bytes(round(rate))}/s" for name, rate in rates.items())
 
     def as_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, **dataclasses.asdict(self)}

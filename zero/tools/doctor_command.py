@@ -311,12 +311,7 @@ def _speed(path: Path, probe: bool) -> Answer:
     known = tuning.probe(path) if probe else tuning.cached(path)
     if known is None:
         return "not measured: use --probe, or zero tune, which saves the result"
-    rates = (known.read_bytes_per_second, known.write_bytes_per_second, known.mixed_bytes_per_second)
-    words = ", ".join(f"{name} {format_bytes(round(rate))}/s" for name, rate in zip(_RATES, rates, strict=True))
-    return f"{words} ({'measured now' if probe else known.measured_at})"
-
-
-_RATES = ("read", "write", "mixed")
+    return f"{known.speeds} ({'measured now' if probe else known.measured_at})"
 
 
 def gpus() -> Questions:

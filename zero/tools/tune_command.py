@@ -80,13 +80,5 @@ def describe(folder: Path, result: tuning.Tuning, source: str) -> str:
         speed = f"{format_bytes(round(m.mixed_bytes_per_second))}/s"
         lines.append(f"  {m.question:<14}{m.setting!s:<28}{speed:>12}{m.ratio:>8.2f}{f'{m.wins}/{m.rounds}':>6}")
     lines += [f"  {reason}" for reason in result.reasons]
-    speeds = ", ".join(
-        f"{name} {format_bytes(round(nbytes))}/s"
-        for name, nbytes in (
-            ("read", result.read_bytes_per_second),
-            ("write", result.write_bytes_per_second),
-            ("mixed", result.mixed_bytes_per_second),
-        )
-    )
-    lines.append(f"  chosen: {result.setting}; {speeds}")
+    lines.append(f"  chosen: {result.setting}; {result.speeds}")
     return "\n".join(lines)
