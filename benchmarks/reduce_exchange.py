@@ -24,11 +24,14 @@ import torch.distributed as dist
 
 from benchmarks.common import Report, RivalMissing, measure, parser
 from offload.kernels import kernels
+from offload.memory.pinned import touch
 from offload.memory.shared_region import SharedRegion, exchange_regions
+from offload.node.board import NodeBoard
 from offload.node.shared_exchange import SharedExchange
 from offload.sizes import BLOCK_NUMEL
 
 MIB = 1 << 20
+DEADLINE_SECONDS = 300.0
 CANDIDATES = ("ours", "gloo all-to-all", "gloo reduce-scatter", "bound")
 
 
@@ -40,8 +43,9 @@ class Rank:
         self.region = SharedRegion(nbytes, "gradient")
         self.regions = exchange_regions(rank, count, share, self.region)
         for region in self.regions:
-            region.touch()
-        self.exchange = SharedExchange.join(rank, count, share, self.regions, (rank, count))
+            touch(region.data)
+        board = NodeBoard.join(rank, count, SharedExchange.columns(), share)
+        self.exchange = SharedExchange(board, self.regions, (rank, count), DEADLINE_SECONDS)
         self.flat = self.region.data.view(torch.bfloat16).normal_()
         self.own = self.flat.numel() // count
         self.slices = [r.data.view(torch.bfloat16)[rank * self.own :][: self.own] for r in self.regions]

@@ -13,9 +13,9 @@ import os
 import torch
 
 from offload.errors import BudgetError, StateError
-from offload.memory.pinned import map_shared, tensor_over, touch
+from offload.memory.pinned import map_shared, tensor_over
 from offload.sizes import PAGE_BYTES, align_up
-from offload.system.descriptors import SECONDS_MAX, Share, close_received, exchange_descriptors
+from offload.system.descriptors import Share, close_received, exchange_descriptors
 from offload.system.linux import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, memory_file
 
 SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL  # Its length is final: no process can make another's mapping fault.
@@ -30,7 +30,7 @@ class SharedRegion:
         nbytes: at least one page is allocated.
         what: the purpose of the bytes; appears in errors.
         touched: fault all pages in now. The first process to touch a page is charged for it, and the page is placed
-            near that process: if each process has a part of its own, let it `touch` that part.
+            near that process.
     """
 
     _descriptor: int
@@ -105,17 +105,6 @@ class SharedRegion:
             )
         return offset
 
-    def touch(self, begin: int = 0, end: int | None = None) -> None:
-        """Fault in the pages of bytes [begin, end); new pages then belong to this process. Bytes do not change.
-
-        Raises BudgetError: the kernel has no memory for them.
-        """
-        first = begin // PAGE_BYTES * PAGE_BYTES
-        try:
-            touch(self.data[first:end])
-        except OSError as error:
-            raise self._refused("touching", error) from error
-
     def close(self) -> None:
         """Close the descriptor and drop the mapping, which is freed with the last tensor over it. Idempotent."""
         descriptor, self._descriptor, self._data = self._descriptor, -1, None
@@ -141,15 +130,13 @@ class SharedRegion:
         )
 
 
-def exchange_regions(
-    index: int, count: int, share: Share, region: SharedRegion, *, seconds: float = SECONDS_MAX
-) -> list[SharedRegion]:
+def exchange_regions(index: int, count: int, share: Share, region: SharedRegion) -> list[SharedRegion]:
     """Let every peer map every peer's region. A collective call like `exchange_descriptors`.
 
     Returns the regions in peer order; this peer's own is `region` itself. The caller closes them. Raises PeerError: a
     peer cannot be reached; names it. Raises BudgetError: the kernel refused a mapping.
     """
-    received = exchange_descriptors(index, count, share, [region.descriptor], seconds=seconds)
+    received = exchange_descriptors(index, count, share, [region.descriptor])
     opened: list[SharedRegion] = []
     try:
         for peer, descriptors in enumerate(received):

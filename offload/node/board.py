@@ -24,12 +24,12 @@ import native
 from offload.errors import BudgetError, NativeError, PeerError, StateError, WatchdogError
 from offload.memory.shared_region import SharedRegion
 from offload.sizes import align_up
-from offload.system.descriptors import SECONDS_MAX, Share, close_received, exchange_descriptors
+from offload.system.descriptors import Share, close_received, exchange_descriptors
 from offload.system.linux import open_lifeline
 
 CELL_BYTES = 8
 ROW_ALIGN_BYTES = 128  # Rows of two peers share no cache line, and no pair of lines: some processors fetch pairs.
-POLL_SECONDS = (50e-6, 1e-3)
+POLL_SECONDS = (50e-6, 1e-3)  # Between two looks at an awaited number: the first pause, and the longest.
 POLL_GROWTH = 1.5
 TFD_NONBLOCK, TFD_CLOEXEC, CLOCK_MONOTONIC = os.O_NONBLOCK, os.O_CLOEXEC, 1
 STRONGLY_ORDERED = ("x86_64", "AMD64", "i686")
@@ -63,7 +63,7 @@ class NodeBoard:
         return count * _row_bytes(columns)
 
     @classmethod
-    def join(cls, index: int, count: int, columns: int, share: Share, *, seconds: float = SECONDS_MAX) -> NodeBoard:
+    def join(cls, index: int, count: int, columns: int, share: Share) -> NodeBoard:
         """Make a board together: every peer calls this, with equal `count` and `columns`. It calls `share` once.
 
         Raises PeerError: a peer cannot be reached; names it. Raises StateError: the peers requested boards of different
@@ -78,9 +78,7 @@ class NodeBoard:
             if isinstance(made, SharedRegion):
                 undo.callback(made.close)
                 own.insert(0, made.descriptor)
-            received = exchange_descriptors(
-                index, count, share, own if not isinstance(made, BudgetError) else [], seconds=seconds
-            )
+            received = exchange_descriptors(index, count, share, own)
             undo.pop_all()
         # On every peer, the first descriptor of peer 0 is the board; all others are lifelines, one per peer.
         first, received[0] = received[0][:1], received[0][1:]
@@ -120,7 +118,6 @@ class NodeBoard:
         value: int,
         *,
         what: str = "",
-        poll: tuple[float, float] = POLL_SECONDS,
         deadline_seconds: float,
         urge: Callable[[], None] | None = None,
     ) -> None:
@@ -131,12 +128,11 @@ class NodeBoard:
 
         Args:
             what: the meaning of the wait; appears in errors.
-            poll: seconds between polls: the first pause, and the longest.
             deadline_seconds: a longer wait is an error.
             urge: called before every pause, so that work that the peer itself waits for proceeds.
         """
         if self.read(peer, column) < value:
-            await self._wait([peer], column, value, what, poll, deadline_seconds, urge)
+            await self._wait([peer], column, value, what, deadline_seconds, urge)
 
     async def everybody_reached(
         self,
@@ -148,7 +144,7 @@ class NodeBoard:
         urge: Callable[[], None] | None = None,
     ) -> None:
         if not self.all_reached(column, value):
-            await self._wait(range(self.count), column, value, what, POLL_SECONDS, deadline_seconds, urge)
+            await self._wait(range(self.count), column, value, what, deadline_seconds, urge)
 
     def dead(self) -> list[int]:
         if not self._lifelines:
@@ -174,12 +170,11 @@ class NodeBoard:
         column: int,
         value: int,
         what: str,
-        poll: tuple[float, float],
         deadline_seconds: float,
         urge: Callable[[], None] | None,
     ) -> None:
         loop = asyncio.get_running_loop()
-        begin, pause = loop.time(), poll[0]
+        begin, pause = loop.time(), POLL_SECONDS[0]
         with Naps() as naps:
             while True:
                 dead = self.dead()  # read before the cells: a number that a peer published before it died still counts
@@ -198,7 +193,7 @@ class NodeBoard:
                 if urge is not None:
                     urge()
                 await naps.take(pause)
-                pause = min(pause * POLL_GROWTH, poll[1])
+                pause = min(pause * POLL_GROWTH, POLL_SECONDS[1])
 
     def _cell(self, peer: int, column: int) -> int:
         if not (0 <= peer < self.count and 0 <= column < self.columns):

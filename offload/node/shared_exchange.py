@@ -17,10 +17,8 @@ import torch
 from offload.errors import PeerError, StateError, WatchdogError
 from offload.memory.shared_region import SharedRegion
 from offload.node.board import NodeBoard
-from offload.system.descriptors import Share
 
 SLOTS = 16  # Default limit of collectives in flight.
-SECONDS_MAX = 300.0
 
 # Columns: the collective that this peer offered last; the one it failed in (0: none, LEFT: it has closed).
 LATEST, FAILED, COMMON_COLUMNS = 0, 1, 2
@@ -35,10 +33,10 @@ class SharedExchange:
     After an error of the exchange itself it cannot be used any more, and the other peers learn of the error at once.
 
     Args:
-        board: of `columns(slots)` columns; the exchange owns it from now on.
+        board: of `columns(slots)` columns for `slots` collectives in flight; a further one waits. The exchange owns it
+            from now on.
         regions: the memory of each peer's flats, in peer order, mapped in this process; the caller keeps them.
         part: (index, count): this peer reads slice `index` of `count` of every flat.
-        slots: limit of collectives in flight; a further one waits. The same on all peers.
         deadline_seconds: how long to wait for another peer.
         check: called during waits; an error that it raises ends the wait.
     """
@@ -48,9 +46,7 @@ class SharedExchange:
         board: NodeBoard,
         regions: Sequence[SharedRegion],
         part: tuple[int, int],
-        *,
-        slots: int = SLOTS,
-        deadline_seconds: float = SECONDS_MAX,
+        deadline_seconds: float,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         if len(regions) != board.count or not 0 <= part[0] < part[1]:
@@ -58,33 +54,13 @@ class SharedExchange:
                 f"exchange of {board.count} peers: got {len(regions)} regions, and slice {part[0]} of {part[1]}"
             )
         self._board, self._regions, self._part = board, tuple(regions), part
-        self._slots, self._deadline_seconds, self._check = slots, deadline_seconds, check
+        self._deadline_seconds, self._check = deadline_seconds, check
+        self._slots = slots = (board.columns - COMMON_COLUMNS) // SLOT_COLUMNS
         self._taken: set[int] = set()  # Numbers that were entered and are not finished.
         self._next = [number or slots for number in range(slots)]  # Per slot: the number that may use it next.
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._failure: BaseException | None = None
         self._closed = False
-
-    @classmethod
-    def join(
-        cls,
-        index: int,
-        count: int,
-        share: Share,
-        regions: Sequence[SharedRegion],
-        part: tuple[int, int],
-        *,
-        slots: int = SLOTS,
-        deadline_seconds: float = SECONDS_MAX,
-        check: Callable[[], None] = lambda: None,
-    ) -> SharedExchange:
-        """Make an exchange together: a collective call like `NodeBoard.join`, with the same errors."""
-        board = NodeBoard.join(index, count, cls.columns(slots), share)
-        try:
-            return cls(board, regions, part, slots=slots, deadline_seconds=deadline_seconds, check=check)
-        except BaseException:
-            board.close()
-            raise
 
     @staticmethod
     def columns(slots: int = SLOTS) -> int:

@@ -25,6 +25,20 @@ SECONDS = 60.0
 REGION_BYTES = 1 << 20
 
 
+def exchange_of(
+    index: int,
+    count: int,
+    share: Share,
+    regions: list[SharedRegion],
+    part: tuple[int, int],
+    slots: int = 4,
+    deadline_seconds: float = SECONDS,
+) -> SharedExchange:
+    """What every peer makes, all of them together."""
+    board = NodeBoard.join(index, count, SharedExchange.columns(slots), share)
+    return SharedExchange(board, regions, part, deadline_seconds)
+
+
 class Party:
     """A peer with a region and an exchange."""
 
@@ -34,9 +48,7 @@ class Party:
         self.index, self.count = index, count
         self.region = SharedRegion(REGION_BYTES, "gradients")
         self.regions = exchange_regions(index, count, share, self.region)
-        self.exchange = SharedExchange.join(
-            *(index, count, share, self.regions, (index, count)), slots=slots, deadline_seconds=deadline_seconds
-        )
+        self.exchange = exchange_of(index, count, share, self.regions, (index, count), slots, deadline_seconds)
 
     def close(self) -> None:
         self.exchange.close()
@@ -313,7 +325,8 @@ def test_what_a_check_raises_ends_the_wait() -> None:
             if len(looks) == 3:
                 raise ValueError("somebody else has failed")
 
-        exchange = SharedExchange.join(index, 2, share, party.regions, (index, 2), check=check)
+        board = NodeBoard.join(index, 2, SharedExchange.columns(), share)
+        exchange = SharedExchange(board, party.regions, (index, 2), SECONDS, check)
         party.exchange = exchange
         found = outcome(party, lambda exchange: plain(exchange, 1, 64)) if index == 0 else None
         share(b"")
@@ -376,7 +389,7 @@ def test_an_exchange_has_a_region_for_each_peer_and_a_slice_that_there_is() -> N
     board = NodeBoard(0, 1, 90, region)
     for regions, part in (([region] * 2, (0, 1)), ([region], (1, 1)), ([region], (-1, 1))):
         with pytest.raises(StateError, match=r"exchange of 1 peers: got \d regions, and slice -?\d of 1"):
-            SharedExchange(board, regions, part)
+            SharedExchange(board, regions, part, SECONDS)
     board.close()
 
 
@@ -386,7 +399,7 @@ def test_peers_may_read_the_same_slice() -> None:
     def job(index: int, share: Share, parent: Parent) -> list[list[int]]:
         region = SharedRegion(4096, "gradients")
         regions = exchange_regions(index, 4, share, region)
-        exchange = SharedExchange.join(index, 4, share, regions, (index % 2, 2))
+        exchange = exchange_of(index, 4, share, regions, (index % 2, 2))
         region.data[8:12] = torch.tensor([10 * index, 10 * index, 10 * index + 1, 10 * index + 1])
 
         async def play() -> list[list[int]]:
@@ -406,7 +419,7 @@ def test_a_peer_that_has_read_may_leave_while_others_have_not() -> None:
     def job(index: int, share: Share, parent: Parent) -> list[list[int]]:
         region = SharedRegion(4096, "gradients")
         regions = exchange_regions(index, 3, share, region)
-        exchange = SharedExchange.join(index, 3, share, regions, (0, 1))
+        exchange = exchange_of(index, 3, share, regions, (0, 1))
         region.data[:4] = index
 
         async def play() -> list[list[int]]:

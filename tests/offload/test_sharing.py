@@ -25,6 +25,7 @@ from offload.disk.aio import AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError, ConfigError, PeerError, StateError
 from offload.memory.arena import Arena, MemoryRegion
+from offload.memory.pinned import touch
 from offload.memory.shared_region import SharedRegion, exchange_regions
 from offload.planes.planes import Disk
 from offload.system import descriptors
@@ -70,7 +71,7 @@ def test_a_region_is_zeroed_exact_and_page_aligned_and_everything_returns(
     assert data.dtype == torch.uint8 and data.numel() == region.nbytes == nbytes
     assert data.data_ptr() % PAGE == 0 or nbytes == 0
     assert not data.any()
-    region.touch()
+    touch(data)
     data.fill_(7)
     region.close()
     region.close()
@@ -84,7 +85,7 @@ def test_touched_pages_are_resident_at_once_and_others_when_they_are_touched(eit
     region = SharedRegion(nbytes, "test", touched=False)
     assert os.fstat(region.descriptor).st_blocks == 0
     region.data[PAGE * 3] = 5
-    region.touch(PAGE * 2 + 1, PAGE * 10)
+    touch(region.data[PAGE * 2 : PAGE * 10])
     assert os.fstat(region.descriptor).st_blocks * 512 == 8 * PAGE
     assert region.data[PAGE * 3] == 5
     other = SharedRegion(nbytes, "test")
@@ -128,7 +129,7 @@ def test_what_is_no_region_of_that_length_is_refused_and_closed(tmp_path: Path) 
 def test_a_closed_region_says_so() -> None:
     region = SharedRegion(PAGE, "weights of the node")
     region.close()
-    for use in (lambda: region.data, lambda: region.descriptor, lambda: region.touch()):
+    for use in (lambda: region.data, lambda: region.descriptor):
         with pytest.raises(StateError, match="weights of the node: the shared memory is closed"):
             use()
 

@@ -106,15 +106,9 @@ class SharedMemory(AmongRanks):
         comm, placement = self._comm, self.placement
         share = self._join(layout, storage, updates)
         with ranks_named("sharing memory for collectives"):
-            self._reducer = SharedExchange.join(
-                comm.rank,
-                comm.world_size,
-                share,
-                self._regions.pools,
-                (placement.shard_index, placement.shard_size),
-                deadline_seconds=comm.timeout_seconds,
-                check=comm.check,
-            )
+            board = NodeBoard.join(comm.rank, comm.world_size, SharedExchange.columns(), share)
+        part = placement.shard_index, placement.shard_size
+        self._reducer = SharedExchange(board, self._regions.pools, part, comm.timeout_seconds, comm.check)
         self._share_slices()
         self._tell_slots()
         if storage.disk is not None:  # all ranks have the same plan, so all have a disk or none has
