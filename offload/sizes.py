@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 PAGE_BYTES = 4096
 """Granularity of O_DIRECT transfers and of every extent."""
 HUGE_PAGE_BYTES = 2 << 20
@@ -27,8 +25,3 @@ def format_bytes(nbytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1000
     return f"{value:.2f} TB"
-
-
-def itemsize(dtype: torch.dtype) -> int:
-    """Bytes per element of `dtype`."""
-    return dtype.itemsize

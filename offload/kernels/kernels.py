@@ -1,8 +1,9 @@
 """Optimizer, cast, norm and checksum kernels over flat tensors: native where built, torch elsewhere.
 
-Every function works on flat, contiguous tensors of one device and gives the same bits on every
-path: scalar, AVX2 and AVX-512 code, CUDA, and the torch fallback. All NaN are written as the canonical
-one. CPU calls return when done and release the GIL; CUDA calls enqueue on the current stream.
+Every function works on flat, contiguous tensors of one device and gives the same bits on every path: scalar, AVX2 and
+AVX-512 code, CUDA, and the torch fallback. All NaN are written as the canonical one. CPU calls return when done and
+release the GIL; CUDA calls enqueue on the current stream. `threads` is the limit of CPU threads: the result does not
+depend on it. Every function raises TypeError: dtype, device, length or layout of a tensor is wrong.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def adamw(
 ) -> None:
     """One Adam or AdamW update in place and in one pass; elements outside of all segments do not change.
 
+    Raises ValueError: a segment lies outside the tensors or begins before its predecessor ends.
+
     Args:
         weight: (N,) fp32 (the masters themselves), bf16 or fp16.
         master: None with fp32 weights; (N,) int16 remainder of the exact split (bf16 weights only), or (N,) fp32. None
@@ -63,11 +66,6 @@ def adamw(
         segments: disjoint ranges inside [0, N), in ascending order. With 8-bit moments, each block of 256 that a
             segment without `skip` overlaps is rounded again as a whole.
         grad_scale: multiplies the gradient first: 1 / loss scale * clip coefficient.
-        threads: at most this many CPU threads; the result does not depend on it.
-
-    Raises:
-        TypeError: dtype, device, length or layout of a tensor is wrong.
-        ValueError: a segment lies outside the tensors or begins before its predecessor ends.
     """
     check_update(weight, master, grad, segments, rounded=True)
     check_moments(moments, weight.numel(), weight.device)
@@ -100,20 +98,8 @@ def update(
 ) -> None:
     """As `adamw`, with another formula; gives the same bits as torch's optimizer over the fp32 masters.
 
-    Args:
-        formula: of the update.
-        weight: as for `adamw`.
-        master: as for `adamw`.
-        states: (N,) fp32 each, in the order of `formula.states`; None for a state that is not used.
-        grad: (N,) fp32, bf16 or fp16.
-        segments: disjoint ranges inside [0, N), in ascending order.
-        grad_scale: multiplies the gradient first.
-        threads: at most this many CPU threads; the result does not depend on it.
-
-    Raises:
-        TypeError: dtype, device, length or layout of a tensor is wrong.
-        ValueError: a segment lies outside the tensors or begins before its predecessor ends.
-        NativeError: the formula lacks a state, or there is no native library.
+    `states`: (N,) fp32 each, in the order of `formula.states`; None for a state that is not used. Raises NativeError
+    too: the formula lacks a state, or there is no native library.
     """
     check_update(weight, master, grad, segments)
     for name, state in zip(formula.states, states, strict=True):
@@ -136,11 +122,7 @@ def update(
 
 
 def moments_load(moments: Moments, threads: int = 1) -> tuple[Tensor, Tensor]:
-    """Both moments as new fp32 tensors of (N,).
-
-    Raises:
-        TypeError: dtype, device, length or layout of a tensor is wrong.
-    """
+    """Both moments as new fp32 tensors of (N,)."""
     numel, device = moments.exp_avg.numel(), moments.exp_avg.device
     check_moments(moments, numel, device)
     exp_avg, exp_avg_sq = (torch.empty(numel, dtype=torch.float32, device=device) for _ in range(2))
@@ -154,11 +136,7 @@ def moments_load(moments: Moments, threads: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def moments_store(moments: Moments, exp_avg: Tensor, exp_avg_sq: Tensor, threads: int = 1) -> None:
-    """Write (N,) fp32 values into `moments`, rounded to nearest; this restores the values of `moments_load` exactly.
-
-    Raises:
-        TypeError: dtype, device, length or layout of a tensor is wrong.
-    """
+    """Write (N,) fp32 values into `moments`, rounded to nearest; this restores the values of `moments_load` exactly."""
     numel, device = exp_avg.numel(), exp_avg.device
     check("exp_avg", exp_avg, (torch.float32,), numel, device)
     check("exp_avg_sq", exp_avg_sq, (torch.float32,), numel, device)
@@ -178,10 +156,6 @@ def cast(out: Tensor, src: Tensor, scale: float = 1.0, threads: int = 1) -> None
         out: (N,) fp32, bf16 or fp16.
         src: (N,) fp32, bf16 or fp16.
         scale: fp32 factor; 1 converts only.
-        threads: at most this many CPU threads.
-
-    Raises:
-        TypeError: dtype, device, length or layout of a tensor is wrong.
     """
     check("src", src, FLOATS, src.numel(), src.device)
     check("out", out, FLOATS, src.numel(), src.device)
@@ -202,10 +176,6 @@ def accumulate(total: Tensor, src: Tensor, first: Tensor | None = None, threads:
         total: (N,) fp32.
         src: (N,) fp32, bf16 or fp16.
         first: (N,) fp32, bf16 or fp16; the only contribution so far, when there is no sum yet.
-        threads: at most this many CPU threads.
-
-    Raises:
-        TypeError: dtype, device, length or layout of a tensor is wrong.
     """
     check("src", src, FLOATS, src.numel(), src.device)
     check("total", total, (torch.float32,), src.numel(), src.device)
@@ -228,10 +198,6 @@ def split(weight: Tensor, remainder: Tensor, src: Tensor, threads: int = 1) -> N
         weight: (N,) bf16, written.
         remainder: (N,) int16, written.
         src: (N,) fp32.
-        threads: at most this many CPU threads.
-
-    Raises:
-        TypeError: dtype, device, length or layout of a tensor is wrong.
     """
     check("src", src, (torch.float32,), src.numel(), src.device)
     check("weight", weight, (torch.bfloat16,), src.numel(), src.device)
@@ -253,10 +219,6 @@ def join(out: Tensor, weight: Tensor, remainder: Tensor, threads: int = 1) -> No
         out: (N,) fp32, written.
         weight: (N,) bf16.
         remainder: (N,) int16.
-        threads: at most this many CPU threads.
-
-    Raises:
-        TypeError: dtype, device, length or layout of a tensor is wrong.
     """
     check("out", out, (torch.float32,), out.numel(), out.device)
     check("weight", weight, (torch.bfloat16,), out.numel(), out.device)
@@ -277,13 +239,9 @@ def block_sumsq(src: Tensor, into: Tensor | None = None, threads: int = 1) -> Te
     Args:
         src: (N,) fp32, bf16 or fp16.
         into: memory for the results, shaped as returned; None allocates it.
-        threads: at most this many CPU threads.
 
     Returns:
         (ceil(N / 4096), 2) int64 on the device of `src`, the input of `offload.kernels.square_sums.SquareSum.of`.
-
-    Raises:
-        TypeError: dtype, device, length or layout of a tensor is wrong.
     """
     check("src", src, FLOATS, src.numel(), src.device)
     sums = check_sums(into, src)
@@ -299,21 +257,7 @@ def block_sumsq(src: Tensor, into: Tensor | None = None, threads: int = 1) -> Te
 
 
 def cast_sumsq(out: Tensor, src: Tensor, scale: float = 1.0, into: Tensor | None = None, threads: int = 1) -> Tensor:
-    """`cast`, and `block_sumsq` of the stored values, in one pass over memory.
-
-    Args:
-        out: (N,) fp32, bf16 or fp16; may be `src`.
-        src: (N,) fp32, bf16 or fp16.
-        scale: fp32 factor.
-        into: as for `block_sumsq`.
-        threads: at most this many CPU threads.
-
-    Returns:
-        As `block_sumsq(out)`.
-
-    Raises:
-        TypeError: dtype, device, length or layout of a tensor is wrong.
-    """
+    """`cast`, and `block_sumsq` of the stored values, in one pass over memory; returns these sums."""
     check("src", src, FLOATS, src.numel(), src.device)
     check("out", out, FLOATS, src.numel(), src.device)
     sums = check_sums(into, out)
@@ -341,6 +285,8 @@ def reduce_ranks(
     """Sum the contributions of ranks in fp32 and in the given order, with `block_sumsq` of the result, in one pass.
 
     For each element: `s = sources[0] + sources[1] + ...; s = s * scale; stored = s`, or `stored + s` with `add`.
+    Returns the sums as `block_sumsq(stored)`. Raises ValueError: there is no source, or one overlaps `stored` without
+    being it.
 
     Args:
         stored: (N,) fp32, or the dtype of the sources (rounded to nearest even); may be one of the sources.
@@ -348,14 +294,6 @@ def reduce_ranks(
         scale: fp32 factor, applied to the sum.
         add: add to the present values of `stored` (fp32).
         into: as for `block_sumsq`.
-        threads: at most this many CPU threads; the result does not depend on it.
-
-    Returns:
-        As `block_sumsq(stored)`.
-
-    Raises:
-        TypeError: dtype, device, length or layout of a tensor is wrong.
-        ValueError: there is no source, or one overlaps `stored` without being it.
     """
     check_ranks(stored, sources, add)
     sums = check_sums(into, stored)
@@ -372,11 +310,7 @@ def reduce_ranks(
 
 
 def crc32c(tensor: Tensor, crc: int = 0) -> int:
-    """CRC-32C (Castagnoli) of the bytes of a flat CPU tensor of any dtype, continued from `crc`.
-
-    Raises:
-        TypeError: the tensor is not flat, contiguous and on the CPU.
-    """
+    """CRC-32C (Castagnoli) of the bytes of a flat CPU tensor of any dtype, continued from `crc`."""
     check("tensor", tensor, (tensor.dtype,), tensor.numel(), torch.device("cpu"))
     data = tensor.detach().view(torch.uint8)
     backend = backend_for(tensor.device)

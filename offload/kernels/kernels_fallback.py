@@ -1,40 +1,37 @@
 """The kernels in plain torch, for machines where no native library can be built.
 
-They do the same operations in the same order, each rounded to fp32 on its own, so the bits equal the
-native ones. All kernels work in tiles: the scratch memory is a few MiB for tensors of any length.
+Each function does what the one of its name in `kernels` says. They do the same operations in the same order, each
+rounded to fp32 on its own, so the bits equal the native ones. All kernels work in tiles: the scratch memory is a few
+MiB for tensors of any length.
 """
 
 from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from offload.kernels import moments_fallback
+from offload.kernels.checksums import POLYNOMIAL, combine
 from offload.kernels.moments import MOMENTS_BLOCK_NUMEL, Moments
 from offload.kernels.segment import Segment
 from offload.kernels.square_sums import BIN_MIN, DIGIT_BITS, LOW, TAG_NONFINITE, TAG_SHIFT, TAGGED, row_count
+from offload.kernels.tile_threads import tiles_of
 from offload.sizes import BLOCK_NUMEL
 
 TILE_NUMEL = 32 * BLOCK_NUMEL
 DEVICE_TILE_NUMEL = 256 * BLOCK_NUMEL
 """Larger tiles need fewer launches; the scratch memory is still no more than a few MiB."""
 CRC_LANES = 4096
-CRC_POLYNOMIAL = 0x82F63B78
 
 
 def to_fp32(value: float) -> float:
     """`value` rounded to the nearest fp32, the type in the C structs."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
-
-
-def _tiles(begin: int, end: int, tile_numel: int = TILE_NUMEL) -> Iterator[slice]:
-    for start in range(begin, end, tile_numel):
-        yield slice(start, min(start + tile_numel, end))
 
 
 def _canonical(values: Tensor) -> Tensor:
@@ -125,9 +122,8 @@ def adamw(
     segments: Sequence[Segment],
     grad_scale: float,
 ) -> None:
-    """See `offload.kernels.kernels.adamw`."""
     first = min(segment.begin for segment in segments) // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL
-    for tile in _tiles(first, weight.numel()):
+    for tile in tiles_of(first, weight.numel(), TILE_NUMEL):
         runs = [(max(s.begin, tile.start), min(s.end, tile.stop), s) for s in segments if not s.skip]
         runs = [(begin, end, segment) for begin, end, segment in runs if begin < end]
         if not runs:
@@ -144,15 +140,13 @@ def adamw(
 
 
 def moments_load(exp_avg: Tensor, exp_avg_sq: Tensor, moments: Moments) -> None:
-    """See `offload.kernels.kernels.moments_load`."""
-    for tile in _tiles(0, exp_avg.numel()):
+    for tile in tiles_of(0, exp_avg.numel(), TILE_NUMEL):
         for out, values in zip((exp_avg, exp_avg_sq), moments_fallback.load(moments, tile), strict=True):
             _store(out[tile], values)
 
 
 def moments_store(moments: Moments, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    """See `offload.kernels.kernels.moments_store`."""
-    for tile in _tiles(0, exp_avg.numel()):
+    for tile in tiles_of(0, exp_avg.numel(), TILE_NUMEL):
         if moments.quantised:
             everywhere = torch.ones(tile.stop - tile.start, dtype=torch.bool, device=exp_avg.device)
             moments_fallback.store(moments, tile, exp_avg[tile], exp_avg_sq[tile], everywhere, nearest=True)
@@ -162,32 +156,28 @@ def moments_store(moments: Moments, exp_avg: Tensor, exp_avg_sq: Tensor) -> None
 
 
 def cast(out: Tensor, src: Tensor, scale: float) -> None:
-    """See `offload.kernels.kernels.cast`."""
-    for tile in _tiles(0, src.numel()):
+    for tile in tiles_of(0, src.numel(), TILE_NUMEL):
         _store(out[tile], src[tile].to(torch.float32) * to_fp32(scale))
 
 
 def accumulate(total: Tensor, src: Tensor, first: Tensor) -> None:
-    """See `offload.kernels.kernels.accumulate`."""
-    for tile in _tiles(0, src.numel()):
+    for tile in tiles_of(0, src.numel(), TILE_NUMEL):
         _store(total[tile], first[tile].to(torch.float32) + src[tile].to(torch.float32))
 
 
 def split(weight: Tensor, remainder: Tensor, src: Tensor) -> None:
-    """See `offload.kernels.kernels.split`."""
-    for tile in _tiles(0, src.numel()):
+    for tile in tiles_of(0, src.numel(), TILE_NUMEL):
         _split(weight[tile], remainder[tile], src[tile].clone())
 
 
 def join(out: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """See `offload.kernels.kernels.join`."""
-    for tile in _tiles(0, out.numel()):
+    for tile in tiles_of(0, out.numel(), TILE_NUMEL):
         out.view(torch.int32)[tile].copy_(_join(weight[tile], remainder[tile]).view(torch.int32))
 
 
 def block_sumsq(sums: Tensor, src: Tensor) -> None:
-    """See `offload.kernels.kernels.block_sumsq`, and the note in native/include/zn_square_sum.h."""
-    for tile in _tiles(0, src.numel()):
+    """See the note in native/include/zn_square_sum.h."""
+    for tile in tiles_of(0, src.numel(), TILE_NUMEL):
         values = src[tile].to(torch.float64)
         blocks = row_count(values.numel())
         # The zeros of the padding change no digit.
@@ -215,15 +205,14 @@ def _anchors(bins: Tensor) -> Tensor:
 
 
 def cast_sumsq(out: Tensor, sums: Tensor, src: Tensor, scale: float) -> None:
-    """See `offload.kernels.kernels.cast_sumsq`."""
     cast(out, src, scale)
     block_sumsq(sums, out)
 
 
 def reduce_ranks(stored: Tensor, sources: Sequence[Tensor], scale: float, add: bool) -> None:
-    """See `offload.kernels.kernels.reduce_ranks`, without the block sums. GPUs have no other implementation."""
+    """Without the block sums. GPUs have no other implementation."""
     tile_numel = TILE_NUMEL if stored.device.type == "cpu" else DEVICE_TILE_NUMEL
-    for tile in _tiles(0, stored.numel(), tile_numel):
+    for tile in tiles_of(0, stored.numel(), tile_numel):
         total = sources[0][tile].to(torch.float32, copy=True)
         for source in sources[1:]:
             total.add_(source[tile].to(torch.float32))
@@ -235,7 +224,7 @@ def reduce_ranks(stored: Tensor, sources: Sequence[Tensor], scale: float, add: b
 def _crc_table() -> np.ndarray:
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
-        table = (table >> np.uint32(1)) ^ (np.uint32(CRC_POLYNOMIAL) * (table & np.uint32(1)))
+        table = (table >> np.uint32(1)) ^ (np.uint32(POLYNOMIAL) * (table & np.uint32(1)))
     return table
 
 
@@ -250,21 +239,14 @@ def _crc_bytes(states: np.ndarray, columns: np.ndarray) -> np.ndarray:
 def crc32c(data: np.ndarray, crc: int) -> int:
     """CRC-32C of a flat uint8 array, continued from `crc`.
 
-    The array is cut into rows, and the checksums of all rows are computed in parallel. CRC is linear, so they are
-    then combined: advance the state over one row of zeros, and add (xor) the row's own checksum.
+    The array is cut into rows, and the checksums of all rows are computed in parallel and then combined.
     """
     state = crc ^ 0xFFFFFFFF
     row_bytes = len(data) // CRC_LANES
     whole = row_bytes * CRC_LANES
     if row_bytes:
         rows = _crc_bytes(np.zeros(CRC_LANES, np.uint32), data[:whole].reshape(CRC_LANES, row_bytes))
-        bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
-        images = [int(x) for x in _crc_bytes(bits, np.zeros((32, row_bytes), np.uint8))]
         for row in rows.tolist():
-            advanced = 0
-            for bit in range(32):
-                if state >> bit & 1:
-                    advanced ^= images[bit]
-            state = advanced ^ row
+            state = combine(state, row, row_bytes)
     tail = _crc_bytes(np.array([state], np.uint32), data[whole:].reshape(1, -1))
     return int(tail[0]) ^ 0xFFFFFFFF
