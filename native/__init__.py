@@ -68,8 +68,7 @@ class Native:
 def load() -> Native:
     """Open libzn.so, once per process.
 
-    Raises:
-        NativeUnavailable: disabled by ZERO_NATIVE=0, not built, stale, or not loadable.
+    Raises NativeUnavailable: disabled by ZERO_NATIVE=0, not built, stale, or not loadable.
     """
     _check_enabled()
     from native import build
@@ -80,8 +79,7 @@ def load() -> Native:
 def load_cuda() -> Native:
     """Open libzn_cuda.so, once per process; no GPU is needed to open it.
 
-    Raises:
-        NativeUnavailable: disabled by ZERO_NATIVE=0, not built, stale, or not loadable.
+    Raises NativeUnavailable: disabled by ZERO_NATIVE=0, not built, stale, or not loadable.
     """
     _check_enabled()
     from native import build

@@ -142,11 +142,10 @@ def _compile(library: Library, compiler: list[str], package: Path, werror: bool)
 def build(library: Library, package: Path = PACKAGE, *, werror: bool = False) -> str:
     """Build one library inside `package` unless it is current. Safe against concurrent builds.
 
+    Raises BuildError: the compiler failed.
+
     Returns:
         A report: "built ...", "... is current" or "skipped: ..." (no compiler or no sources).
-
-    Raises:
-        BuildError: the compiler failed.
     """
     if not expand(library.sources, package):
         return f"{library.name}: skipped: no sources under {package}"

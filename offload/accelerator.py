@@ -91,8 +91,7 @@ def _wish() -> tuple[str, str]:
 def chosen_kind() -> Kind | None:
     """The kind this process computes on: the one that is present, unless ZERO_DEVICE or DS_ACCELERATOR is "cpu".
 
-    Raises:
-        ConfigError: these variables are invalid, differ, or request a kind that is not present.
+    Raises ConfigError: these variables are invalid, differ, or request a kind that is not present.
     """
     wish, variable = _wish()
     if wish == "cpu":
@@ -274,11 +273,7 @@ def stream_address(device: torch.device) -> int:
 
 
 def load_native(device: torch.device) -> native.Native:
-    """The native library for memory of the device.
-
-    Raises:
-        NativeUnavailable: there is none, or it cannot be used.
-    """
+    """The native library for memory of the device. Raises NativeUnavailable: there is none, or it cannot be used."""
     kind = kind_of(device)
     if kind is None:
         return native.load()

@@ -23,13 +23,12 @@ def make_archive(value: Any) -> torch.Tensor:
 def read_archive(data: torch.Tensor, what: str, *, trusted: bool = False) -> Any:
     """The inverse of `make_archive`.
 
+    Raises ConfigError: the bytes are damaged, or hold objects that only `trusted` allows.
+
     Args:
         data: the archive.
         what: its name in errors.
         trusted: objects of any class may be made, which runs code that the bytes name.
-
-    Raises:
-        ConfigError: the bytes are damaged, or hold objects that only `trusted` allows.
     """
     try:
         return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=not trusted)

@@ -64,8 +64,7 @@ def io_choice() -> tuple[str, str]:
 def direct_io_trouble(folder: Path) -> str:
     """Why files below `folder` cannot bypass the page cache; empty if they can.
 
-    Raises:
-        OSError: no file can be made there.
+    Raises OSError: no file can be made there.
     """
     with tempfile.TemporaryDirectory(prefix="zero-doctor-", dir=folder) as place:
         try:

@@ -40,8 +40,7 @@ class Transfer(Generic[T]):
     def result(self) -> T:
         """Block until settled; return the job's value or raise its error.
 
-        Raises:
-            WatchdogError: no byte moved for RAISE_SECONDS; lists the transfers in flight.
+        Raises WatchdogError: no byte moved for RAISE_SECONDS; lists the transfers in flight.
         """
         if not self._future.done():
             self._mover.block(self.what, self._future)
@@ -94,8 +93,7 @@ class Mover:
     def post(self, what: str, job: Coroutine[Any, Any, T]) -> Transfer[T]:
         """Start `job` on the mover thread; returns at once.
 
-        Raises:
-            StateError: the mover is closed or could not begin, or this process was forked from the mover's process.
+        Raises StateError: the mover is closed or could not begin, or this process was forked from the mover's process.
         """
         try:
             self._check_here(what)
@@ -121,13 +119,10 @@ class Mover:
     def block(self, what: str, future: concurrent.futures.Future[Any]) -> None:
         """Wait for `future`; the time counts as exposed.
 
-        Warns after WARN_SECONDS in which no byte moved, and raises after RAISE_SECONDS. The watchdog ignores
-        a long job whose bytes still move, and a job that waits for other ranks while no transfer is in flight
-        here.
-
-        Raises:
-            WatchdogError: lists the transfers in flight.
-            StateError: called on the mover thread, or in a forked process.
+        Warns after WARN_SECONDS in which no byte moved, and raises after RAISE_SECONDS. The watchdog ignores a long job
+        whose bytes still move, and a job that waits for other ranks while no transfer is in flight here. Raises
+        WatchdogError: lists the transfers in flight. Raises StateError: called on the mover thread, or in a forked
+        process.
         """
         self._check_here(what)
         self._check_not_mine(what)

@@ -187,7 +187,7 @@ class Streams:
 
 
 class DeviceStreams(Streams):
-    """The streams of one accelerator."""
+    """The streams of one accelerator; `Streams` says what each method does."""
 
     shared = False
 
@@ -199,65 +199,53 @@ class DeviceStreams(Streams):
         self._waiters = ThreadPoolExecutor(thread_name_prefix="zero-fence", initializer=use, initargs=(device,))
 
     def fence(self) -> Fence:
-        """See `Streams`."""
         return self._mark(self._module.current_stream(self._device))
 
     def behind_copies_in(self) -> Fence:
-        """See `Streams`."""
         return self._mark(self._in)
 
     def behind_updates(self) -> Fence:
-        """See `Streams`."""
         return self._mark(self._updates)
 
     @contextmanager
     def collective(self, *after: Fence) -> Iterator[None]:
-        """See `Streams`."""
         self._collects = True
         self._hold(self._collectives, after)
         with self._module.stream(self._collectives):
             yield
 
     def leaving(self, *after: Fence) -> AbstractContextManager[None]:
-        """See `Streams`."""
         self._hold(self._out, after)
         return self._module.stream(self._out)  # type: ignore[no-any-return]
 
     def wait(self, *fences: Fence) -> None:
-        """See `Streams`."""
         self._hold(self._module.current_stream(self._device), fences)
 
     def wait_to_use(self, tensor: torch.Tensor, *after: Fence) -> None:
-        """See `Streams`."""
         self.wait(*after)
         tensor.record_stream(self._module.current_stream(self._device))
 
     def follow(self, stream: Any) -> Any:
-        """See `Streams`."""
         current = self._module.current_stream(self._device)
         if stream is not None and stream != current:
             self._hold(current, (self._mark(stream),))
         return current
 
     def on(self, stream: Any) -> AbstractContextManager[None]:
-        """See `Streams`."""
         return nullcontext() if stream is None else self._module.stream(stream)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
-        """See `Streams`."""
         return self._copy(self._in, target, source, after)
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
-        """See `Streams`."""
         return self._copy(self._out, target, source, after)
 
     def enter(self) -> None:
-        """See `Streams`."""
         use(self._device)
         self._module.set_stream(self._updates)
 
     async def reached(self, *fences: Fence) -> None:
-        """See `Streams`. For each fence a thread sleeps in the driver; polling would take the loop's time."""
+        """For each fence a thread sleeps in the driver; polling would take the loop's time."""
         self.check()
         waiting: list[Any] = [fence for fence in fences if fence is not None]
         try:
@@ -270,7 +258,7 @@ class DeviceStreams(Streams):
             raise
 
     def close(self) -> None:
-        """See `Streams`. Waits for the user's streams too: they may still compute with the engine's memory.
+        """Waits for the user's streams too: they may still compute with the engine's memory.
 
         Raises the device's error if it has failed and no caller got it; the threads end in any case.
         """

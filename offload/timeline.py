@@ -68,11 +68,7 @@ class Timeline:
         self._begin_ns = 0
 
     def start(self) -> None:
-        """Drop all recorded spans and begin a new recording.
-
-        Raises:
-            StateError: it is on.
-        """
+        """Drop all recorded spans and begin a new recording. Raises StateError: it is on."""
         if self.on:
             raise StateError("timeline: a recording is already running; end it before starting another")
         self._spans.clear()
@@ -81,11 +77,7 @@ class Timeline:
         self.on = True
 
     def stop(self) -> Recording:
-        """End the recording and return it. Spans that have not ended are not in it.
-
-        Raises:
-            StateError: it is off.
-        """
+        """End the recording and return it. Spans that have not ended are not in it. Raises StateError: it is off."""
         if not self.on:
             raise StateError("timeline: nothing is being recorded")
         self.on = False

@@ -23,12 +23,11 @@ Part = tuple[int, int, int]
 class BlockSums:
     """CRC-32C of each block.
 
+    Raises ValueError: `text` does not fit the length of the run.
+
     Args:
         nbytes: length of the run.
         text: the `text` of other sums over a run of the same length; "": nothing is known.
-
-    Raises:
-        ValueError: `text` does not fit the length of the run.
     """
 
     __slots__ = ("_nbytes", "_parts", "_sums")

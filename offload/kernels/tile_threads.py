@@ -28,8 +28,7 @@ WORTH_THREADS_NUMEL = 4 * TILE_NUMEL
 def run_alone(work: Callable[[], None], threads: int) -> None:
     """Call `work` in `threads` threads, where torch uses no further threads; returns when all are done.
 
-    Raises:
-        Exception: what `work` raised in one of them.
+    Raises Exception: what `work` raised in one of them.
     """
     running = [_pool().submit(work) for _ in range(threads)]
     wait(running)

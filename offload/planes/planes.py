@@ -62,9 +62,7 @@ class Disk:
     async def write(self, offset: int, buffer: torch.Tensor, what: str = "write") -> None:
         """Write `buffer` (uint8, host) to the swap space; `what` is its name in a timeline.
 
-        Raises:
-            StorageError: the first part that failed.
-            StateError: the swap space belongs to another process.
+        Raises StorageError: the first part that failed. Raises StateError: the swap space belongs to another process.
         """
         if self.swap.read_only:
             raise StateError(f"{what}: this process can only read the swap space of another process, not write to it")
@@ -175,11 +173,7 @@ class Plane:
         return self._homes[-1].end if self._homes else 0
 
     def nbytes(self, begin: int, end: int) -> int:
-        """Bytes of [begin, end).
-
-        Raises:
-            StateError: the range holds only a part of a record.
-        """
+        """Bytes of [begin, end). Raises StateError: the range holds only a part of a record."""
         if isinstance(self._width, int):
             return (end - begin) * self._width
         total = 0

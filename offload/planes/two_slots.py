@@ -198,14 +198,13 @@ class TwoSlotPlane(Plane):
     ) -> None:
         """Return to the values of the snapshot; all bytes are read and verified.
 
+        Raises StateError: there is no snapshot. Raises StorageError: the first part that cannot be read, or has
+        changed.
+
         Args:
             arena: for runs in memory; their bytes are read into a block, verified and copied.
             checksums: of the slots that the snapshot names.
             whose: describes coordinates [begin, end) in errors.
-
-        Raises:
-            StateError: there is no snapshot.
-            StorageError: the first part that cannot be read, or has changed.
         """
         turn = asyncio.Semaphore(PAIRS_AT_ONCE)
 
@@ -224,7 +223,6 @@ class TwoSlotPlane(Plane):
         await settle_all(reads)
 
     def close(self) -> None:
-        """See `Plane`."""
         super().close()
         self._table = None
 

@@ -236,7 +236,7 @@ class Collectives(AmongRanks):
     async def reduce(
         self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
     ) -> AsyncIterator[list[torch.Tensor]]:
-        """See `Exchange`. The memory for arriving parts has room for one unit, so reductions take turns."""
+        """The memory for arriving parts has room for one unit, so reductions take turns."""
         async with self._room:
             yield await self._reduced(list(turn), unit, self._on_the_wire(flat, after), *after)
 

@@ -45,7 +45,7 @@ class HostGathers(SharedMemory):
         self._unpin: list[Callable[[], None]] = []
 
     def slices(self, nbytes: int) -> SharedRegion:
-        """See `Exchange`. The owner page-locks its own mapping."""
+        """The owner page-locks its own mapping."""
         regions = self._regions.each(nbytes, "slices of weights")
         self._given.append(regions)
         for rank, region in enumerate(regions):

@@ -54,7 +54,7 @@ class Regions:
         self.pools: list[SharedRegion] = []  # The region of each rank from `own`, in rank order.
 
     def common(self, nbytes: int, what: str) -> SharedRegion:
-        """See `SharedPlaces`. All ranks map the first rank's file."""
+        """All ranks map the first rank's file."""
         return self._exchange(SharedRegion(nbytes if self._comm.rank == 0 else 1, what, touched=False))[0]
 
     def own(self, nbytes: int, what: str) -> SharedRegion:

@@ -57,8 +57,7 @@ def tune_io(config: Config, paths: Sequence[str]) -> TunedIo:
 def open_tuned(options: AioOptions, tuned: TunedIo) -> Aio:
     """The I/O engine; if a measured backend does not work any more, the best one that works.
 
-    Raises:
-        ConfigError: the backend that ZERO_AIO_BACKEND names does not work here.
+    Raises ConfigError: the backend that ZERO_AIO_BACKEND names does not work here.
     """
     try:
         aio = open_aio(options)

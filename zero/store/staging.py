@@ -66,11 +66,7 @@ class Staged:
 
     @property
     def bytes(self) -> torch.Tensor:
-        """uint8 on the compute device: the range's bytes.
-
-        Raises:
-            StateError: neither in place nor staged.
-        """
+        """uint8 on the compute device: the range's bytes. Raises StateError: neither in place nor staged."""
         if self._data is None:
             raise StateError(f"{self.plane.name}: range [{self.begin}, {self.end}) is not staged")
         return self._data
@@ -155,6 +151,7 @@ class StagedGroup:
     """A sub-group made addressable for a short time: its state record, its weights, and its gradients if requested.
 
     `lease` memory, `read` the stored values, work on `record()` and the bytes of the parts, write them, and `release`.
+    Raises StateError: its space is not trained.
 
     Args:
         storage: the storage of the sub-group.
@@ -168,9 +165,6 @@ class StagedGroup:
         space: of the sub-group.
         state: the staged record.
         weights, gradients: by the index of the unit.
-
-    Raises:
-        StateError: its space is not trained.
     """
 
     def __init__(

@@ -132,8 +132,7 @@ class Storage:
     def wide_gradient(self, unit: Unit) -> Plane:
         """A new fp32 home for one unit's gradient: an unannounced second contribution has arrived.
 
-        Raises:
-            BudgetError: the host budget has no room for it, and there is no swap space.
+        Raises BudgetError: the host budget has no room for it, and there is no swap space.
         """
         nbytes, tier = unit.shard_numel * 4, self.plan.gradient_tiers[unit.index]
         if tier == DEVICE or (tier == HOST and self._take_of_host(nbytes)):

@@ -47,10 +47,7 @@ class StoredValues:
     def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
         """Elements [begin, end), with remainder and states if `state` and there are any.
 
-        Each piece is valid until the next one is requested.
-
-        Raises:
-            StorageError: a read failed.
+        Each piece is valid until the next one is requested. Raises StorageError: a read failed.
         """
         for unit, slot in self._places[id(parameter)]:
             first, last = max(begin, slot.first_numel), min(end, slot.first_numel + slot.numel)
@@ -104,11 +101,7 @@ class StoredValues:
 
 
 async def stage_group(storage: Storage, layout: Layout, group: SubGroup) -> StagedGroup:
-    """Read a sub-group's stored record and weights; runs on the mover's loop.
-
-    Raises:
-        StorageError: a read failed.
-    """
+    """Read a sub-group's stored record and weights; runs on the mover's loop. Raises StorageError: a read failed."""
     staged, streams = StagedGroup(storage, layout, group), storage.streams
     await staged.lease("state record")
     try:
