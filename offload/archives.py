@@ -1,4 +1,4 @@
-"""Small objects as torch.save archives: in memory, as bytes."""
+"""Bytes as tensors, and small objects as torch.save archives in such tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,23 @@ from offload.errors import ConfigError
 PACKED = "packed by zero-infinity"
 
 
+def bytes_tensor(data: bytes) -> torch.Tensor:
+    """The bytes as uint8; a copy."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """A copy of a uint8 tensor in host memory."""
+    return bytes(tensor.numpy().tobytes())
+
+
 def make_archive(value: Any) -> torch.Tensor:
     """The torch.save archive of `value`, as uint8."""
     stream = io.BytesIO()
     torch.save(value, stream)
-    return torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8)
+    return bytes_tensor(stream.getvalue())
 
 
 def read_archive(data: torch.Tensor, what: str, *, trusted: bool = False) -> Any:
@@ -31,7 +43,7 @@ def read_archive(data: torch.Tensor, what: str, *, trusted: bool = False) -> Any
         trusted: objects of any class may be made, which runs code that the bytes name.
     """
     try:
-        return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=not trusted)
+        return torch.load(io.BytesIO(bytes_of(data)), map_location="cpu", weights_only=not trusted)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ImportError, AttributeError) as error:
         raise ConfigError(f"{what} cannot be read: {error}") from error
 
@@ -54,12 +66,3 @@ def unpack_any(value: Any, what: str) -> Any:
     if isinstance(value, dict) and value.keys() == {PACKED}:
         return read_archive(value[PACKED], what, trusted=True)
     return value
-
-
-def bytes_tensor(data: bytes) -> torch.Tensor:
-    """The bytes as uint8; a copy."""
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if data
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
+from offload.archives import bytes_tensor
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.containers import surroundings
 from offload.files.durable import Files
 from offload.files.safetensors_file import DTYPES
 from offload.files.write_stream import WriteStream
-from offload.memory.byte_tensors import tensor_of
 from offload.sizes import PAGE_BYTES, align_up
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -161,7 +161,7 @@ class WeightsWriter:
         while self._current is None:
             tensor, before = next(self._coming, (None, self._around[-1]))
             if before:
-                self._open_stream().append(tensor_of(before))
+                self._open_stream().append(bytes_tensor(before))
             if tensor is None:
                 return
             if tensor.nbytes:

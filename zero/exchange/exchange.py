@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload.archives import bytes_of, bytes_tensor
 from offload.kernels import kernels
 from offload.kernels.square_sums import SquareSum
-from offload.memory.byte_tensors import bytes_of, tensor_of
 from offload.memory.shared_region import SharedRegion
 from offload.streams import Fence
 from offload.timeline import Timeline
@@ -295,5 +295,5 @@ def whole(exchange: Exchange, unit: Unit, flat: torch.Tensor) -> torch.Tensor:
         answers = exchange.agree(f"reading {unit.name}", bytes_of(own[lo:hi]))
         for part, rank in zip(parts, ranks, strict=True):
             if part is not own:
-                part[lo:hi].copy_(tensor_of(answers[rank]))
+                part[lo:hi].copy_(bytes_tensor(answers[rank]))
     return flat

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.archives import bytes_of, bytes_tensor
 from offload.errors import ConfigError, RankDivergenceError, RankLostError
-from offload.memory.byte_tensors import bytes_of, tensor_of
 from offload.stopwatch import awaiting_others
 from offload.streams import Fence, Streams
 from offload.timeline import Timeline
@@ -312,7 +312,7 @@ class Comm:
         own = pack_header(ticket.place, ticket.digest)
         whole = torch.empty(group.size * len(own), dtype=torch.uint8, device="cpu")
         mine = whole[group.index * len(own) : (group.index + 1) * len(own)]
-        mine.copy_(tensor_of(own))
+        mine.copy_(bytes_tensor(own))
         await self._done([backend.all_gather(whole, mine, group.handle)], str(ticket))
         if bytes_of(whole) != own * group.size:
             parted = RankDivergenceError("the ranks have run different operations so far")

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from offload.archives import bytes_of, bytes_tensor
 from offload.errors import RankDivergenceError
-from offload.memory.byte_tensors import bytes_of, tensor_of
 from zero.ranks import backend
 from zero.ranks.failure import Fate
 from zero.ranks.sequence import HEADER, Log, pack_header
@@ -90,7 +90,7 @@ class Meeting:
 
     def _all_told(self, said: str, message: bytes) -> list[bytes]:
         """Messages of one size, in rank order."""
-        own = tensor_of(message)
+        own = bytes_tensor(message)
         whole = torch.empty(len(self._members) * len(message), dtype=torch.uint8, device="cpu")
         self._finish(said, partial(backend.all_gather, whole, own, self._handle))
         return [bytes_of(part) for part in backend.slices(whole, len(message))]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from offload.archives import bytes_of, bytes_tensor
 from offload.errors import RankLostError
-from offload.memory.byte_tensors import bytes_of, tensor_of
 from offload.system.sockets import Connection, connections, shut
 from zero.ranks import backend
 from zero.ranks.failure import Fate
@@ -145,7 +145,7 @@ def _roll_call(members: Sequence[int], parent: Any, fate: Fate) -> dict[int, Pos
     """Wait for every rank. From then on its process is known, even if the store no longer answers."""
     if not backend.has_cpu(parent):
         return {}
-    mine = tensor_of(PRESENCE.pack(os.getpid(), home().encode()[:256]))
+    mine = bytes_tensor(PRESENCE.pack(os.getpid(), home().encode()[:256]))
     told = mine.new_empty(len(members) * PRESENCE.size)
     backend.finish(backend.all_gather(told, mine, parent), fate.check)
     found = {}

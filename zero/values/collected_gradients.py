@@ -6,8 +6,8 @@ import json
 
 import torch
 
+from offload.archives import bytes_of, bytes_tensor
 from offload.errors import StateError
-from offload.memory.byte_tensors import bytes_of, tensor_of
 from offload.sizes import BLOCK_NUMEL, align_up
 from zero.exchange.exchange import Exchange
 from zero.optim.gradients import Gradients, UnitGradient
@@ -62,7 +62,7 @@ class GradientValues:
             part = waiting[slot.offset_numel + lo : slot.offset_numel + hi].float()
             message = torch.cat([message, part])
         answers = self._exchange.agree(f"gradient of {slot.name}", bytes_of(message.view(torch.uint8)))
-        told = [tensor_of(answer) for answer in answers]
+        told = [bytes_tensor(answer) for answer in answers]
         join_runs(placement, runs, told, [out])
         late = [rest.view(torch.float32)[-out.numel() :] for rest, has in zip(told, waits, strict=True) if has]
         if late:

@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from offload.archives import bytes_of, bytes_tensor
 from offload.errors import StateError
 from offload.kernels import masters
-from offload.memory.byte_tensors import bytes_of, tensor_of
 from zero.exchange.exchange import Exchange
 from zero.exchange.together import Relay
 from zero.params.layout import Slot, Unit
@@ -57,7 +57,7 @@ class GatheredValues:
                     whole[at].copy_(part)
         message = b"".join(bytes_of(whole[own].view(torch.uint8)) for whole in values)
         answers = self._exchange.agree(f"reading {slot.name}", message)
-        join_runs(placement, runs, [tensor_of(answer) for answer in answers], values)
+        join_runs(placement, runs, [bytes_tensor(answer) for answer in answers], values)
         weight, *states = values
         if not state:
             return Piece(begin, weight)
@@ -112,7 +112,7 @@ class PlaneReader:
         answers = self._relay.exchange(f"reading {slot.name}", payload)
         if placement.rank == 0:
             whole = torch.empty(end - begin, dtype=dtype, device="cpu")
-            join_runs(placement, runs, [tensor_of(answer) for answer in answers], [whole])
+            join_runs(placement, runs, [bytes_tensor(answer) for answer in answers], [whole])
             yield whole
 
     def _own(self, unit: Unit, slot: Slot, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from offload.archives import bytes_of, bytes_tensor
 from offload.errors import StateError
 from offload.kernels import masters
-from offload.memory.byte_tensors import bytes_of, tensor_of
 from zero.exchange.exchange import Exchange
 from zero.optim.small_states import SmallStates, gathered
 from zero.params.gathering import GatheredParameters
@@ -129,7 +129,7 @@ class ParameterValues:
         out = torch.empty(self._parameter.shape, dtype=torch.float32, device="cpu")
         flat, placement = out.view(-1), self._exchange.placement
         payload = bytes_of(own.detach().float().cpu().contiguous().view(torch.uint8))
-        told = [tensor_of(part) for part in self._exchange.agree("own parts", payload)]
+        told = [bytes_tensor(part) for part in self._exchange.agree("own parts", payload)]
         for unit, slot in self._places:
             runs = runs_of(placement, unit, slot, slot.first_numel, slot.first_numel + slot.numel)
             join_runs(placement, runs, told, [flat[slot.first_numel : slot.first_numel + slot.numel]])
