@@ -8,6 +8,11 @@ from then on; further writes go there too. All writers use this class, so none c
 the slot that the previous snapshot does not name. So the place of a run in the files depends on coordinates only: a
 plan with more memory, or less, finds every run again.
 
+[Note: another process] A process of the same node reads the slots through `PeerSlotPlane`. Nothing there waits. The
+owner publishes on a board what is done (a step, for example), after its writes have returned. Bytes that it holds
+stranded after a failed write are not in the files. The owner overwrites nothing before all peers have published that
+they have read it. A plane whose places never change is read as a `Plane` over the same homes and the owner's space.
+
 [Note: checksums] Bytes are summed while the disk writes them. So a snapshot reads again only the blocks of which just
 a part has changed, or that were never written.
 """
@@ -360,6 +365,25 @@ class TwoSlotPlane(Plane):
         if self._disk is None:
             raise StateError(f"plane {self.name}: there is no swap space")
         return self._disk
+
+
+class PeerSlotPlane(Plane):
+    """Another process's plane over pairs of slots, all of it in its swap space.
+
+    Args:
+        homes: their swap offsets are those of the first slots.
+        table: (homes,) uint8, shared: the current slot of each home. The owner writes it before it publishes.
+        disk: the owner's swap space (`PeerSwap`) and this process's engine.
+    """
+
+    def __init__(self, name: str, width: int, homes: list[Home], table: torch.Tensor, disk: Disk) -> None:
+        super().__init__(name, width, homes, disk)
+        self._table = table
+
+    async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
+        index = bisect_left(self._begins, home.begin)
+        beyond = int(self._table[index]) * self.nbytes(home.begin, home.end)
+        await super()._transfer_swap(replace(home, swap_offset=home.swap_offset + beyond), lo, hi, part, write=write)
 
 
 def _fit_for_the_disk(memory: torch.Tensor) -> bool:

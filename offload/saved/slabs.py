@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload.disk.swapfile import SwapSpace
-from offload.memory.arena import Arena, Block
-from offload.memory.free_ranges import Extents
+from offload.memory.arena import Arena, Block, Extents
 from offload.sizes import PAGE_BYTES, align_up
 
 STEP_BYTES = 16 << 20  # The minimum that is added at once.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import StateError
-from offload.memory.free_ranges import Extents
+from offload.memory.arena import Extents
 from offload.sizes import PAGE_BYTES, align_up
 
 ALIGN = 16

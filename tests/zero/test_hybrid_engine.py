@@ -17,7 +17,7 @@ from reference import differences, snapshot
 import zero.engine.generation as generation
 from zero.engine import fused_adapters
 from zero.engine.generation import cache_bytes, sequences_of
-from zero.schedule.hot import STREAMED_AT_ONCE
+from zero.schedule.policy import STREAMED_AT_ONCE
 
 pytest.importorskip("transformers")
 

@@ -27,10 +27,9 @@ from offload.disk.swapfile import PeerSwap, SwapGeometry
 from offload.errors import PeerError, RankLostError, StateError, ZeroInfinityError
 from offload.memory.shared_region import SharedRegion, exchange_regions
 from offload.node.board import NodeBoard
-from offload.node.peer_planes import PeerSlotPlane
 from offload.node.shared_exchange import SharedExchange
 from offload.planes.planes import Disk, Home, Plane, settle_all
-from offload.planes.two_slots import TwoSlotPlane
+from offload.planes.two_slots import PeerSlotPlane, TwoSlotPlane
 from offload.streams import Fence
 from offload.system.descriptors import Share, exchange_descriptors
 from zero.exchange.exchange import AmongRanks, Exchange, Turn, Wire

@@ -19,11 +19,9 @@ from offload.streams import Fence
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit, siblings
 from zero.plan.plan import Limits
-from zero.schedule.counters import FetchCounters
-from zero.schedule.hot import HotUnits
 from zero.schedule.loader import Arrival, Loader
-from zero.schedule.policy import make_room, plan_prefetch, reuse_distance, until
-from zero.schedule.residency import Residency, UnitOnDevice, UnitState
+from zero.schedule.policy import HotUnits, make_room, plan_prefetch, reuse_distance, until
+from zero.schedule.residency import FetchCounters, Residency, UnitOnDevice, UnitState
 from zero.schedule.trace import GENERATE, Trace
 from zero.store.storage import Storage
 

@@ -30,8 +30,7 @@ from zero.schedule.backward import BackwardWatch
 from zero.schedule.compiling import apart, edge, inside, register, transformed
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.frame import close_frame, exchange, open_frame, tensors_in
-from zero.schedule.open_calls import OpenCall, OpenCalls
-from zero.schedule.turns import Turns
+from zero.schedule.turns import OpenCall, OpenCalls, Turns
 
 FORWARD, BACKWARD = "forward", "backward"
 """Why a round of micro-batches holds a unit."""

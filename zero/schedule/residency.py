@@ -1,4 +1,4 @@
-"""Where each unit is: one object per unit, one enum, and a table of the legal moves.
+"""Where each unit is: one object per unit, one enum, and a table of the legal moves; and how often units came.
 
 The coordinator is the only writer. Order matters: units are listed in the order in which they entered a state, so that
 all ranks make the same choice among them.
@@ -6,7 +6,9 @@ all ranks make the same choice among them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 from offload.errors import StateError
@@ -117,3 +119,18 @@ class Residency:
 
     def waiting(self) -> set[int]:
         return {one.index for one in self._units if one.waits}
+
+
+@dataclass(slots=True)
+class FetchCounters:
+    """Counters of the fetches and releases of one engine."""
+
+    gathers: int = 0
+    gathered_bytes: int = 0
+    hits: int = 0  # The unit was on the device when it was used.
+    late: int = 0  # The unit was in flight when it was used.
+    misses: int = 0  # The unit was neither there nor in flight when it was used.
+    releases: Counter[int] = field(default_factory=Counter)
+    expert_row_bytes: int = 0  # The part of `gathered_bytes` for rows of packed experts that were fetched alone.
+    whole_experts: Counter[int] = field(default_factory=Counter)  # How often packed experts were fetched whole.
+    live_numel_peak: int = 0

@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import nn
 
 from offload.accelerator import HOST, is_accelerator, module_of, rng_state, set_rng_state
 from offload.errors import StateError
 from offload.system.interrupts import LATE_SECONDS, uninterrupted
-from zero.schedule.open_calls import OpenCalls
 
 T = TypeVar("T")
 LEFT = "train_batch: an interrupt left unfinished micro-batches behind; close the engine"
@@ -38,6 +38,48 @@ Held = tuple[str, int]
 
 class _Stopped(BaseException):
     """Another micro-batch has failed, or the thread that waits for all was interrupted."""
+
+
+@dataclass(slots=True)
+class OpenCall:
+    """A module call between its pre-forward and its post-forward."""
+
+    module: nn.Module
+    recompute: bool
+    units: list[int] = field(default_factory=list)  # Units that the call uses, borrowed ones included.
+    forward_ns: int = 0  # The time when its units were there; `backward_ns`: the same for its backward.
+    backward_ns: int = 0
+    begun: list[int] = field(default_factory=list)  # Forward uses that end with the call.
+    sentinel: torch.Tensor | None = None
+    # Inputs, their version counters and grad_fns, to see which the call modifies in place.
+    versions: list[tuple[torch.Tensor, int, Any]] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Drop the references to the graph: its nodes refer to this object, and nothing would free that cycle."""
+        self.sentinel = None
+        self.versions = []
+
+
+@dataclass(slots=True)
+class OpenCalls:
+    """The open calls of one forward; empty if none runs.
+
+    Attributes:
+        calls: innermost last.
+        look: an operation that reads units which no open call uses.
+        root_depth: open calls of the whole model.
+    """
+
+    calls: list[OpenCall] = field(default_factory=list)
+    look: OpenCall | None = None
+    root_depth: int = 0
+    backward_follows: bool = True
+
+    def forget(self) -> None:
+        """Drop all open calls: they were interrupted."""
+        for call in self.calls:
+            call.close()
+        self.calls.clear()
 
 
 @dataclass(slots=True, eq=False)
