@@ -23,6 +23,7 @@ from offload.errors import ConfigError, StorageError
 from offload.memory.pinned import map_host, pin, tensor_over
 from offload.mover import Mover, Transfer
 from offload.sizes import PAGE_BYTES
+from offload.system.linux import reopened
 
 Kind = Literal["read", "write"]
 Where = str | int  # The path of a file, or an open descriptor, which stays open.
@@ -141,7 +142,8 @@ async def _move(aio: Aio, kind: Kind, fd: int, data: torch.Tensor, path: str, of
     move = aio.read if kind == "read" else aio.write
     whole = data.numel() // PAGE_BYTES * PAGE_BYTES
     aligned = not (offset % PAGE_BYTES or data.data_ptr() % PAGE_BYTES)
-    direct = _past_the_cache(fd, kind) if whole and aligned else None
+    mode = os.O_DIRECT | (os.O_RDONLY if kind == "read" else os.O_WRONLY)
+    direct = reopened(fd, mode) if whole and aligned else None
     if direct is None:
         await move(fd, offset, data, path)
         return
@@ -173,12 +175,3 @@ def _opened(kind: Kind, where: Where, validate: bool) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _past_the_cache(fd: int, kind: Kind) -> int | None:
-    """The same file, opened once more with O_DIRECT; None if that is not possible."""
-    mode = os.O_RDONLY if kind == "read" else os.O_WRONLY
-    try:
-        return os.open(f"/proc/self/fd/{fd}", mode | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -71,7 +70,7 @@ class ProbeFile:
         self._memory = tensor_over(map_host(LANES * RECORD_BYTES_MAX))
         self._memory.view(torch.int64).random_()
         self._loop = asyncio.new_event_loop()
-        self._fd = _open_unnamed(folder)
+        self._fd, _ = linux.nameless_file(folder, direct=True)  # else through the page cache, as in training
         self._cursor = 0
         self.record_bytes = RECORD_BYTES_MIN
         try:
@@ -151,19 +150,6 @@ class ProbeFile:
             if failed is not None:
                 raise failed
         return moved
-
-
-def _open_unnamed(folder: Path) -> int:
-    flags = os.O_RDWR | os.O_CLOEXEC
-    fd, name = tempfile.mkstemp(prefix="zero-infinity-probe-", dir=folder)
-    try:
-        direct = os.open(name, flags | os.O_DIRECT)
-    except OSError:
-        return fd  # tmpfs and some network file systems: the page cache is used here, as it is in training
-    finally:
-        os.unlink(name)
-    os.close(fd)
-    return direct
 
 
 def take_turns(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from offload.disk.swapfile import check_folder, free_bytes
 from offload.errors import ConfigError, StorageError
 from offload.sizes import PAGE_BYTES, align_up
-from offload.system.linux import memory_file, punch_hole
+from offload.system.linux import memory_file, nameless_file, punch_hole
 
 
 class ProvisionalFile:
@@ -47,11 +46,7 @@ class ProvisionalFile:
         if not paths:
             raise ConfigError("initial values: nvme_path is empty; give at least one folder")
         folder = check_folder(paths[0])
-        if _has_tmpfile(folder):
-            return cls(os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC), folder)
-        descriptor, name = tempfile.mkstemp(prefix="zero-infinity-init-", dir=folder)
-        os.unlink(name)
-        return cls(descriptor, folder)
+        return cls(nameless_file(folder, direct=False)[0], folder)
 
     @classmethod
     def in_memory(cls) -> ProvisionalFile:
@@ -138,14 +133,6 @@ def read_into(fd: int, offset: int, out: torch.Tensor, failure: Callable[[OSErro
 def _bytes_of(values: torch.Tensor) -> memoryview:
     array: Any = values.view(-1).view(torch.uint8).numpy()
     return memoryview(array)
-
-
-def _has_tmpfile(folder: Path) -> bool:
-    try:
-        os.close(os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC))
-    except OSError:
-        return False
-    return True
 
 
 def _can_punch(fd: int) -> bool:

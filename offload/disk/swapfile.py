@@ -1,19 +1,12 @@
 """Swap space: preallocated O_DIRECT files, striped over the given paths, that never outlive the process.
 
-Each path gets a unique run folder with a locked file in it. The files are unlinked as soon as they are
-open. So the kernel frees them when the process ends, however it ends, and two jobs on one path never
-share a file. A job that is killed while it starts can leave an empty folder; the next start on that path
-removes the folders whose lock is free.
+The files have no names. So the kernel frees them when the process ends, however it ends, and two jobs on one path never
+share a file.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import shutil
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +17,6 @@ from offload.disk.stripes import StripeMap
 from offload.errors import ConfigError, StateError, StorageError
 from offload.sizes import PAGE_BYTES, align_up
 from offload.system import linux
-
-RUN_FOLDER_PREFIX = "zero-infinity-"
-STARTING_SECONDS = 60.0  # A younger run folder may belong to a job that has not yet unlinked its file.
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,25 +168,12 @@ class SwapSpace:
             raise StateError("the swap space is closed")
 
     def _create(self, folder: Path) -> SwapFile:
-        remove_stale_runs(folder)
         try:
-            run = Path(tempfile.mkdtemp(prefix=f"{RUN_FOLDER_PREFIX}{os.getpid()}-", dir=folder))
+            descriptor, direct = linux.nameless_file(folder, direct=True)
         except OSError as error:
-            raise ConfigError(f"nvme_path: cannot create a folder in {folder}: {error.strerror}") from error
-        path = run / "swap"
-        try:
-            fd = self._open(path)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finally:
-            with contextlib.suppress(OSError):  # not `rmtree`: it opens the folder, and descriptors may be used up
-                path.unlink(missing_ok=True)
-                run.rmdir()
-        return SwapFile(fd, str(folder))
-
-    def _open(self, path: Path) -> int:
-        descriptor, direct = linux.open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            raise ConfigError(f"nvme_path: cannot create a file in {folder}: {error.strerror}") from error
         self.direct = self.direct and direct  # without it transfers use the page cache
-        return descriptor
+        return SwapFile(descriptor, str(folder))
 
 
 class PeerSwap(SwapSpace):
@@ -222,25 +199,18 @@ class PeerSwap(SwapSpace):
                 f"swap space of another process: expected descriptors of {len(geometry.paths)} files "
                 f"({', '.join(geometry.paths)}), got {len(descriptors)}"
             )
-        flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if geometry.direct else 0)
+        flags = os.O_RDONLY | (os.O_DIRECT if geometry.direct else 0)
         for descriptor, path in zip(descriptors, geometry.paths, strict=True):
-            self._files.append(SwapFile(_reopened(descriptor, flags), path))
+            own = linux.reopened(descriptor, flags)  # None: it keeps the right to write
+            if own is not None:
+                os.close(descriptor)
+            self._files.append(SwapFile(descriptor if own is None else own, path))
 
     def extend(self, nbytes: int) -> int:
         """Not allowed. Raises StateError: always; the space belongs to another process."""
         raise StateError(
             f"reserving {nbytes:,} bytes: this swap space belongs to another process, and this process can only read it"
         )
-
-
-def _reopened(descriptor: int, flags: int) -> int:
-    """A descriptor of the same file with only the rights in `flags`; if there is a new one, the old one is closed."""
-    try:
-        own = os.open(f"/proc/self/fd/{descriptor}", flags)
-    except OSError:
-        return descriptor  # there is no /proc
-    os.close(descriptor)
-    return own
 
 
 def check_folder(path: Path | str) -> Path:
@@ -291,21 +261,6 @@ def stripe_weights(folders: Sequence[Path], speeds: Sequence[float] | None) -> l
         measured = {device: mixed_speed(folder) for device, folder in zip(devices, folders, strict=True)}
         speeds = [measured[device] for device in devices]
     return [speed / devices.count(device) for speed, device in zip(speeds, devices, strict=True)]
-
-
-def remove_stale_runs(folder: Path) -> None:
-    """Remove run folders of jobs that died between creating and unlinking their file."""
-    for run in folder.glob(f"{RUN_FOLDER_PREFIX}*"):
-        swap = run / "swap"
-        try:
-            if time.time() - run.stat().st_mtime < STARTING_SECONDS:
-                continue  # another job may be creating its file: if we tried the lock, that job could fail to get it
-            if swap.exists():
-                with swap.open("rb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(run, ignore_errors=True)
-        except OSError:
-            continue  # locked by its owner, or removed meanwhile
 
 
 def _reserve(file: SwapFile, begin: int, end: int, offset: int) -> None:

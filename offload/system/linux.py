@@ -1,10 +1,12 @@
-"""Calls of Linux that some builds of Python lack, since they were built on an older system, or that libc changes."""
+"""Files of Linux that Python has no functions for, or that some builds of Python or libc lack or change."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 MFD_CLOEXEC, MFD_ALLOW_SEALING, MFD_NOEXEC_SEAL = 1, 2, 8
@@ -45,6 +47,36 @@ def open_direct(path: Path, flags: int, mode: int) -> tuple[int, bool]:
     if flags & os.O_EXCL:
         path.unlink(missing_ok=True)  # some file systems refuse only after they have made the file
     return os.open(path, flags, mode), False
+
+
+def nameless_file(folder: Path, *, direct: bool) -> tuple[int, bool]:
+    """Descriptor of a new file without a name, and whether it bypasses the page cache, as it should with `direct`.
+
+    The file system frees its space with the last descriptor, so a process leaves nothing behind, however it ends.
+    Raises OSError: no file can be made in the folder.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC
+
+    def opened(path: Path, more: int = 0) -> tuple[int, bool]:
+        return open_direct(path, flags | more, 0o600) if direct else (os.open(path, flags | more, 0o600), False)
+
+    with contextlib.suppress(OSError):
+        return opened(folder, os.O_TMPFILE)
+    # NFS and some others have no such files. Opened before it loses its name: not all can open it afterwards.
+    descriptor, name = tempfile.mkstemp(prefix="zero-infinity-", dir=folder)
+    try:
+        return opened(Path(name))
+    finally:
+        os.unlink(name)
+        os.close(descriptor)
+
+
+def reopened(descriptor: int, flags: int) -> int | None:
+    """Another descriptor of the same file, opened with `flags`; None if that is not possible."""
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 def reserve(descriptor: int, offset: int, nbytes: int) -> None:

@@ -13,7 +13,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.disk import provisional
 from offload.disk.provisional import ProvisionalFile
 from offload.errors import ConfigError, StorageError
 
@@ -97,8 +96,15 @@ def test_short_transfers_are_continued(file: ProvisionalFile, monkeypatch: pytes
 def test_the_file_has_no_name_and_its_space_returns(
     small_fs: Path, has_tmpfile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    real = os.open
+
+    def refusing(path: str, flags: int, *more: int, **names: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(path, flags, *more, **names)
+
     if not has_tmpfile:
-        monkeypatch.setattr(provisional, "_has_tmpfile", lambda folder: False)
+        monkeypatch.setattr(os, "open", refusing)
     before = os.statvfs(small_fs).f_bfree
     file = ProvisionalFile.on_disk([small_fs])
     file.append(values_of(MIB, torch.uint8))

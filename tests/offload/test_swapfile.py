@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import os
 import signal
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 
 from offload.disk import swapfile
 from offload.disk.stripes import StripeMap
-from offload.disk.swapfile import RUN_FOLDER_PREFIX, SwapSpace, remove_stale_runs
+from offload.disk.swapfile import SwapSpace
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.durable import Files
 from offload.memory.pinned import map_host
@@ -389,46 +388,43 @@ def test_no_path_at_all_is_refused() -> None:
         SwapSpace([], PAGE)
 
 
-# ---- what others left --------------------------------------------------------------------------
+# ---- without a name ----------------------------------------------------------------------------
 
 
-def left_behind(parent: Path, name: str, *, with_file: bool, age_seconds: float) -> Path:
-    run = parent / f"{RUN_FOLDER_PREFIX}{name}"
-    run.mkdir()
-    if with_file:
-        (run / "swap").write_bytes(b"x" * PAGE)
-    then = run.stat().st_mtime - age_seconds
-    os.utime(run, (then, then))
-    return run
-
-
-@pytest.mark.parametrize("with_file", [True, False])
-def test_what_a_job_left_that_died_while_starting_is_removed(tmp_path: Path, with_file: bool) -> None:
-    left_behind(tmp_path, "dead", with_file=with_file, age_seconds=3600)
-    SwapSpace([tmp_path], PAGE).close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_locked_run_folder_is_left_alone(tmp_path: Path) -> None:
-    run = left_behind(tmp_path, "alive", with_file=True, age_seconds=3600)
-    with (run / "swap").open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        remove_stale_runs(tmp_path)
-        assert (run / "swap").exists()
-    remove_stale_runs(tmp_path)
-    assert not run.exists()
-
-
-@pytest.mark.parametrize("with_file", [True, False])
-def test_a_young_run_folder_is_left_alone_and_its_lock_untried(
-    tmp_path: Path, with_file: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_file_never_has_a_name_where_the_file_system_can_make_one_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = left_behind(tmp_path, "starting", with_file=with_file, age_seconds=5)
-    tried = mock.Mock()
-    monkeypatch.setattr(fcntl, "flock", tried)
-    remove_stale_runs(tmp_path)
-    assert run.exists()
-    tried.assert_not_called()
+    try:
+        os.close(os.open(tmp_path, os.O_RDWR | os.O_TMPFILE))
+    except OSError as error:
+        pytest.skip(f"no file without a name here: {error.strerror}")
+    named = mock.Mock(side_effect=AssertionError("a file with a name was made"))
+    monkeypatch.setattr(linux.tempfile, "mkstemp", named)
+    space = SwapSpace([tmp_path], 8 * PAGE)
+    store(space, 0, pages(8, 0))
+    assert load(space, 0, 8 * PAGE) == pages(8, 0)
+    space.close()
+
+
+def test_elsewhere_it_loses_its_name_at_once_and_bypasses_the_cache_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, usual = len(os.listdir("/proc/self/fd")), SwapSpace([tmp_path], PAGE)
+    real, direct = os.open, usual.direct
+    usual.close()
+
+    def refusing(path: str, flags: int, *more: int, **names: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(path, flags, *more, **names)
+
+    monkeypatch.setattr(os, "open", refusing)
+    space = SwapSpace([tmp_path], 8 * PAGE)
+    assert list(tmp_path.iterdir()) == [] and space.direct == direct
+    store(space, 0, pages(8, 0))
+    assert load(space, 0, 8 * PAGE) == pages(8, 0)
+    space.close()
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 def test_files_of_others_are_never_touched(tmp_path: Path) -> None:
