@@ -6,10 +6,3 @@
 void zn_board_publish(int64_t *cell, int64_t value) { __atomic_store_n(cell, value, __ATOMIC_RELEASE); }
 
 int64_t zn_board_read(const int64_t *cell) { return __atomic_load_n(cell, __ATOMIC_ACQUIRE); }
-
-int64_t zn_board_first_below(const int64_t *cell, int64_t stride, int64_t count, int64_t value) {
-  for (int64_t row = 0; row < count; row++) {
-    if (zn_board_read(cell + row * stride) < value) return row;
-  }
-  return count;
-}

@@ -129,12 +129,10 @@ struct zn_aio {
 
   /* Shared, under `lock`. */
   pthread_mutex_t lock;
-  pthread_cond_t arrived;
   struct zn_request_list free_requests, incoming;
   zn_aio_completion *completions; /* ring of requests_max */
   int64_t taken, reported;        /* completions taken and reported since open */
   int64_t accepted;
-  int32_t waiters;
   bool is_event_raised; /* event_fd is readable */
   bool is_asleep;       /* the I/O thread notices changes only through wake_fd */
   bool is_stopping;

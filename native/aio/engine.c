@@ -3,7 +3,6 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "aio.h"
@@ -40,15 +39,6 @@ int32_t zn_aio_probe(int32_t backend) {
 
 /* ---- open and close ----------------------------------------------------------------------- */
 
-static void init_lock(zn_aio *aio) {
-  pthread_condattr_t monotonic;
-  pthread_condattr_init(&monotonic);
-  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-  pthread_cond_init(&aio->arrived, &monotonic);
-  pthread_condattr_destroy(&monotonic);
-  pthread_mutex_init(&aio->lock, NULL);
-}
-
 static int32_t init_tables(zn_aio *aio) {
   const size_t requests_max = (size_t)aio->options.requests_max, depth = (size_t)aio->options.queue_depth;
   aio->requests = calloc(requests_max, sizeof *aio->requests);
@@ -73,7 +63,6 @@ static void release(zn_aio *aio) {
   if (aio->queue != NULL) aio->backend->close(aio->queue);
   if (aio->event_fd >= 0) close(aio->event_fd);
   if (aio->wake_fd >= 0) close(aio->wake_fd);
-  pthread_cond_destroy(&aio->arrived);
   pthread_mutex_destroy(&aio->lock);
   free(aio->requests);
   free(aio->completions);
@@ -99,7 +88,7 @@ int32_t zn_aio_open(zn_aio **out, const zn_aio_options *options) {
   if (aio == NULL) return -ENOMEM;
   aio->options = *options;
   aio->backend = find_backend(options->backend);
-  init_lock(aio);
+  pthread_mutex_init(&aio->lock, NULL);
   aio->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   aio->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   int32_t status = aio->event_fd < 0 || aio->wake_fd < 0 ? -errno : init_tables(aio);
@@ -180,7 +169,6 @@ void zn_report_locked(zn_aio *aio, const zn_aio_completion *completion) {
 void zn_raise_event_locked(zn_aio *aio) {
   if (!aio->is_event_raised) eventfd_write(aio->event_fd, 1);
   aio->is_event_raised = true;
-  if (aio->waiters > 0) pthread_cond_broadcast(&aio->arrived);
 }
 
 static int32_t take_locked(zn_aio *aio, zn_aio_completion *out, int32_t max) {
@@ -193,8 +181,6 @@ static int32_t take_locked(zn_aio *aio, zn_aio_completion *out, int32_t max) {
     eventfd_read(aio->event_fd, &ignored);
     aio->is_event_raised = false;
   }
-  /* Nothing is in flight any more: wake the other waiters. */
-  if (aio->taken == aio->accepted && aio->waiters > 0) pthread_cond_broadcast(&aio->arrived);
   return count;
 }
 
@@ -205,37 +191,7 @@ int32_t zn_aio_poll(zn_aio *aio, zn_aio_completion *out, int32_t max) {
   return count;
 }
 
-static struct timespec deadline_after(int64_t timeout_ns) {
-  const int64_t now_ns = zn_now_ns();
-  if (timeout_ns < 0) timeout_ns = 0;
-  const int64_t end_ns = timeout_ns > INT64_MAX - now_ns ? INT64_MAX : now_ns + timeout_ns;
-  return (struct timespec){.tv_sec = end_ns / 1000000000, .tv_nsec = end_ns % 1000000000};
-}
-
-int32_t zn_aio_wait(zn_aio *aio, zn_aio_completion *out, int32_t max, int64_t timeout_ns) {
-  if (max < 1) return -EINVAL;
-  const struct timespec deadline = deadline_after(timeout_ns);
-  int error = 0;
-  pthread_mutex_lock(&aio->lock);
-  aio->waiters++;
-  while (aio->taken == aio->reported && aio->taken < aio->accepted && error == 0) {
-    error = pthread_cond_timedwait(&aio->arrived, &aio->lock, &deadline);
-  }
-  aio->waiters--;
-  int32_t count = take_locked(aio, out, max);
-  if (count == 0 && aio->taken < aio->accepted) count = -ETIME;
-  pthread_mutex_unlock(&aio->lock);
-  return count;
-}
-
 int32_t zn_aio_event_fd(zn_aio *aio) { return aio->event_fd; }
-
-int64_t zn_aio_in_flight(zn_aio *aio) {
-  pthread_mutex_lock(&aio->lock);
-  const int64_t count = aio->accepted - aio->taken;
-  pthread_mutex_unlock(&aio->lock);
-  return count;
-}
 
 /* ---- registering -------------------------------------------------------------------------- */
 

@@ -63,9 +63,6 @@ int32_t zn_mem_poison(void **out, int64_t nbytes);
 void zn_board_publish(int64_t *cell, int64_t value);
 int64_t zn_board_read(const int64_t *cell);
 
-/* The first of `count` cells, `stride` int64_t apart, that is below `value`; `count` when none is. */
-int64_t zn_board_first_below(const int64_t *cell, int64_t stride, int64_t count, int64_t value);
-
 /* ---- asynchronous file I/O ---------------------------------------------------------------- */
 
 typedef struct zn_aio zn_aio;
@@ -145,15 +142,8 @@ int32_t zn_aio_submit(zn_aio *aio, const zn_aio_request *requests, int32_t count
  * full or with an errno, and never while one of its chunks is in flight. */
 int32_t zn_aio_poll(zn_aio *aio, zn_aio_completion *out, int32_t max);
 
-/* Like poll, but waits for at least one: > 0, 0 when nothing is in flight, -ETIME after
- * `timeout_ns`, -EINVAL when max < 1. */
-int32_t zn_aio_wait(zn_aio *aio, zn_aio_completion *out, int32_t max, int64_t timeout_ns);
-
 /* An eventfd that is readable while completions wait to be taken: for poll, epoll and asyncio. */
 int32_t zn_aio_event_fd(zn_aio *aio);
-
-/* Requests accepted whose completion has not been taken. */
-int64_t zn_aio_in_flight(zn_aio *aio);
 
 int32_t zn_aio_stats_get(zn_aio *aio, zn_aio_stats *out);
 
@@ -170,7 +160,7 @@ int32_t zn_aio_unregister_memory(zn_aio *aio, void *ptr, int64_t nbytes);
 /* Replace the fault plan (NULL: none). Takes effect with the next chunk. */
 int32_t zn_aio_inject(zn_aio *aio, const zn_aio_fault *fault);
 
-/* Free the engine. -EBUSY, and nothing freed, while requests are in flight. */
+/* Free the engine. -EBUSY, and nothing freed, while a request's completion has not been taken. */
 int32_t zn_aio_close(zn_aio *aio);
 
 /* ---- kernels on the CPU ------------------------------------------------------------------- */

@@ -109,7 +109,7 @@ class NodeBoard:
 
     def all_reached(self, column: int, value: int) -> bool:
         """True if every peer's number is at least `value`."""
-        return self._cells.first_below(self._cell(0, column), self._stride, self.count, value) == self.count
+        return all(number >= value for number in self.read_all(column))
 
     async def reached(
         self,
@@ -291,9 +291,6 @@ class _NativeCells:
     def read(self, cell: int) -> int:
         return int(self._lib.zn_board_read(self._first + cell))
 
-    def first_below(self, cell: int, stride: int, count: int, value: int) -> int:
-        return int(self._lib.zn_board_first_below(self._first + cell, stride, count, value))
-
 
 class _PythonCells:
     """The same without the native library, on x86 only.
@@ -314,9 +311,6 @@ class _PythonCells:
 
     def read(self, cell: int) -> int:
         return int(self._cells[cell])
-
-    def first_below(self, cell: int, stride: int, count: int, value: int) -> int:
-        return next((row for row in range(count) if self._cells[cell + row * stride] < value), count)
 
 
 class _Closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,7 +49,10 @@ class Ring:
         request = {"op": op, "fd": fd, "offset": offset, "nbytes": buffer.nbytes, "buffer": self.address(buffer)}
         assert self.lib.zn_aio_submit(self.handle, self.ffi.new("zn_aio_request *", request), 1) == 0
         done = self.ffi.new("zn_aio_completion *")
-        assert self.lib.zn_aio_wait(self.handle, done, 1, 20 * SECOND_NS) == 1
+        poller = select.poll()
+        poller.register(self.lib.zn_aio_event_fd(self.handle), select.POLLIN)
+        assert poller.poll(20_000), "the engine hangs"
+        assert self.lib.zn_aio_poll(self.handle, done, 1) == 1
         return int(done.status)
 
     def registered(self) -> int:
