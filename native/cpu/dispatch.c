@@ -2,8 +2,8 @@
 #include <errno.h>
 #include <stdatomic.h>
 
+#include "../include/zn_moments.h"
 #include "kernels.h"
-#include "moments.h"
 
 /* Elements per fixed-width loop (whole cache lines of every array), and the prefetch distance in elements. */
 enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256 };

@@ -7,9 +7,10 @@
 #include <string.h>
 
 #include "../include/zn_abi.h"
+#include "../include/zn_floats.h"
 #include "../include/zn_square_sum.h"
 
-#define ZN_INLINE static inline __attribute__((always_inline))
+#define ZN_INLINE ZN_BOTH
 
 enum { ZN_DTYPES = 3 };
 
@@ -86,33 +87,10 @@ static inline int zn_is_dtype(int32_t dtype) { return dtype >= ZN_F32 && dtype <
 
 /* ---- conversions -------------------------------------------------------------------------- */
 
-/* A NaN's payload depends on operand order, which compilers choose; so all NaN are written as the
- * canonical one. */
-#define ZN_NAN_F32 0x7FC00000u
-#define ZN_NAN_BF16 0x7FC0u
-#define ZN_NAN_F16 0x7E00u
-#define ZN_INF_F32 0x7F800000u
-#define ZN_MAGNITUDE_F32 0x7FFFFFFFu
-
 /* Prefetch the cache lines of `nbytes` from `at` on. Past the end of an array the hint has no effect. */
 #define ZN_FETCH(at, nbytes, will_write)                   \
   for (int64_t line = 0; line < (nbytes); line += 64)      \
   __builtin_prefetch((const void *)((uintptr_t)(at) + (uintptr_t)line), will_write)
-
-ZN_INLINE uint32_t zn_bits(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-ZN_INLINE float zn_float(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-/* Bits of `value` with NaN made canonical. */
-ZN_INLINE uint32_t zn_canonical_bits(float value) { return value == value ? zn_bits(value) : ZN_NAN_F32; }
 
 ZN_INLINE float zn_canonical(float value) { return value == value ? value : zn_float(ZN_NAN_F32); }
 
@@ -132,14 +110,6 @@ ZN_INLINE float zn_fmaf(float a, float b, float c) {
   memcpy(&odd, &bits, sizeof odd);
   return (float)odd;
 #endif
-}
-
-ZN_INLINE float zn_from_bf16(uint16_t half) { return zn_float((uint32_t)half << 16); }
-
-ZN_INLINE uint16_t zn_to_bf16(float value) {
-  uint32_t bits = zn_bits(value);
-  uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  return (uint16_t)((bits & ZN_MAGNITUDE_F32) > ZN_INF_F32 ? ZN_NAN_BF16 : rounded);
 }
 
 /* Only integer and exact float operations, so that the result is the same on CPUs with and without F16C. */
@@ -180,20 +150,6 @@ ZN_INLINE void zn_store(void *out, int dtype, int64_t i, float value) {
   if (dtype == ZN_F32) ((float *)out)[i] = zn_canonical(value);
   else if (dtype == ZN_BF16) ((uint16_t *)out)[i] = zn_to_bf16(value);
   else ((uint16_t *)out)[i] = zn_to_f16(value);
-}
-
-/* The exact split: if the magnitude is rounded half away from zero, the remainder is the low 16 bits, read as
- * a signed number. So every fp32 is restored, except NaNs other than the canonical one. */
-ZN_INLINE float zn_join_one(uint16_t weight, int16_t remainder) {
-  uint32_t alone = (uint32_t)weight << 16, bits = alone + (uint32_t)(int32_t)remainder;
-  /* No split gives a NaN like this: somebody has set the weight to 0 or inf since, and the remainder is an older one's. */
-  return zn_float((bits & ZN_MAGNITUDE_F32) > ZN_INF_F32 ? alone : bits);
-}
-
-ZN_INLINE void zn_split_one(uint16_t *weight, int16_t *remainder, float value) {
-  uint32_t bits = zn_canonical_bits(value);
-  *weight = (uint16_t)((bits + 0x8000u) >> 16);
-  *remainder = (int16_t)(uint16_t)bits;
 }
 
 #endif /* ZN_CPU_KERNELS_H */

@@ -1,8 +1,8 @@
 /* The exported updates: check the arguments, walk blocks and segments, widen and round 8-bit moments. */
 #include <errno.h>
 
+#include "../include/zn_moments.h"
 #include "kernels.h"
-#include "moments.h"
 
 typedef struct {
   const zn_cpu_kernels *kernels;

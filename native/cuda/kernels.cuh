@@ -1,4 +1,4 @@
-/* Common declarations of the CUDA files: float conversions and launch helpers. The arithmetic is the same as
+/* Common declarations of the CUDA files: loads, stores and launch helpers. The arithmetic is the same as
  * in cpu/kernels.h, in the same order and with the same canonical NaN, so that both give the same bits; the
  * __f*_rn intrinsics prevent the compiler from contracting or reordering it. */
 #ifndef ZN_CUDA_KERNELS_CUH
@@ -8,14 +8,11 @@
 #include <errno.h>
 
 #include "../include/zn_abi.h"
+#include "../include/zn_floats.h"
 
 constexpr int ZN_THREADS = 256;
 /* The most blocks of a grid; it strides over longer ranges, so that this is enough for counts above 2^31. */
 constexpr int64_t ZN_GRID_MAX = 1 << 16;
-
-constexpr uint32_t ZN_NAN_F32 = 0x7FC00000u;
-constexpr uint32_t ZN_INF_F32 = 0x7F800000u;
-constexpr uint32_t ZN_MAGNITUDE_F32 = 0x7FFFFFFFu;
 
 static inline unsigned zn_grid(int64_t items) {
   int64_t blocks = (items + ZN_THREADS - 1) / ZN_THREADS;
@@ -44,11 +41,6 @@ static inline int32_t zn_launched() { return (int32_t)cudaGetLastError(); }
 
 static inline bool zn_is_dtype(int32_t dtype) { return dtype >= ZN_F32 && dtype <= ZN_F16; }
 
-__device__ inline uint32_t zn_canonical_bits(float value) {
-  uint32_t bits = __float_as_uint(value);
-  return (bits & ZN_MAGNITUDE_F32) > ZN_INF_F32 ? ZN_NAN_F32 : bits;
-}
-
 __device__ inline float zn_from_f16(uint16_t half) {
   uint32_t magnitude = (uint32_t)(half & 0x7FFFu) << 13;
   uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
@@ -62,17 +54,11 @@ __device__ inline float zn_from_f16(uint16_t half) {
   return __uint_as_float(bits | sign);
 }
 
-__device__ inline uint16_t zn_to_bf16(float value) {
-  uint32_t bits = __float_as_uint(value);
-  if ((bits & ZN_MAGNITUDE_F32) > ZN_INF_F32) return 0x7FC0u;
-  return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
-}
-
 __device__ inline uint16_t zn_to_f16(float value) {
   uint32_t bits = __float_as_uint(value);
   uint32_t magnitude = bits & ZN_MAGNITUDE_F32;
   uint32_t sign = (bits >> 16) & 0x8000u;
-  if (magnitude > ZN_INF_F32) return 0x7E00u;
+  if (magnitude > ZN_INF_F32) return ZN_NAN_F16;
   if (magnitude >= (143u << 23)) return (uint16_t)(0x7C00u | sign);
   if (magnitude < (113u << 23)) {
     float shifted = __fadd_rn(__uint_as_float(magnitude), 0.5f);
@@ -84,7 +70,7 @@ __device__ inline uint16_t zn_to_f16(float value) {
 template <int DTYPE>
 __device__ inline float zn_load(const void *in, int64_t i) {
   if (DTYPE == ZN_F32) return ((const float *)in)[i];
-  if (DTYPE == ZN_BF16) return __uint_as_float((uint32_t)((const uint16_t *)in)[i] << 16);
+  if (DTYPE == ZN_BF16) return zn_from_bf16(((const uint16_t *)in)[i]);
   return zn_from_f16(((const uint16_t *)in)[i]);
 }
 
@@ -100,18 +86,6 @@ __device__ inline float zn_keep(void *out, int64_t i, float value) {
 template <int DTYPE>
 __device__ inline void zn_store(void *out, int64_t i, float value) {
   zn_keep<DTYPE>(out, i, value);
-}
-
-/* As on the CPU: if the sum is a NaN, somebody has set the weight to 0 or inf since it was split. */
-__device__ inline float zn_join_one(uint16_t weight, int16_t remainder) {
-  const uint32_t alone = (uint32_t)weight << 16, bits = alone + (uint32_t)(int32_t)remainder;
-  return __uint_as_float((bits & 0x7FFFFFFFu) > 0x7F800000u ? alone : bits);
-}
-
-__device__ inline void zn_split_one(uint16_t *weight, int16_t *remainder, float value) {
-  uint32_t bits = zn_canonical_bits(value);
-  *weight = (uint16_t)((bits + 0x8000u) >> 16);
-  *remainder = (int16_t)(uint16_t)bits;
 }
 
 /* Call `launch` with the dtype as a template argument: `zn_with_dtype(dtype, [&](auto constant) {...})`. */

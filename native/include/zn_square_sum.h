@@ -13,16 +13,8 @@
 #ifndef ZN_SQUARE_SUM_H
 #define ZN_SQUARE_SUM_H
 
-#include <stdint.h>
-#include <string.h>
-
 #include "zn_abi.h"
-
-#ifdef __CUDACC__
-#define ZN_BOTH static inline __host__ __device__
-#else
-#define ZN_BOTH static inline __attribute__((always_inline))
-#endif
+#include "zn_floats.h"
 
 ZN_BOTH uint64_t zn_bits64(double value) {
   uint64_t bits;

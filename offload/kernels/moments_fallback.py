@@ -1,4 +1,4 @@
-"""Narrow moments in plain torch: the same operations and bits as native/cpu/moments.h.
+"""Narrow moments in plain torch: the same operations and bits as native/include/zn_moments.h.
 
 uint32 arithmetic is done in int64 and cut to 32 bits.
 """
