@@ -17,9 +17,8 @@ from typing import Any, Generic, TypeVar
 
 from offload.accelerator import same_device
 from offload.errors import StateError, WatchdogError
-from offload.stopwatch import Stopwatch, others_are_awaited
 from offload.system.interrupts import uninterrupted
-from offload.timeline import STALLS, Timeline
+from offload.timeline import STALLS, Stopwatch, Timeline, others_are_awaited
 
 T = TypeVar("T")
 

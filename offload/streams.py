@@ -28,8 +28,7 @@ import torch
 
 from offload.accelerator import is_accelerator, module_of, new_event, synchronize, use
 from offload.errors import StateError
-from offload.stopwatch import awaiting_others
-from offload.timeline import COPIES, Timeline
+from offload.timeline import COPIES, Timeline, awaiting_others
 
 
 class Mark(Protocol):

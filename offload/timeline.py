@@ -3,6 +3,8 @@
 One `Timeline` per engine. While it is off, recording costs one attribute test. While it is on, a span is
 added once, when it ends: appends to the buffer are atomic, so lanes need no lock. The buffer is bounded:
 once it is full, the oldest spans are dropped, and their number is reported.
+
+Seconds are counted at all times, by stopwatches: plain numbers with one writer each.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -114,3 +117,44 @@ class _Running:
 
     def __exit__(self, *error: object) -> None:
         self._timeline.add(self._lane, self._name, self._begin_ns, self._nbytes)
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds spent inside `with watch.running():`, nested uses counted once."""
+
+    seconds: float = 0.0
+    _depth: int = 0
+    _begin: float = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time inside the block."""
+        if self._depth == 0:
+            self._begin = time.perf_counter()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self.seconds += time.perf_counter() - self._begin
+
+
+_ELSEWHERE: set[object] = set()
+
+
+@contextmanager
+def awaiting_others() -> Iterator[None]:
+    """Use it around a wait for another rank or a device: it may take any time, and another watchdog watches it."""
+    token = object()
+    _ELSEWHERE.add(token)
+    try:
+        yield
+    finally:
+        _ELSEWHERE.discard(token)
+
+
+def others_are_awaited() -> bool:
+    """True while any thread is inside `awaiting_others`."""
+    return bool(_ELSEWHERE)

@@ -23,7 +23,7 @@ from aiofiles.os import wrap
 from offload.accelerator import same_device
 from offload.disk.aio_base import Aio, AioFault, AioOptions, AioStats, Op, Request, settle
 from offload.sizes import PAGE_BYTES
-from offload.stopwatch import Stopwatch
+from offload.timeline import Stopwatch
 
 TRIES_MAX = 100
 RETRIED = (errno_names.EINTR, errno_names.EAGAIN)

@@ -13,7 +13,7 @@ import pytest
 import offload.mover
 from offload.errors import StateError, WatchdogError
 from offload.mover import Mover
-from offload.stopwatch import Stopwatch, awaiting_others, others_are_awaited
+from offload.timeline import Stopwatch, awaiting_others, others_are_awaited
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_only_waiting_counts_as_exposed(mover: Mover) -> None:
 
 def test_a_stopwatch_counts_nested_uses_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 17.0, 100.0, 101.0])
-    monkeypatch.setattr("offload.stopwatch.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("offload.timeline.time.perf_counter", lambda: next(clock))
     watch = Stopwatch()
     with watch.running(), watch.running():
         pass

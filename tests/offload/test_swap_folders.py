@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.disk.swap_folders import make_folder
+from offload.disk.swapfile import make_folder
 from offload.errors import ConfigError
 
 

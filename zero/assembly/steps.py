@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from offload.errors import StateError
-from offload.stopwatch import Stopwatch
 from offload.system.interrupts import whole
+from offload.timeline import Stopwatch
 from zero.assembly.accumulation import Accumulation
 from zero.assembly.assembly import Assembly
 from zero.assembly.device_memory import StatesAway

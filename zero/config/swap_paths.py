@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from offload.disk.swap_folders import make_folder
+from offload.disk.swapfile import make_folder
 from offload.errors import ConfigError
 from zero.config import Config
 

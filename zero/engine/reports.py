@@ -21,7 +21,7 @@ from typing_extensions import override
 from offload.accelerator import is_accelerator, module_of
 from offload.kernels import kernels
 from offload.sizes import format_bytes
-from offload.stopwatch import Stopwatch
+from offload.timeline import Stopwatch
 from zero.assembly.run import Run
 from zero.assembly.steps import StepListener, Steps
 from zero.config import Config

@@ -27,9 +27,8 @@ from torch import Tensor
 
 from offload.archives import bytes_of, bytes_tensor
 from offload.errors import ConfigError, RankDivergenceError, RankLostError
-from offload.stopwatch import awaiting_others
 from offload.streams import Fence, Streams
-from offload.timeline import Timeline
+from offload.timeline import Timeline, awaiting_others
 from zero.ranks import backend
 from zero.ranks.control_plane import Meeting
 from zero.ranks.failure import Fate, again
