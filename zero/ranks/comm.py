@@ -134,10 +134,7 @@ class Comm:
                         f"group: the ranks ask for different groups: rank {self.rank} for {key}, rank {member} "
                         f"for {wanted[member]}"
                     )
-            for other in sorted(set(wanted)):
-                handle = self._open(other)
-                if other == key:
-                    self._groups[key] = Group(key, key.index(self.rank), handle)
+            self._groups[key] = self.group_among(sorted(set(wanted)))
         return self._groups[key]
 
     def group_among(self, groups: Sequence[Sequence[int]]) -> Group:
