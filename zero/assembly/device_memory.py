@@ -23,7 +23,6 @@ from offload.memory.pinned import return_freed_memory
 from offload.sizes import format_bytes
 from zero.assembly.run import Run
 from zero.assembly.state_kinds import ALL, RECORDS, TO_RUN, OffloadStateTypeEnum
-from zero.optim.gradients import Gradients
 from zero.plan.machine import read_machine
 from zero.store.storage import Storage
 
@@ -35,18 +34,21 @@ BUFFERS, STATES = OffloadStateTypeEnum.contiguous_grad_buffer, OffloadStateTypeE
 Kinds = frozenset[OffloadStateTypeEnum]
 
 
-class PutAway:
-    """The states of one engine that are put away. Callers make sure that nothing is in flight and that no unit of moved
-    weights is bound.
+class StatesAway:
+    """The states of one engine that are put away. Before its parts are replaced, all states come back.
 
     `kinds`: the kinds that are away, entirely or (after an error) in part.
     """
 
-    def __init__(self, storage: Storage, gradients: Gradients) -> None:
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self.kinds: Kinds = frozenset()
-        self._storage, self._gradients = storage, gradients
         self._waiting: dict[int, torch.Tensor] = {}  # Unit index -> this rank's unreduced gradient, on the host.
         self._pools: dict[OffloadStateTypeEnum, Arena] = {}  # The freed pools, to be allocated again.
+
+    @property
+    def _storage(self) -> Storage:
+        return self._run.parts.storage
 
     def near_bytes(self, kinds: Iterable[OffloadStateTypeEnum]) -> int:
         """Bytes of these kinds that are on the device and can be put away."""
@@ -60,15 +62,18 @@ class PutAway:
         return found | {self._storage.device for _, arena in self._arenas([kind]) if arena.allocated_bytes}
 
     def put(self, kinds: Iterable[OffloadStateTypeEnum], *, pinned: bool) -> None:
-        """Put these kinds away. Raises BudgetError: the host has no room for them; those in `kinds` may have moved."""
+        """Put these kinds away; nothing is in flight, and no unit of moved weights is bound.
+
+        Raises BudgetError: the host has no room for them; what has moved comes back when it is needed.
+        """
         storage, kinds = self._storage, frozenset(kinds)
         regions = self._regions(kinds, away=False)
         self._check_room(regions)
         self._wait_for_device()
-        self.kinds |= kinds
+        self.kinds |= kinds  # known first, also if an interrupt ends this half way
         storage.records_away = bool(self.kinds & RECORDS)
         whole = GRADIENTS in kinds and storage.whole_gradients.allocated_bytes > 0
-        self._waiting.update(self._gradients.rest(aside=whole))
+        self._waiting.update(self._run.parts.gradients.rest(aside=whole))
         if whole:
             storage.whole_gradients.give_up()
         for kind, arena in self._arenas(kinds):
@@ -78,13 +83,29 @@ class PutAway:
         for region in regions:
             storage.relocate(region.put_away(pinned=pinned))
         empty_cache(storage.device)
+        return_freed_memory()
 
-    def bring(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
-        """Bring these kinds back if they are away.
+    def bring_back(self, what: str, needs: Kinds | None = None) -> None:
+        """Bring back these kinds (None: all) if they are away. `what`: the call that needs them. Raises BudgetError."""
+        kinds = self.kinds & (ALL if needs is None else needs)
+        if not kinds:
+            return
+        began, device = time.perf_counter(), self._run.device
+        if needs is None or not needs <= TO_RUN:  # a generation may have left units in the room, for the next one
+            self._run.parts.coordinator.end_rest()
+        self._bring(kinds)
+        if not self.kinds:
+            return_freed_memory()
+        why = f"{what} needs what offload_states has moved away" if what else "reload_states"
+        logger.info("%s: %s are back on %s in %.2f s", why, names_of(kinds), device, time.perf_counter() - began)
 
-        Raises BudgetError: the device has no room; everything that is not back is still on the host, nothing is lost.
-        """
-        storage, kinds = self._storage, self.kinds.intersection(kinds)
+    def module_called(self) -> None:
+        """A module is called directly, not through the engine: it needs weights."""
+        self.bring_back("a module that is called by itself", TO_RUN)
+
+    def _bring(self, kinds: Kinds) -> None:
+        """Raises BudgetError: the device has no room; everything that is not back is still on the host."""
+        storage = self._storage
         try:
             for region in self._regions(kinds, away=True):
                 storage.relocate(region.bring_back())
@@ -92,7 +113,7 @@ class PutAway:
                 self._pools[kind].make()
                 del self._pools[kind]
             for index in list(self._waiting) if GRADIENTS in kinds else []:
-                self._gradients.take_up(index, self._waiting[index])
+                self._run.parts.gradients.take_up(index, self._waiting[index])
                 del self._waiting[index]
         except torch.OutOfMemoryError as error:
             free_bytes = read_machine(storage.device).device_bytes or 0
@@ -105,8 +126,14 @@ class PutAway:
         storage.records_away = bool(self.kinds & RECORDS)
 
     def forget_gradients(self) -> None:
-        """Discard the gradients on the host: they do not count any more."""
+        """Discard the collected gradients that are put away: they do not count any more."""
         self._waiting.clear()
+
+    def forget(self) -> None:
+        """The engine closes: nothing will be brought back."""
+        self.kinds = frozenset()
+        self._waiting.clear()
+        self._pools.clear()
 
     def _regions(self, kinds: Iterable[OffloadStateTypeEnum], *, away: bool) -> list[MemoryRegion]:
         memories = [memory for kind in kinds for memory in self._memories(kind)]
@@ -145,55 +172,6 @@ class PutAway:
         given = streams.fence(), streams.behind_copies_in(), streams.behind_updates()
         self._storage.mover.run("waiting for the device", streams.reached(*given))
         synchronize(self._storage.device)
-
-
-class StatesAway:
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._away: PutAway | None = None
-
-    @property
-    def kinds(self) -> Kinds:
-        return self._away.kinds if self._away is not None else frozenset()
-
-    @property
-    def put_away(self) -> PutAway:
-        """The `PutAway` of the present parts; a new one has nothing away."""
-        return self._away or PutAway(self._run.parts.storage, self._run.parts.gradients)
-
-    def put(self, away: PutAway, kinds: Kinds, *, pinned: bool) -> None:
-        """Put these kinds away. Raises BudgetError: the host has no room; what has moved comes back when needed."""
-        self._away = away  # known first, also if an interrupt ends this half way
-        away.put(kinds, pinned=pinned)
-        return_freed_memory()
-
-    def bring_back(self, what: str, needs: Kinds | None = None) -> None:
-        """Bring back these kinds (None: all) if they are away. `what`: the call that needs them. Raises BudgetError."""
-        away, needed = self._away, ALL if needs is None else needs
-        if away is None or not away.kinds & needed:
-            return
-        began, kinds, device = time.perf_counter(), away.kinds & needed, self._run.device
-        if not needed <= TO_RUN:  # a generation may have left units in the room, for the next one
-            self._run.parts.coordinator.end_rest()
-        away.bring(needed)
-        if not away.kinds:
-            self._away = None
-            return_freed_memory()
-        why = f"{what} needs what offload_states has moved away" if what else "reload_states"
-        logger.info("%s: %s are back on %s in %.2f s", why, names_of(kinds), device, time.perf_counter() - began)
-
-    def module_called(self) -> None:
-        """A module is called directly, not through the engine: it needs weights."""
-        self.bring_back("a module that is called by itself", TO_RUN)
-
-    def forget_gradients(self) -> None:
-        """Discard the collected gradients that are put away."""
-        if self._away is not None:
-            self._away.forget_gradients()
-
-    def forget(self) -> None:
-        """The engine closes: nothing will be brought back."""
-        self._away = None
 
 
 def names_of(kinds: Iterable[OffloadStateTypeEnum]) -> str:

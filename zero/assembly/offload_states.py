@@ -10,7 +10,7 @@ import torch
 
 from offload.accelerator import is_accelerator
 from offload.sizes import format_bytes
-from zero.assembly.device_memory import Kinds, PutAway, StatesAway, names_of
+from zero.assembly.device_memory import Kinds, StatesAway, names_of
 from zero.assembly.run import Run
 from zero.assembly.state_kinds import TO_RUN, OffloadDeviceEnum, OffloadStateTypeEnum, chosen_device, chosen_kinds
 from zero.assembly.steps import Steps
@@ -54,13 +54,14 @@ class OffloadStates:
             logger.warning("offload_states: device is none, so nothing is offloaded")
             return
         began = time.perf_counter()
-        away, here = self._rest("offload_states", kinds), self._run.device
+        self._rest("offload_states", kinds)
+        away, here = self._away, self._run.device
         near = {kind: away.near_bytes([kind]) for kind in kinds - away.kinds}
         self._tell_of_nothing([kind for kind, nbytes in near.items() if not nbytes])
         kinds = frozenset(kind for kind, nbytes in near.items() if nbytes)
         nbytes = away.near_bytes(kinds)
         if kinds:
-            self._away.put(away, kinds, pinned=pin_memory and is_accelerator(here))
+            away.put(kinds, pinned=pin_memory and is_accelerator(here))
             told = f"{format_bytes(nbytes)} on {here} freed in {time.perf_counter() - began:.2f} s"
             logger.info("offload_states: %s: %s", names_of(kinds), told)
         self._steps.ready("offload_states", frozenset())  # binds the persistent units, if they are still here
@@ -86,7 +87,7 @@ class OffloadStates:
 
     def state_devices(self, kind: OffloadStateTypeEnum) -> set[torch.device]:
         """The devices that hold this rank's memory of a kind now; NVMe is not among them."""
-        return self._away.put_away.devices(OffloadStateTypeEnum(kind))
+        return self._away.devices(OffloadStateTypeEnum(kind))
 
     def _tell_of_nothing(self, kinds: list[OffloadStateTypeEnum]) -> None:
         """Log once: these kinds have no device memory that could be freed."""
@@ -99,7 +100,7 @@ class OffloadStates:
                 device,
             )
 
-    def _rest(self, what: str, kinds: Kinds) -> PutAway:
+    def _rest(self, what: str, kinds: Kinds) -> None:
         """Wait until nothing is in flight; if weights are among the kinds, release all bound units."""
         self._steps.ready(what, frozenset())
         parts = self._run.parts
@@ -108,4 +109,3 @@ class OffloadStates:
         parts.settle()
         if kinds >= TO_RUN:
             self._steps.release_bound()
-        return self._away.put_away
