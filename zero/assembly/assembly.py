@@ -262,11 +262,7 @@ class Assembly:
 
     def stored(self) -> StoredValues:
         """A reader of the planes. Call it when no update is due and no transfer is in flight."""
-        places: dict[int, list[tuple[Unit, Slot]]] = {}
-        for unit in self.layout.units:
-            for slot in unit.slots:
-                places.setdefault(id(self.leaves[slot.index].parameter), []).append((unit, slot))
-        return StoredValues(self.layout, self.storage, places)
+        return StoredValues(self.layout, self.storage, self.keeper.places)
 
     def install(self) -> None:
         """Put hooks on the model; from now on its forward and backward use the parts."""

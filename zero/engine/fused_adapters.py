@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from zero.assembly.run import Run
+from zero.params.binding import BoundUnit
 from zero.params.gathering import GatheredParameters
+from zero.params.layout import Slot
 
 LAYERS = "peft.tuners.lora.layer"
 
@@ -26,17 +28,14 @@ LAYERS = "peft.tuners.lora.layer"
 def fused(run: Run) -> Iterator[None]:
     """Inside, adapters are added to the weight copies that a generation keeps. The generation has begun before."""
     parts = run.parts
-    places = {
-        id(p): (bound.unit.index, position) for bound in parts.bound for position, p in enumerate(bound.parameters)
-    }
     shared = {id(leaf.parameter) for leaf in parts.leaves if len(leaf.names) > 1}
     try:
         for layer in layers_of(run.module):
-            weight = id(layer.get_base_layer().weight)
-            index, position = places.get(weight, (-1, -1))
-            if index < 0 or weight in shared:
+            weight = layer.get_base_layer().weight
+            held = parts.keeper.bound_at(weight)
+            if held is None or id(weight) in shared:
                 continue  # the weight is cut into tiles, or other modules compute with it too
-            if not _fuse(run, layer, index, position):
+            if not _fuse(run, layer, *held):
                 break  # the memory for kept copies is full
         yield
     finally:
@@ -62,16 +61,14 @@ def _is_plain(layer: Any) -> bool:
     )
 
 
-def _fuse(run: Run, layer: Any, index: int, position: int) -> bool:
+def _fuse(run: Run, layer: Any, bound: BoundUnit, slot: Slot) -> bool:
     """Add the layer's adapters to the copy of its weight. False: there is no kept copy, and nothing has changed."""
-    coordinator, bound = run.parts.coordinator, run.parts.bound[index]
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     weights = [side[name].weight for name in names for side in (layer.lora_A, layer.lora_B)]
     delta = _delta_of(layer, names, weights)
-    if not coordinator.alter(index, partial(_unfuse, layer)):
+    if not run.parts.coordinator.alter(bound.unit.index, partial(_unfuse, layer)):
         return False
-    slot = bound.unit.slots[position]
-    weight = bound.flat.data[slot.offset_numel : slot.offset_numel + slot.shape.numel()].view(slot.shape)
+    weight = bound.flat.data[slot.offset_numel : slot.end_numel].view(slot.shape)
     weight.add_(delta.to(weight))
     layer.merged_adapters = names
     return True

@@ -57,6 +57,17 @@ class Piece(NamedTuple):
     states: tuple[torch.Tensor, ...] | None = None
     """The optimizer's planes, in the plan's order, fp32; None: zero."""
 
+    def copy_into(self, out: torch.Tensor, begin: int = 0, state: int | None = None) -> None:
+        """Write the piece to its place in `out`, values on the host from element `begin` of the parameter on.
+
+        `state`: number of the state to write; None: the fp32 masters if they are here, else the weights.
+        """
+        part = out[self.first - begin : self.first - begin + self.weight.numel()]
+        if state is not None and self.states is not None:
+            part.copy_(self.states[state])
+        else:
+            masters.whole(part, self.weight.cpu(), None if self.remainder is None else self.remainder.cpu())
+
 
 ReadSource = Callable[[nn.Parameter, int, int, bool], Iterable[Piece]]
 """(parameter, begin, end, whether with its states) -> its values [begin, end), in pieces."""

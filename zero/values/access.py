@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from offload.errors import StateError
-from offload.kernels import masters
 from offload.system.interrupts import whole
 from zero.params.binding import BoundUnit
 from zero.params.layout import Slot
@@ -20,19 +19,18 @@ from zero.schedule.events import Events
 from zero.schedule.hooks import ModuleHooks, in_backward
 from zero.schedule.rows import RowLender
 from zero.store.adoption import Piece
+from zero.store.stored_values import Places
 from zero.values.editor import UnitEditor
 from zero.values.gathered_values import runs_of
-
-
-class SlotPlace(NamedTuple):
-    bound: BoundUnit
-    slot: Slot
 
 
 class EngineKeeper:
     """Knows every parameter's unit and fetches its values.
 
     `rows`: lends rows of packed experts; `partitions`: weights are sharded, see `Keeper.partitions`.
+
+    Attributes:
+        places: of the model's parameters, one place for each tile.
     """
 
     def __init__(
@@ -49,16 +47,17 @@ class EngineKeeper:
     ) -> None:
         self.events, self.rows, self.partitions = events, rows, partitions
         self._bound, self._coordinator, self._hooks, self.editor = bound, coordinator, hooks, editor
-        self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
-        self._slot_of = {id(p): s for b in bound for p, s in zip(b.parameters, b.unit.slots, strict=True)}
-        self._bound_of = {b.unit.index: b for b in bound}
+        # id(parameter, or weight of a tile) -> where it is bound.
+        self._held = {id(p): (b, s) for b in bound for p, s in zip(b.parameters, b.unit.slots, strict=True)}
         self._wholes = wholes
         self._dtype_of = {id(p): p.dtype for p in wholes}
-        self._places: dict[str, list[SlotPlace]] = {}
+        self.places: Places = {}
+        self._named: dict[str, nn.Parameter] = {}
         for b in bound:
             for slot in b.unit.slots:
-                for name in slot.names:
-                    self._places.setdefault(name, []).append(SlotPlace(b, slot))
+                whole_parameter = wholes[slot.index]
+                self.places.setdefault(id(whole_parameter), []).append((b.unit, slot))
+                self._named.update(dict.fromkeys(slot.names, whole_parameter))
 
     @property
     def device(self) -> torch.device:
@@ -78,15 +77,19 @@ class EngineKeeper:
         """True inside a module's call or a backward, since the call's backward fetches the values again."""
         return in_backward() or self._hooks.in_call
 
+    def bound_at(self, parameter: nn.Parameter) -> tuple[BoundUnit, Slot] | None:
+        """Where the parameter is bound; None: it is in tiles, or it is not the engine's."""
+        return self._held.get(id(parameter))
+
     @whole
     def touch(self, parameter: nn.Parameter) -> None:
         """Fetch the values inside forward or backward; elsewhere raise an error with advice.
 
         Raises StateError: neither a forward nor a backward is running, or the engine is closed.
         """
-        index = self._unit_of[id(parameter)]
+        index = self._held[id(parameter)][0].unit.index
         self.events.ready_to_run(f"parameter {name_of(parameter)}")
-        if in_backward() or self._hooks.in_call:
+        if self.keeps_saved:
             self._hooks.begin_look(index)
             return
         if not self._coordinator.bound(index):
@@ -102,14 +105,13 @@ class EngineKeeper:
 
     def part(self, parameter: nn.Parameter) -> slice:
         """The part of the parameter in this rank's slice of its unit; it may be empty."""
-        bound = self._bound_of[self._unit_of[id(parameter)]]
-        slot, placement = self._slot_of[id(parameter)], self.editor.placement
+        (bound, slot), placement = self._held[id(parameter)], self.editor.placement
         run = runs_of(placement, bound.unit, slot, slot.first_numel, slot.first_numel + slot.numel)
         return run[placement.shard_index]
 
     def holds(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
         """True if `tensor` is a view of the parameter's unit."""
-        return self._bound_of[self._unit_of[id(parameter)]].holds(tensor)
+        return self._held[id(parameter)][0].holds(tensor)
 
     @whole
     def open(self, parameters: list[nn.Parameter]) -> None:
@@ -154,53 +156,53 @@ class EngineKeeper:
             parameter.data = value
 
     def parameter(self, name: str) -> nn.Parameter:
-        return self._wholes[self._pieces(name)[0].slot.index]
+        """Raises KeyError: the model has none of this name."""
+        if name not in self._named:
+            raise KeyError(f"the model has no parameter named {name!r}")
+        return self._named[name]
 
     def units_named(self, name: str) -> list[int]:
         """The unit of a parameter, or the units of its tiles. Raises KeyError."""
-        return [bound.unit.index for bound, _ in self._pieces(name)]
+        return [unit.index for unit, _ in self.places[id(self.parameter(name))]]
 
-    @torch.inference_mode(False)
     def weights(self, name: str) -> torch.Tensor:
         """A copy of one parameter's weights, in compute dtype, on the host."""
-        parameter, dtype = self.parameter(name), self._pieces(name)[0].bound.unit.dtype
-        out = torch.empty(parameter.numel(), dtype=dtype, device="cpu")
-        for piece in self._stored(name, state=False):
-            out[piece.first : piece.first + piece.weight.numel()] = piece.weight
-        return out.view(parameter.shape)
+        parameter = self.parameter(name)
+        return self._copied(parameter, self.places[id(parameter)][0][0].dtype, exact=False)
 
-    @torch.inference_mode(False)
     def master(self, name: str) -> torch.Tensor:
         """A copy of one parameter's fp32 master, on the host."""
-        parameter = self.parameter(name)
-        out = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu")
-        for piece in self._stored(name, state=True):
-            rest = None if piece.remainder is None else piece.remainder.cpu()
-            masters.whole(out[piece.first : piece.first + piece.weight.numel()], piece.weight.cpu(), rest)
+        return self._copied(self.parameter(name), torch.float32, exact=True)
+
+    @torch.inference_mode(False)
+    def _copied(self, parameter: nn.Parameter, dtype: torch.dtype, *, exact: bool) -> torch.Tensor:
+        out = torch.empty(parameter.numel(), dtype=dtype, device="cpu")
+        for piece in self._stored(parameter, state=exact):
+            piece.copy_into(out)
         return out.view(parameter.shape)
 
     @torch.inference_mode(False)
     def moments(self, name: str) -> dict[str, torch.Tensor]:
         """Copies of one parameter's states by name (Adam's are `exp_avg` and `exp_avg_sq`), fp32 on the host."""
-        unit, parameter = self._pieces(name)[0].bound.unit, self.parameter(name)
+        parameter = self.parameter(name)
+        unit, _ = self.places[id(parameter)][0]
         if not unit.trainable:
             raise StateError(f"parameter {name} is not trained by this engine, so it has no optimizer state")
         names = self.editor.states_of(unit)
         out = {key: torch.empty(parameter.numel(), dtype=torch.float32, device="cpu") for key in names}
-        for piece in self._stored(name, state=True):
-            for whole_state, part in zip(out.values(), piece.states or (), strict=True):
-                whole_state[piece.first : piece.first + part.numel()] = part
+        for piece in self._stored(parameter, state=True):
+            for number, values in enumerate(out.values()):
+                piece.copy_into(values, state=number)
         return {key: value.view(parameter.shape) for key, value in out.items()}
 
-    def _stored(self, name: str, *, state: bool) -> Iterator[Piece]:
+    def _stored(self, parameter: nn.Parameter, *, state: bool) -> Iterator[Piece]:
         """The parameter's pieces, with their remainders and states if `state`; weights as they are used now."""
-        parameter, places = self.parameter(name), self._pieces(name)
-        with self.editor.stored({id(parameter): [(bound.unit, slot) for bound, slot in places]}) as read:
-            for bound, slot in places:
-                used = self.editor.live(bound.unit)
+        with self.editor.stored(self.places) as read:
+            for unit, slot in self.places[id(parameter)]:
+                used = self.editor.live(unit)
                 first, last = slot.first_numel, slot.first_numel + slot.numel
                 own = None if used is None else used[slot.offset_numel : slot.end_numel]
-                if own is not None and not (state and bound.unit.trainable):
+                if own is not None and not (state and unit.trainable):
                     yield Piece(first, own)
                     continue
                 for piece in read(parameter, first, last, state):
@@ -212,7 +214,7 @@ class EngineKeeper:
         for bound in self._bound:
             flat = self.editor.read(bound.unit).view(bound.unit.dtype)
             for slot in bound.unit.slots:
-                tiled = len(self._pieces(slot.name)) > 1
+                tiled = len(self.places[id(self._wholes[slot.index])]) > 1
                 if tiled and slot.first_numel:
                     continue  # the first tile has given the whole parameter
                 for name in slot.names:
@@ -221,13 +223,8 @@ class EngineKeeper:
     def _cut(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
         return flat[slot.offset_numel : slot.end_numel].clone().view(slot.shape)
 
-    def _pieces(self, name: str) -> list[SlotPlace]:
-        if name not in self._places:
-            raise KeyError(f"the model has no parameter named {name!r}")
-        return self._places[name]
-
     def _units_of(self, parameters: list[nn.Parameter]) -> list[int]:
-        return sorted({self._unit_of[id(p)] for p in parameters})
+        return sorted({self._held[id(p)][0].unit.index for p in parameters})
 
 
 def take_back(parameters: Iterable[nn.Parameter], but: EngineKeeper | None = None) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 
 from offload.archives import bytes_of, bytes_tensor
 from offload.errors import StateError
-from offload.kernels import masters
 from zero.exchange.exchange import Exchange
 from zero.exchange.together import Relay
 from zero.params.layout import Slot, Unit
@@ -118,9 +117,7 @@ class PlaneReader:
     def _own(self, unit: Unit, slot: Slot, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         values = torch.empty(end - begin, dtype=dtype, device="cpu")
         for piece in self._stored.pieces_of_slot(unit, slot, begin, end, self._masters):
-            remainder = None if piece.remainder is None else piece.remainder.cpu()
-            at = slice(piece.first - begin, piece.first - begin + piece.weight.numel())
-            masters.whole(values[at], piece.weight.cpu(), remainder)
+            piece.copy_into(values, begin)
         return values
 
 

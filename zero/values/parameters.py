@@ -6,7 +6,7 @@ elements in its slices of the parameter's units. It may be empty, since units ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ class ParameterValues:
         self._small = {} if optimizer is None else optimizer.small
         self._small_shapes = {} if optimizer is None else optimizer.small_shapes(parameter)
         self._name = name_of(parameter)
-        self._places = parts.stored().places_of(parameter)
+        self._places = parts.keeper.places[id(parameter)]
         self._gradients = GradientValues(parts.gradients, exchange)
 
     @property
@@ -76,43 +76,39 @@ class ParameterValues:
         """A whole optimizer state, fp32 on the host. Raises StateError: no state has this name."""
         states = self.states()
         if key not in states:
-            raise StateError(
-                f"parameter {self._name}: there is no optimizer state {key!r}; available: {', '.join(states)}"
-            )
+            raise self._unknown(key, states)
         return states[key]
 
     def own_master(self) -> torch.Tensor:
         """This rank's part of the fp32 value, 1-D."""
-        return self._own(0)
+        return self._own(None)
 
     def own_state(self, key: str) -> torch.Tensor:
         """This rank's part of an optimizer state, 1-D fp32. Raises StateError: no state has this name."""
         if key in self._small_shapes:
             mine = self._parts.small_states({id(self._parameter): self._name})
             return mine.get(self._name, {}).get(key, torch.empty(0, dtype=torch.float32, device="cpu")).reshape(-1)
-        return self._own(1 + self._number(key))
+        return self._own(self._number(key))
 
     def _number(self, key: str) -> int:
         names = self._parts.plan.states_of(self._places[0][0])
         if key not in names:
-            known = ", ".join((*names, *self._small_shapes))
-            raise StateError(f"parameter {self._name}: there is no optimizer state {key!r}; available: {known}")
+            raise self._unknown(key, (*names, *self._small_shapes))
         return names.index(key)
 
-    def _own(self, number: int) -> torch.Tensor:
-        """This rank's part of the fp32 value (`number` 0) or of a state (1, 2, ...)."""
-        stored, parts = self._parts.stored(), []
+    def _unknown(self, key: str, available: Iterable[str]) -> StateError:
+        known = ", ".join(available)
+        return StateError(f"parameter {self._name}: there is no optimizer state {key!r}; available: {known}")
+
+    def _own(self, state: int | None) -> torch.Tensor:
+        """This rank's part of a state, by its number, or of the fp32 value (None)."""
+        stored, runs = self._parts.stored(), list(self._runs())
+        parts = [torch.empty(run.end - run.begin, dtype=torch.float32, device="cpu") for run in runs]
         try:
-            for run in self._runs():
-                first = run.slot.first_numel
-                for piece in stored.pieces_of_slot(run.unit, run.slot, first + run.begin, first + run.end, True):
-                    if number and piece.states is not None:
-                        parts.append(piece.states[number - 1].float().cpu().clone())
-                    else:
-                        value = torch.empty(piece.weight.numel(), dtype=torch.float32, device="cpu")
-                        beside = None if piece.remainder is None else piece.remainder.cpu()
-                        masters.whole(value, piece.weight.cpu(), beside)
-                        parts.append(value)
+            for run, part in zip(runs, parts, strict=True):
+                begin, end = run.slot.first_numel + run.begin, run.slot.first_numel + run.end
+                for piece in stored.pieces_of_slot(run.unit, run.slot, begin, end, True):
+                    piece.copy_into(part, begin, state)
         finally:
             stored.close()
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
@@ -139,29 +135,15 @@ class ParameterValues:
         """The whole gradient collected since the last step, the mean over ranks, fp32; None if there is none."""
         self._gradients.settle()
         parts = [self._gradients.read(unit, slot) for unit, slot in self._places]
-        if all(part is None for part in parts):
-            return None
-        sizes = [slot.numel for _, slot in self._places]
-        flat = torch.cat(
-            [
-                torch.zeros(n, dtype=torch.float32, device="cpu") if part is None else part
-                for part, n in zip(parts, sizes, strict=True)
-            ]
-        )
-        return flat.view(self._parameter.shape)
+        flat = _joined(parts, [slot.numel for _, slot in self._places])
+        return None if flat is None else flat.view(self._parameter.shape)
 
     def own_gradient(self) -> torch.Tensor | None:
         """This rank's part of the gradient, 1-D fp32; None if there is none."""
         self._gradients.settle()
         runs = list(self._runs())
         parts = [self._gradients.read_own(r.unit, r.slot, r.begin, r.end) for r in runs]
-        if runs and all(part is None for part in parts):
-            return None
-        filled = [
-            torch.zeros(r.end - r.begin, dtype=torch.float32, device="cpu") if p is None else p
-            for p, r in zip(parts, runs, strict=True)
-        ]
-        return torch.cat(filled) if filled else torch.empty(0, dtype=torch.float32, device="cpu")
+        return _joined(parts, [run.end - run.begin for run in runs])
 
     def set_master(self, value: torch.Tensor) -> None:
         """Replace the value: the weights that forward uses, and the fp32 master. All ranks call this together."""
@@ -236,6 +218,14 @@ class ParameterValues:
                 f"{tuple(value.shape)}"
             )
         return value.detach().to("cpu", torch.float32).contiguous()
+
+
+def _joined(parts: Sequence[torch.Tensor | None], numels: Sequence[int]) -> torch.Tensor | None:
+    """Parts of a gradient, one after the other, with zeros for those that are None; None if all of them are."""
+    if parts and all(part is None for part in parts):
+        return None
+    zeros = (torch.zeros(numel, dtype=torch.float32, device="cpu") for numel in (0, *numels))
+    return torch.cat([zero if part is None else part for zero, part in zip(zeros, (None, *parts), strict=True)])
 
 
 def _put_remainder(record: Record, lo: int, values: torch.Tensor) -> None:
