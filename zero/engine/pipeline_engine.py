@@ -19,8 +19,7 @@ from offload.errors import ConfigError, StateError, ZeroInfinityError
 from zero.config import Config
 from zero.config.engine_block import Pipeline
 from zero.data.resumable import EpochSampler, RepeatingLoader
-from zero.engine.engine import ZeroEngine
-from zero.engine.engine_names import ANSWERS
+from zero.engine.engine import ANSWERS, ZeroEngine
 from zero.engine.micro_batches import next_batch
 from zero.exchange.all_stages import AllStages
 from zero.exchange.together import Together
