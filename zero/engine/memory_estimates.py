@@ -7,7 +7,6 @@ memory of a node; "per GPU" and "per NVMe" are one rank's device memory and its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -18,12 +17,8 @@ from offload.accelerator import planned_device
 from offload.errors import ConfigError
 from zero.assembly.model_plan import plan_model
 from zero.config import Config, load_config
-from zero.params.layout import UnitContent, build_layout
-from zero.params.placement import place
-from zero.params.units import Uses
 from zero.plan.machine import Machine
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
-from zero.plan.planner import Planner
 
 TIERS = ("nvme", "cpu", "none")
 FP32_BYTES = 4
@@ -69,11 +64,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
         num_nodes: nodes.
         additional_buffer_factor: multiplies host memory.
     """
-    setup = Setup(num_gpus_per_node, num_nodes, additional_buffer_factor)
-    largest = max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
-    total = sum(p.numel() for p in model.parameters())
-    plans = {(param, states): _live_plan(model, _config(3, param, states), setup) for param, states in _pairs()}
-    return _table3(total, largest, setup, plans)
+    return _live(3, model, Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -99,11 +90,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
         raise ConfigError(
             f"memory estimate: expected 0 < largest_layer_params <= total_params, got {largest:,} and {total:,}"
         )
-    setup = Setup(num_gpus_per_node, num_nodes, additional_buffer_factor)
-    plans = {
-        (param, states): _cold_plan(total, largest, _config(3, param, states), setup) for param, states in _pairs()
-    }
-    return _table3(total, largest, setup, plans)
+    return _cold(3, total, largest, Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -113,7 +100,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 
     Stage 2 keeps all weights on each device and shards gradients and states. Returns the lines.
     """
-    return _live_table(2, model, Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
+    return _live(2, model, Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -123,7 +110,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 
     Returns the lines. Raises ConfigError: a number is not positive.
     """
-    return _cold_table(2, int(total_params), Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
+    return _cold_layers(2, int(total_params), Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
 
 
 def estimate_zero1_model_states_mem_needs_all_live(
@@ -134,7 +121,7 @@ def estimate_zero1_model_states_mem_needs_all_live(
     Stage 1 keeps all weights on each device and shards states. The numbers are for several micro-batches per step: each
     device then also has the fp32 sums of all gradients. With one it takes as much as stage 2. Returns the lines.
     """
-    return _live_table(1, model, Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
+    return _live(1, model, Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
 
 
 def estimate_zero1_model_states_mem_needs_all_cold(
@@ -144,49 +131,54 @@ def estimate_zero1_model_states_mem_needs_all_cold(
 
     Returns the lines. Raises ConfigError: a number is not positive.
     """
-    return _cold_table(1, int(total_params), Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
+    return _cold_layers(1, int(total_params), Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
 
 
-def _live_table(stage: int, model: nn.Module, setup: Setup) -> list[Estimate]:
-    plans = {states: _live_plan(model, _config(stage, "none", states), setup) for states in TIERS}
-    return _table(sum(p.numel() for p in model.parameters()), setup, plans)
+def _live(stage: int, model: nn.Module, setup: Setup, **keys: int) -> list[Estimate]:
+    """The lines of a model on any device. `keys`: of `zero_optimization`."""
+    largest = max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
+    total = sum(p.numel() for p in model.parameters())
+    plans = {kinds: _plan(model, _config(stage, kinds, **keys), setup) for kinds in _kinds(stage)}
+    return _table(stage, total, largest, setup, plans)
 
 
-def _cold_table(stage: int, total: int, setup: Setup) -> list[Estimate]:
+def _cold(stage: int, total: int, largest: int, setup: Setup) -> list[Estimate]:
+    rest = total % largest
+    sizes = [largest] * (total // largest) + [rest] * (rest > 0)
+    layers = (nn.Linear(numel, 1, bias=False, device="meta", dtype=torch.bfloat16) for numel in sizes)
+    # The sizes of parameters are not known, so none counts as one that never leaves the device.
+    return _live(stage, nn.Sequential(*layers), setup, stage3_param_persistence_threshold=0)
+
+
+def _cold_layers(stage: int, total: int, setup: Setup) -> list[Estimate]:
     if total < 1:
         raise ConfigError(f"memory estimate: expected total_params > 0, got {total:,}")
-    largest = -(-total // LAYERS)
-    plans = {states: _cold_plan(total, largest, _config(stage, "none", states), setup) for states in TIERS}
-    return _table(total, setup, plans)
+    return _cold(stage, total, -(-total // LAYERS), setup)
 
 
-def _table(total: int, setup: Setup, plans: dict[str, Plan]) -> list[Estimate]:
-    """Print the lines of a stage that keeps whole weights on the device, and return them."""
+def _kinds(stage: int) -> list[tuple[str, str]]:
+    """(tier of the weights, tier of the states) of each plan; below stage 3 the device keeps whole weights."""
+    return list(product(TIERS if stage == 3 else ("none",), TIERS))
+
+
+def _table(stage: int, total: int, largest: int, setup: Setup, plans: dict[tuple[str, str], Plan]) -> list[Estimate]:
+    """Print the lines of a stage, and return them."""
     lines = []
-    for states, plan in plans.items():
-        host = int(plan.tier_bytes(HOST) * setup.num_gpus_per_node * setup.additional_buffer_factor)
-        lines.append(Estimate("none", states, False, host, plan.tier_bytes(DEVICE), plan.tier_bytes(NVME)))
-    _print_header(setup, f"Model with {total // 10**6}M total params.")
-    for line in lines:
-        _print_line(line, f"offload_optimizer={line.offload_optimizer:4}")
-    return lines
-
-
-def _table3(total: int, largest: int, setup: Setup, plans: dict[tuple[str, str], Plan]) -> list[Estimate]:
-    lines = []
-    for (param, states), zero_init in product(plans, (True, False)):
+    for (param, states), zero_init in product(plans, (True, False) if stage == 3 else (False,)):
         plan = plans[param, states]
         host = plan.tier_bytes(HOST)
-        if not zero_init:
+        if stage == 3 and not zero_init:
             # Every rank builds the whole model in fp32. It is freed while the planes fill; the arena exists throughout.
             host = max(FP32_BYTES * total, host - plan.arena_bytes) + plan.arena_bytes
         node = int(host * setup.num_gpus_per_node * setup.additional_buffer_factor)
         lines.append(Estimate(param, states, zero_init, node, plan.tier_bytes(DEVICE), plan.tier_bytes(NVME)))
-    sizes = f"{total // 10**6}M total params, {largest // 10**6}M largest layer params."
-    _print_header(setup, f"Model with {sizes}")
+    sizes = f", {largest // 10**6}M largest layer params" if stage == 3 else ""
+    _print_header(setup, f"Model with {total // 10**6}M total params{sizes}.")
     for line in lines:
-        options = f"offload_param={line.offload_param:4}, offload_optimizer={line.offload_optimizer:4}"
-        _print_line(line, f"{options}, zero_init={int(line.zero_init)}")
+        options = f"offload_optimizer={line.offload_optimizer:4}"
+        if stage == 3:
+            options = f"offload_param={line.offload_param:4}, {options}, zero_init={int(line.zero_init)}"
+        _print_line(line, options)
     return lines
 
 
@@ -204,38 +196,22 @@ def _print_line(line: Estimate, options: str) -> None:
     print(f" {host:7.2f}GB | {device:6.2f}GB | {nvme:6.2f}GB | {options}")
 
 
-def _pairs() -> list[tuple[str, str]]:
-    return list(product(TIERS, TIERS))
-
-
-def _config(stage: int, param: str, states: str) -> Config:
+def _config(stage: int, kinds: tuple[str, str], **keys: int) -> Config:
     def block(device: str) -> dict[str, str]:
         return {"device": device, **({"nvme_path": "nvme"} if device == "nvme" else {})}
 
-    blocks = {"offload_param": block(param), "offload_optimizer": block(states)}
+    blocks = {"offload_param": block(kinds[0]), "offload_optimizer": block(kinds[1])}
     return load_config(
         {
             "gradient_accumulation_steps": 2 if stage == 1 else 1,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW"},
-            "zero_optimization": {"stage": stage, **blocks},
+            "zero_optimization": {"stage": stage, **blocks, **keys},
         },
         world_size=1,
     )
 
 
-def _live_plan(model: nn.Module, config: Config, setup: Setup) -> Plan:
+def _plan(model: nn.Module, config: Config, setup: Setup) -> Plan:
     """The plan of one rank on a GPU machine without limits."""
     return plan_model(model, config, ENDLESS, planned_device(), setup.world_size)[1]
-
-
-def _cold_plan(total: int, largest: int, config: Config, setup: Setup) -> Plan:
-    placement = place(config, 0, setup.world_size)
-    sizes: Sequence[int] = [largest] * (total // largest) + ([total % largest] if total % largest else [])
-    persistent = not placement.weights_sharded
-    contents = [
-        UnitContent(f"layer {i}", ((i, (f"layer {i}",), torch.Size((numel,))),), torch.bfloat16, True, persistent)
-        for i, numel in enumerate(sizes)
-    ]
-    layout = build_layout(contents, placement)
-    return Planner(layout, config, ENDLESS, planned_device(), True, Uses.in_turn(layout), placement).make()
