@@ -12,8 +12,7 @@ averages. Those that could not be restored are restored when another block is le
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from typing_extensions import override
 from offload.errors import BudgetError, StateError
 from offload.kernels import masters
 from offload.memory.pinned import aligned_copy, return_freed_memory
+from offload.planes.planes import settle_all
 from offload.sizes import format_bytes
 from zero.assembly.assembly import Assembly
 from zero.assembly.model_changes import ModelChanges
@@ -249,13 +249,13 @@ class AveragedWeights:
                 kept.copy_(await aside.take(group))
             runs = list(self._runs(parts, staged, kept))
             if shown or is_ema:
-                await _compute(storage, group, lambda: _read_masters(runs))
+                await staged.compute(lambda: _read_masters(runs))
             if shown and not is_ema:
                 await aside.put(group, kept)
             change = _trade if is_ema else _average if shown else _write_masters
-            await _compute(storage, group, lambda: change(runs))
+            await staged.compute(lambda: change(runs))
             (done.add if shown else done.discard)(group)
-            await _write(staged)
+            await settle_all([part.store() for part in staged.parts])
             if not shown:
                 aside.forget(group)
         finally:
@@ -298,26 +298,6 @@ def _trade(runs: list[_Run]) -> None:
     for run in runs:
         masters.part(run.weight, run.remainder, run.plane)
         run.plane.copy_(run.master)
-
-
-async def _compute(storage: Storage, group: SubGroup, work: Callable[[], None]) -> None:
-    if storage.compute(group).type == "cpu":
-        await storage.streams.compute_on_host(work)
-    else:
-        work()
-
-
-async def _write(staged: StagedGroup) -> None:
-    """Write the exchanged parts. A part whose write fails stays in memory, and its plane reads it from there.
-
-    Raises StorageError.
-    """
-    results = await asyncio.gather(*(part.write() for part in staged.parts), return_exceptions=True)
-    failed = [(part, r) for part, r in zip(staged.parts, results, strict=True) if isinstance(r, BaseException)]
-    for part, _ in failed:
-        part.plane.strand(part.begin, part.end, aligned_copy(part.host_bytes))
-    if failed:
-        raise failed[0][1]
 
 
 def _master_bytes(group: SubGroup) -> int:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from offload.memory.pinned import aligned_copy
 from offload.planes.planes import Plane, settle_all
 from offload.streams import Fence
 from offload.timeline import UPDATES
@@ -170,10 +169,7 @@ class SubGroupPipeline:
                     made.update(self._apply(work, unit, arguments, threads))
 
         await work.read()
-        if self._storage.compute(work.group).type == "cpu":
-            await self._storage.streams.compute_on_host(compute)
-        else:
-            compute()  # this only queues work on the device
+        await work.compute(compute)
         return made
 
     async def _deliver(self, work: StagedGroup, wanted: Mapping[int, Delivery]) -> None:
@@ -189,31 +185,21 @@ class SubGroupPipeline:
         await settle_all([weight.write() for weight in work.weights.values() if weight.copied_home])
 
     async def _write_back(self, work: StagedGroup, told: Told) -> BaseException | None:
-        """Store the results; returns the first error.
-
-        What cannot be stored stays in a copy, and its plane reads it from there until a write succeeds. The leased
-        memory does not serve for that: a checkpoint in progress may wait for it, and an update for the checkpoint.
-        """
+        """Store the results; returns the first error. See `Staged.store`."""
 
         async def write_record() -> None:
             async with self._places.writes:
-                await work.state.write()
+                await work.state.store()
 
         records = [] if work.state.in_place else [asyncio.create_task(write_record())]
         weights = [weight for weight in work.weights.values() if not (weight.copied_home or weight.in_place)]
-        written = await asyncio.gather(*(weight.write() for weight in weights), return_exceptions=True)
-        failed = [part for part, error in zip(weights, written, strict=True) if error is not None]
-        for part in failed:
-            part.plane.strand(part.begin, part.end, aligned_copy(part.host_bytes))
+        written = await asyncio.gather(*(weight.store() for weight in weights), return_exceptions=True)
         # From here on the owner may overwrite the memory it has lent, and store newer weights of its own: what was
         # stranded later would replace them.
         told.returned()
-        if not failed:
+        if not any(written):
             told.stored()
         recorded = await asyncio.gather(*records, return_exceptions=True)
-        if any(recorded):
-            state = work.state
-            state.plane.strand(state.begin, state.end, aligned_copy(state.host_bytes))
         return next((error for error in (*written, *recorded) if error is not None), None)
 
     def _apply(self, work: StagedGroup, unit: Unit, arguments: StepArguments, threads: int) -> Made:

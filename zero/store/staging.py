@@ -8,6 +8,7 @@ import torch
 
 from offload.errors import StateError
 from offload.memory.arena import Block
+from offload.memory.pinned import aligned_copy
 from offload.planes.planes import Plane, settle_all
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Streams
@@ -85,6 +86,17 @@ class Staged:
         """Write the range back, unless it is in place."""
         if not self.in_place:
             await self.plane.write(self.begin, self.end, await self._to_write())
+
+    async def store(self) -> None:
+        """As `write`; if that fails, the plane keeps a copy of the bytes until a later write succeeds.
+
+        The copy is not in leased memory: a checkpoint in progress may wait for that, and an update for the checkpoint.
+        """
+        try:
+            await self.write()
+        except BaseException:
+            self.plane.strand(self.begin, self.end, aligned_copy(self.host_bytes))
+            raise
 
     async def write_front(self, nbytes: int) -> None:
         """As `write`, for the first `nbytes` only, whole pages; the rest is already correct in its home."""
@@ -219,6 +231,13 @@ class StagedGroup:
         """The record; `step` matters only if the caller updates it."""
         layout = self._storage.plan.record_format(self.space)
         return layout.over(self.state.bytes, self.group.begin, self.group.end, step)
+
+    async def compute(self, work: Callable[[], None]) -> None:
+        """Run `work` where the sub-group is addressable; on a device this only queues it."""
+        if self._storage.compute(self.group).type == "cpu":
+            await self._storage.streams.compute_on_host(work)
+        else:
+            work()
 
     def release(self) -> None:
         """Give the memory back. Idempotent."""
