@@ -282,21 +282,19 @@ def is_kept(parameter: torch.Tensor) -> bool:
     return KEEPER in getattr(parameter, "__dict__", {})
 
 
-_RELEASED = Mixin(ReleasedParameter, "Released")
-register_face = _RELEASED.add
-"""Register another released class: `set_present` replaces it by the second argument."""
+RELEASED = Mixin(ReleasedParameter, "Released")
 
 
 def set_released(parameter: nn.Parameter) -> None:
     """Change the parameter's class to its released class. Idempotent."""
     unwatch(parameter)
-    _RELEASED.put_on(parameter)
+    RELEASED.put_on(parameter)
 
 
 def set_present(parameter: nn.Parameter) -> None:
     """Change the class back to the parameter's own class. Idempotent."""
     unwatch(parameter)
-    _RELEASED.take_off(parameter)
+    RELEASED.take_off(parameter)
 
 
 _ACCESSORS = ("__get__", "__set__", "__delete__")

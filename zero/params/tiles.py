@@ -24,16 +24,17 @@ from offload.errors import StateError
 from offload.saved.saved_views import storage_key
 from offload.sizes import BLOCK_NUMEL
 from zero.params.released import (
+    RELEASED,
     Keeper,
     ReleasedParameter,
     hide_shard,
     keeper_of,
     mark,
     name_of,
-    register_face,
     set_present,
     show_shard,
 )
+from zero.params.watched import Mixin
 from zero.ranks.world import world_size
 
 ROWS_ALIGN = 64
@@ -133,13 +134,12 @@ class TiledKeeper:
         """Release the parameter: it keeps its whole shape but no memory."""
         set_present(self.whole)  # it may still have the class from another keeper or from other tiles
         hide_shard(self.whole)
-        present = type(self.whole)
         weight = self.tiles[0].weight
         nothing = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(self._shape)
         with torch.no_grad():
             self.whole.data = nothing
         mark(self.whole, self, name)
-        self.whole.__class__ = _face_of(present)
+        _TILED.put_on(self.whole)
 
     def touch(self, parameter: nn.Parameter) -> None:
         """Refuse to fetch, since the whole parameter may not be live.
@@ -245,19 +245,7 @@ class TiledParameter(ReleasedParameter):
         return by_tiles(keeper.tiles, first, *args[2:], **kwargs)
 
 
-def _face_of(present: type) -> type:
-    if issubclass(present, TiledParameter):
-        return present
-    if present not in _faces:
-        face: type = TiledParameter
-        if present is not nn.Parameter:
-            face = type(f"Tiled{present.__name__}", (TiledParameter, present), {})
-        _faces[present] = face
-        register_face(face, present)
-    return _faces[present]
-
-
-_faces: dict[type, type] = {}
+_TILED = Mixin(TiledParameter, "Tiled", RELEASED)
 
 
 def _linear(tiles: tuple[Tile, ...], x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -43,16 +43,14 @@ class Mixin:
     Args:
         mixed: the class for `nn.Parameter` itself; for other classes it is a base class.
         word: prefix for the names of the mixed classes.
+        off_with: a mixin of a base class of `mixed`, whose `take_off` takes these classes out too.
     """
 
-    def __init__(self, mixed: type, word: str) -> None:
+    def __init__(self, mixed: type, word: str, off_with: Mixin | None = None) -> None:
         self._mixed, self._word = mixed, word
         self._with: dict[type, type] = {nn.Parameter: mixed}
-        self._own: dict[type, type] = {mixed: nn.Parameter}
-
-    def add(self, mixed: type, own: type) -> None:
-        """Register a mixed class that other code sets; `take_off` replaces it by `own` too."""
-        self._own[mixed] = own
+        self._own: dict[type, type] = {} if off_with is None else off_with._own
+        self._own[mixed] = nn.Parameter
 
     def put_on(self, parameter: nn.Parameter) -> None:
         """Idempotent."""
@@ -61,7 +59,7 @@ class Mixin:
             return
         if own not in self._with:
             self._with[own] = type(f"{self._word}{own.__name__}", (self._mixed, own), {})
-            self.add(self._with[own], own)
+            self._own[self._with[own]] = own
         parameter.__class__ = self._with[own]
 
     def take_off(self, parameter: nn.Parameter) -> None:
