@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from offload.kernels import kernels
 from zero.ops.stepping import PlainOptimizer, refuse
+
+
+class AdamValues(NamedTuple):
+    """Hyper-parameters of one parameter in one step; Python doubles."""
+
+    step_size: float
+    bias2_sqrt: float
+    decay: float
+    l2: float
+    beta1: float
+    beta2: float
+    eps: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], count: int, *, decoupled: bool) -> AdamValues:
+        """From torch's options `betas`, `lr`, `weight_decay`, `eps`, and `bias_correction`.
+
+        `count`: number of updates, this one included; `decoupled`: decay the weights (AdamW) and not the gradients.
+        """
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        lr, decay, corrected = float(group["lr"]), float(group["weight_decay"]), group.get("bias_correction", True)
+        return cls(
+            step_size=lr / (1 - beta1**count) if corrected else lr,
+            bias2_sqrt=math.sqrt(1 - beta2**count) if corrected else 1.0,
+            decay=1 - lr * decay if decoupled else 1.0,
+            l2=0.0 if decoupled else decay,
+            beta1=beta1,
+            beta2=beta2,
+            eps=float(group["eps"]),
+        )
 
 
 class KernelAdam(PlainOptimizer):
@@ -23,19 +54,8 @@ class KernelAdam(PlainOptimizer):
 
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """The same bits as the engine's update of fp32 weights."""
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-        lr, decay, corrected = float(group["lr"]), float(group["weight_decay"]), group.get("bias_correction", True)
-        segment = kernels.Segment(
-            begin=0,
-            end=weight.numel(),
-            step_size=lr / (1 - beta1 ** state["step"]) if corrected else lr,
-            bias2_sqrt=math.sqrt(1 - beta2 ** state["step"]) if corrected else 1.0,
-            decay=1 - lr * decay if self.adam_w_mode else 1.0,
-            l2=0.0 if self.adam_w_mode else decay,
-            beta1=beta1,
-            beta2=beta2,
-            eps=float(group["eps"]),
-        )
+        values = AdamValues.of(group, state["step"], decoupled=self.adam_w_mode)
+        segment = kernels.Segment(0, weight.numel(), **values._asdict())
         first, second = (self.plane(state, name, weight).view(-1) for name in ("exp_avg", "exp_avg_sq"))
         threads = max(torch.get_num_threads(), 1)
         kernels.adamw(weight.view(-1), None, kernels.Moments(first, second), grad.view(-1), [segment], threads=threads)

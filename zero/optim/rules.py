@@ -35,6 +35,7 @@ from torch import Tensor
 from offload.errors import ConfigError
 from offload.kernels import kernels, masters, tile_threads
 from offload.kernels.moments import Moments
+from zero.ops.adam import AdamValues
 from zero.optim.small_states import Shapes, Small
 from zero.plan.record import ADAM_STATES, States
 
@@ -167,18 +168,6 @@ class Rule(ABC):
         return {}
 
 
-class AdamValues(NamedTuple):
-    """Hyper-parameters of one parameter in one step; Python doubles."""
-
-    step_size: float
-    bias2_sqrt: float
-    decay: float
-    l2: float
-    beta1: float
-    beta2: float
-    eps: float
-
-
 class AdamRule(Rule):
     """Adam and AdamW, by our kernel.
 
@@ -194,25 +183,14 @@ class AdamRule(Rule):
         self.defaults: Mapping[str, Any] = {**adam, **(defaults or {}), "decoupled": decoupled}
 
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> AdamValues:
-        """From torch's options `betas`, `lr`, `weight_decay`, `eps`, and our option `decoupled`."""
+        """As `AdamValues.of`, and our option `decoupled`. Raises ConfigError: the kernel cannot do an option."""
         for key in ("amsgrad", "maximize"):
             if group.get(key):
                 raise ConfigError(
                     f"param_groups: {key}: it was changed to {group[key]} after zero.initialize; set it before"
                 )
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-        lr, decay = float(group["lr"]), float(group["weight_decay"])
         decoupled = bool(group.get("decoupled", group.get("decoupled_weight_decay", True)))
-        corrected = group.get("bias_correction", True)
-        return AdamValues(
-            step_size=lr / (1 - beta1**count) if corrected else lr,
-            bias2_sqrt=math.sqrt(1 - beta2**count) if corrected else 1.0,
-            decay=1 - lr * decay if decoupled else 1.0,
-            l2=0.0 if decoupled else decay,
-            beta1=beta1,
-            beta2=beta2,
-            eps=float(group["eps"]),
-        )
+        return AdamValues.of(group, count, decoupled=decoupled)
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
         kernels.adamw(
