@@ -273,36 +273,21 @@ class ContributionStore:
         numel = self._chunk_numel(memory, dtype, sources[0].element_size())
 
         async def store(lo: int) -> None:
-            parts, factor = [part[lo : lo + numel] for part in sources], scale
+            parts, factor, hi = [part[lo : lo + numel] for part in sources], scale, min(lo + numel, unit.shard_numel)
             if rounds:
                 parts, factor = [_rounded_sum(torch.empty_like(parts[0]), parts, scale, unit.dtype)], 1.0
-            await self._store_chunk(unit, home, parts, factor, sums, lo, first)
+            passing_bytes = 0 if self._streams.shared else parts[0].nbytes
+            run = unit.begin + lo, unit.begin + hi
+            async with self._chunk(plane, run, passing_bytes, first=first) as (raw, passing):
+                if passing_bytes:
+                    copied = passing.view(parts[0].dtype)
+                    await self._streams.reached(self._streams.copy_out(copied, parts[0], self._streams.fence()))
+                    parts = [copied]
+                stored, into = raw.view(dtype), rows_of(sums, lo, hi)
+                job = partial(reduce_into, stored, parts, factor, into, self._threads, first=first)
+                await self._streams.compute_on_host(job)
 
         await _each(range(0, unit.shard_numel, numel), store)
-
-    async def _store_chunk(
-        self,
-        unit: Unit,
-        home: tuple[Plane, torch.dtype],
-        sources: list[torch.Tensor],
-        scale: float,
-        sums: torch.Tensor,
-        lo: int,
-        first: bool,
-    ) -> None:
-        plane, dtype = home
-        numel = sources[0].numel()
-        passing_bytes = 0 if self._streams.shared else numel * sources[0].element_size()
-        run = unit.begin + lo, unit.begin + lo + numel
-        async with self._chunk(plane, run, passing_bytes, first=first) as (raw, passing):
-            if passing_bytes:
-                copied = passing.view(sources[0].dtype)
-                await self._streams.reached(self._streams.copy_out(copied, sources[0], self._streams.fence()))
-                sources = [copied]
-            into, stored = rows_of(sums, lo, lo + numel), raw.view(dtype)
-            await self._streams.compute_on_host(
-                partial(reduce_into, stored, sources, scale, into, self._threads, first=first)
-            )
 
     async def widen(self, unit: Unit, narrow: Plane, dtype: torch.dtype, wide: Plane) -> None:
         """Copy a 16-bit gradient to its fp32 home. Raises StorageError."""
