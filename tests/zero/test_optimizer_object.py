@@ -16,7 +16,7 @@ from torch import nn
 import zero
 from offload.errors import BudgetError, ConfigError, StateError
 from zero import utils
-from zero.engine import optimizer_states as kept_states
+from zero.engine import values as kept_states
 from zero.plan.machine import Machine, read_machine
 
 Open = Callable[..., Any]

@@ -12,8 +12,8 @@ from zero.assembly.run import Run
 from zero.assembly.steps import Steps
 from zero.config.batch import MICRO
 from zero.config.given import given_config
-from zero.engine.optimizer_states import MASTERS, EngineStates
 from zero.engine.parameter_offload import ParameterOffload, no_external_parameters
+from zero.engine.values import MASTERS, EngineStates
 from zero.optim.optimizer import Groups, learning_rates, momentum_of
 
 
