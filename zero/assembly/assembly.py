@@ -88,6 +88,7 @@ class Assembly:
         self.model, self._config = model, config = owner.module, owner.config
         self.leaves = collect_leaves(model)
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
+        self.names = {id(leaf.parameter): leaf.names[0] for leaf in self.leaves}
         self.buffers: CommonBuffers = CommonBuffers(exchange, model, previous.buffers if previous else None)
         placement = exchange.placement
         self._covered, self.layout = lay_out(*(model, self.leaves, trainable, config, placement), owner.rules.whole)

@@ -203,7 +203,7 @@ class ModelChanges:
         _carry_counts(old, new)
         run.use(new)
         if run.updater is not None:
-            run.updater.take_small(small, {id(leaf.parameter): leaf.names[0] for leaf in new.leaves})
+            run.updater.take_small(small, new.names)
             _forget(run.updater, present)
         _first_gradients(new)
         old.storage.close()
@@ -239,8 +239,7 @@ def _small_states(optimizer: ZeroOptimizer | None, old: Assembly, new: Assembly)
     """The small states of the parameters in this rank's new slices; all ranks call it together."""
     if optimizer is None or not optimizer.keeps_small:
         return {}
-    names = {id(leaf.parameter): leaf.names[0] for leaf in new.leaves}
-    found = gathered(old.exchange, old.small_states(names))
+    found = gathered(old.exchange, old.small_states(new.names))
     indices = owned(new.layout)
     mine = {leaf.names[0] for leaf in new.leaves if leaf.index in indices}
     return {name: small for name, small in found.items() if name in mine}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import Any
 
 from typing_extensions import override
 
@@ -27,14 +26,10 @@ class SnapshotTurns(StepListener):
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def names(self) -> dict[int, Any]:
-        """id(parameter) -> its first name."""
-        return {id(leaf.parameter): leaf.names[0] for leaf in self._run.parts.leaves}
-
     def begin(self, snapshots: Snapshots) -> None:
         """Begin a snapshot of the last step."""
         run = self._run
-        snapshots.begin(run.global_steps, capture(run, self.names(), run.parts.stepper.norm))
+        snapshots.begin(run.global_steps, capture(run, run.parts.names, run.parts.stepper.norm))
 
     def commit_last(self) -> None:
         """Commit when the engine closes, but not while an error is raised or handled.
@@ -137,7 +132,7 @@ class SnapshotCalls:
         self._steps.forget_batch()
         together = Together(run.exchange)
         parts = together.do("load_snapshot", self._steps.at_rest)  # no rank uses this rank's slices any more
-        names = self._turns.names()
+        names = parts.names
         state = snapshots.load(lambda kept: check(run, names, kept))
         if state is None:
             return None
