@@ -6,7 +6,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -429,11 +429,8 @@ class _StageWork:
         losses, self._losses, self._backwards = self._losses, {}, 0
         return losses
 
-    def backward(self) -> AbstractContextManager[None]:
-        return self._one_backward()
-
     @contextmanager
-    def _one_backward(self) -> Iterator[None]:
+    def backward(self) -> Iterator[None]:
         self._engine.run.micro_steps += self._backwards > 0  # the previous backward was not the last of its step
         self._backwards += 1
         with self._engine.running_backward():

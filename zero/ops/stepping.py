@@ -58,10 +58,10 @@ class PlainOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     @staticmethod
-    def plane(state: dict[str, Any], name: str, like: Tensor, fill: float = 0.0) -> Tensor:
-        """The state's tensor of that name, fp32, with the shape of `like`; made at its first use."""
+    def plane(state: dict[str, Any], name: str, like: Tensor) -> Tensor:
+        """The state's tensor of that name, fp32, with the shape of `like`; zeros at its first use."""
         if name not in state:
-            state[name] = torch.full_like(like, fill)
+            state[name] = torch.zeros_like(like)
         tensor: Tensor = state[name]
         return tensor
 

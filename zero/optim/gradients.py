@@ -18,7 +18,7 @@ import torch
 
 from offload.errors import StateError
 from offload.kernels import kernels
-from offload.kernels.square_sums import SquareSum, nonfinite_of, rows_in, rows_of
+from offload.kernels.square_sums import SquareSum, rows_in, rows_of
 from offload.memory.arena import Block
 from offload.mover import Transfer
 from offload.planes.copies import read_plane, write_plane
@@ -272,6 +272,12 @@ class Gradients:
         """The gradient state of every trained unit; after `flush_all` and `settle` all buffers are empty."""
         return list(self._units.values())
 
+    def state_of(self, unit: Unit) -> UnitGradient:
+        """Raises StateError: the unit is not trained."""
+        if unit.index not in self._units:
+            raise StateError(f"{unit.name} is not trained, so it has no gradient")
+        return self._units[unit.index]
+
     def waiting(self, only: int | None = None) -> dict[int, torch.Tensor]:
         """Unit index -> a whole gradient of this rank that is not reduced yet, on the host; `only`: of one unit."""
         return {}
@@ -341,10 +347,6 @@ class Gradients:
     def square_sum(self) -> SquareSum:
         """Sum of squares over this rank's slices."""
         return SquareSum.merged(SquareSum.of(state.sums) for state in self._units.values() if state.summed)
-
-    def nonfinite(self) -> int:
-        """Number of gradient elements that are inf or NaN."""
-        return sum(int(nonfinite_of(state.sums).sum()) for state in self._units.values() if state.summed)
 
     # ---- inside -------------------------------------------------------------------------------
 

@@ -263,7 +263,7 @@ class OffloadOptimizer(KeptOptimizer):
         self.check_open("state_dict")
         self._check_whole("state_dict")
         trained = {self._index_of[id(p)] for p in self.state}
-        self._check_room_for(trained)
+        self._check_room_for_states()
         try:
             for shelf in self._shelves:
                 self._ready.update(shelf.read([index for index in shelf.parameters if index in trained]))
@@ -287,7 +287,7 @@ class OffloadOptimizer(KeptOptimizer):
             for name, value in self._initial.items()
         }
 
-    def _check_room_for(self, trained: set[int]) -> None:
+    def _check_room_for_states(self) -> None:
         """Check room for the local shards only, because only these are read."""
         numels = [
             local_of(p).numel() * (len(self.rules.each[0].states) + (p.dtype != torch.float32)) for p in self.state

@@ -7,6 +7,7 @@ flag takes effect when `zero.initialize` makes the units; a later change takes e
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -82,14 +83,14 @@ def set_z3_leaf_modules_by_name(
     Raises:
         ValueError: no module has one of the names.
     """
-    return _flag_words(model, module_names, flag, raise_if_not_found, "named", _is_named)
+    return _flag_words(model, module_names, flag, raise_if_not_found, "named", operator.eq)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Flag modules whose name in `named_modules()` ends in one of the suffixes; as `set_z3_leaf_modules_by_name`."""
-    return _flag_words(model, module_name_suffixes, flag, raise_if_not_found, "whose name ends in", _ends_in)
+    return _flag_words(model, module_name_suffixes, flag, raise_if_not_found, "whose name ends in", str.endswith)
 
 
 def apply_zero_leaf_module_config(model: nn.Module, config: LeafModuleConfig | None) -> list[nn.Module]:
@@ -111,8 +112,8 @@ def apply_zero_leaf_module_config(model: nn.Module, config: LeafModuleConfig | N
     if not modules and set(config.classes) - set(DEEPSPEED_LEAF_CLASSES):
         raise ConfigError(f"{key}.classes: {_nothing_found('of the classes', list(config.classes), model)}")
     for name, words, phrase, wanted in (
-        ("names", config.names, "named", _is_named),
-        ("name_suffixes", config.name_suffixes, "whose name ends in", _ends_in),
+        ("names", config.names, "named", operator.eq),
+        ("name_suffixes", config.name_suffixes, "whose name ends in", str.endswith),
     ):
         found, missing = _flag_words(model, words, True, False, phrase, wanted)
         if missing:
@@ -229,14 +230,6 @@ def _is_of(module: nn.Module, wanted: type | str) -> bool:
         return isinstance(module, wanted)
     kind = type(module)
     return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-
-
-def _is_named(name: str, word: str) -> bool:
-    return name == word
-
-
-def _ends_in(name: str, word: str) -> bool:
-    return name.endswith(word)
 
 
 def _nothing_found(phrase: str, wanted: list[str], model: nn.Module) -> str:

@@ -7,7 +7,6 @@ import json
 import torch
 
 from offload.archives import bytes_of, bytes_tensor
-from offload.errors import StateError
 from offload.sizes import BLOCK_NUMEL, align_up
 from zero.exchange.exchange import Exchange
 from zero.optim.gradients import Gradients, UnitGradient
@@ -32,7 +31,7 @@ class GradientValues:
 
         All ranks call this together.
         """
-        state, waiting = self._state(unit), self._gradients.waiting(unit.index).get(unit.index)
+        state, waiting = self._gradients.state_of(unit), self._gradients.waiting(unit.index).get(unit.index)
         had = bool(state.contributions[slot.position])
         answers = self._exchange.agree(f"gradient of {slot.name}", json.dumps([had, waiting is not None]).encode())
         told = [json.loads(answer) for answer in answers]
@@ -70,7 +69,7 @@ class GradientValues:
 
     def read_own(self, unit: Unit, slot: Slot, begin: int, end: int) -> torch.Tensor | None:
         """Elements [begin, end) of the slot, which are in this rank's slice, fp32; None if this rank has none."""
-        state = self._state(unit)
+        state = self._gradients.state_of(unit)
         # With several ranks, `contributions` counts only this rank's; parts without any gradient are stored as zeros.
         if state.empty or (self._placement.alone and not state.contributions[slot.position]):
             return None
@@ -85,7 +84,7 @@ class GradientValues:
 
         All ranks call this with the same slot, each with its own elements, after the updates of the last step.
         """
-        state = self._state(unit)
+        state = self._gradients.state_of(unit)
         fresh = state.empty
         self._gradients.reclaim(unit)
         first = unit.origin + slot.offset_numel + begin
@@ -106,12 +105,6 @@ class GradientValues:
             if begins < ends:
                 chunk[begins - at : ends - at].copy_(values[begins - first : ends - first])
             self._gradients.write_stored(state, at, chunk)
-
-    def _state(self, unit: Unit) -> UnitGradient:
-        for state in self._gradients.states():
-            if state.unit.index == unit.index:
-                return state
-        raise StateError(f"{unit.name} is not trained, so it has no gradient")
 
     def _stored(self, state: UnitGradient, slot: Slot, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the slot in this rank's slice, fp32; zeros if nothing is stored."""
