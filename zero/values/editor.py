@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -26,8 +26,8 @@ from zero.store.stored_values import Places, StoredValues
 from zero.values.edits import Edit, agree_on_edits
 from zero.values.gathered_values import GatheredValues
 
-# (record of a sub-group, begin, end of the unit's elements in it) -> was the record changed?
-Visit = Callable[[Record, int, int], Awaitable[bool]]
+# (record of a sub-group, first of the visited elements in it, which of them these are) -> was the record changed?
+Visit = Callable[[Record, int, slice], bool]
 
 Put = Callable[[Record, int, torch.Tensor], None]  # (record, first element in it, values) for the record.
 EDIT = "an edit of values"
@@ -51,7 +51,7 @@ class UnitEditor:
     ) -> None:
         self._layout, self._bound, self._storage, self._coordinator = layout, bound, storage, coordinator
         self._events, self._exchange = events, exchange
-        self.states, self.placement = storage.plan.states, exchange.placement
+        self.placement = exchange.placement
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
         self._unstored: list[Edit] = []
@@ -247,18 +247,15 @@ class UnitEditor:
         if self._layout.spaces[space].remainder is None:
             return
         edited, own = before.view(torch.int16) != after.view(torch.int16), after.view(unit.dtype)
-        position = 0
 
-        async def visit(record: Record, lo: int, hi: int) -> bool:
-            nonlocal position
-            mask, weights = edited[position : position + hi - lo], own[position : position + hi - lo]
-            position += hi - lo
+        def visit(record: Record, lo: int, part: slice) -> bool:
+            mask, weights = edited[part], own[part]
             if record.remainder is None or not bool(mask.any()):
                 return False
-            masters.forget_where(mask, weights, record.remainder[lo:hi])
+            masters.forget_where(mask, weights, record.remainder[lo : lo + mask.numel()])
             return True
 
-        await self._visit_records(unit, visit)
+        await self._visit_records(unit, visit, unit.begin, unit.end)
 
     def before_change(self, indices: Iterable[int]) -> None:
         """States or gradients of these units are about to be replaced: let listeners end their reads first."""
@@ -277,28 +274,20 @@ class UnitEditor:
             values: 1-D, host; `put` gets the part that belongs to each record.
             put: changes a record.
         """
-        first = position = unit.origin + begin
 
-        async def visit(record: Record, lo: int, hi: int) -> bool:
-            nonlocal position
-            put(record, lo, values[position - first : position - first + hi - lo])
-            position += hi - lo
+        def visit(record: Record, lo: int, part: slice) -> bool:
+            put(record, lo, values[part])
             return True
 
-        job = self._visit_records(unit, visit, (first, first + values.numel()))
+        first = unit.origin + begin
+        job = self._visit_records(unit, visit, first, first + values.numel())
         self._storage.mover.run(f"changing the state of {unit.name}", job)
 
-    async def _visit_records(self, unit: Unit, visit: Visit, part: tuple[int, int] | None = None) -> None:
-        """Call `visit(record, lo, hi)` for each sub-group's part of the unit; if it returns True, write the record.
-
-        Args:
-            visit: called in the order of coordinates.
-            part: coordinates [begin, end) of the unit; None: all of this rank's slice.
-        """
+    async def _visit_records(self, unit: Unit, visit: Visit, begin: int, end: int) -> None:
+        """Call `visit` for each sub-group's part of coordinates [begin, end) of the unit, in their order."""
         index = self._layout.space_of(unit)
         if self._storage.records[index] is None:
             return
-        begin, end = part or (unit.begin, unit.end)
         for group in self._storage.plan.sub_groups:
             if group.space != index or group.end <= begin or end <= group.begin:
                 continue
@@ -306,8 +295,8 @@ class UnitEditor:
             await staged.lease("state record")
             try:
                 await staged.read()
-                lo, hi = max(begin, group.begin) - group.begin, min(end, group.end) - group.begin
-                if await visit(staged.record(), lo, hi):
+                lo, hi = max(begin, group.begin), min(end, group.end)
+                if visit(staged.record(), lo - group.begin, slice(lo - begin, hi - begin)):
                     await staged.state.write()
             finally:
                 staged.release()
