@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.files.safetensors_file import Entry, SafetensorsFile, open_checkpoint
+from offload.files.safetensors_file import SafetensorsFile, open_checkpoint
 from zero.checkpoint.load import mismatch
 from zero.engine.engine import ZeroEngine
 from zero.exchange.together import Together
@@ -24,7 +24,7 @@ from zero.params.buffers import persistent_buffers
 from zero.params.initialisation import refuse_without_values
 from zero.params.released import is_kept
 from zero.params.tiles import engine_keeper
-from zero.params.unadopted import provisional_source
+from zero.params.unadopted import InFile, provisional_source
 from zero.params.units import Leaf, collect_leaves
 from zero.store.adoption import Adoption, Piece
 from zero.values.access import EngineKeeper
@@ -37,17 +37,6 @@ class LoadedKeys(NamedTuple):
 
     missing_keys: list[str]  # Parameters and buffers of the model that the checkpoint does not have.
     unexpected_keys: list[str]  # Names in the checkpoint that the model does not have.
-
-
-class _Source(NamedTuple):
-    name: str
-    file: SafetensorsFile
-    entry: Entry
-
-    def read(self, begin: int, end: int) -> torch.Tensor:
-        """Elements [begin, end), 1-D, in the file's dtype."""
-        offset = self.entry.offset_bytes + begin * self.entry.dtype.itemsize
-        return self.file.read(offset, end - begin, self.entry.dtype)
 
 
 def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bool = True) -> LoadedKeys:
@@ -73,7 +62,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
     files = open_checkpoint(Path(folder))
     leaves = collect_leaves(target)
     buffers = persistent_buffers(target)
-    sources: dict[int, _Source] = {}
+    sources: dict[int, InFile] = {}
     missing: list[str] = []
     for leaf in leaves:
         name = next((name for name in leaf.names if name in files), None)
@@ -98,7 +87,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
     return LoadedKeys(missing, unexpected)
 
 
-def _load_parameters(leaves: list[Leaf], sources: dict[int, _Source]) -> None:
+def _load_parameters(leaves: list[Leaf], sources: dict[int, InFile]) -> None:
     kept: dict[int, EngineKeeper] = {}
     for leaf in leaves:
         parameter, source = leaf.parameter, sources[leaf.index]
@@ -107,7 +96,7 @@ def _load_parameters(leaves: list[Leaf], sources: dict[int, _Source]) -> None:
         if isinstance(keeper, EngineKeeper):
             kept[id(keeper)] = keeper
         elif provisional is not None:
-            provisional.point(parameter, source.file, source.entry.offset_bytes, source.entry.dtype)
+            provisional.point(parameter, source)
         else:
             _fill(parameter, source)
     for keeper in kept.values():
@@ -115,7 +104,7 @@ def _load_parameters(leaves: list[Leaf], sources: dict[int, _Source]) -> None:
         _load_engine(keeper, mine)
 
 
-def _load_engine(keeper: EngineKeeper, sources: dict[int, _Source]) -> None:
+def _load_engine(keeper: EngineKeeper, sources: dict[int, InFile]) -> None:
     parts = keeper.events.rest()
     together = Together(parts.exchange)
     together.do("load_pretrained", lambda: None)  # no rank uses this rank's slices any more
@@ -132,7 +121,7 @@ def _load_engine(keeper: EngineKeeper, sources: dict[int, _Source]) -> None:
     keeper.events.ready_to_run("load_pretrained")  # what only all ranks can gather; later one may evaluate alone
 
 
-def _fill(tensor: torch.Tensor, source: _Source) -> None:
+def _fill(tensor: torch.Tensor, source: InFile) -> None:
     with torch.no_grad():
         whole = tensor.detach()
         flat = whole.view(-1) if whole.is_contiguous() else None
@@ -144,7 +133,7 @@ def _fill(tensor: torch.Tensor, source: _Source) -> None:
             flat[begin:end].copy_(source.read(begin, end))
 
 
-def _checked(name: str, file: SafetensorsFile, wanted: torch.Tensor) -> _Source:
+def _checked(name: str, file: SafetensorsFile, wanted: torch.Tensor) -> InFile:
     entry = file.entries[name]
     if entry.shape != wanted.shape:
         raise ConfigError(
@@ -156,4 +145,4 @@ def _checked(name: str, file: SafetensorsFile, wanted: torch.Tensor) -> _Source:
             f"{name} in {file.path}: expected {wanted.dtype}, got {entry.dtype}, which does not convert; load a "
             "checkpoint that was saved from a model of this kind"
         )
-    return _Source(name, file, entry)
+    return InFile(file, entry.offset_bytes, entry.dtype, entry.shape.numel() * entry.dtype.itemsize)

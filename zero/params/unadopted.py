@@ -46,14 +46,17 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Spilled:
+class InFile:
     """The place of one parameter's values."""
 
     file: Readable
     offset_bytes: int
     dtype: torch.dtype
-    """Dtype in the file; reading converts to the parameter's dtype."""
     nbytes: int
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end), 1-D, in the file's dtype."""
+        return self.file.read(self.offset_bytes + begin * self.dtype.itemsize, end - begin, self.dtype)
 
 
 class ProvisionalKeeper:
@@ -74,7 +77,7 @@ class ProvisionalKeeper:
     def __init__(self, file: WaitingFile, *, everywhere: bool) -> None:
         self._file, self._everywhere = file, everywhere
         # Weak: a constructor may replace a parameter (for example to tie it), and the old one is never adopted.
-        self._places: MutableMapping[nn.Parameter, Spilled] = WeakTensorKeyDictionary()
+        self._places: MutableMapping[nn.Parameter, InFile] = WeakTensorKeyDictionary()
         self._open: MutableMapping[nn.Parameter, int] = WeakTensorKeyDictionary()
         self._fetched: list[nn.Parameter] = []
         self._fetched_bytes = 0
@@ -90,14 +93,11 @@ class ProvisionalKeeper:
 
     def read(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
         """Values [begin, end) of a cut parameter, 1-D."""
-        place = self._places[parameter]
-        values = place.file.read(place.offset_bytes + begin * place.dtype.itemsize, end - begin, place.dtype)
-        return values.to(parameter.dtype)
+        return self._places[parameter].read(begin, end).to(parameter.dtype)
 
-    def point(self, parameter: nn.Parameter, file: Readable, offset_bytes: int, dtype: torch.dtype) -> None:
+    def point(self, parameter: nn.Parameter, place: InFile) -> None:
         """Make a place in another file the source of a released parameter's values; they are read when needed."""
-        nbytes = parameter.numel() * dtype.itemsize
-        self._places[parameter] = Spilled(file, offset_bytes, dtype, nbytes)
+        self._places[parameter] = place
 
     def convert(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """Give a released parameter another dtype; its values are rounded when they are read."""
@@ -219,7 +219,7 @@ class ProvisionalKeeper:
             offset = place.offset_bytes
         else:
             offset = self._file.append(parameter.detach())
-        self._places[parameter] = Spilled(self._file, offset, parameter.dtype, nbytes)
+        self._places[parameter] = InFile(self._file, offset, parameter.dtype, nbytes)
 
     def _release(self, parameter: nn.Parameter) -> None:
         hide_shard(parameter)
