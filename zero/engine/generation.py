@@ -18,7 +18,6 @@ from offload.accelerator import is_accelerator
 from offload.sizes import format_bytes
 from zero.assembly.run import Run
 from zero.assembly.steps import Steps
-from zero.config.engine_block import HybridEngine
 from zero.engine.fused_adapters import fused
 from zero.exchange.first_rank import agree_on_machine
 from zero.plan.machine import read_machine
@@ -46,24 +45,16 @@ class Generation:
         """
         generate: Callable[..., Any] = self._run.module.generate  # type: ignore[assignment]
         block = self._run.config.hybrid_engine
-        if block is None or not block.enabled:
-            return self._inside(generate)
-        return self._keeping(generate, block)
 
-    def _inside(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         def inside(*args: Any, **kwargs: Any) -> Any:
-            with self.generation():
-                return generate(*args, **kwargs)
-
-        return inside
-
-    def _keeping(self, generate: Callable[..., Any], block: HybridEngine) -> Callable[..., Any]:
-        def keeping(*args: Any, **kwargs: Any) -> Any:
+            if block is None or not block.enabled:
+                with self.generation():
+                    return generate(*args, **kwargs)
             room_bytes = self._room_bytes(block.max_out_tokens, sequences_of(args, kwargs))
             with self._generation(room_bytes, rests=not block.release_inference_cache), fused(self._run):
                 return generate(*args, **kwargs)
 
-        return keeping
+        return inside
 
     @contextmanager
     def generation(self) -> Iterator[None]:
