@@ -128,7 +128,16 @@ class ConfigGetters:
         "Gradients are divided by it before their sum, and by the rest of the number of ranks after it.",
     )
     dataloader_drop_last = method(lambda c: c.dataloader_drop_last, "True: loaders drop what does not fill a batch.")
+    get_batch_info = method(
+        lambda c: (c.train_batch_size, c.train_micro_batch_size_per_gpu, c.gradient_accumulation_steps),
+        "The three sizes of a batch: of a step, of a rank's forward, and micro-batches of a step.",
+    )
     steps_per_print = method(lambda c: c.steps_per_print, "As configured; None: never.")
+    wall_clock_breakdown = method(lambda c: c.wall_clock_breakdown, "True: each step's times are logged.")
+    memory_breakdown = method(lambda c: c.memory_breakdown, "True: each step's memory is logged.")
+    flops_profiler_enabled = method(
+        lambda c: c.flops_profiler is not None and c.flops_profiler.enabled, "True: one forward is measured."
+    )
     optimizer_name = method(
         lambda c: None if c.optimizer is None else OWN_NAMES.get(c.optimizer.type, c.optimizer.type),
         "Type of the configured optimizer, DeepSpeed's own in lower case; None if there is no such block.",

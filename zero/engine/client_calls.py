@@ -88,11 +88,6 @@ class ClientCalls:
         micro, world_size = self._run.config.train_micro_batch_size_per_gpu, self._run.config.world_size
         self._run.set_batch(micro * steps * world_size, micro, steps)
 
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
-        config = self._run.config
-        return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
-
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the gradients of the last step, before clipping; None before the first."""
         return self._run.parts.stepper.norm

@@ -462,13 +462,12 @@ ANSWERS: dict[tuple[str, type], str] = {
     """,
     ("snapshots", SnapshotCalls): "save_snapshot load_snapshot",
     ("reports", Reports): """
-        monitor statistics seconds_so_far log_summary flops_profiler flops_profiler_enabled get_wall_clock_timers
-        wall_clock_breakdown memory_breakdown
+        monitor statistics seconds_so_far log_summary flops_profiler get_wall_clock_timers
     """,
     ("calls", ClientCalls): """
         config optimizer parameter_offload hooks_for_optimizer set_train_batch_size set_train_micro_batch_size
-        set_gradient_accumulation_steps get_batch_info get_global_grad_norm set_lr get_lr get_mom empty_partition_cache
-        compile is_compiled
+        set_gradient_accumulation_steps get_global_grad_norm set_lr get_lr get_mom empty_partition_cache compile
+        is_compiled
     """,
 }
 

@@ -225,15 +225,6 @@ class Reports(StepListener):
             return {}
         return {name: 1e3 * seconds for name, seconds in self._reporter.times.items()}
 
-    def wall_clock_breakdown(self) -> bool:
-        return self._run.config.wall_clock_breakdown
-
-    def memory_breakdown(self) -> bool:
-        return self._run.config.memory_breakdown
-
-    def flops_profiler_enabled(self) -> bool:
-        return self._run.config.flops_profiler is not None and self._run.config.flops_profiler.enabled
-
     @property
     def flops_profiler(self) -> FlopsProfiler:
         """The result of `flops_profiler`: `flops`, `macs` and `params`; 0 before it has run, and on other ranks."""
