@@ -35,10 +35,9 @@ from zero.config import Config, load_config
 from zero.ops.adam import KernelAdam
 from zero.optim.make_rule import rule_for, rule_of_object
 from zero.optim.optimizer import STATE_BYTES, KeptOptimizer, LiveStates
-from zero.optim.parameter_states import MASTER, ParameterStates
+from zero.optim.parameter_states import MASTER, ParameterStates, local_of
 from zero.optim.pipeline import StepArguments
 from zero.optim.rules import AdamRule, Rule, Rules, Trained
-from zero.params.local_tensors import local_of
 from zero.plan.machine import read_machine
 from zero.plan.plan import Plan
 from zero.store.storage import Storage

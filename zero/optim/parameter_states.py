@@ -29,7 +29,6 @@ from zero.optim.gradients import Gradients, Sealed
 from zero.optim.pipeline import StepArguments, SubGroupPipeline, Told
 from zero.optim.rules import Rule, Rules, UpdateRun
 from zero.params.layout import SubGroup, Unit
-from zero.params.local_tensors import lies_as, local_of, run_of
 from zero.plan.machine import machine_to_plan
 from zero.plan.plan import Plan
 from zero.plan.states_plan import lay_out_tensors, plan_states
@@ -397,6 +396,35 @@ def _checked(name: str, parameter: Tensor, rule: Rule) -> Tensor:
     if problem:
         raise ConfigError(f"OffloadOptimizer: {name}: {problem}")
     return local
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The detached tensor; for a DTensor, this process's part. It shares the memory."""
+    found = tensor.detach()
+    to_local = getattr(found, "to_local", None)
+    if to_local is None:
+        return found
+    with torch.no_grad():
+        local: Tensor = to_local()
+    wait = getattr(local, "wait", None)  # a collective is still writing it
+    waited: Tensor = local if wait is None else wait()
+    return waited
+
+
+def run_of(tensor: Tensor) -> Tensor | None:
+    """(N,) all elements in memory order; None if the memory has gaps, or if two elements share a place."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return None
+        expected *= size
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def lies_as(tensor: Tensor, like: Tensor) -> bool:
+    """True if both tensors have the same memory order, so that equal positions in their runs are the same element."""
+    pairs = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
+    return all(mine == theirs for size, mine, theirs in pairs if size > 1)
 
 
 def _run(tensor: Tensor) -> Tensor:
