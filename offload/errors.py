@@ -9,7 +9,8 @@ import errno as errno_names
 import os
 import resource
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 
@@ -56,6 +57,12 @@ class StorageError(ZeroInfinityError, OSError):
         )
         self.path, self.offset, self.free_bytes = path, offset, free_bytes
 
+    @classmethod
+    def of(cls, error: OSError, what: str, place: Path | str, offset: int = 0) -> StorageError:
+        """The error of a system call. `place`: a path; or, as a str, the name of something that is on no disk."""
+        free_bytes = _free_bytes(place) if isinstance(place, Path) else None
+        return cls(what, errno=error.errno or 0, path=str(place), offset=offset, free_bytes=free_bytes)
+
     def within(self, doing: str) -> StorageError:
         """The same error, with the name of the larger operation before its message."""
         error = StorageError.__new__(StorageError, self.errno, f"{doing}: {self}")
@@ -76,6 +83,15 @@ def _storage_error(*args: Any) -> StorageError:
     error = StorageError.__new__(StorageError, *args)
     OSError.__init__(error, *args)
     return error
+
+
+def _free_bytes(path: Path) -> int | None:
+    """Free space at a path, or at its nearest parent that exists; None if unknown."""
+    for place in (path.absolute(), *path.absolute().parents):
+        with suppress(OSError):
+            status = os.statvfs(place)
+            return status.f_bavail * status.f_frsize
+    return None
 
 
 FILE_LIMIT = "raise it with ulimit -n"

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -169,8 +170,7 @@ def _opened(kind: Kind, where: Where, validate: bool) -> Iterator[int]:
     try:
         fd = os.open(where, mode | os.O_CLOEXEC, 0o664)
     except OSError as error:
-        what = f"opening the file for a {kind}"
-        raise StorageError(what, errno=error.errno or 0, path=where, offset=0, free_bytes=None) from error
+        raise StorageError.of(error, f"opening the file for a {kind}", Path(where)) from error
     try:
         yield fd
     finally:

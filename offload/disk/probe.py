@@ -19,7 +19,6 @@ from typing import Literal
 import torch
 
 from offload.disk.aio import Aio, AioOptions, open_aio
-from offload.disk.aio_base import free_bytes
 from offload.errors import ConfigError, StorageError
 from offload.memory.pinned import map_host, tensor_over
 from offload.system import linux
@@ -108,8 +107,7 @@ class ProbeFile:
         try:
             linux.reserve(self._fd, 0, nbytes)
         except OSError as error:
-            what, free = f"probing: reserving {nbytes:,} bytes", free_bytes(self._fd)
-            raise StorageError(what, errno=error.errno or 0, path=self._path, offset=0, free_bytes=free) from error
+            raise StorageError.of(error, f"probing: reserving {nbytes:,} bytes", Path(self._path)) from error
 
     def _fill(self, seconds: float) -> None:
         """Write from the start until the time is over; then size the records so that bursts are short on slow disks."""

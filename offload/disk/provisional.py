@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from offload.disk.swapfile import check_folder, free_bytes
+from offload.disk.swapfile import check_folder
 from offload.errors import ConfigError, StorageError
 from offload.sizes import PAGE_BYTES, align_up
 from offload.system.linux import memory_file, nameless_file, punch_hole
@@ -73,13 +72,13 @@ class ProvisionalFile:
             try:
                 position += os.pwrite(self.descriptor, data[position : position + (64 << 20)], offset + position)
             except OSError as error:
-                raise self._failure("spilling initial values", error, offset + position) from error
+                raise StorageError.of(error, "spilling initial values", self.where, offset + position) from error
         # Drop the bytes from the page cache: they are not needed there, and a memory cgroup would count them.
         os.posix_fadvise(self.descriptor, offset, len(data), os.POSIX_FADV_DONTNEED)
 
     def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` stored at `offset`. Raises StorageError."""
-        return read_once(self.descriptor, offset, numel, dtype, partial(self._failure, "reading initial values"))
+        return read_once(self.descriptor, offset, numel, dtype, "reading initial values", self.where)
 
     def release(self, offset: int, nbytes: int) -> None:
         """These bytes are not read any more: the space of the whole pages in them is freed."""
@@ -98,34 +97,28 @@ class ProvisionalFile:
             os.close(self.descriptor)
             self.descriptor = -1
 
-    def _failure(self, what: str, error: OSError, offset: int) -> StorageError:
-        free = free_bytes(self.where) if isinstance(self.where, Path) else None
-        return StorageError(what, errno=error.errno or 0, path=str(self.where), offset=offset, free_bytes=free)
 
-
-def read_once(
-    fd: int, offset: int, numel: int, dtype: torch.dtype, failure: Callable[[OSError, int], StorageError]
-) -> torch.Tensor:
+def read_once(fd: int, offset: int, numel: int, dtype: torch.dtype, what: str, where: Path | str) -> torch.Tensor:
     """`numel` elements of `dtype` at byte `offset` of a file, 1-D; see `read_into`."""
     out = torch.empty(numel, dtype=dtype, device="cpu")
-    read_into(fd, offset, out, failure)
+    read_into(fd, offset, out, what, where)
     return out
 
 
-def read_into(fd: int, offset: int, out: torch.Tensor, failure: Callable[[OSError, int], StorageError]) -> None:
+def read_into(fd: int, offset: int, out: torch.Tensor, what: str, where: Path | str) -> None:
     """Fill `out`, contiguous, from byte `offset` of a file.
 
-    The bytes are then dropped from the page cache, since a memory cgroup would count them. Raises StorageError: made
-    by `failure` from the error and the offset.
+    The bytes are then dropped from the page cache, since a memory cgroup would count them. Raises StorageError, of
+    `what` at `where`.
     """
     data, position = _bytes_of(out), 0
     while position < len(data):
         try:
             got = os.preadv(fd, [data[position : position + (64 << 20)]], offset + position)
         except OSError as error:
-            raise failure(error, offset + position) from error
+            raise StorageError.of(error, what, where, offset + position) from error
         if got == 0:
-            raise failure(OSError(errno.ENODATA, "end of file"), offset + position)
+            raise StorageError.of(OSError(errno.ENODATA, "end of file"), what, where, offset + position)
         position += got
     os.posix_fadvise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
 

@@ -309,8 +309,5 @@ def _reserve(file: SwapFile, begin: int, end: int, offset: int) -> None:
     try:
         linux.reserve(file.fd, begin, end - begin)
     except OSError as error:
-        raise _failure(f"reserving swap space: need {end - begin:,} bytes more", error, file, offset) from error
-
-
-def _failure(what: str, error: OSError, file: SwapFile, offset: int) -> StorageError:
-    return StorageError(what, errno=error.errno or 0, path=file.path, offset=offset, free_bytes=free_bytes(file.path))
+        what = f"reserving swap space: need {end - begin:,} bytes more"
+        raise StorageError.of(error, what, Path(file.path), offset) from error

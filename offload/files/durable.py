@@ -192,7 +192,7 @@ class Files:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise _storage_error("list", path, error) from error
+            raise StorageError.of(error, "list", path) from error
 
     def exists(self, path: Path) -> bool:
         return os.path.lexists(path)
@@ -204,7 +204,7 @@ class Files:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise _storage_error("look at", path, error) from error
+            raise StorageError.of(error, "look at", path) from error
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def stamp(self, path: Path) -> tuple[int, int, int]:
@@ -248,14 +248,7 @@ def _telling(what: str, path: Path, action: Callable[[], T]) -> T:
     except StorageError:
         raise
     except OSError as error:
-        raise _storage_error(what, path, error) from error
-
-
-def _storage_error(what: str, path: Path, error: OSError) -> StorageError:
-    free = None
-    with contextlib.suppress(OSError):
-        free = free_bytes(_existing(path))
-    return StorageError(what, errno=error.errno or 0, path=str(path), offset=0, free_bytes=free)
+        raise StorageError.of(error, what, path) from error
 
 
 def _existing(path: Path) -> Path:

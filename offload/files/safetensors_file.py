@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from offload.disk.provisional import read_once
-from offload.errors import ConfigError, StorageError
+from offload.errors import ConfigError
 
 DTYPES = {
     "F64": torch.float64,
@@ -72,12 +72,7 @@ class SafetensorsFile:
 
     def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` at byte `offset`, 1-D. Raises StorageError."""
-        return read_once(self._fd, offset, numel, dtype, self._failure)
-
-    def _failure(self, error: OSError, offset: int) -> StorageError:
-        return StorageError(
-            "reading a checkpoint", errno=error.errno or 0, path=str(self.path), offset=offset, free_bytes=None
-        )
+        return read_once(self._fd, offset, numel, dtype, "reading a checkpoint", self.path)
 
     def close(self) -> None:
         """Close the file. Idempotent."""

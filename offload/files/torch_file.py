@@ -107,17 +107,13 @@ class Region:
 
 def read_range(path: Path, offset: int, out: torch.Tensor) -> None:
     """Fill `out`, contiguous, from byte `offset` of a file. Raises StorageError."""
-
-    def failure(error: OSError, at: int) -> StorageError:
-        return StorageError("reading a checkpoint", errno=error.errno or 0, path=str(path), offset=at, free_bytes=None)
-
     try:
         with path.open("rb", buffering=0) as file:
-            read_into(file.fileno(), offset, out, failure)
+            read_into(file.fileno(), offset, out, "reading a checkpoint", path)
     except StorageError:
         raise
     except OSError as error:
-        raise failure(error, offset) from error
+        raise StorageError.of(error, "reading a checkpoint", path, offset) from error
 
 
 class TorchFile:
