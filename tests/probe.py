@@ -384,7 +384,7 @@ def pieces_in_motion(engine: Any) -> list[Any]:
 
 def pieces_kept(engine: Any) -> list[Any]:
     """Pieces of saved activations that may still be needed."""
-    return [piece for live in engine.run.parts.storage.activations._alive() for piece in live.pieces]
+    return [piece for live in engine.run.parts.storage.activations._by_number.values() for piece in live.pieces]
 
 
 def put_activation_disk(engine: Any, disk: Any) -> None:

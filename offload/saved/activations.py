@@ -42,7 +42,7 @@ class Kept:
         self.number, self.begin, self.end, self._gone = number, begin, end, gone
         self.pieces: list[SpilledPiece] = []
         self.watched: torch.Tensor | None = watched
-        self.key, self.version, self.torn = -1, version_of(watched), False
+        self.version, self.torn = version_of(watched), False
         self.source: StorageWeakRef | None = None
         self.handles = self.served = 0
         self.data: torch.Tensor | None = None
@@ -69,13 +69,11 @@ class Kept:
 
     def __del__(self) -> None:
         """Leave a note for the store, see the module."""
-        self._gone.append(_Gone(self.number, self.key, self.pieces, self.data, self.fence))
+        self._gone.append(_Gone(self.pieces, self.data, self.fence))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gone:
-    number: int
-    key: int
     pieces: list[SpilledPiece]
     data: torch.Tensor | None
     fence: Fence
@@ -108,8 +106,8 @@ class ActivationStore:
         self.counters = ActivationCounters()
         self._lock = threading.RLock()  # reentrant: garbage collection may close an engine inside any call
         self._gone: deque[_Gone] = deque()
-        self._by_number: dict[int, weakref.ref[Kept]] = {}
-        self._by_key: dict[int, weakref.ref[Kept]] = {}
+        self._by_number: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
+        self._by_key: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
         self._numbers = 0
         self._closed = False
 
@@ -188,7 +186,7 @@ class ActivationStore:
         """Release everything; no transfer may be in flight. Remaining handles cannot be restored. Idempotent."""
         with self._lock:
             self._closed = True
-            for kept in self._alive():
+            for kept in self._by_number.values():
                 for piece in kept.pieces:
                     piece.block = piece.rescued = None
                 kept.data = None
@@ -224,8 +222,7 @@ class ActivationStore:
             raise error
 
     def _find(self, tensor: torch.Tensor, view: View) -> Kept | None:
-        found = self._by_key.get(storage_key(tensor))
-        kept = None if found is None else found()
+        kept = self._by_key.get(storage_key(tensor))
         if kept is None or kept.version != version_of(tensor):
             return None
         return kept if kept.begin <= view.begin and view.end <= kept.end else None
@@ -241,12 +238,11 @@ class ActivationStore:
         self._numbers += 1
         kept = Kept(self._numbers, begin, end, tensor.detach(), self._gone)
         kept.pieces = self._pieces.put(bytes_of(tensor, begin, end), kept.copied)
-        self._by_number[kept.number] = weakref.ref(kept)
+        self._by_number[kept.number] = kept
         if not packed:
             # The weak reference reserves the key, so that no other storage gets it; it does not keep the memory.
             kept.source = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            kept.key = storage_key(tensor)
-            self._by_key[kept.key] = weakref.ref(kept)
+            self._by_key[storage_key(tensor)] = kept
         self.counters.stored_bytes += kept.nbytes
         return kept, view
 
@@ -277,21 +273,12 @@ class ActivationStore:
     def _before(self, kept: Kept, most: int = 8) -> Iterator[Kept]:
         """The bytes that backward will need next: those kept before `kept`, the latest first."""
         for number in range(kept.number - 1, max(kept.number - 1 - most, 0), -1):
-            found = self._by_number.get(number)
-            other = None if found is None else found()
-            if other is not None:
+            if (other := self._by_number.get(number)) is not None:
                 yield other
-
-    def _alive(self) -> list[Kept]:
-        return [kept for found in self._by_number.values() if (kept := found()) is not None]
 
     def _collect(self) -> None:
         while self._gone:
             gone = self._gone.popleft()
-            self._by_number.pop(gone.number, None)
-            found = self._by_key.get(gone.key)
-            if found is not None and found() is None:
-                del self._by_key[gone.key]
             if gone.data is not None:  # a copy in flight to this memory must end before the memory is reused
                 self._streams.wait_to_use(gone.data, gone.fence)
             self._pieces.drop(gone.pieces)
