@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils.data import IterableDataset, SequentialSampler
 import zero
 from offload.errors import ConfigError
 from zero.config import load_config
-from zero.data.loaders import make_loader
+from zero.data.loaders import Loaders
 from zero.ranks import world
 
 Open = Callable[..., Any]
@@ -46,12 +47,13 @@ class Stream(IterableDataset[int]):
 def loaders(world_size: int, data: Any, *, micro: int = 1, drop: bool = False, **more: Any) -> list[Any]:
     """The loader of every rank."""
     config = load_config({"train_micro_batch_size_per_gpu": micro, "dataloader_drop_last": drop}, world_size=world_size)
+    run: Any = SimpleNamespace(config=config, device=torch.device("cpu"), collate_fn=None)
     made = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world, "world_size", lambda: world_size)
         for rank in range(world_size):
             patch.setattr(world, "rank", lambda rank=rank: rank)
-            made.append(make_loader(data, config, pin=False, **more))
+            made.append(Loaders(run).deepspeed_io(data, **more))
     return made
 
 
@@ -116,7 +118,7 @@ def test_what_is_not_training_is_in_order(world_size: int, route: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_sampler_that_is_given_decides(world_size: int) -> None:
-    for loader in loaders(world_size, Numbers(4), sampler=SequentialSampler(Numbers(4)), batch_size=3):
+    for loader in loaders(world_size, Numbers(4), data_sampler=SequentialSampler(Numbers(4)), batch_size=3):
         assert epoch(loader) == [[0, 1, 2], [3]]
 
 

@@ -6,6 +6,7 @@ import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ import zero
 from offload.archives import make_archive, read_archive
 from offload.errors import ConfigError
 from zero.config import load_config
-from zero.data.loaders import make_loader
+from zero.data.loaders import Loaders
 from zero.ranks import world
 
 Batches = list[list[int]]
@@ -76,10 +77,11 @@ class Stateful:
 
 def open_loader(data: Any, micro: int, *, rank: int = 0, of: int = 1, drop: bool = False, **more: Any) -> Any:
     config = load_config({"train_micro_batch_size_per_gpu": micro, "dataloader_drop_last": drop}, world_size=of)
+    run: Any = SimpleNamespace(config=config, device=torch.device("cpu"), collate_fn=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world, "world_size", lambda: of)
         patch.setattr(world, "rank", lambda: rank)
-        return make_loader(data, config, pin=False, **more)
+        return Loaders(run).deepspeed_io(data, **more)
 
 
 def walk(loader: Any, epochs: int) -> list[Batches]:
@@ -139,20 +141,20 @@ def resumed(loader: Any, state: dict[str, Any]) -> Any:
 def test_what_workers_have_fetched_ahead_does_not_count(workers: tuple[int, int], shuffled: bool) -> None:
     route = "train" if shuffled else "eval"
     whole = walk(open_loader(Numbers(23), 2, route=route), 3)
-    before, state = interrupt(open_loader(Numbers(23), 2, route=route, num_workers=workers[0]), 1, 3)
-    loader = open_loader(Numbers(23), 2, route=route, num_workers=workers[1])
+    before, state = interrupt(open_loader(Numbers(23), 2, route=route, num_local_io_workers=workers[0]), 1, 3)
+    loader = open_loader(Numbers(23), 2, route=route, num_local_io_workers=workers[1])
     loader.load_state_dict(state)
     assert joined(before, walk(loader, 2)) == whole
 
 
 def test_workers_draw_other_numbers_each_epoch_and_the_same_when_one_is_repeated() -> None:
     torch.manual_seed(3)
-    loader = open_loader(Draws(8), 4, num_workers=1)
+    loader = open_loader(Draws(8), 4, num_local_io_workers=1)
     whole = walk(loader, 3)
     assert len({tuple(batch) for batches in whole for batch in batches}) == 6
     torch.manual_seed(3)
-    before, state = interrupt(open_loader(Draws(8), 4, num_workers=1), 0, 1)
-    loader = open_loader(Draws(8), 4, num_workers=1)
+    before, state = interrupt(open_loader(Draws(8), 4, num_local_io_workers=1), 0, 1)
+    loader = open_loader(Draws(8), 4, num_local_io_workers=1)
     loader.load_state_dict(state)
     after = walk(loader, 3)
     assert after[1:] == whole[1:] and before[0][0] == whole[0][0] and after[0][0] not in whole[0]
@@ -187,7 +189,7 @@ def test_a_sampler_that_was_given_goes_on_in_the_order_it_had(name: str, place: 
     epoch, batches = place
 
     def opened() -> Any:
-        return open_loader(Numbers(11), 2, sampler=SAMPLERS[name](), num_workers=workers)
+        return open_loader(Numbers(11), 2, data_sampler=SAMPLERS[name](), num_local_io_workers=workers)
 
     torch.manual_seed(5)
     whole = walk(opened(), 4)
@@ -204,11 +206,11 @@ def test_a_sampler_that_was_given_goes_on_in_the_order_it_had(name: str, place: 
 def test_one_that_was_told_its_epoch_is_told_again() -> None:
     sampler = DistributedSampler(Numbers(11), 1, 0)
     sampler.set_epoch(4)
-    before, state = interrupt(open_loader(Numbers(11), 2, sampler=sampler), 0, 2)
-    loader = open_loader(Numbers(11), 2, sampler=DistributedSampler(Numbers(11), 1, 0))
+    before, state = interrupt(open_loader(Numbers(11), 2, data_sampler=sampler), 0, 2)
+    loader = open_loader(Numbers(11), 2, data_sampler=DistributedSampler(Numbers(11), 1, 0))
     loader.load_state_dict(state)
     assert loader.sampler.epoch == 4
-    assert joined(before, walk(loader, 1)) == walk(open_loader(Numbers(11), 2, sampler=sampler), 1)
+    assert joined(before, walk(loader, 1)) == walk(open_loader(Numbers(11), 2, data_sampler=sampler), 1)
 
 
 def test_set_epoch_after_loading_decides() -> None:
@@ -256,7 +258,7 @@ def test_other_ranks_and_sizes_go_on_after_the_samples_that_were_had(data: st.Da
     [
         ({"micro": 3}, "batches had 2 samples and have 3"),
         ({"count": 12}, "the dataset had 11 samples when this was saved and has 12 now"),
-        ({"sampler": SequentialSampler(Numbers(11))}, "another kind of sampler"),
+        ({"data_sampler": SequentialSampler(Numbers(11))}, "another kind of sampler"),
         ({"of": 4}, r"6 samples of the epoch were used.*4 ranks cannot divide evenly; 2 more are skipped"),
         ({"of": 3}, None),
         ({}, None),
@@ -320,7 +322,7 @@ class Broken(Numbers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_that_could_not_be_made_is_passed_over_only_if_the_loop_goes_on(workers: int) -> None:
-    loader = open_loader(Broken(10), 2, route="eval", num_workers=workers)
+    loader = open_loader(Broken(10), 2, route="eval", num_local_io_workers=workers)
     batches = iter(loader)
     assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match="sample 4"):

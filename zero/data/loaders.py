@@ -17,64 +17,6 @@ from zero.ranks import world
 ROUTES = ("train", "eval", "predict")  # The use of a loader, in DeepSpeed's words; only training is in random order.
 
 
-def make_loader(
-    data: Dataset[Any],
-    config: Config,
-    *,
-    pin: bool,
-    route: str = "train",
-    batch_size: int | None = None,
-    sampler: Sampler[Any] | None = None,
-    place: tuple[int, int] | None = None,
-    **options: Any,
-) -> DataLoader[Any]:
-    """A loader of this rank's micro-batches.
-
-    With several ranks the samples of an epoch are divided among them. If the number of samples is no multiple of the
-    ranks, samples from the front are added (or, with `dataloader_drop_last`, the rest is dropped): a rank with one
-    batch less would leave the others waiting. An incomplete last batch is kept (or dropped, likewise); it has the same
-    size on every rank.
-
-    The loader has `state_dict` and `load_state_dict` (see `ResumableLoader`), except for an IterableDataset. Raises
-    ConfigError: no such route, or data that cannot be divided.
-
-    Args:
-        data: with `__getitem__` and `__len__`; with one rank also an IterableDataset.
-        pin: put batches into pinned memory.
-        route: one of `ROUTES`.
-        batch_size: number of samples; None: train_micro_batch_size_per_gpu.
-        sampler: gives this rank's samples in their order; None: see above.
-        place: (index, count) of the part of the data; None: (this rank, number of ranks).
-        options: of the DataLoader.
-    """
-    if route not in ROUTES:
-        raise ConfigError(f"loader: route: expected one of {', '.join(ROUTES)}, got {route!r}")
-    iterable = isinstance(data, IterableDataset)
-    if not iterable and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        raise ConfigError(
-            f"loader: expected a dataset with __getitem__ and __len__, or an IterableDataset, got {type(data).__name__}"
-        )
-    rank, world_size = place or (world.rank(), world.world_size())
-    drop, shuffle = config.dataloader_drop_last, route == "train"
-    if iterable and world_size > 1:
-        raise ConfigError(
-            f"loader: an IterableDataset cannot be split over {world_size} ranks, because each would see all of it; "
-            "make your own DataLoader over this rank's part"
-        )
-    options |= {"batch_size": config.train_micro_batch_size_per_gpu if batch_size is None else batch_size}
-    options |= {"pin_memory": pin, "drop_last": drop}
-    if iterable:
-        return DataLoader(data, sampler=sampler, **options)
-    if sampler is None and world_size == 1 and not shuffle:
-        sampler = SequentialSampler(data)  # type: ignore[arg-type]
-    elif sampler is None:
-        # One rank takes its order from torch.manual_seed. Several ranks, whose seeds may differ, need the same order,
-        # also those that read the same part of the data, as the stages of a pipeline do.
-        seed = torch.initial_seed() % 2**62 if world.world_size() == 1 else 0
-        sampler = EpochSampler(data, world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop)
-    return ResumableLoader(data, sampler, rank=rank, world_size=world_size, **options)
-
-
 class Training(Protocol):
     config: Config
     device: torch.device
@@ -99,6 +41,12 @@ class Loaders:
     ) -> DataLoader[Any]:
         """A loader of this rank's micro-batches; DeepSpeed's name and arguments.
 
+        With several ranks the samples of an epoch are divided among them. If the number of samples is no multiple of
+        the ranks, samples from the front are added (or, with `dataloader_drop_last`, the rest is dropped): a rank with
+        one batch less would leave the others waiting. An incomplete last batch is kept (or dropped, likewise); it has
+        the same size on every rank.
+
+        The loader has `state_dict` and `load_state_dict` (see `ResumableLoader`), except for an IterableDataset.
         Checkpoints have the position of `engine.training_dataloader` only: if you train on this loader, set it there.
 
         Args:
@@ -106,22 +54,47 @@ class Loaders:
             batch_size: number of samples; None: train_micro_batch_size_per_gpu.
             route: "train" shuffles, "eval" and "predict" keep the order.
             pin_memory: put batches into pinned memory; only with a GPU.
-            data_sampler: gives this rank's samples; None: its part of all of them.
+            data_sampler: gives this rank's samples in their order; None: its part of all of them.
             collate_fn: None: the one given to `zero.initialize`, else torch's.
             num_local_io_workers: number of processes that load; None: none, the training loop loads.
-            place: as of `make_loader`.
+            place: (index, count) of the part of the data; None: (this rank, number of ranks).
 
         Raises:
             ConfigError: no such route, or data that cannot be divided among the ranks.
         """
-        return make_loader(
-            dataset,
-            self._run.config,
-            pin=pin_memory and is_accelerator(self._run.device),
-            route=route,
-            batch_size=batch_size,
-            sampler=data_sampler,
-            place=place,
-            collate_fn=collate_fn if collate_fn is not None else self._run.collate_fn,
-            num_workers=num_local_io_workers or 0,
+        config, (rank, world_size) = self._run.config, place or (world.rank(), world.world_size())
+        drop, shuffle = config.dataloader_drop_last, route == "train"
+        _check(dataset, route, world_size)
+        options: dict[str, Any] = {
+            "batch_size": config.train_micro_batch_size_per_gpu if batch_size is None else batch_size,
+            "pin_memory": pin_memory and is_accelerator(self._run.device),
+            "drop_last": drop,
+            "collate_fn": collate_fn if collate_fn is not None else self._run.collate_fn,
+            "num_workers": num_local_io_workers or 0,
+        }
+        if isinstance(dataset, IterableDataset):
+            return DataLoader(dataset, sampler=data_sampler, **options)
+        if data_sampler is None and world_size == 1 and not shuffle:
+            data_sampler = SequentialSampler(dataset)  # type: ignore[arg-type]
+        elif data_sampler is None:
+            # One rank takes its order from torch.manual_seed. Several ranks, whose seeds may differ, need the same
+            # order, also those that read the same part of the data, as the stages of a pipeline do.
+            seed = torch.initial_seed() % 2**62 if world.world_size() == 1 else 0
+            data_sampler = EpochSampler(dataset, world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop)
+        return ResumableLoader(dataset, data_sampler, rank=rank, world_size=world_size, **options)
+
+
+def _check(data: Dataset[Any], route: str, world_size: int) -> None:
+    """Raise ConfigError if there is no such route, or the data cannot be divided among the ranks."""
+    if route not in ROUTES:
+        raise ConfigError(f"loader: route: expected one of {', '.join(ROUTES)}, got {route!r}")
+    iterable = isinstance(data, IterableDataset)
+    if not iterable and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise ConfigError(
+            f"loader: expected a dataset with __getitem__ and __len__, or an IterableDataset, got {type(data).__name__}"
+        )
+    if iterable and world_size > 1:
+        raise ConfigError(
+            f"loader: an IterableDataset cannot be split over {world_size} ranks, because each would see all of it; "
+            "make your own DataLoader over this rank's part"
         )
