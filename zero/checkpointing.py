@@ -20,10 +20,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from offload.accelerator import synchronize
 from offload.errors import ConfigError
-from offload.saved.activations import ActivationStore
-from offload.saved.slabs import Slabs
-from offload.saved.spill_store import PieceStore
 from offload.streams import open_streams
+from zero.activations.activation_store import open_store
 from zero.activations.rng_tracker import (
     MODEL_PARALLEL,
     CudaRNGStatesTracker,
@@ -34,8 +32,8 @@ from zero.activations.rng_tracker import (
 from zero.activations.saved_tensors import Activations, current, within
 from zero.config import Config, load_config
 from zero.config.activation_block import ActivationCheckpointing
-from zero.plan.beside_planes import KNOB, tier_in
-from zero.plan.plan import DEVICE, NVME
+from zero.plan.beside_planes import tier_in
+from zero.plan.plan import NVME
 from zero.ranks import world
 from zero.reports.log import NOTICE
 
@@ -223,14 +221,8 @@ def _scope(settings: ActivationCheckpointing, args: tuple[Any, ...]) -> Activati
         )
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
     if (tier, device) not in _state.own:
-        _state.own[tier, device] = Activations(settings, _own_store(tier, device))
+        _state.own[tier, device] = Activations(settings, open_store(tier, device, open_streams(device)))
     return _state.own[tier, device]
-
-
-def _own_store(tier: str, device: torch.device) -> ActivationStore:
-    near, streams = tier == DEVICE, open_streams(device)
-    memory = Slabs("saved activations", KNOB, device if near else torch.device("cpu"), None, pinned=not near)
-    return ActivationStore(PieceStore("saved activations", memory, streams, near=near), device, streams)
 
 
 class _Region:

@@ -1,4 +1,4 @@
-"""The store for tensors that autograd saves, made from a plan."""
+"""Stores for tensors that autograd saves: of an engine, made from its plan, and without one."""
 
 from __future__ import annotations
 
@@ -28,13 +28,26 @@ def open_activations(
     if wish.tier is None:
         return None
     disk, mover, streams = moving
-    near, on_disk = wish.tier == DEVICE, wish.tier == NVME
-    memory_bytes = wish.passing_bytes if on_disk else wish.nbytes
-    where = device if near else torch.device("cpu")
-    memory = Slabs("saved activations", KNOB, where, memory_bytes, pinned=pinned and not near)
-    swap = None
-    if on_disk and disk is not None:
-        begin = plan.swap_bytes - wish.swap_bytes
+    memory_bytes, swap = wish.nbytes, None
+    if wish.tier == NVME and disk is not None:
+        begin, memory_bytes = plan.swap_bytes - wish.swap_bytes, wish.passing_bytes
         swap = Swap(disk, SwapArea(disk.swap, begin, wish.swap_bytes, grows=wish.nbytes is None))
+    return open_store(wish.tier, device, streams, memory_bytes, pinned=pinned, swap=swap, mover=mover)
+
+
+def open_store(
+    tier: str,
+    device: torch.device,
+    streams: Streams,
+    nbytes: int | None = None,
+    *,
+    pinned: bool = True,
+    swap: Swap | None = None,
+    mover: Mover | None = None,
+) -> ActivationStore:
+    """A store over `nbytes` of memory; None: it grows. With `swap` tensors pass through the memory to the disk."""
+    near = tier == DEVICE
+    where = device if near else torch.device("cpu")
+    memory = Slabs("saved activations", KNOB, where, nbytes, pinned=pinned and not near)
     pieces = PieceStore("saved activations", memory, streams, near=near, swap=swap, mover=mover)
     return ActivationStore(pieces, device, streams)

@@ -9,9 +9,8 @@ forward stores these inputs and all tensors that are saved outside of checkpoint
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import nn
@@ -63,13 +62,10 @@ class Activations:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        token = _current.set(self)
-        self._look_at_model()
-        try:
-            with self.saving() if self.block.activation_offloading else nothing():
+        with within(self):
+            self._look_at_model()
+            with self.saving() if self.block.activation_offloading else nullcontext():
                 yield
-        finally:
-            _current.reset(token)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -129,8 +125,3 @@ def within(activations: Activations | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
-
-
-@contextmanager
-def nothing(value: Any = None) -> Iterator[Any]:
-    yield value
