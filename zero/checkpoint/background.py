@@ -47,7 +47,6 @@ class BackgroundSave:
         self._extent_of = {extent.group: extent for extent in self._part.extents if extent.group is not None}
         self._taking: dict[int, asyncio.Task[None]] = {}  # id(extent) -> the task that reads it into memory.
         self._stores: list[asyncio.Task[None]] = []
-        self._failed = False
         self._as_of = self._updates.arguments  # Arguments of the last step; the save contains its updates.
         self._pipeline.before = self._before_update
         self._began = time.perf_counter()
@@ -71,7 +70,7 @@ class BackgroundSave:
                 await self._take_all()
                 await worker.run(self._part.finish)
             except BaseException as error:
-                self._failed, why = True, error
+                self._part.writer.stopped, why = True, error
                 await worker.run(lambda: self._save.say_failed(why))
                 raise
             finally:
@@ -91,19 +90,9 @@ class BackgroundSave:
                 worker.close()
 
     async def _take_all(self) -> None:
-        waiting = iter(self._part.extents)
-
-        async def take_turns() -> None:
-            for extent in waiting:
-                if self._failed:
-                    return
-                await asyncio.shield(self._take(extent))
-
+        part = self._part
         try:
-            await asyncio.gather(*(take_turns() for _ in range(AT_ONCE)))
-        except BaseException:
-            self._failed = True
-            raise
+            await part.writer.write_all(part.extents, lambda extent: asyncio.shield(self._take(extent)), AT_ONCE)
         finally:
             # When one extent has failed others are still in flight: they need the memory and the file until they end.
             await asyncio.gather(*self._taking.values(), return_exceptions=True)
@@ -129,7 +118,7 @@ class BackgroundSave:
 
     async def _before_update(self, group: SubGroup, arguments: StepArguments) -> None:
         extent = self._extent_of.get(group)
-        if extent is None or arguments is self._as_of or self._failed:
+        if extent is None or arguments is self._as_of or self._part.writer.stopped:
             return
         await asyncio.wait([self._take(extent)])  # if it fails, the save fails, and not the step
 

@@ -209,19 +209,28 @@ class ExtentWriter:
         )
         self._encoders = Worker("zero-checkpoint-encoder", ENCODERS)
         self.checksums: dict[int, tuple[int, int]] = {}
-        self.stopped = False  # True: `write_all` begins no further extent.
+        self.stopped = False  # True: `write_all` begins no further extent, since one has failed or the owner ends it.
 
-    async def write_all(self, extents: Iterable[Extent]) -> None:
-        """Write extents with the planes' present values. Raises StorageError."""
-        waiting = iter(extents)
+    async def write_all(
+        self,
+        extents: Iterable[Extent],
+        write: Callable[[Extent], Awaitable[None]] | None = None,
+        at_once: int = EXTENTS_AT_ONCE,
+    ) -> None:
+        """Write extents with the planes' present values, each by `write`, or `self.write`. Raises StorageError."""
+        waiting, write = iter(extents), write or self.write
 
         async def take_turns() -> None:
             for extent in waiting:
                 if self.stopped:
                     return
-                await self.write(extent)
+                try:
+                    await write(extent)
+                except BaseException:
+                    self.stopped = True
+                    raise
 
-        await settle_all([asyncio.ensure_future(take_turns()) for _ in range(EXTENTS_AT_ONCE)])
+        await settle_all([asyncio.ensure_future(take_turns()) for _ in range(at_once)])
 
     async def write(self, extent: Extent) -> None:
         """Write one extent with the planes' present values. Raises StorageError."""

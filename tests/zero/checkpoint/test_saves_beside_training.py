@@ -169,6 +169,23 @@ def test_a_save_that_fails_ends_when_nothing_of_it_moves_any_more(
     assert not unequal(train(engine, 1), calm)
 
 
+def test_after_a_failure_no_further_extent_is_begun() -> None:
+    """Those beside it end first."""
+    extents = object.__new__(writer.ExtentWriter)
+    extents.stopped, begun, ended = False, list[int](), list[int]()
+
+    async def write(number: int) -> None:
+        begun.append(number)
+        await asyncio.sleep(0.01 * number)
+        if number == 1:
+            raise StorageError("write", errno=5, path="file", offset=0, free_bytes=None)
+        ended.append(number)
+
+    with pytest.raises(StorageError):
+        asyncio.run(extents.write_all(range(1, 9), write, 2))  # type: ignore[arg-type]
+    assert begun == [1, 2] and ended == [2]
+
+
 def test_a_step_that_begins_while_a_sub_group_is_looked_at_does_not_wait_for_the_save_that_waits_for_it(
     open_engine: Open, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
