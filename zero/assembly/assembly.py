@@ -253,6 +253,11 @@ class Assembly:
             forget(tiled.whole)
             tiled.release(slot.name)
 
+    @property
+    def trained(self) -> frozenset[int]:
+        """Indices of the trained parameters."""
+        return frozenset(slot.index for unit in self.layout.units if unit.trainable for slot in unit.slots)
+
     def small_states(self, names: Mapping[int, str]) -> dict[str, dict[str, torch.Tensor]]:
         """This rank's small states as `KeptOptimizer.named_small` has them; no update of these parameters is due."""
         if self._owner.updater is None or not self._owner.updater.keeps_small:

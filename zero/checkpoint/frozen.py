@@ -52,12 +52,8 @@ class FrozenPart:
     sums: Sums = field(default_factory=dict)  # With "reference".
 
 
-def frozen_indices(parts: Assembly) -> frozenset[int]:
-    return frozenset(slot.index for unit in parts.layout.units if not unit.trainable for slot in unit.slots)
-
-
 def frozen_extents(parts: Assembly, exchange: Exchange, indices: frozenset[int] | None = None) -> Extents:
-    wanted = frozen_indices(parts) if indices is None else indices
+    wanted = frozenset(range(len(parts.leaves))) - parts.trained if indices is None else indices
     extents = Extents(parts.layout, (), parts.leaves, exchange.placement, wanted.__contains__)
     extents.end()
     return extents

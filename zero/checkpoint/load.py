@@ -74,7 +74,7 @@ class Wanted:
         elsewhere: Collection[str] = (),
     ) -> None:
         self._source, self._parts = source, parts
-        trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
+        trained = parts.trained
         frozen = [unit for unit in parts.layout.units if not unit.trainable and unit.dtype == torch.bfloat16]
         self._in_bf16 = {slot.index for unit in frozen for slot in unit.slots}
         self.names: dict[int, str] = {}  # Parameter's index -> the name that the source has for it.
@@ -397,8 +397,7 @@ class LoadCheckpoints:
             left_out = not state["has_frozen"]
             wanted = Wanted(source, parts, strict=strict, optimizer=updater, known_frozen=left_out, elsewhere=elsewhere)
             if updater is not None:
-                name_of = {id(leaf.parameter): leaf.names[0] for leaf in parts.leaves}
-                check_groups(updater, state["groups"], name_of, "load_checkpoint", "the checkpoint")
+                check_groups(updater, state["groups"], parts.names, "load_checkpoint", "the checkpoint")
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(parts, placement, state["accumulating"], mine and mine["accumulated"])
                 self._check_scale(state.get("loss_scaler"), goes_on=updater is not None)
@@ -427,8 +426,7 @@ class LoadCheckpoints:
         if updater is not None:
             for key, saved in numbers.items():
                 updater.set_numbers(key, saved)
-            loaded = (leaf for leaf in parts.leaves if id(leaf.parameter) in numbers)
-            updater.take_small(small, {id(leaf.parameter): leaf.names[0] for leaf in loaded})
+            updater.take_small(small, {key: name for key, name in parts.names.items() if key in numbers})
             restore_groups(updater, state["groups"])
             run.scaler.load_state_dict(state.get("loss_scaler"))
         client["lr_scheduler"] = _scheduler_of(client, mine, parts)

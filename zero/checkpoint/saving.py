@@ -27,7 +27,6 @@ from zero.checkpoint.frozen import (
     Stamp,
     digest_of,
     frozen_extents,
-    frozen_indices,
     frozen_sums,
 )
 from zero.checkpoint.of_stages import whole_extra_states, whole_state
@@ -35,7 +34,6 @@ from zero.checkpoint.save import CheckpointSave
 from zero.checkpoint.source import CLIENT, RANK, STATE
 from zero.checkpoint.writer import Extents, plan_extents
 from zero.exchange.together import Together
-from zero.params.buffers import persistent_buffers
 from zero.snapshots.run_state import client_part, common_state, rank_state
 
 logger = logging.getLogger("zero")
@@ -157,7 +155,7 @@ class SaveCheckpoints:
     def _save_frozen(self, save_dir: Path, *, left_out: bool) -> FrozenPart:
         """Decide how the weights that are not trained are saved; writes the shared ones. All ranks call this."""
         mode, parts = self._run.config.checkpoint.frozen, self._run.parts
-        if left_out or mode == "always" or parts.exchange.is_stage or not frozen_indices(parts):
+        if left_out or mode == "always" or parts.exchange.is_stage or len(parts.trained) == len(parts.leaves):
             return FrozenPart(inside=not left_out)
         self._state.frozen_sums = frozen_sums(parts, parts.exchange, self._state.frozen_sums)
         if mode == "reference":
@@ -200,21 +198,14 @@ class SaveCheckpoints:
     def _capture(self, client_state: Mapping[str, Any], frozen: FrozenPart) -> tuple[dict[str, Any], Extents]:
         """The common state of all ranks, and everything that this rank writes."""
         parts, placement = self._run.parts, self._run.exchange.placement
-        indices = frozen_indices(parts)
+        trained = parts.trained
         own = parts.exchange.everyone.saves
 
         def wanted(index: int) -> bool:
-            return (frozen.inside or index not in indices) and own(parts.leaves[index].names[0])
+            return (frozen.inside or index in trained) and own(parts.leaves[index].names[0])
 
         extents = plan_extents(parts, placement, wanted, own, self._run.updater)
-        dtypes = {
-            parts.leaves[slot.index].names[0]: str(unit.dtype).removeprefix("torch.")
-            for unit in parts.layout.units
-            for slot in unit.slots
-        }
-        state = common_state(self._run, self._run.config, parts.leaves, dtypes)
-        state["frozen"] = [leaf.names[0] for leaf in parts.leaves if leaf.index in indices]
-        state["buffers"] = list(persistent_buffers(parts.model))
+        state = common_state(self._run)
         state["has_frozen"], state["frozen_sums"] = frozen.inside or bool(frozen.beside[0]), dict(frozen.sums)
         if not state["has_frozen"]:
             left_out = set(state["frozen"])

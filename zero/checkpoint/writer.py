@@ -383,7 +383,7 @@ def plan_extents(
             if not own(name):
                 continue
             extents.add(MODEL + name, buffer.detach().to("cpu", copy=True))
-        trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
+        trained = parts.trained
         for leaf in parts.leaves:
             if leaf.index in trained and wanted(leaf.index):
                 numbers = {STEP: Scalar(0)} if optimizer is None else optimizer.saved_numbers(id(leaf.parameter))

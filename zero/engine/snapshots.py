@@ -29,7 +29,7 @@ class SnapshotTurns(StepListener):
     def begin(self, snapshots: Snapshots) -> None:
         """Begin a snapshot of the last step."""
         run = self._run
-        snapshots.begin(run.global_steps, capture(run, run.parts.names, run.parts.stepper.norm))
+        snapshots.begin(run.global_steps, capture(run, run.parts.stepper.norm))
 
     def commit_last(self) -> None:
         """Commit when the engine closes, but not while an error is raised or handled.
@@ -132,11 +132,10 @@ class SnapshotCalls:
         self._steps.forget_batch()
         together = Together(run.exchange)
         parts = together.do("load_snapshot", self._steps.at_rest)  # no rank uses this rank's slices any more
-        names = parts.names
-        state = snapshots.load(lambda kept: check(run, names, kept))
+        state = snapshots.load(lambda kept: check(run, kept))
         if state is None:
             return None
-        parts.stepper.norm = restore(run, names, state)
+        parts.stepper.norm = restore(run, state)
         parts.coordinator.rewritten()
         self._accumulation.buffers_differ()
         self._steps.ready("load_snapshot")  # what only all ranks can gather; later one may evaluate alone

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,8 @@ from offload.accelerator import compute_device, is_accelerator, rng_state, set_r
 from offload.archives import pack_any, unpack_any
 from offload.errors import ConfigError
 from zero.activations.rng_tracker import get_cuda_rng_tracker
-from zero.config import Config
 from zero.optim.optimizer import ZeroOptimizer, check_flags
-from zero.params.buffers import extra_states
-from zero.params.units import Leaf
+from zero.params.buffers import extra_states, persistent_buffers
 
 if TYPE_CHECKING:
     from zero.assembly.run import Run
@@ -30,10 +28,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zero")
 
 
-def common_state(engine: Run, config: Config, leaves: Iterable[Leaf], dtypes: Mapping[str, str]) -> dict[str, Any]:
-    """The common part of all ranks. `dtypes`: first name of each parameter -> the dtype that it is computed in."""
-    leaves = list(leaves)
-    name_of = {id(leaf.parameter): leaf.names[0] for leaf in leaves}
+def common_state(engine: Run) -> dict[str, Any]:
+    """The common part of all ranks."""
+    parts, config = engine.parts, engine.config
+    leaves, trained = parts.leaves, parts.trained
+    dtype_of = {slot.index: str(unit.dtype) for unit in parts.layout.units for slot in unit.slots}
     return {
         "global_steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
@@ -42,12 +41,14 @@ def common_state(engine: Run, config: Config, leaves: Iterable[Leaf], dtypes: Ma
         "skipped_steps": engine.skipped_steps,
         "forwards": getattr(engine.module, "micro_offset", None),
         "loss_scaler": engine.scaler.state_dict(),
-        "groups": [] if engine.updater is None else saved_groups(engine.updater, name_of),
+        "groups": [] if engine.updater is None else saved_groups(engine.updater, parts.names),
         "config": _plain(config.as_dict()),
         "origins": dict(config.origins),
         "parameters": [leaf.names[0] for leaf in leaves],
         "aliases": {name: leaf.names[0] for leaf in leaves for name in leaf.names[1:]},
-        "dtypes": dict(dtypes),
+        "dtypes": {leaves[index].names[0]: dtype.removeprefix("torch.") for index, dtype in dtype_of.items()},
+        "frozen": [leaf.names[0] for leaf in leaves if leaf.index not in trained],
+        "buffers": list(persistent_buffers(parts.model)),
     }
 
 

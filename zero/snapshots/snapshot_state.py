@@ -25,11 +25,12 @@ REST, SMALL = "rest", "small states"
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-def capture(run: Run, names: dict[int, str], norm: float | None) -> Callable[[], bytes]:
-    """Capture the present state, in the form that `restore` takes. `names`: id(parameter) -> its first name.
+def capture(run: Run, norm: float | None) -> Callable[[], bytes]:
+    """Capture the present state, in the form that `restore` takes.
 
     Returns a function that makes the bytes. It captures small states only when called, after the step's updates.
     """
+    names = run.parts.names
     state: dict[str, Any] = {
         "counters": {name: getattr(run, name) for name in COUNTERS},
         "loss_scaler": run.scaler.state_dict(),
@@ -60,10 +61,10 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> Callable[[],
     return with_small
 
 
-def check(run: Run, names: dict[int, str], data: bytes) -> None:
+def check(run: Run, data: bytes) -> None:
     """Raise ConfigError if the param groups are not the ones that `capture` has saved."""
     if run.updater is not None:
-        check_groups(run.updater, _opened(data)[0]["groups"], names, "load_snapshot", "the snapshot")
+        check_groups(run.updater, _opened(data)[0]["groups"], run.parts.names, "load_snapshot", "the snapshot")
 
 
 def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -74,9 +75,10 @@ def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     return state, {}
 
 
-def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
+def restore(run: Run, data: bytes) -> float | None:
     """Restore the state of `capture`, after `check`; returns the norm of the last step's gradients."""
     state, small = _opened(data)
+    names = run.parts.names
     restore_counters(run, state["counters"])
     run.scaler.load_state_dict(state.get("loss_scaler"))
     if (optimizer := run.updater) is not None:
