@@ -25,25 +25,26 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.numpy().tobytes())
 
 
-def make_archive(value: Any) -> torch.Tensor:
-    """The torch.save archive of `value`, as uint8."""
+def make_archive(value: Any) -> bytes:
+    """The torch.save archive of `value`."""
     stream = io.BytesIO()
     torch.save(value, stream)
-    return bytes_tensor(stream.getvalue())
+    return stream.getvalue()
 
 
-def read_archive(data: torch.Tensor, what: str, *, trusted: bool = False) -> Any:
+def read_archive(data: bytes | torch.Tensor, what: str, *, trusted: bool = False) -> Any:
     """The inverse of `make_archive`.
 
     Raises ConfigError: the bytes are damaged, or hold objects that only `trusted` allows.
 
     Args:
-        data: the archive.
+        data: the archive; a tensor is uint8, on the host.
         what: its name in errors.
         trusted: objects of any class may be made, which runs code that the bytes name.
     """
+    stream = io.BytesIO(data if isinstance(data, bytes) else bytes_of(data))
     try:
-        return torch.load(io.BytesIO(bytes_of(data)), map_location="cpu", weights_only=not trusted)
+        return torch.load(stream, map_location="cpu", weights_only=not trusted)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ImportError, AttributeError) as error:
         raise ConfigError(f"{what} cannot be read: {error}") from error
 
@@ -57,7 +58,7 @@ def pack_any(value: Any) -> Any:
     try:
         read_archive(archive, "")
     except ConfigError:
-        return {PACKED: archive}
+        return {PACKED: bytes_tensor(archive)}
     return value
 
 

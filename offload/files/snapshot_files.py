@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from offload.archives import bytes_tensor
 from offload.disk.stripes import StripeMap
 from offload.disk.swapfile import SwapFile, SwapSpace, check_folder, check_room, stripe_weights
 from offload.errors import ConfigError, StorageError
@@ -317,7 +316,7 @@ def _unpacked(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _checksum(data: bytes) -> str:
-    return f"{kernels.crc32c(torch.frombuffer(bytearray(data or b'-'), dtype=torch.uint8)):08x}"
+    return f"{kernels.crc32c(bytes_tensor(data or b'-')):08x}"
 
 
 def _damaged(path: Path) -> StorageError:

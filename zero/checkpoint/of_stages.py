@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from offload.archives import bytes_tensor, make_archive, read_archive, unpack_any
+from offload.archives import make_archive, read_archive, unpack_any
 from zero.assembly.assembly import Assembly
 from zero.exchange.exchange import Exchange
 from zero.exchange.together import Together
@@ -25,8 +25,8 @@ def whole_state(everyone: Exchange, state: Mapping[str, Any]) -> dict[str, Any]:
     mine = json.dumps([{key: state[key] for key in (*LISTS, *TABLES)}, state["has_frozen"]]).encode()
     answers = everyone.agree("names of all stages", mine)
     told, frozen = zip(*(json.loads(answer) for answer in answers), strict=True)
-    packed = dict.fromkeys(everyone.agree("groups of all stages", make_archive(state["groups"]).numpy().tobytes()))
-    groups: list[list[dict[str, Any]]] = [read_archive(bytes_tensor(each), "groups of a stage") for each in packed]
+    packed = dict.fromkeys(everyone.agree("groups of all stages", make_archive(state["groups"])))
+    groups: list[list[dict[str, Any]]] = [read_archive(each, "groups of a stage") for each in packed]
     whole = dict(state)
     for key in LISTS:
         whole[key] = list(dict.fromkeys(name for part in told for name in part[key]))
@@ -44,10 +44,10 @@ def whole_state(everyone: Exchange, state: Mapping[str, Any]) -> dict[str, Any]:
 def whole_extra_states(everyone: Exchange, model: nn.Module) -> dict[str, Any]:
     """The extra states of the modules of all stages; of a tied module the first stage's count. All ranks call this."""
     mine = Together(everyone).do("extra states", lambda: packed_extra_states(model, "save_checkpoint"))
-    payload = b"" if mine is None else make_archive(mine).numpy().tobytes()
+    payload = b"" if mine is None else make_archive(mine)
     whole: dict[str, Any] = {}
     for answer in filter(None, everyone.agree("extra states of all stages", payload)):
-        found = unpack_any(read_archive(bytes_tensor(answer), "extra states of a stage"), "extra states of a stage")
+        found = unpack_any(read_archive(answer, "extra states of a stage"), "extra states of a stage")
         whole = {**found, **whole}
     return whole
 

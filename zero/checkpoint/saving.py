@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offload.archives import make_archive
+from offload.archives import bytes_tensor, make_archive
 from offload.errors import ConfigError, StorageError, names_file_limit
 from offload.files.durable import Files
 from offload.sizes import format_bytes
@@ -254,7 +254,7 @@ class SaveCheckpoints:
         blobs = {}
         for name, value in values.items():
             try:
-                blobs[name] = make_archive(value())
+                blobs[name] = bytes_tensor(make_archive(value()))
             except Exception as error:
                 whose = {STATE: "the configuration", CLIENT: "client_state, or a scheduler's or module's state"}
                 raise ConfigError(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from offload.archives import bytes_tensor, make_archive, read_archive
+from offload.archives import make_archive, read_archive
 
 if TYPE_CHECKING:
     from zero.exchange.exchange import Exchange
@@ -55,8 +55,8 @@ def gathered(exchange: Exchange, mine: Mapping[str, Small]) -> Mapping[str, Smal
     if exchange.placement.alone:
         return mine
     found: dict[str, Small] = {}
-    for answer in exchange.agree("small states", make_archive(dict(mine)).numpy().tobytes()):
-        for name, tensors in read_archive(bytes_tensor(answer), "small states of another rank").items():
+    for answer in exchange.agree("small states", make_archive(dict(mine))):
+        for name, tensors in read_archive(answer, "small states of another rank").items():
             found.setdefault(name, tensors)
     return found
 

@@ -55,8 +55,7 @@ def capture(run: Run, norm: float | None) -> Callable[[], bytes]:
 
     def with_small() -> bytes:
         small = run.parts.small_states(names)
-        whole = make_archive({REST: archive, SMALL: small}) if small else archive
-        return whole.numpy().tobytes()
+        return make_archive({REST: bytes_tensor(archive), SMALL: small}) if small else archive
 
     return with_small
 
@@ -69,7 +68,7 @@ def check(run: Run, data: bytes) -> None:
 
 def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     """(everything else, small states) from the bytes of `capture`."""
-    state = read_archive(bytes_tensor(data), "the state of a snapshot")
+    state = read_archive(data, "the state of a snapshot")
     if REST in state:
         return read_archive(state[REST], "the state of a snapshot"), state[SMALL]
     return state, {}
