@@ -31,7 +31,7 @@ class StoredBox:
     file: int  # Index of the file in the reader.
     offset: int  # A multiple of 4096; the file extends at least to the next multiple after the last byte.
     nbytes: int
-    crc: int | None = None  # CRC-32C; None: not known.
+    crc: int  # CRC-32C.
 
 
 @dataclass(slots=True, eq=False)
@@ -217,7 +217,7 @@ class BoxReader:
             whole = memory[: align_up(box.nbytes, PAGE_BYTES)]
             await self._aio.read(self._files[box.file].fd, box.offset, whole, str(path), "checkpoint")
         data = memory[: box.nbytes]
-        found = kernels.crc32c(data) if box.crc is not None else None
+        found = kernels.crc32c(data)
         if found != box.crc:
             raise DamagedError(
                 f"{path}: {box.nbytes:,} bytes at offset {box.offset:,} are damaged: expected the checksum "

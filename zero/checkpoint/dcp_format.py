@@ -244,10 +244,6 @@ class Manifest(BaseModel):
     world_size: int
     files: dict[str, FileEntry]  # By name; the manifest is not among them.
 
-    def to_json(self) -> str:
-        content = {"format": FORMAT, "version": VERSION, **self.model_dump(by_alias=True)}
-        return json.dumps({**content, CHECKSUM: _checksum(content)})
-
 
 def _checksum(content: dict[str, Any]) -> int:
     """CRC-32C of the manifest without the checksum itself."""
@@ -256,7 +252,8 @@ def _checksum(content: dict[str, Any]) -> int:
 
 def write_manifest(files: Files, folder: Path, manifest: Manifest) -> None:
     """Write the last file of a checkpoint: with it the checkpoint is complete."""
-    files.write_bytes(folder / MANIFEST_FILE, manifest.to_json())
+    content = {"format": FORMAT, "version": VERSION, **manifest.model_dump(by_alias=True)}
+    files.write_bytes(folder / MANIFEST_FILE, json.dumps({**content, CHECKSUM: _checksum(content)}))
 
 
 def read_manifest(files: Files, folder: Path) -> Manifest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -50,17 +50,6 @@ SWITCHES = frozenset(
 )
 
 
-class Values(Protocol):
-    """The elements of one tensor, in row-major order."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that `read` gives."""
-
-    def read(self, begin: int, out: torch.Tensor) -> None:
-        """Fill `out` with the elements from `begin` on. Raises StorageError."""
-
-
 @dataclass(frozen=True, slots=True)
 class Spread:
     """A tensor that is sharded over the parts of several ranks.
@@ -79,6 +68,7 @@ class Spread:
     base: int = 0
 
     def read(self, begin: int, out: torch.Tensor) -> None:
+        """Fill `out` with the elements from `begin` on, in row-major order. Raises StorageError."""
         position, done = self.first + begin, 0
         while done < out.numel():
             rank, offset = divmod(position + done, self.part_numel)
@@ -102,6 +92,9 @@ class Same:
 
     def read(self, begin: int, out: torch.Tensor) -> None:
         out.fill_(self.value)
+
+
+Values = Spread | Same
 
 
 class SpreadSource:

@@ -78,6 +78,10 @@ class Part:
     def nbytes(self) -> int:
         return self.box.numel * self.dtype.itemsize
 
+    @property
+    def container(self) -> Container:
+        return BARE if self.is_blob else container(self.dtype, self.box.sizes)
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:
@@ -129,8 +133,7 @@ class Extents:
     def add_plane(self, name: str, dtype: torch.dtype, plane: Plane, unit: Unit) -> None:
         """Add a plane's values of a unit, as a tensor of (shard_numel,)."""
         shape = (unit.shard_numel,)
-        bounds = ((lo, min(lo + PIECE_NUMEL, unit.shard_numel)) for lo in range(0, unit.shard_numel, PIECE_NUMEL))
-        boxes = [Box((lo,), (hi - lo,), lo) for lo, hi in bounds]
+        boxes = short_boxes(shape, 0, unit.shard_numel, PIECE_NUMEL)
         self._others += [Part(name, dtype, box, shape, OTHER, 0, unit, unit.begin + box.begin, plane) for box in boxes]
 
     def add_blob(self, name: str, archive: torch.Tensor) -> None:
@@ -145,7 +148,7 @@ class Extents:
             self.extents.append(extent)
 
     def _placed(self, group: SubGroup | None, parts: Sequence[Part]) -> Extent:
-        runs = tuple(pack(((part, archive(part), part.nbytes) for part in parts), self.nbytes, RUN_BYTES))
+        runs = tuple(pack(((part, part.container, part.nbytes) for part in parts), self.nbytes, RUN_BYTES))
         if runs:
             self.nbytes = runs[-1].offset + runs[-1].nbytes
         return Extent(group, runs)
@@ -177,11 +180,6 @@ class Extents:
         for box in short_boxes(shape, lo - origin, hi - origin, PIECE_NUMEL):
             for tensor, dtype, kind, at in kinds:
                 yield Part(tensor, dtype, box, shape, kind, at, unit, origin + box.begin)
-
-
-def archive(part: Part) -> Container:
-    """The container of the part's bytes in the file."""
-    return BARE if part.is_blob else container(part.dtype, part.box.sizes)
 
 
 class ExtentWriter:
