@@ -59,8 +59,7 @@ class PieceStore:
     """Spills bytes of one device.
 
     Args:
-        name: of the bytes; appears in errors and in a timeline.
-        memory: of the host or of the device.
+        memory: of the host or of the device; its name appears in errors and in a timeline.
         near: `memory` is memory of the device.
         swap: None: pieces stay in memory.
         mover: waits for copies, and for the disk; not needed for memory that grows.
@@ -68,7 +67,6 @@ class PieceStore:
 
     def __init__(
         self,
-        name: str,
         memory: Slabs,
         streams: Streams,
         *,
@@ -76,7 +74,7 @@ class PieceStore:
         swap: Swap | None = None,
         mover: Mover | None = None,
     ) -> None:
-        self.name, self.memory = name, memory
+        self.name, self.memory = memory.name, memory
         self._streams, self._near, self._swap, self._mover = streams, near, swap, mover
         self._moving: list[SpilledPiece] = []  # Being written, or dropped with a transfer in flight.
         self._ahead: list[SpilledPiece] = []  # Read ahead, or being read.

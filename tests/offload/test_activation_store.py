@@ -60,7 +60,7 @@ def open_place(nvme_path: Path) -> Iterator[Open]:
                 swap = Swap(disk, SwapArea(disk.swap, 0, nbytes or 1 << 20, grows=nbytes is None))
                 memory_bytes = passing_bytes
             memory = Slabs("saved", "the knob", CPU, memory_bytes)
-            piece_store = PieceStore("saved", memory, streams, near=kind == "device", swap=swap, mover=mover)
+            piece_store = PieceStore(memory, streams, near=kind == "device", swap=swap, mover=mover)
             store = ActivationStore(piece_store, CPU, streams)
 
             def close() -> None:

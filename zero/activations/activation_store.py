@@ -49,5 +49,5 @@ def open_store(
     near = tier == DEVICE
     where = device if near else torch.device("cpu")
     memory = Slabs("saved activations", KNOB, where, nbytes, pinned=pinned and not near)
-    pieces = PieceStore("saved activations", memory, streams, near=near, swap=swap, mover=mover)
+    pieces = PieceStore(memory, streams, near=near, swap=swap, mover=mover)
     return ActivationStore(pieces, device, streams)

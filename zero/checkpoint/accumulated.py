@@ -20,12 +20,12 @@ from zero.optim.gradients import UnitGradient
 from zero.params.placement import Placement
 
 
-def add_accumulated(extents: Extents, parts: Assembly, placement: Placement) -> dict[str, Any] | None:
+def add_accumulated(extents: Extents, parts: Assembly) -> dict[str, Any] | None:
     """Write the gradients that this rank has collected since the last step, if any.
 
     Returns the further information that `load_accumulated` needs; None if nothing has been collected.
     """
-    gradients, rank = parts.gradients, placement.rank
+    gradients, rank = parts.gradients, parts.exchange.placement.rank
     waiting = gradients.waiting()
     units: dict[str, dict[str, Any]] = {}
     for state in gradients.states():
@@ -44,12 +44,12 @@ def add_accumulated(extents: Extents, parts: Assembly, placement: Placement) -> 
     return {"deferred": gradients.deferred, "units": units}
 
 
-def check_accumulated(parts: Assembly, placement: Placement, saved: list[int], told: dict[str, Any] | None) -> None:
+def check_accumulated(parts: Assembly, saved: list[int], told: dict[str, Any] | None) -> None:
     """Raise ConfigError if the accumulation cannot continue here from the saved gradients.
 
     `saved`: `ranks_shape` when they were saved; `told`: the result of `add_accumulated` of the same rank then.
     """
-    mine = ranks_shape(placement)
+    mine = ranks_shape(parts.exchange.placement)
     if saved != mine:
         raise ConfigError(
             "load_checkpoint: the checkpoint was saved in the middle of a gradient accumulation, and each rank has "
@@ -67,20 +67,21 @@ def check_accumulated(parts: Assembly, placement: Placement, saved: list[int], t
             )
 
 
-def load_accumulated(parts: Assembly, placement: Placement, told: dict[str, Any], source: Source) -> None:
+def load_accumulated(parts: Assembly, told: dict[str, Any], source: Source) -> None:
     """Load the gradients that `check_accumulated` has accepted; nothing must have been collected here yet."""
-    here = {state.unit.name: state for state in parts.gradients.states()}
+    here, rank = {state.unit.name: state for state in parts.gradients.states()}, parts.exchange.placement.rank
     for name, unit in told["units"].items():
         state, index = here[name], unit["index"]
         state.contributions = list(unit["contributions"])
         if unit["stored"]:
-            _load_stored(parts, state, source, _stored_name(placement.rank, index))
+            _load_stored(parts, state, source, _stored_name(rank, index))
         if unit["waiting"]:
-            saved = source.tensors[_waiting_name(placement.rank, index)]
+            waiting = _waiting_name(rank, index)
+            saved = source.tensors[waiting]
             flat = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
             for lo in range(0, flat.numel(), PIECE_NUMEL):
                 hi = min(lo + PIECE_NUMEL, flat.numel())
-                flat[lo:hi].copy_(source.read(_waiting_name(placement.rank, index), lo, hi))
+                flat[lo:hi].copy_(source.read(waiting, lo, hi))
             parts.gradients.take_up(index, flat)
     parts.gradients.deferred = told["deferred"]
 

@@ -35,7 +35,6 @@ from zero.checkpoint.dcp_format import (
 from zero.checkpoint.folder import Checkpoints
 from zero.checkpoint.source import FolderSource
 from zero.checkpoint.writer import Extents, ExtentWriter, written_boxes
-from zero.exchange.exchange import Exchange
 
 FOLDER = ".frozen"  # Of a save_dir.
 NAMES_SHOWN = 3
@@ -52,32 +51,29 @@ class FrozenPart:
     sums: Sums = field(default_factory=dict)  # With "reference".
 
 
-def frozen_extents(parts: Assembly, exchange: Exchange, indices: frozenset[int] | None = None) -> Extents:
+def frozen_extents(parts: Assembly, indices: frozenset[int] | None = None) -> Extents:
     wanted = frozenset(range(len(parts.leaves))) - parts.trained if indices is None else indices
-    extents = Extents(parts.layout, (), parts.leaves, exchange.placement, wanted.__contains__)
+    extents = Extents(parts, (), wanted.__contains__)
     extents.end()
     return extents
 
 
-def frozen_sums(parts: Assembly, exchange: Exchange, known: Sums | None = None) -> dict[str, tuple[str, int, int]]:
+def frozen_sums(parts: Assembly, known: Sums | None = None) -> dict[str, tuple[str, int, int]]:
     """Checksums of the weights that are not trained, as stored, independent of the sharding. Called on all ranks.
 
-    Args:
-        parts: of the engine.
-        exchange: of all ranks.
-        known: the result of an earlier call. Then only persistent units, which are always bound, are summed again: a
-            forward, or `.data`, may write to them unnoticed.
+    `known`: the result of an earlier call. Then only persistent units, which are always bound, are summed again: a
+    forward, or `.data`, may write to them unnoticed.
     """
     bound = (unit for unit in parts.layout.units if unit.persistent and not unit.trainable)
     indices = None if known is None else frozenset(slot.index for unit in bound for slot in unit.slots)
     if known is not None and not indices:
         return dict(known)
-    extents = frozen_extents(parts, exchange, indices)
+    extents = frozen_extents(parts, indices)
 
     async def forget(offset: int, data: torch.Tensor) -> None:
         """Store nothing: only the checksums are wanted."""
 
-    writer = ExtentWriter(parts.layout, parts.storage, forget)
+    writer = ExtentWriter(parts, forget)
     try:
         parts.storage.mover.run("summing weights that are not trained", writer.write_all(extents.extents))
     finally:
@@ -86,7 +82,7 @@ def frozen_sums(parts: Assembly, exchange: Exchange, known: Sums | None = None) 
         (box.name.removeprefix(MODEL), box.dtype, begin_of(box.shape, box.offsets), box.payload_bytes, box.crc)
         for box in written_boxes(extents.extents, writer.checksums)
     ]
-    answers = exchange.agree("checksums of weights that are not trained", json.dumps(mine).encode())
+    answers = parts.exchange.agree("checksums of weights that are not trained", json.dumps(mine).encode())
     ranges = sorted({tuple(told) for answer in answers for told in json.loads(answer)})
     sums: dict[str, tuple[str, int, int]] = {}
     for name, dtype, _, nbytes, crc in ranges:

@@ -387,7 +387,7 @@ class LoadCheckpoints:
         self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool
     ) -> dict[str, Any]:
         run, parts, updater = self._run, self._run.parts, self._run.updater if states else None
-        placement, state, source = parts.exchange.placement, opened.state, opened.source
+        state, source = opened.state, opened.source
         elsewhere, state = of_stage(state, parts)
 
         def check() -> Checked:
@@ -399,7 +399,7 @@ class LoadCheckpoints:
             if updater is not None:
                 check_groups(updater, state["groups"], parts.names, "load_checkpoint", "the checkpoint")
             if state["accumulating"] is not None and not only_module:
-                check_accumulated(parts, placement, state["accumulating"], mine and mine["accumulated"])
+                check_accumulated(parts, state["accumulating"], mine and mine["accumulated"])
                 self._check_scale(state.get("loss_scaler"), goes_on=updater is not None)
                 self._check_divisor(int(state["config"]["gradient_accumulation_steps"]))
             numbers = wanted.numbers(updater.number_names() if updater is not None else ())
@@ -407,7 +407,7 @@ class LoadCheckpoints:
 
         client, mine, told, wanted, numbers, small = together.do("checking a checkpoint", check)
         if state["frozen_sums"]:
-            sums = frozen_sums(parts, parts.exchange)
+            sums = frozen_sums(parts)
             together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
         self._steps.forget_gradients()
         self._steps.at_rest()
@@ -415,7 +415,7 @@ class LoadCheckpoints:
         def fill() -> None:
             load_values(parts, wanted, source)
             if mine is not None and mine["accumulated"] is not None and not only_module:
-                load_accumulated(parts, placement, mine["accumulated"], source)
+                load_accumulated(parts, mine["accumulated"], source)
             set_extra_states(parts.model, client.get("extra_states", {}))
 
         with self._state.loading(str(opened.folder), wanted.replaced(), everything=wanted.is_everything):

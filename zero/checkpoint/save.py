@@ -30,7 +30,6 @@ from zero.checkpoint.dcp_format import (
 from zero.checkpoint.folder import Checkpoints, Partial
 from zero.checkpoint.frozen import SharedFrozen
 from zero.checkpoint.writer import Extents, RankPart, data_file, failure_file, list_file, read_list
-from zero.exchange.exchange import Exchange
 from zero.exchange.together import Together
 
 logger = logging.getLogger("zero")
@@ -42,11 +41,12 @@ class CheckpointSave:
     `save_dir`: the folder of all checkpoints; `tag`: checked, the same on all ranks.
     """
 
-    def __init__(self, parts: Assembly, exchange: Exchange, save_dir: Path, tag: str, files: Files) -> None:
-        self._parts, self.placement, self.tag = parts, exchange.placement, tag
+    def __init__(self, parts: Assembly, save_dir: Path, tag: str, files: Files) -> None:
+        everyone = parts.exchange.everyone
+        self._parts, self.placement, self.tag = parts, everyone.placement, tag
         self.keep_last: int | None = None  # The number of checkpoints to keep; None: all.
         self.tools: Mapping[str, str] = {}  # Name -> text of scripts to write into the folder that has `latest`.
-        self._files, self._together = files, Together(exchange)
+        self._files, self._together = files, Together(everyone)
         self._folders = Checkpoints(save_dir, files)
         self._aliases: dict[str, str] = {}
         # Files in other folders that are also part of this checkpoint, and the boxes in them.

@@ -100,7 +100,7 @@ class SaveCheckpoints:
         behind = self._may_save_behind(state)
         if not behind:
             self._steps.synchronize()
-        save = CheckpointSave(parts, parts.exchange.everyone, folder, name, self.files)
+        save = CheckpointSave(parts, folder, name, self.files)
         keep_last = self._run.config.checkpoint.keep_last
         save.beside, save.keep_last, save.tools = frozen.beside, keep_last, self.checkpoint_tools
         said = f"checkpoint {folder / name}: {format_bytes(extents.nbytes)} of this rank saved"
@@ -157,14 +157,14 @@ class SaveCheckpoints:
         mode, parts = self._run.config.checkpoint.frozen, self._run.parts
         if left_out or mode == "always" or parts.exchange.is_stage or len(parts.trained) == len(parts.leaves):
             return FrozenPart(inside=not left_out)
-        self._state.frozen_sums = frozen_sums(parts, parts.exchange, self._state.frozen_sums)
+        self._state.frozen_sums = frozen_sums(parts, self._state.frozen_sums)
         if mode == "reference":
             return FrozenPart(inside=False, sums=self._state.frozen_sums)
         digest, shared = digest_of(self._state.frozen_sums), SharedFrozen(save_dir, self.files)
         if not self._may_share(shared, digest):
-            save = CheckpointSave(parts, parts.exchange, shared.folders.save_dir, digest, self.files)
+            save = CheckpointSave(parts, shared.folders.save_dir, digest, self.files)
             try:
-                save.begin(frozen_extents(parts, parts.exchange), {"global_steps": self._run.global_steps})
+                save.begin(frozen_extents(parts), {"global_steps": self._run.global_steps})
                 save.write()
                 save.commit(save_latest=False)
             finally:
@@ -197,14 +197,13 @@ class SaveCheckpoints:
 
     def _capture(self, client_state: Mapping[str, Any], frozen: FrozenPart) -> tuple[dict[str, Any], Extents]:
         """The common state of all ranks, and everything that this rank writes."""
-        parts, placement = self._run.parts, self._run.exchange.placement
-        trained = parts.trained
+        parts, trained = self._run.parts, self._run.parts.trained
         own = parts.exchange.everyone.saves
 
         def wanted(index: int) -> bool:
             return (frozen.inside or index in trained) and own(parts.leaves[index].names[0])
 
-        extents = plan_extents(parts, placement, wanted, own, self._run.updater)
+        extents = plan_extents(parts, wanted, self._run.updater)
         state = common_state(self._run)
         state["has_frozen"], state["frozen_sums"] = frozen.inside or bool(frozen.beside[0]), dict(frozen.sums)
         if not state["has_frozen"]:
@@ -217,9 +216,9 @@ class SaveCheckpoints:
         together = Together(parts.exchange.everyone)
         accumulated = None
         if not self._backward_torn():
-            accumulated = together.do("saving collected gradients", lambda: add_accumulated(extents, parts, placement))
+            accumulated = together.do("saving collected gradients", lambda: add_accumulated(extents, parts))
         answers = self._run.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
-        state["accumulating"] = ranks_shape(placement) if any(answers) else None
+        state["accumulating"] = ranks_shape(parts.exchange.placement) if any(answers) else None
         blobs = together.do("capturing what is saved", lambda: self._blobs(state, client_state, extra, accumulated))
         for name, archive in blobs.items():
             extents.add_blob(name, archive)

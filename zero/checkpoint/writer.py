@@ -44,12 +44,9 @@ from zero.checkpoint.dcp_format import (
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import Scalar
 from zero.params.buffers import persistent_buffers
-from zero.params.layout import Layout, Slot, SubGroup, Unit
-from zero.params.placement import Placement
-from zero.params.units import Leaf
+from zero.params.layout import Slot, SubGroup, Unit
 from zero.plan.record import Record
 from zero.store.staging import StagedGroup
-from zero.store.storage import Storage
 from zero.store.stored_values import stage_group
 
 BLOCKS = 8  # Runs in memory at once.
@@ -98,25 +95,14 @@ class Extent:
 class Extents:
     """All extents that this rank writes.
 
-    Args:
-        groups: the plan's sub-groups.
-        leaves: the model's parameters, by their index in the layout.
-        wanted: called with a parameter's index: False leaves it out.
-        states: names of the state planes of a trained unit's parameters.
+    `groups`: sub-groups of the plan. `wanted`: called with a parameter's index: False leaves it out.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        groups: Sequence[SubGroup],
-        leaves: Sequence[Leaf],
-        placement: Placement,
-        wanted: Callable[[int], bool] = lambda index: True,
-        states: Callable[[Unit], Sequence[str]] = lambda unit: (),
-    ) -> None:
-        self._layout, self._leaves, self._wanted, self._states = layout, leaves, wanted, states
+    def __init__(self, parts: Assembly, groups: Sequence[SubGroup], wanted: Callable[[int], bool]) -> None:
+        self._layout, self._leaves, self._wanted = parts.layout, parts.leaves, wanted
+        self._states, placement = parts.plan.states_of, parts.exchange.placement
         with torch._C.DisableTorchFunctionSubclass():
-            self._shapes = [tuple(leaf.parameter.shape) for leaf in leaves]
+            self._shapes = [tuple(leaf.parameter.shape) for leaf in parts.leaves]
         turn = placement.replica_ranks.index(placement.rank)
         self.nbytes = 0  # Size of the file so far, in whole pages.
         self._others: list[Part] = []
@@ -186,7 +172,6 @@ class ExtentWriter:
     """Encodes extents, in any order; it runs on the loop of the storage's mover.
 
     Args:
-        storage: holds the values.
         store: called with (offset in the file, bytes) of each run; the bytes may be reused when it returns.
         register: see `Arena`.
 
@@ -196,12 +181,11 @@ class ExtentWriter:
 
     def __init__(
         self,
-        layout: Layout,
-        storage: Storage,
+        parts: Assembly,
         store: Callable[[int, torch.Tensor], Awaitable[None]],
         register: Callable[[torch.Tensor], Callable[[], None]] | None = None,
     ) -> None:
-        self._layout, self._storage, self._store_bytes = layout, storage, store
+        self._layout, self._storage, self._store_bytes = parts.layout, parts.storage, store
         self._arena = Arena(
             "checkpoint", BLOCKS * RUN_BYTES, "nothing: it is fixed", torch.device("cpu"), register=register
         )
@@ -363,24 +347,17 @@ def failure_file(rank: int) -> str:
     return f".failed-{rank}"
 
 
-def plan_extents(
-    parts: Assembly,
-    placement: Placement,
-    wanted: Callable[[int], bool],
-    own: Callable[[str], bool],
-    optimizer: ZeroOptimizer | None,
-) -> Extents:
+def plan_extents(parts: Assembly, wanted: Callable[[int], bool], optimizer: ZeroOptimizer | None) -> Extents:
     """The extents that this rank writes: its part of the planes; on the first rank also buffers and step counts.
 
-    `wanted`: selects parameters, by index; `own`: selects buffers, by name.
+    `wanted`: selects parameters, by index.
     `optimizer`: has the numbers of the states; None: all are 0. If it keeps small states, no update may be pending.
     """
-    extents = Extents(parts.layout, parts.plan.sub_groups, parts.leaves, placement, wanted, parts.plan.states_of)
+    extents, placement = Extents(parts, parts.plan.sub_groups, wanted), parts.exchange.placement
     if placement.rank == 0:
         for name, buffer in persistent_buffers(parts.model).items():
-            if not own(name):
-                continue
-            extents.add(MODEL + name, buffer.detach().to("cpu", copy=True))
+            if parts.exchange.everyone.saves(name):
+                extents.add(MODEL + name, buffer.detach().to("cpu", copy=True))
         trained = parts.trained
         for leaf in parts.leaves:
             if leaf.index in trained and wanted(leaf.index):
@@ -410,7 +387,7 @@ class RankPart:
             undo.callback(self.file.close)
             self._aio: Aio = open_aio(AioOptions())
             undo.callback(self._aio.close)
-            self.writer = ExtentWriter(parts.layout, parts.storage, self._store, self._aio.register_memory)
+            self.writer = ExtentWriter(parts, self._store, self._aio.register_memory)
             undo.pop_all()
 
     async def _store(self, offset: int, data: torch.Tensor) -> None:
