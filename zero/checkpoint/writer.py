@@ -53,8 +53,6 @@ BLOCKS = 8  # Runs in memory at once.
 EXTENTS_AT_ONCE = 4  # While some are written the next are read and encoded: with fewer the disk is sometimes idle.
 ENCODERS = 2  # Threads. One thread encodes 5 GB/s; a disk of that speed would have to wait for it.
 
-MASTER, WEIGHT, STATE, OTHER = "master", "weight", "state", "other"
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -64,11 +62,10 @@ class Part:
     dtype: torch.dtype
     box: Box
     shape: tuple[int, ...]  # Of the whole tensor.
-    kind: str  # `MASTER`, `WEIGHT` (as it is stored), `STATE`, or `OTHER` (in `values`).
-    state: int = 0  # For `STATE`: the index of the optimizer's state plane.
     unit: Unit | None = None
     coordinate: int = 0  # Of the box's first element.
-    values: Plane | torch.Tensor | None = None  # For `OTHER`: a plane over coordinates, or the whole tensor, flat.
+    state: int | None = None  # Index of the optimizer's state plane; None: the weight, or its master, or `values`.
+    values: Plane | torch.Tensor | None = None  # A plane over coordinates, or the whole tensor, flat.
     is_blob: bool = False  # The bytes are already an archive.
 
     @property
@@ -114,17 +111,17 @@ class Extents:
         """Add a separate tensor in host memory, which must not change until it is written."""
         flat, shape = values.contiguous().reshape(-1), tuple(values.shape)
         boxes = short_boxes(shape, 0, flat.numel(), PIECE_NUMEL)
-        self._others += [Part(name, flat.dtype, box, shape, OTHER, 0, None, box.begin, flat) for box in boxes]
+        self._others += [Part(name, flat.dtype, box, shape, None, box.begin, values=flat) for box in boxes]
 
     def add_plane(self, name: str, dtype: torch.dtype, plane: Plane, unit: Unit) -> None:
         """Add a plane's values of a unit, as a tensor of (shard_numel,)."""
         shape = (unit.shard_numel,)
         boxes = short_boxes(shape, 0, unit.shard_numel, PIECE_NUMEL)
-        self._others += [Part(name, dtype, box, shape, OTHER, 0, unit, unit.begin + box.begin, plane) for box in boxes]
+        self._others += [Part(name, dtype, box, shape, unit, unit.begin + box.begin, values=plane) for box in boxes]
 
     def add_blob(self, name: str, archive: torch.Tensor) -> None:
         box = Box((0,), (archive.numel(),), 0)
-        self._others += [Part(name, archive.dtype, box, (), OTHER, 0, None, 0, archive, is_blob=True)]
+        self._others += [Part(name, archive.dtype, box, (), values=archive, is_blob=True)]
 
     def end(self) -> None:
         """Place the added tensors; nothing may be added afterwards."""
@@ -158,14 +155,13 @@ class Extents:
         if lo >= hi and (slot.numel or not begin <= unit.begin < end or unit.first_numel):
             return
         name, shape = self._leaves[slot.index].names[0], self._shapes[slot.index]
-        kinds = (
-            [(MODEL + name, torch.float32, MASTER, 0)] if unit.trainable else [(MODEL + name, unit.dtype, WEIGHT, 0)]
-        )
+        tensors: list[tuple[str, torch.dtype, int | None]] = [(MODEL + name, unit.dtype, None)]
         if unit.trainable:
-            kinds += [(state_name(name, kind), torch.float32, STATE, at) for at, kind in enumerate(self._states(unit))]
+            states = [(state_name(name, kind), torch.float32, at) for at, kind in enumerate(self._states(unit))]
+            tensors = [(MODEL + name, torch.float32, None), *states]
         for box in short_boxes(shape, lo - origin, hi - origin, PIECE_NUMEL):
-            for tensor, dtype, kind, at in kinds:
-                yield Part(tensor, dtype, box, shape, kind, at, unit, origin + box.begin)
+            for tensor, dtype, state in tensors:
+                yield Part(tensor, dtype, box, shape, unit, origin + box.begin, state)
 
 
 class ExtentWriter:
@@ -295,7 +291,7 @@ class ExtentWriter:
             plane = part.values or self._storage.weights[self._layout.space_of(part.unit)]
             return partial(copy_alone, target, await self._stored(plane, part.unit, lo, hi))
         begin, values = staged.group.begin, target.view(part.dtype)
-        if part.kind == STATE:
+        if part.state is not None:
             return partial(_fill_state, staged.record(), part.state, lo - begin, hi - begin, values)
         weight = staged.weights[part.unit.index]
         stored = weight.bytes.view(part.unit.dtype)[lo - weight.begin : hi - weight.begin]
