@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -225,37 +226,27 @@ def _scope(settings: ActivationCheckpointing, args: tuple[Any, ...]) -> Activati
     return _state.own[tier, device]
 
 
+@dataclass(eq=False)
 class _Region:
-    """A function that is run twice: in forward, and again in backward.
+    """A function that is run twice: in forward, and again in backward."""
 
-    Args:
-        positional: number of positional arguments.
-        keywords: names of the arguments after them.
-        scope: keeps the inputs of nested checkpoints when the function runs again.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        positional: int,
-        keywords: tuple[str, ...],
-        settings: ActivationCheckpointing,
-        scope: Activations | None,
-    ) -> None:
-        self._function, self._positional, self._keywords = function, positional, keywords
-        self._settings, self._scope = settings, scope
-        self._states: dict[str, torch.Tensor] | None = None
+    function: Callable[..., Any]
+    positional: int  # Number of positional arguments.
+    keywords: tuple[str, ...]  # Names of the arguments after them.
+    settings: ActivationCheckpointing
+    scope: Activations | None  # Keeps the inputs of nested checkpoints when the function runs again.
+    states: dict[str, torch.Tensor] | None = None  # Named random states in forward.
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
-        positional, rest = args[: self._positional], args[self._positional :]
-        kwargs = dict(zip(self._keywords, rest, strict=True))
-        if self._states is None:
-            self._states = get_cuda_rng_tracker().get_states()
+        positional, rest = args[: self.positional], args[self.positional :]
+        kwargs = dict(zip(self.keywords, rest, strict=True))
+        if self.states is None:
+            self.states = get_cuda_rng_tracker().get_states()
             with self._timed("forward"):
-                return self._function(*positional, **kwargs)
-        with self._timed("recomputation"), self._replayed(self._states):
-            return self._function(*positional, **kwargs)
+                return self.function(*positional, **kwargs)
+        with self._timed("recomputation"), self._replayed(self.states):
+            return self.function(*positional, **kwargs)
 
     @contextmanager
     def _replayed(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -264,14 +255,14 @@ class _Region:
         now = tracker.get_states()
         tracker.set_states(states)
         try:
-            with within(self._scope):
+            with within(self.scope):
                 yield
         finally:
             tracker.set_states(now)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
-        settings = self._settings
+        settings = self.settings
         if settings.synchronize_checkpoint_boundary:
             synchronize()
         begin = time.perf_counter()
@@ -281,5 +272,5 @@ class _Region:
             if settings.synchronize_checkpoint_boundary:
                 synchronize()
             if settings.profile:
-                name = getattr(self._function, "__qualname__", type(self._function).__name__)
+                name = getattr(self.function, "__qualname__", type(self.function).__name__)
                 logger.log(NOTICE, "checkpoint of %s: %s took %.6f s", name, what, time.perf_counter() - begin)
