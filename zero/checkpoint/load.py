@@ -114,7 +114,19 @@ class Wanted:
         first = {leaf.index: leaf.names[0] for leaf in self._parts.leaves}
         return frozenset([MODEL + first[i] for i in self.names] + [OPTIMIZER + first[i] for i in self.stateful])
 
-    def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
+    def load(self) -> None:
+        """Fill planes and buffers. What has no value here keeps its own. Raises StorageError, ConfigError."""
+        parts, only = self._parts, None if self.is_everything else set(self.names)
+        adoption = Adoption(parts.layout, parts.parameters(), parts.storage, self._pieces, None, only=only)
+        self._source.expect(self._in_order(adoption.order()))
+        adoption.run()
+        for name, buffer in self.buffers.items():
+            if MODEL + name in self._source.tensors:
+                values = self._source.read(MODEL + name, 0, buffer.numel())
+                with torch.no_grad():
+                    buffer.copy_(values.view(buffer.shape))
+
+    def _pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
         """Values, in the form that `Adoption` reads."""
         index = self._parts.index_of[id(parameter)]
         name = self.names[index]
@@ -131,8 +143,8 @@ class Wanted:
         values = ((self._source.read(name, begin, end), reads) for name, reads in zip(names, further, strict=True))
         return [value if reads <= GOOD_READS else value.clone() for value, reads in values]
 
-    def in_order(self, places: Iterable[tuple[Unit, Slot, int, int]]) -> Iterator[tuple[str, int, int]]:
-        """The (name, begin, end) that `pieces` will read from the source for elements [begin, end) of these slots."""
+    def _in_order(self, places: Iterable[tuple[Unit, Slot, int, int]]) -> Iterator[tuple[str, int, int]]:
+        """The (name, begin, end) that `_pieces` will read from the source for elements [begin, end) of these slots."""
         for unit, slot, begin, end in places:
             if slot.index not in self.names:
                 continue
@@ -142,13 +154,6 @@ class Wanted:
                 kinds += self._states_of(slot.index, name)
             for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
                 yield from ((kind, lo, hi) for kind in kinds)
-
-    def fill_buffers(self) -> None:
-        for name, buffer in self.buffers.items():
-            if MODEL + name in self._source.tensors:
-                values = self._source.read(MODEL + name, 0, buffer.numel())
-                with torch.no_grad():
-                    buffer.copy_(values.view(buffer.shape))
 
     def numbers(self, kinds: Iterable[str]) -> dict[int, dict[str, torch.Tensor]]:
         """id(parameter) -> the numbers of these names that belong to its states, for parameters that have states."""
@@ -245,15 +250,6 @@ class Wanted:
                 f"checkpoint has {', '.join(sorted(theirs))} of another optimizer; train with the optimizer that was "
                 "saved, or pass load_optimizer_states=False"
             )
-
-
-def load_values(parts: Assembly, wanted: Wanted, source: Source) -> None:
-    """Fill the planes. Parameters that are not wanted keep their values. Raises StorageError, ConfigError."""
-    only = None if wanted.is_everything else set(wanted.names)
-    adoption = Adoption(parts.layout, parts.parameters(), parts.storage, wanted.pieces, None, only=only)
-    source.expect(wanted.in_order(adoption.order()))
-    adoption.run()
-    wanted.fill_buffers()
 
 
 def _short(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -413,7 +409,7 @@ class LoadCheckpoints:
         self._steps.at_rest()
 
         def fill() -> None:
-            load_values(parts, wanted, source)
+            wanted.load()
             if mine is not None and mine["accumulated"] is not None and not only_module:
                 load_accumulated(parts, mine["accumulated"], source)
             set_extra_states(parts.model, client.get("extra_states", {}))
