@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,26 +65,17 @@ class SafetensorsFile:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be opened: {error.strerror}") from error
+        # A parameter that is never adopted may hold the last reference.
+        closing = weakref.finalize(self, os.close, self._fd)
         try:
             self.entries = self._read_header()
         except BaseException:
-            self.close()
+            closing()
             raise
 
     def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` at byte `offset`, 1-D. Raises StorageError."""
         return read_once(self._fd, offset, numel, dtype, "reading a checkpoint", self.path)
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        """Close the file if nobody did: a parameter that was never adopted may hold the last reference."""
-        if getattr(self, "_fd", -1) >= 0:
-            self.close()
 
     def _read_header(self) -> dict[str, Entry]:
         file_bytes = os.fstat(self._fd).st_size

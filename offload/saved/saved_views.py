@@ -60,7 +60,7 @@ class AsIs:
         """Detached: a node of autograd must not hold its own output, which would be a reference cycle."""
         return AsIs(tensor.detach(), version_of(tensor))
 
-    def get(self) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         """The tensor, after a check of its version: torch does not check it for tensors saved through hooks."""
         if version_of(self.tensor) != self.version:
             raise RuntimeError(

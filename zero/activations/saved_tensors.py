@@ -101,8 +101,6 @@ class Activations:
 
     @whole
     def _unpack(self, packed: Handle | AsIs) -> torch.Tensor:
-        if isinstance(packed, AsIs):
-            return packed.get()
         try:
             return packed.restore()
         except StorageError:

@@ -91,7 +91,7 @@ class GatheredParameters:
         if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             _entered.append(self)
             self._saving.callback(_entered.remove, self)
-            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, AsIs.get))
+            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, AsIs.restore))
 
     @whole
     def _close_all(self) -> None:
