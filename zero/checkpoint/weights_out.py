@@ -7,7 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,20 @@ logger = logging.getLogger("zero")
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """One tensor of a model, under the name that a state dict gives it."""
+    """One tensor of a model, with the names that a state dict gives it."""
 
-    name: str
     tensor: torch.Tensor  # A parameter, whose values may be elsewhere, or a buffer.
-    first: str  # The first name of the same tensor; equal to `name` unless it is tied.
     opaque: bool  # Quantised storage, whose dtype is not ours to choose.
+    names: list[str] = field(default_factory=list)  # More than one if it is tied.
 
 
-def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[NamedTensor]:
-    """The entries of `state_dict`, in its order; tied parameters under each of their names.
+def entries_of(model: nn.Module, *, exclude_frozen: bool) -> dict[str, NamedTensor]:
+    """The entries of `state_dict`, in its order; a tied parameter is one object under each of its names.
 
     Raises ConfigError: a parameter is a tensor subclass that wraps others.
     """
-    firsts: dict[int, str] = {}
-    entries: list[NamedTensor] = []
+    known: dict[int, NamedTensor] = {}
+    entries: dict[str, NamedTensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = [(name, p) for name, p in module._parameters.items() if p is not None]
         own = [(name, p) for name, p in own if p.requires_grad or not exclude_frozen]
@@ -57,7 +56,8 @@ def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[NamedTensor]:
                     f"{full}: a {type(tensor).__name__} cannot be written as plain weights; leave it out with "
                     "exclude_frozen_parameters=True, or save the model with the library that quantised it"
                 )
-            entries.append(NamedTensor(full, tensor, firsts.setdefault(id(tensor), full), name in decoding))
+            entries[full] = known.setdefault(id(tensor), NamedTensor(tensor, name in decoding))
+            entries[full].names.append(full)
     return entries
 
 
@@ -152,9 +152,9 @@ class ExportWeights:
         relay = Relay(self._run.exchange)
         found: OrderedDict[str, torch.Tensor] = OrderedDict()  # OrderedDict[...]() would pickle its type arguments
         with self._reader(relay, masters=False) as reader:
-            for entry in entries:
-                whole = found.get(entry.first)
-                if entry.first == entry.name:
+            for name, entry in entries.items():
+                whole = found.get(entry.names[0])
+                if name == entry.names[0]:
                     dtype = _dtype_of(entry, reader)
                     whole = (
                         torch.empty(entry.tensor.shape, dtype=dtype, device="cpu")
@@ -163,7 +163,7 @@ class ExportWeights:
                     )
                     _fill(whole, _values_of(entry, reader, dtype))
                 if whole is not None:
-                    found[entry.name] = whole
+                    found[name] = whole
             relay.exchange("a consolidated state dict")
         return found if relay.placement.rank == 0 else None
 
@@ -179,11 +179,7 @@ class ExportWeights:
     ) -> None:
         filename = checked_name(filename)
         entries = self._resting_entries(f"saving weights in {folder}", exclude_frozen=exclude_frozen)
-        by_name = {entry.name: entry for entry in entries if entry.first == entry.name}
-        aliases: dict[str, tuple[str, ...]] = {name: () for name in by_name}
-        for entry in entries:
-            if entry.first != entry.name:
-                aliases[entry.first] += (entry.name,)
+        by_name = {name: entry for name, entry in entries.items() if name == entry.names[0]}
         relay = Relay(self._run.exchange)
         with self._reader(relay, masters=masters) as reader:
             tensors = [
@@ -191,7 +187,7 @@ class ExportWeights:
                     name,
                     _written_as(entry, _dtype_of(entry, reader), masters=masters),
                     entry.tensor.shape,
-                    aliases[name],
+                    tuple(entry.names[1:]),
                 )
                 for name, entry in by_name.items()
             ]
@@ -205,7 +201,7 @@ class ExportWeights:
 
             write_together(relay, folder, filename, shards, values)
 
-    def _resting_entries(self, what: str, *, exclude_frozen: bool) -> list[NamedTensor]:
+    def _resting_entries(self, what: str, *, exclude_frozen: bool) -> dict[str, NamedTensor]:
         """Follow changes of the model, and wait until the planes hold its values."""
         self._steps.ready(what)
         self._run.parts.check_between(what)
