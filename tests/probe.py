@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from offload.saved.spill_store import Swap
 from offload.system.worker import Worker
 from zero.checkpoint import load
 from zero.checkpoint.background import BackgroundSave
@@ -388,8 +387,7 @@ def pieces_kept(engine: Any) -> list[Any]:
 
 
 def put_activation_disk(engine: Any, disk: Any) -> None:
-    pieces = engine.run.parts.storage.activations._pieces
-    pieces._swap = Swap(disk, pieces._swap.area)
+    engine.run.parts.storage.activations._pieces._swap.disk = disk
 
 
 def activation_capacity_bytes(store: Any) -> int:

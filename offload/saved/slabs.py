@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from offload.disk.swapfile import SwapSpace
 from offload.memory.arena import Arena, Block, Extents
+from offload.planes.planes import Disk
 from offload.sizes import PAGE_BYTES, align_up
 
 STEP_BYTES = 16 << 20  # The minimum that is added at once.
@@ -71,13 +71,14 @@ class SwapArea:
     """A part of a swap space, allocated by extent.
 
     Args:
+        disk: moves the bytes.
         begin: offset of the reserved range.
         nbytes: length of the reserved range.
         grows: when the range is used up, more is reserved.
     """
 
-    def __init__(self, swap: SwapSpace, begin: int, nbytes: int, *, grows: bool) -> None:
-        self._swap, self._grows = swap, grows
+    def __init__(self, disk: Disk, begin: int, nbytes: int, *, grows: bool) -> None:
+        self.disk, self._swap, self._grows = disk, disk.swap, grows
         self._parts = [(begin, Extents(nbytes))]
         self.peak_bytes = 0  # The most bytes that were taken at once.
 

@@ -17,7 +17,6 @@ from offload.errors import BudgetError, StateError, StorageError
 from offload.memory.arena import Block
 from offload.memory.pinned import aligned_copy
 from offload.mover import Mover, Transfer
-from offload.planes.planes import Disk
 from offload.saved.slabs import Slabs, SwapArea
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Fence, Streams
@@ -47,14 +46,6 @@ class SpilledPiece:
         return self.end - self.begin
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """The swap space to which pieces are written from memory."""
-
-    disk: Disk
-    area: SwapArea
-
-
 class PieceStore:
     """Spills bytes of one device.
 
@@ -71,7 +62,7 @@ class PieceStore:
         streams: Streams,
         *,
         near: bool = False,
-        swap: Swap | None = None,
+        swap: SwapArea | None = None,
         mover: Mover | None = None,
     ) -> None:
         self.name, self.memory = memory.name, memory
@@ -85,12 +76,12 @@ class PieceStore:
     @property
     def kept_bytes(self) -> int:
         """Bytes spilled now, in whole pages, on the last tier (swap space, or else memory)."""
-        return self.memory.used_bytes if self._swap is None else self._swap.area.used_bytes
+        return self.memory.used_bytes if self._swap is None else self._swap.used_bytes
 
     @property
     def peak_bytes(self) -> int:
         """The most `kept_bytes` so far."""
-        return self.memory.peak_bytes if self._swap is None else self._swap.area.peak_bytes
+        return self.memory.peak_bytes if self._swap is None else self._swap.peak_bytes
 
     def put(self, source: torch.Tensor, copied: Callable[[], None]) -> list[SpilledPiece]:
         """Spill `source` (uint8, on the device).
@@ -288,11 +279,11 @@ class PieceStore:
     def _in_reach(piece: SpilledPiece) -> bool:
         return piece.block is not None or piece.rescued is not None
 
-    def _start_write(self, piece: SpilledPiece, block: Block, swap: Swap, mover: Mover) -> None:
-        offset = swap.area.take(block.data.numel())
+    def _start_write(self, piece: SpilledPiece, block: Block, swap: SwapArea, mover: Mover) -> None:
+        offset = swap.take(block.data.numel())
         if offset is None:
             raise BudgetError(
-                f"{self.name}: {block.data.numel():,} more bytes do not fit, because {swap.area.used_bytes:,} bytes "
+                f"{self.name}: {block.data.numel():,} more bytes do not fit, because {swap.used_bytes:,} bytes "
                 f"of swap space are in use; raise {self.memory.knob}"
             )
         piece.offset, fence, streams = offset, piece.fence, self._streams
@@ -324,7 +315,7 @@ class PieceStore:
         piece.rescued = None
         self._let_go(piece)
         if piece.offset >= 0 and self._swap is not None:
-            self._swap.area.give_back(piece.offset)
+            self._swap.give_back(piece.offset)
             piece.offset = -1
         return True
 

@@ -24,7 +24,7 @@ from offload.planes.planes import Disk
 from offload.saved import activations, spill_store
 from offload.saved.activations import ActivationStore, Handle
 from offload.saved.slabs import Slabs, SwapArea
-from offload.saved.spill_store import PieceStore, Swap
+from offload.saved.spill_store import PieceStore
 from offload.streams import Streams
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def open_place(nvme_path: Path) -> Iterator[Open]:
             memory_bytes = nbytes
             if kind.startswith("disk"):
                 disk = Disk(open_aio(AioOptions(chunk_bytes=4096)), SwapSpace([nvme_path], nbytes or 1 << 20))
-                swap = Swap(disk, SwapArea(disk.swap, 0, nbytes or 1 << 20, grows=nbytes is None))
+                swap = SwapArea(disk, 0, nbytes or 1 << 20, grows=nbytes is None)
                 memory_bytes = passing_bytes
             memory = Slabs("saved", "the knob", CPU, memory_bytes)
             piece_store = PieceStore(memory, streams, near=kind == "device", swap=swap, mover=mover)

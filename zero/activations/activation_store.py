@@ -8,7 +8,7 @@ from offload.mover import Mover
 from offload.planes.planes import Disk
 from offload.saved.activations import ActivationStore
 from offload.saved.slabs import Slabs, SwapArea
-from offload.saved.spill_store import PieceStore, Swap
+from offload.saved.spill_store import PieceStore
 from offload.streams import Streams
 from zero.plan.beside_planes import KNOB
 from zero.plan.plan import DEVICE, NVME, Plan
@@ -31,7 +31,7 @@ def open_activations(
     memory_bytes, swap = wish.nbytes, None
     if wish.tier == NVME and disk is not None:
         begin, memory_bytes = plan.swap_bytes - wish.swap_bytes, wish.passing_bytes
-        swap = Swap(disk, SwapArea(disk.swap, begin, wish.swap_bytes, grows=wish.nbytes is None))
+        swap = SwapArea(disk, begin, wish.swap_bytes, grows=wish.nbytes is None)
     return open_store(wish.tier, device, streams, memory_bytes, pinned=pinned, swap=swap, mover=mover)
 
 
@@ -42,7 +42,7 @@ def open_store(
     nbytes: int | None = None,
     *,
     pinned: bool = True,
-    swap: Swap | None = None,
+    swap: SwapArea | None = None,
     mover: Mover | None = None,
 ) -> ActivationStore:
     """A store over `nbytes` of memory; None: it grows. With `swap` tensors pass through the memory to the disk."""
