@@ -235,6 +235,9 @@ class FileEntry(BaseModel):
     boxes: tuple[tuple[int, int, int], ...] = ()  # (offset in the file, bytes, crc32c) of every payload.
 
 
+WrittenFile = tuple[FileEntry, list[WrittenBox]]  # A data file as the manifest has it, and its boxes.
+
+
 class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True)
 

@@ -25,8 +25,7 @@ from zero.checkpoint.dcp_format import (
     MANIFEST_FILE,
     METADATA_FILE,
     MODEL,
-    FileEntry,
-    WrittenBox,
+    WrittenFile,
     begin_of,
     check_files,
     read_manifest,
@@ -46,8 +45,7 @@ Sums = Mapping[str, tuple[str, int, int]]  # Parameter's name -> dtype, bytes an
 @dataclass(frozen=True, slots=True)
 class FrozenPart:
     inside: bool  # They are in the checkpoint itself.
-    # Files that several checkpoints share, and the boxes in them.
-    beside: tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]] = field(default_factory=lambda: ({}, {}))
+    beside: dict[str, WrittenFile] = field(default_factory=dict)  # Files that several checkpoints share.
     sums: Sums = field(default_factory=dict)  # With "reference".
 
 
@@ -140,18 +138,15 @@ class SharedFrozen:
         finally:
             source.close()
 
-    def entries(self, digest: str) -> tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]]:
+    def entries(self, digest: str) -> dict[str, WrittenFile]:
         folder = self.folders.save_dir / digest
         manifest = read_manifest(self._files, folder)
         path = folder / METADATA_FILE
-        files = {
-            f"../{FOLDER}/{digest}/{name}": entry for name, entry in manifest.files.items() if name != METADATA_FILE
-        }
-        boxes: dict[str, list[WrittenBox]] = {name: [] for name in files}
+        files: dict[str, WrittenFile] = {name: (entry, []) for name, entry in manifest.files.items()}
         for file, box in read_metadata(self._files.read_bytes(path), str(path)):
             if box.dtype is not None:
-                boxes[f"../{FOLDER}/{digest}/{file}"].append(box)
-        return files, boxes
+                files[file][1].append(box)
+        return {f"../{FOLDER}/{digest}/{name}": told for name, told in files.items() if name != METADATA_FILE}
 
     def remove_unused(self, checkpoints: Iterable[Path]) -> None:
         used = set()

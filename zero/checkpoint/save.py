@@ -23,7 +23,7 @@ from zero.checkpoint.dcp_format import (
     MODEL,
     FileEntry,
     Manifest,
-    WrittenBox,
+    WrittenFile,
     make_metadata,
     write_manifest,
 )
@@ -49,8 +49,7 @@ class CheckpointSave:
         self._files, self._together = files, Together(everyone)
         self._folders = Checkpoints(save_dir, files)
         self._aliases: dict[str, str] = {}
-        # Files in other folders that are also part of this checkpoint, and the boxes in them.
-        self.beside: tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]] = {}, {}
+        self.beside: Mapping[str, WrittenFile] = {}  # Files in other folders that are also part of this checkpoint.
         self._partial: Partial | None = None
         self._global_steps = 0
         self._part: RankPart | None = None
@@ -114,11 +113,11 @@ class CheckpointSave:
         partial, files = self._partial, self._files
         if partial is None:
             raise StateError("checkpoint: no save is in progress; call begin() first")
-        entries, boxes = dict(self.beside[0]), dict(self.beside[1])
+        written = dict(self.beside)
         for rank in range(self.placement.world_size):
-            path = partial.folder / list_file(rank)
-            entries[data_file(rank)], boxes[data_file(rank)] = read_list(files, path)
-        metadata = make_metadata(boxes, self._aliases)
+            written[data_file(rank)] = read_list(files, partial.folder / list_file(rank))
+        entries = {name: entry for name, (entry, _) in written.items()}
+        metadata = make_metadata({name: boxes for name, (_, boxes) in written.items()}, self._aliases)
         files.write_bytes(partial.folder / METADATA_FILE, metadata)
         checksum = kernels.crc32c(bytes_tensor(metadata))
         entries[METADATA_FILE] = FileEntry(bytes=len(metadata), boxes=((0, len(metadata), checksum),))

@@ -205,7 +205,7 @@ class SaveCheckpoints:
 
         extents = plan_extents(parts, wanted, self._run.updater)
         state = common_state(self._run)
-        state["has_frozen"], state["frozen_sums"] = frozen.inside or bool(frozen.beside[0]), dict(frozen.sums)
+        state["has_frozen"], state["frozen_sums"] = frozen.inside or bool(frozen.beside), dict(frozen.sums)
         if not state["has_frozen"]:
             left_out = set(state["frozen"])
             state["aliases"] = {alias: name for alias, name in state["aliases"].items() if name not in left_out}

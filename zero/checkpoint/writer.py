@@ -38,6 +38,7 @@ from zero.checkpoint.dcp_format import (
     Box,
     FileEntry,
     WrittenBox,
+    WrittenFile,
     short_boxes,
     state_name,
 )
@@ -433,7 +434,7 @@ def written_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, 
     return found
 
 
-def read_list(files: Files, path: Path) -> tuple[FileEntry, list[WrittenBox]]:
+def read_list(files: Files, path: Path) -> WrittenFile:
     """The list that a rank has written with `RankPart.finish`.
 
     Raises ConfigError: it is missing, since the folder is not shared by all nodes.
