@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from typing_extensions import override
 
-from offload.errors import StateError, StorageError
+from offload.errors import StateError
 from offload.mover import Transfer
 from offload.system.worker import Worker
 from zero.assembly.assembly import Assembly
@@ -128,13 +128,9 @@ class BackgroundSave:
             if missing != seen:
                 until, seen = time.monotonic() + PATIENCE_SECONDS, missing
             if time.monotonic() > until:
-                raise StorageError(
+                raise StateError(
                     f"saving a checkpoint: ranks {list(missing)} have written nothing for {PATIENCE_SECONDS:.0f} s, "
-                    "and their parts are not complete",
-                    errno=0,
-                    path=str(self._save.tag),
-                    offset=0,
-                    free_bytes=None,
+                    f"and their parts of {self._save.tag} are not complete"
                 )
             await asyncio.sleep(LOOK_SECONDS)
         await self._worker.run(lambda: self._save.assemble(save_latest=self._save_latest))

@@ -303,7 +303,7 @@ def test_the_first_rank_waits_for_one_that_is_slow_as_long_as_it_writes(monkeypa
     complete(slow)
     assert slow.complete
     silent = SlowRank(writes=1, pause=10_000)
-    with pytest.raises(StorageError, match=r"ranks \[1\] have written nothing"):
+    with pytest.raises(StateError, match=r"ranks \[1\] have written nothing"):
         complete(silent)
     assert not silent.complete
 
