@@ -22,7 +22,7 @@ from offload.kernels import kernels
 from zero.checkpoint.dcp_format import MODEL, PIECE_NUMEL
 from zero.checkpoint.folder import folder_named, open_folder
 from zero.checkpoint.model_files import copy_model_files, find_model_files
-from zero.checkpoint.source import Source
+from zero.checkpoint.source import Opened
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE, PICKLE, SAFE, Shard, checked_name, plan_shards, write_together
 from zero.exchange.exchange import Alone
 from zero.exchange.together import Relay
@@ -44,8 +44,8 @@ class SavedWeights:
     ConfigError: the checkpoint does not have all parameters.
 
     Args:
-        source: the checkpoint.
-        state: its `state`: `parameters`, `aliases`, `frozen` and `buffers` are used, as far as they are there.
+        opened: the checkpoint. Of its `state`, `parameters`, `aliases`, `frozen` and `buffers` are used, as far as they
+            are there.
         dtype: of floating values.
         exclude_frozen: leave out weights that are not trained.
 
@@ -55,10 +55,9 @@ class SavedWeights:
         frozen: names of the tensors without a master, buffers too.
     """
 
-    def __init__(
-        self, source: Source, state: Mapping[str, Any], dtype: torch.dtype, *, exclude_frozen: bool = False
-    ) -> None:
-        self._source = source
+    def __init__(self, opened: Opened, dtype: torch.dtype, *, exclude_frozen: bool = False) -> None:
+        self._source = source = opened.source
+        state: Mapping[str, Any] = opened.state
         held = {name.removeprefix(MODEL): saved for name, saved in source.tensors.items() if name.startswith(MODEL)}
         aliases: dict[str, str] = dict(state.get("aliases", {}))
         parameters = list(state.get("parameters", [name for name in held if name not in aliases]))
@@ -103,8 +102,7 @@ class SavedWeights:
 
 
 def export(
-    source: Source,
-    state: Mapping[str, Any],
+    opened: Opened,
     out_dir: Path,
     dtype: torch.dtype,
     *,
@@ -118,15 +116,14 @@ def export(
     or a transfer failed; no file has appeared.
 
     Args:
-        source: the checkpoint; it stays open.
-        state: its `state`.
+        opened: the checkpoint; it stays open.
         out_dir: made if it is not there. An earlier model in it is replaced once the new one is complete.
         dtype: of floating values: float32 (the exact masters), or bfloat16 or float16 (the engine's weights).
         filename: of the file, or of the index; one in .bin, .pt or .pth makes archives of torch.save.
         max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
         exclude_frozen: leave out weights that are not trained.
     """
-    weights = SavedWeights(source, state, dtype, exclude_frozen=exclude_frozen)
+    weights = SavedWeights(opened, dtype, exclude_frozen=exclude_frozen)
     filename = checked_name(filename)
     shards = plan_shards(weights.tensors, filename, max_shard_size)
     weights.expect(tensor for shard in shards for tensor in shard.tensors)
@@ -181,7 +178,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     with ExitStack() as undo:
         opened = undo.enter_context(open_folder(checkpoint_dir, tag))
         excludes = _excludes(opened.state, exclude_frozen_parameters)
-        weights = SavedWeights(opened.source, opened.state, torch.float32, exclude_frozen=excludes)
+        weights = SavedWeights(opened, torch.float32, exclude_frozen=excludes)
         found: dict[str, Any] = {tensor.name: LazyTensor(weights, tensor) for tensor in weights.tensors}
         if lazy_mode:
             weakref.finalize(weights, undo.pop_all().close)  # the entries keep `weights`
@@ -244,8 +241,7 @@ def convert_zero_checkpoint_to_state_dict(
         folder, filename = folder.parent, folder.name
     with open_folder(checkpoint_dir, tag) as opened:
         export(
-            opened.source,
-            opened.state,
+            opened,
             folder,
             resolve_dtype(dtype),
             filename=filename,

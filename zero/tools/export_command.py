@@ -32,8 +32,7 @@ def run(options: argparse.Namespace) -> int:
     with open_folder(options.checkpoint) as opened:
         files = find_model_files(opened.folder, None if options.model is None else Path(options.model))
         shards = export(
-            opened.source,
-            opened.state,
+            opened,
             out,
             DTYPES[options.dtype],
             max_shard_size=options.max_shard_size,

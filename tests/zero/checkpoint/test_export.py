@@ -27,7 +27,7 @@ from offload.errors import ConfigError, StorageError
 from offload.kernels import kernels
 from zero.checkpoint.dcp_format import MODEL, PIECE_NUMEL
 from zero.checkpoint.export import SavedWeights, export, resolve_dtype
-from zero.checkpoint.source import Saved
+from zero.checkpoint.source import Opened, Saved
 from zero.compat import to_fp32
 from zero.tools.cli import main
 
@@ -64,6 +64,12 @@ class InMemory:
 
     def close(self) -> None:
         pass
+
+
+def held(values: Values | InMemory, state: dict[str, Any]) -> Opened:
+    """A checkpoint of these values."""
+    source = values if isinstance(values, InMemory) else InMemory(values)
+    return Opened(Path(), source, state, dict, lambda rank: None)
 
 
 def files_of(folder: Path) -> Values:
@@ -115,7 +121,7 @@ def test_halves_are_rounded_away_from_zero_in_what_is_trained_alone(tmp_path: Pa
     half = torch.tensor([1 + 2**-8, -1 - 2**-8, 1 + 3 * 2**-8, float("inf"), float("nan"), 3e38, 1e-45, -0.0])
     values = {"trained": half, "frozen": half, "table": half}
     state = {"parameters": ["trained", "frozen"], "frozen": ["frozen"], "buffers": ["table"], "aliases": {}}
-    export(InMemory(values), state, tmp_path, torch.bfloat16)
+    export(held(values, state), tmp_path, torch.bfloat16)
     found = files_of(tmp_path)
     weight, remainder = torch.empty(8, dtype=torch.bfloat16), torch.empty(8, dtype=torch.int16)
     kernels.split(weight, remainder, half)
@@ -134,7 +140,7 @@ def test_quantised_storage_and_integers_stay_what_they_are(tmp_path: Path) -> No
         "steps": torch.tensor(5),
     }
     state = {"parameters": list(values)[:4], "frozen": list(values)[:4], "buffers": ["steps"]}
-    export(InMemory(values), state, tmp_path, torch.bfloat16)
+    export(held(values, state), tmp_path, torch.bfloat16)
     found = files_of(tmp_path)
     kept = ("quant.codes", "quant.scale", "steps")
     wanted = {name: value if name in kept else value.bfloat16() for name, value in values.items()}
@@ -143,7 +149,7 @@ def test_quantised_storage_and_integers_stay_what_they_are(tmp_path: Path) -> No
 
 def test_without_the_lists_of_names_what_no_group_holds_counts_as_frozen(tmp_path: Path) -> None:
     values = {name: torch.rand(3) for name in ("a", "b", "c")}
-    weights = SavedWeights(InMemory(values), {"groups": [{"params": ["a"]}]}, torch.float32)
+    weights = SavedWeights(held(values, {"groups": [{"params": ["a"]}]}), torch.float32)
     assert [tensor.name for tensor in weights.tensors] == ["a", "b", "c"] and weights.frozen == {"b", "c"}
 
 
@@ -340,7 +346,7 @@ def test_a_folder_of_deepspeed_gives_what_its_own_script_makes_of_it(stage: str,
 def test_no_more_than_a_chunk_is_held_and_what_is_read_was_announced(tmp_path: Path) -> None:
     values = {f"layer{i}": torch.rand(PIECE_NUMEL * 4 // 3 + i) for i in range(3)}
     source = InMemory(values)
-    export(source, {}, tmp_path, torch.bfloat16, max_shard_size="9MB")
+    export(held(source, {}), tmp_path, torch.bfloat16, max_shard_size="9MB")
     assert source.reads == source.expected and len(source.reads) == 6
     assert source.most_bytes <= 2 * 4 * PIECE_NUMEL
     assert len(files_of(tmp_path)) == 3
@@ -349,7 +355,7 @@ def test_no_more_than_a_chunk_is_held_and_what_is_read_was_announced(tmp_path: P
 def test_a_disk_without_room_is_told_before_anything_is_read(tmp_path: Path) -> None:
     source = InMemory({"huge": torch.zeros(1).expand(shutil.disk_usage(tmp_path).free)})
     with pytest.raises(StorageError, match="No space left"):
-        export(source, {}, tmp_path, torch.float32)
+        export(held(source, {}), tmp_path, torch.float32)
     assert source.reads == [] and os.listdir(tmp_path) == []
 
 
