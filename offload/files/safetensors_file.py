@@ -89,8 +89,13 @@ class SafetensorsFile:
             header = json.loads(os.pread(self._fd, length, 8))
         except ValueError as error:
             raise ConfigError(f"{self.path}: its header is not valid JSON ({error}); {REREAD}") from error
-        header.pop("__metadata__", None)
-        return {name: self._entry(name, told, 8 + length, file_bytes) for name, told in header.items()}
+        try:
+            header.pop("__metadata__", None)
+            return {name: self._entry(name, told, 8 + length, file_bytes) for name, told in header.items()}
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.path}: its header is JSON, but not of safetensors ({error!r}); {REREAD}"
+            ) from error
 
     def _entry(self, name: str, told: dict[str, Any], origin: int, file_bytes: int) -> Entry:
         if told["dtype"] not in DTYPES:
@@ -100,7 +105,7 @@ class SafetensorsFile:
         dtype, shape = DTYPES[told["dtype"]], torch.Size(told["shape"])
         begin, end = told["data_offsets"]
         expected_bytes = math.prod(shape) * dtype.itemsize
-        if end - begin != expected_bytes:
+        if begin < 0 or end - begin != expected_bytes:
             raise ConfigError(
                 f"{name} in {self.path}: shape {tuple(shape)} of {dtype} takes {expected_bytes:,} bytes, but its "
                 f"place in the file has {end - begin:,}; {REREAD}"
@@ -142,8 +147,11 @@ def _shards(folder: Path) -> list[Path]:
                 "model was not written or copied completely: write or copy it again"
             )
         return whole
-    weight_map: dict[str, str] = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
-    paths = [folder / name for name in sorted(set(weight_map.values()))]
+    try:
+        weight_map: dict[str, str] = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
+        paths = [folder / name for name in sorted(set(weight_map.values()))]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{indices[0]}: not an index of safetensors ({error!r}); {REREAD}") from error
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise ConfigError(

@@ -66,7 +66,7 @@ def _elsewhere(rank: Path) -> list[Path]:
 
 
 def _listed(root: Path) -> Listed:
-    ranks = sorted(rank for rank in root.glob("rank-*") if rank.is_dir())
+    ranks = sorted(rank for rank in root.glob("rank-*") if rank.name[5:].isdigit() and rank.is_dir())
     numbers = tuple(sorted(int(rank.name.removeprefix("rank-")) for rank in ranks))
     committed, head, trouble, when = root / "committed", None, "", None
     try:

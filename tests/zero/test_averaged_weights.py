@@ -233,6 +233,7 @@ def refused_inside(
     yield "replan", engine.replan
     yield "optimizer.state_dict", engine.optimizer.state_dict
     yield "optimizer.load_state_dict", lambda: engine.optimizer.load_state_dict(states)
+    yield "optimizer.state", lambda: engine.optimizer.state.__setitem__(model.gain, {})
     yield "an edit of values", lambda: safe_set_full_fp32_param(model.gain, torch.zeros(1))
     yield "an edit of values", lambda: safe_set_full_grad(model.gain, torch.zeros(1))
     yield "GatheredParameters: an edit of values", edit

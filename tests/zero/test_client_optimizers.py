@@ -303,8 +303,9 @@ def test_options_that_torch_refuses_are_refused_in_its_words(open_engine: Open, 
 
 def test_narrow_states_are_adams_alone(open_engine: Open, nvme_path: Path) -> None:
     zero = {"offload_optimizer": {"state_dtype": "bf16"}}
-    with pytest.raises(ConfigError, match=r"state_dtype: bf16 is only available with Adam and AdamW, got NAdam"):
-        open_engine(patchy(), make_config(CPU, nvme_path, optimizer={"type": "NAdam"}, zero=zero))
+    for kind in ("NAdam", "Muon"):
+        with pytest.raises(ConfigError, match=rf"state_dtype: bf16 is only available with Adam and AdamW, got {kind}"):
+            open_engine(patchy(), make_config(CPU, nvme_path, optimizer={"type": kind}, zero=zero))
 
 
 # ---- which parameters, and in which groups -----------------------------------------------------

@@ -269,6 +269,26 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     file.write_bytes(whole)
     rewrite_header(file, lambda header: header["norm.weight"].update(shape=[33]))
     assert "(33,)" in refusal() and "132" in refusal() and "128" in refusal()
+    file.write_bytes(whole)
+    rewrite_header(file, lambda header: header["norm.weight"].update(data_offsets=[-128, 0]))
+    assert "norm.weight" in refusal()
+    for name, change in {"list": lambda entry: [], "bare": lambda entry: entry.pop("dtype")}.items():
+        file.write_bytes(whole)
+        rewrite_header(
+            file, lambda header, change=change: header.update({"norm.weight": change(header["norm.weight"])})
+        )
+        assert "not of safetensors" in refusal() and str(file) in refusal(), name
+    file.write_bytes(struct.pack("<Q", 2) + b"[]")
+    assert "not of safetensors" in refusal()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}'])
+def test_a_damaged_index_is_named(tmp_path: Path, text: str) -> None:
+    save(build("gpt"), tmp_path / "saved", shards=3)
+    (index,) = (tmp_path / "saved").glob("*.index.json")
+    index.write_text(text)
+    with pytest.raises(ConfigError, match=r"index\.json: not an index of safetensors"):
+        zero.load_pretrained(build("gpt"), tmp_path / "saved")
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from zero.values.editor import EDIT
 OF_THE_WEIGHTS = {
     *("backward", "step", "optimizer.step", "replan"),
     *("save_checkpoint", "load_checkpoint", "save_snapshot", "load_snapshot"),
-    *("optimizer.state_dict", "optimizer.load_state_dict", EDIT),
+    *("optimizer.state_dict", "optimizer.load_state_dict", "optimizer.state", EDIT),
 }
 """Calls that need the trained weights, or would replace masters or planes that are exchanged or put aside."""
 

@@ -183,7 +183,10 @@ def rule_of_object(optimizer: torch.optim.Optimizer, config: Config) -> Rule:
 def _named(config: Config, block: OptimizerConfig, groups: list[dict[str, Any]], model: nn.Module) -> Trained:
     """Param groups and rules of the config's optimizer block."""
     if block.type == "Muon":
-        return muon_from(block, groups, model)
+        muon = muon_from(block, groups, model)
+        for rule in muon.rules.each:
+            _checked(rule, config)
+        return muon
     if block.is_plain_adam and not any(group.get("amsgrad") or group.get("maximize") for group in groups):
         params = block.params
         common = {

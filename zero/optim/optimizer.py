@@ -76,6 +76,7 @@ class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
 
     def __setitem__(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         """Replace its states; collective. Raises the errors of `load_state_dict`."""
+        self._kept.check_open("state")  # before numbers are replaced: planes may be refused after them
         self._optimizer.check_states([states])
         self._kept.follow_changes()
         self._optimizer.take_states(parameter, states)

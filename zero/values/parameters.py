@@ -170,11 +170,12 @@ class ParameterValues:
 
     def _set_small(self, key: str, value: torch.Tensor) -> None:
         """Replace it on the ranks that have a part of the parameter; the others do not keep it."""
-        if not any(True for _ in self._runs()):
-            return
         shape, dtype = self._small_shapes[key]
-        if value.numel() != shape.numel():
+        holds = any(True for _ in self._runs())
+        if value.numel() != shape.numel() and (holds or value.numel()):  # so that no rank goes on alone
             raise StateError(f"parameter {self._name}: {key}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
+        if not holds:
+            return
         held = self._small.setdefault(id(self._parameter), SmallStates())
         given = value.detach().to("cpu", dtype, copy=True).reshape(shape)
         held.tensors = {**held.tensors, key: given}

@@ -31,6 +31,7 @@ def test_list_says_what_is_there(open_engine: Open, nvme_path: Path, capsys: pyt
     train(open_engine(build("gpt"), named(nvme_path, "a")), 0, 1, 2).close()
     train(open_engine(build("gpt"), named(nvme_path, "b", 10)), 0)
     (nvme_path / "zero-snapshots" / "c" / "rank-0").mkdir(parents=True)
+    (nvme_path / "zero-snapshots" / "c" / "rank-old").mkdir()  # somebody's own copy
     (nvme_path / "zero-snapshots" / "c" / "committed").write_text("{}\nnone\n")
     assert main(["snapshots", "list", str(nvme_path)]) == 0
     a, b, c = capsys.readouterr().out.splitlines()

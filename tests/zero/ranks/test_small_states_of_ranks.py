@@ -15,6 +15,8 @@ from ranks_runs import quiet
 from tiled_optimizers import Plain, differences, held_by, in_groups, patchy, train
 from torch import nn
 
+from offload.errors import StateError
+
 Pool = Callable[[int], RankPool]
 STEPS_EACH = 2
 PLACES = (
@@ -91,6 +93,31 @@ def test_two_ranks_have_a_part_each_and_give_the_bits_of_one(
     counts = [count for _, count in told]
     of_all = len(list(patchy().parameters())) - 2  # the idle layer's are never made
     assert counts == [of_all, of_all] if place[0] == 0 else (sum(counts) == of_all and min(counts) > 0)
+
+
+def given_another_shape(place: tuple[int, str, str], folder: str) -> list[str]:
+    """What each small state says to values of another shape."""
+    from zero.utils import safe_set_full_optimizer_state
+
+    model, told = patchy(), []
+    with opened(place, folder, model) as engine:
+        train(engine, 0, 1, bf16=True)
+        for name, parameter in model.named_parameters():
+            for key, state in engine.full_state(name).items():
+                if isinstance(state, torch.Tensor) and state.ndim and state.shape != parameter.shape:
+                    with pytest.raises(StateError) as refused:
+                        safe_set_full_optimizer_state(parameter, torch.zeros(state.numel() + 1), key)
+                    told.append(str(refused.value))
+    return told
+
+
+@pytest.mark.parametrize("place", [PLACES[1], PLACES[4]], ids=str)
+def test_values_of_another_shape_are_refused_on_every_rank(
+    rank_pool: Pool, tmp_path: Path, place: tuple[int, str, str]
+) -> None:
+    (tmp_path / "nvme").mkdir()
+    one, other = rank_pool(2).run(given_another_shape, place, str(tmp_path))
+    assert one == other and one and all("expected shape" in line for line in one)
 
 
 def grown(place: tuple[int, str, str], folder: str) -> list[str]:
