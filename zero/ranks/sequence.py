@@ -157,8 +157,8 @@ def difference(tails: Mapping[int, tuple[int, Sequence[SequenceEntry]]]) -> str 
         did = {rank: tails[rank][1][place - tails[rank][0]] for rank in tails if place < ends[rank]}
         if len(set(did.values())) > 1:
             behind = [rank for rank in tails if rank not in did]
-            lines = [f"{_ranks(ranks)}: {entry}" for entry, ranks in _inverted(did).items()]
-            lines += [f"{_ranks(behind)}: not that far yet"] if behind else []
+            lines = [f"{ranks_in_words(ranks)}: {entry}" for entry, ranks in _inverted(did).items()]
+            lines += [f"{ranks_in_words(behind)}: not that far yet"] if behind else []
             return f"they differ at number {place}: " + "; ".join(lines)
     return None
 
@@ -170,5 +170,5 @@ def _inverted(did: Mapping[int, SequenceEntry]) -> dict[SequenceEntry, list[int]
     return by_entry
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -29,7 +29,7 @@ from offload.accelerator import same_device
 from offload.errors import RankDivergenceError, RankLostError
 from offload.streams import Fence
 from zero.ranks.failure import Fate
-from zero.ranks.sequence import Log, difference
+from zero.ranks.sequence import Log, difference, ranks_in_words
 from zero.ranks.status import FAILED, GONE, WORKS, Position, StatusBoard, has_died, home
 
 logger = logging.getLogger("zero")
@@ -314,14 +314,14 @@ class Watch:
             time.sleep(0.2)
         silent = [rank for rank, p in positions.items() if rank in begin and begin[rank].beat == p.beat]
         unknown = [rank for rank in range(self._world_size) if rank != self._rank and rank not in positions]
-        known = f"rank {_listed(silent)} does not respond" if silent else "the other ranks are alive"
-        known += f", and nothing is known about rank {_listed(unknown)}" if unknown else ""
+        known = f"no response from {ranks_in_words(silent)}" if silent else "the other ranks are alive"
+        known += f", and nothing is known about {ranks_in_words(unknown)}" if unknown else ""
         others = "; ".join(f"rank {rank} {position}" for rank, position in sorted(positions.items()))
         return RankLostError(f"rank {self._rank}: {what} failed: {error}; {known}: {others}")
 
     def _without_board(self, what: str, silence: BaseException) -> RankLostError:
         dead = [rank for rank, position in sorted(self._met.items()) if has_died(position)]
-        known = f"the process of rank {_listed(dead)} has died" if dead else "the state of the other ranks is not known"
+        known = f"{ranks_in_words(dead)}: process has died" if dead else "the state of the other ranks is not known"
         return RankLostError(
             f"rank {self._rank}: {what}; {known}: the store of the process group (in rank 0 or the launcher) does not "
             f"answer: {str(silence).splitlines()[0]}"
@@ -345,7 +345,3 @@ class Watch:
         if found is None:
             return RankDivergenceError(f"{where}: {error}; the first difference is too old to be in the logs")
         return RankDivergenceError(self._sentence(found, self._board.positions()))
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
