@@ -117,7 +117,8 @@ def names_file_limit(doing: str) -> Iterator[None]:
         told, emfile = str(error), errno_names.EMFILE
         if FILE_LIMIT in told or (getattr(error, "errno", None) != emfile and os.strerror(emfile) not in told):
             raise
-        path = str(getattr(error, "filename", None) or "no file in particular")
+        named = (getattr(each, "filename", None) for each in (error, error.__cause__))
+        path = str(next(filter(None, named), "no file in particular"))
         what = f"{doing}: {type(error).__name__}: {told}"
         raise StorageError(what, errno=emfile, path=path, offset=0, free_bytes=None) from error
 

@@ -82,7 +82,8 @@ __device__ void store_masters(const Arrays &a, int64_t i, const float (&w)[WIDTH
     run_at<int16_t, WIDTH>(a.master, i) = remainders;
   } else if (MASTER == ROUNDED) {
     Run<uint16_t, WIDTH> weights;
-    for (int k = 0; k < WIDTH; k++) weights.at[k] = zn_round_bf16(w[k], zn_noise_of_master(zn_counter_at(a.moments, i + k)));
+    for (int k = 0; k < WIDTH; k++)
+      weights.at[k] = zn_round_bf16(w[k], zn_noise_of_master(zn_counter_at(a.moments, i + k)));
     run_at<uint16_t, WIDTH>(a.weight, i) = weights;
   } else {
     store<ZN_F32>(MASTER == IN_WEIGHT ? a.weight : a.master, i, w);

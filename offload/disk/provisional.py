@@ -1,7 +1,7 @@
 """Initial values, kept on disk until the layout is known.
 
-While a model is being built, its layout is not known yet. Its parameters are spilled to one unlinked file
-as soon as their constructor returns, and read back by range when the planes exist. The ranks of one node
+While a model is being built, its layout is not known yet. Its parameters are spilled to one file
+without a name as soon as their constructor returns, and read back by range when the planes exist. The ranks of one node
 share the file, see `common_file`.
 """
 

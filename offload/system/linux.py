@@ -52,23 +52,30 @@ def open_direct(path: Path, flags: int, mode: int) -> tuple[int, bool]:
 def nameless_file(folder: Path, *, direct: bool) -> tuple[int, bool]:
     """Descriptor of a new file without a name, and whether it bypasses the page cache, as it should with `direct`.
 
-    The file system frees its space with the last descriptor, so a process leaves nothing behind, however it ends.
-    Raises OSError: no file can be made in the folder.
+    The file system frees its space with the last descriptor, however the process ends. Where it cannot make a file
+    without a name, the file has one for an instant, and a process that is killed then leaves it behind, empty. Raises
+    OSError: no file can be made in the folder.
     """
     flags = os.O_RDWR | os.O_CLOEXEC
-
-    def opened(path: Path, more: int = 0) -> tuple[int, bool]:
-        return open_direct(path, flags | more, 0o600) if direct else (os.open(path, flags | more, 0o600), False)
-
-    with contextlib.suppress(OSError):
-        return opened(folder, os.O_TMPFILE)
-    # NFS and some others have no such files. Opened before it loses its name: not all can open it afterwards.
+    with contextlib.suppress(OSError):  # NFS and some others have no such files
+        if direct:
+            return open_direct(folder, flags | os.O_TMPFILE, 0o600)
+        return os.open(folder, flags | os.O_TMPFILE, 0o600), False
     descriptor, name = tempfile.mkstemp(prefix="zero-infinity-", dir=folder)
     try:
-        return opened(Path(name))
-    finally:
-        os.unlink(name)
+        if not direct:
+            return descriptor, False
+        # Not by its name, which another user may have given to another file by now. While it has one: not all file
+        # systems can open a file that has lost it.
+        again = open_direct(Path(f"/proc/self/fd/{descriptor}"), flags, 0o600)
+    except BaseException:
         os.close(descriptor)
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+    os.close(descriptor)
+    return again
 
 
 def reopened(descriptor: int, flags: int) -> int | None:

@@ -426,6 +426,22 @@ def test_elsewhere_it_loses_its_name_at_once_and_bypasses_the_cache_all_the_same
     space.close()
     assert len(os.listdir("/proc/self/fd")) == files
 
+    make = linux.tempfile.mkstemp
+    (tmp_path / "precious").write_text("mine")
+
+    def replaced(**given: str) -> tuple[int, str]:
+        descriptor, name = make(**given)
+        os.rename(name, f"{name}-moved")
+        os.symlink(tmp_path / "precious", name)
+        return descriptor, name
+
+    monkeypatch.setattr(linux.tempfile, "mkstemp", replaced)
+    SwapSpace([tmp_path], 8 * PAGE).close()
+    assert (tmp_path / "precious").read_text() == "mine", "another user has given the name to another file"
+    monkeypatch.setattr(os, "unlink", mock.Mock(side_effect=OSError(errno.ESTALE, "stale")))
+    SwapSpace([tmp_path], 8 * PAGE).close()
+    assert len(os.listdir("/proc/self/fd")) == files, "a name that cannot be removed costs no descriptor"
+
 
 def test_files_of_others_are_never_touched(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
