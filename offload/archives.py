@@ -1,4 +1,4 @@
-"""Bytes as tensors, and small objects as torch.save archives in such tensors."""
+"""Bytes as tensors, and small objects as torch.save archives."""
 
 from __future__ import annotations
 

@@ -87,10 +87,11 @@ def _storage_error(*args: Any) -> StorageError:
 
 def _free_bytes(path: Path) -> int | None:
     """Free space at a path, or at its nearest parent that exists; None if unknown."""
-    for place in (path.absolute(), *path.absolute().parents):
-        with suppress(OSError):
-            status = os.statvfs(place)
-            return status.f_bavail * status.f_frsize
+    with suppress(OSError):  # the working directory may be gone, the disk may be dead
+        for place in (path.absolute(), *path.absolute().parents):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                status = os.statvfs(place)
+                return status.f_bavail * status.f_frsize
     return None
 
 

@@ -65,8 +65,8 @@ class SafetensorsFile:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be opened: {error.strerror}") from error
-        # A parameter that is never adopted may hold the last reference.
         closing = weakref.finalize(self, os.close, self._fd)
+        closing.atexit = False  # a function that runs at exit may still read
         try:
             self.entries = self._read_header()
         except BaseException:

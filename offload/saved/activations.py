@@ -69,11 +69,12 @@ class Kept:
 
     def __del__(self) -> None:
         """Leave a note for the store, see the module."""
-        self._gone.append(_Gone(self.pieces, self.data, self.fence))
+        self._gone.append(_Gone(self.number, self.pieces, self.data, self.fence))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gone:
+    number: int
     pieces: list[SpilledPiece]
     data: torch.Tensor | None
     fence: Fence
@@ -223,7 +224,7 @@ class ActivationStore:
 
     def _find(self, tensor: torch.Tensor, view: View) -> Kept | None:
         kept = self._by_key.get(storage_key(tensor))
-        if kept is None or kept.version != version_of(tensor):
+        if kept is None or kept.version != version_of(tensor) or kept.number not in self._by_number:
             return None
         return kept if kept.begin <= view.begin and view.end <= kept.end else None
 
@@ -281,5 +282,7 @@ class ActivationStore:
             gone = self._gone.popleft()
             if gone.data is not None:  # a copy in flight to this memory must end before the memory is reused
                 self._streams.wait_to_use(gone.data, gone.fence)
+            # Weak references to it end later than its `__del__`, which told of it: until then others could find it.
+            self._by_number.pop(gone.number, None)
             self._pieces.drop(gone.pieces)
         self._pieces.collect()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +39,24 @@ def test_an_error_comes_back_as_it_went(kind: type[ZeroInfinityError]) -> None:
     if isinstance(error, StorageError):
         within = pickle.loads(pickle.dumps(error.within("saving")))
         assert (back.errno, within.errno) == (errno.ENOSPC, errno.ENOSPC) and str(within).startswith("saving: writing")
+
+
+def test_free_space_is_told_where_a_file_is_to_be_and_never_of_another_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = OSError(errno.EIO, os.strerror(errno.EIO))
+    assert StorageError.of(refused, "reading", tmp_path / "not" / "there" / "yet").free_bytes is not None
+    gone, real = tmp_path / "gone", os.statvfs
+
+    def dead(path: Path) -> os.statvfs_result:
+        if path.is_relative_to(gone):
+            raise refused
+        return real(path)
+
+    monkeypatch.setattr(os, "statvfs", dead)
+    assert StorageError.of(refused, "reading", gone / "file").free_bytes is None
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    error = StorageError.of(refused, "reading", Path("file"))
+    assert error.free_bytes is None and error.errno == errno.EIO and "file" in str(error)

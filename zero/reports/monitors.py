@@ -134,4 +134,3 @@ class Monitors:
     def close(self) -> None:
         for writer in self.writers.values():
             writer.close()
-        self.writers = {}

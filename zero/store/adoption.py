@@ -63,10 +63,12 @@ class Piece(NamedTuple):
         `state`: number of the state to write; None: the fp32 masters if they are here, else the weights.
         """
         part = out[self.first - begin : self.first - begin + self.weight.numel()]
-        if state is not None and self.states is not None:
-            part.copy_(self.states[state])
+        if state is not None:
+            part.copy_(self.states[state]) if self.states is not None else part.zero_()
+        elif self.remainder is None:
+            part.copy_(self.weight)  # not by way of another copy on the host
         else:
-            masters.whole(part, self.weight.cpu(), None if self.remainder is None else self.remainder.cpu())
+            masters.whole(part, self.weight.cpu(), self.remainder.cpu())
 
 
 ReadSource = Callable[[nn.Parameter, int, int, bool], Iterable[Piece]]

@@ -223,6 +223,17 @@ def test_what_is_refused_derives_from_what_clients_count_on() -> None:
     assert said(*code(text)).split() == ["own", "True", "True", "True"]
 
 
+@pytest.mark.parametrize("first", ["", "from deepspeed.utils import set_z3_leaf_modules"])
+def test_a_submodule_does_not_hide_the_function_of_its_name(first: str) -> None:
+    text = f"""
+    {first}
+    from deepspeed.utils import z3_leaf_module
+    import torch
+    print(z3_leaf_module(torch.nn.Linear(1, 1)))
+    """
+    assert said(*code(text)).split() == ["False"]
+
+
 def test_a_submodule_does_not_hide_what_a_module_of_ours_uses() -> None:
     text = """
     import deepspeed.comm.torch, deepspeed.comm, deepspeed.utils.torch, deepspeed.ops.op_builder.async_io as one
