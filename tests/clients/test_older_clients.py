@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from client_process import ROOT
+from environments import INSTALL_SECONDS, python_with
 
 pytestmark = pytest.mark.slow
 
@@ -21,33 +20,16 @@ OLDER = {
     **{"datasets": "5.0.1", "fsspec": "2026.6.0", "huggingface_hub": "0.36.2", "tokenizers": "0.22.2"},
 }
 """The rest is as constraints.txt says."""
-ENVIRONMENT = ROOT / ".venv-older"
-"""Kept for the next time."""
-INSTALL_SECONDS, RUN_SECONDS = 1800, 5400
+RUN_SECONDS = 5400
 
 
 @pytest.fixture(scope="module")
-def older_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def older_python() -> Path:
     """The interpreter of an environment with the older versions."""
     shared = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in shared if line.partition("==")[0] not in OLDER]
     pins += [f"{name}=={version}" for name, version in OLDER.items()]
-    python, stamp = ENVIRONMENT / "bin" / "python", ENVIRONMENT / ".installed"
-    wanted = hashlib.sha256("\n".join([*pins, (ROOT / "pyproject.toml").read_text()]).encode()).hexdigest()
-    if stamp.exists() and stamp.read_text() == wanted:
-        return python
-    constraints = tmp_path_factory.mktemp("older") / "constraints.txt"
-    constraints.write_text("\n".join(pins))
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT)], check=True)
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", constraints]
-    made = subprocess.run(
-        [*map(str, install), "-e", f"{ROOT}[test]"], capture_output=True, text=True, timeout=INSTALL_SECONDS
-    )
-    if made.returncode:
-        assert "ResolutionImpossible" not in made.stderr, made.stderr  # the pins contradict each other
-        pytest.skip(f"the older clients cannot be had: {made.stderr.strip()[-500:]}")
-    stamp.write_text(wanted)
-    return python
+    return python_with("older", pins, [("install", "-e", f"{ROOT}[test]")])
 
 
 @pytest.mark.timeout(INSTALL_SECONDS + RUN_SECONDS)
