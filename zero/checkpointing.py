@@ -102,7 +102,8 @@ def configure(
     world.check_mpu(mpu_, "checkpointing.configure", world.TENSOR_SIZES)
     block = ActivationCheckpointing()
     if deepspeed_config is not None:
-        block = load_config(deepspeed_config).activation_checkpointing
+        # `initialize` judges the other keys.
+        block = load_config(deepspeed_config, unknown_top_level="warn").activation_checkpointing
     given = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
