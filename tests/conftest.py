@@ -6,7 +6,7 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.skip(reason=what))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()  # what is imported and collected stays alive
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
