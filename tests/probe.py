@@ -21,7 +21,9 @@ from zero.checkpoint import load
 from zero.checkpoint.background import BackgroundSave
 from zero.exchange.shared_memory import SharedMemory
 from zero.optim.step import StepState
-from zero.store.adoption import Adoption
+from zero.store.adoption import Adoption, Piece
+from zero.store.stored_values import StoredValues
+from zero.values.gathered_values import GatheredValues
 
 if TYPE_CHECKING:
     import pytest
@@ -88,26 +90,59 @@ def spare_of(engine: Any) -> Any:
     return engine.run.parts.stepper.pipeline.spare
 
 
+class _ReadOnce(StoredValues):
+    """Reads each part of a sub-group, and the weights of each unit, from its plane once, and keeps copies."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(layout_of(engine), storage_of(engine), keeper_of(engine).places)
+        self._parts: dict[Any, Piece] = {}
+        self._flats: dict[int, Tensor] = {}
+
+    def _weights(self, unit: Any, lo: int, hi: int) -> Tensor:
+        if unit.index not in self._flats:
+            self._flats[unit.index] = super()._weights(unit, unit.begin, unit.end).clone()
+        return self._flats[unit.index][lo - unit.begin : hi - unit.begin]
+
+    def _piece(self, unit: Any, group: Any, lo: int, hi: int, first: int) -> Piece:
+        begin, end = group.part_of(unit)
+        if (unit.index, group) not in self._parts:
+            part = super()._piece(unit, group, begin, end, 0)
+            states = None if part.states is None else tuple(state.clone() for state in part.states)
+            remainder = None if part.remainder is None else part.remainder.clone()
+            self._parts[unit.index, group] = Piece(0, part.weight.clone(), remainder, states)
+        part, own = self._parts[unit.index, group], slice(lo - begin, hi - begin)
+        states = None if part.states is None else tuple(state[own] for state in part.states)
+        return Piece(first, part.weight[own], None if part.remainder is None else part.remainder[own], states)
+
+
 @contextmanager
 def units_read_once(trainer: Any) -> Iterator[None]:
-    """Inside, an engine reads each unit only once for all requests; nothing may be trained."""
+    """Inside, an engine reads its planes only once for all requests; nothing may be trained."""
     if not hasattr(trainer, "run"):  # a reference
         yield
         return
-    held: dict[int, Any] = {}
     editor = keeper_of(trainer).editor
-    read = editor.read
+    once = _ReadOnce(trainer)
+    source = (once if editor.placement.shard_size == 1 else GatheredValues(once, editor._exchange)).pieces
+    held: dict[tuple[int, bool], list[Piece]] = {}
 
-    def once(unit: Any) -> Any:
-        if unit.index not in held:
-            held[unit.index] = read(unit)
-        return held[unit.index]
+    def read(parameter: Any, begin: int, end: int, state: bool) -> Iterator[Piece]:
+        if (id(parameter), begin, end, state) not in held:
+            held[id(parameter), begin, end, state] = list(source(parameter, begin, end, state))
+        return iter(held[id(parameter), begin, end, state])
 
-    editor.read = once
+    @contextmanager
+    def stored(places: Any) -> Iterator[Any]:
+        try:
+            yield read
+        finally:
+            once.close()
+
+    editor.stored = stored
     try:
         yield
     finally:
-        del editor.read
+        del editor.stored
 
 
 def put_exchange(engine: Any, exchange: Any) -> None:
