@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from models import freeze, make_config, seeded
+from probe import units_read_once
 from torch import Tensor, nn
 
 FOLDER = Path(__file__).parent / "data" / "checkpoint"
@@ -72,14 +73,15 @@ def holds(engine: Any) -> dict[str, Tensor]:
     """All values of an engine, by their names in a checkpoint; further names of tied weights are left out."""
     trainable = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
     found: dict[str, Tensor] = {}
-    for name, parameter in engine.module.named_parameters():
-        if id(parameter) not in trainable:
-            found[f"model.{name}"] = engine.full_parameter(name)
-            continue
-        state = engine.full_state(name)
-        found[f"model.{name}"] = engine.full_master(name)
-        found[f"optim.state.{name}.step"] = torch.tensor(int(state["step"]))
-        found |= {f"optim.state.{name}.{kind}": state[kind] for kind in ("exp_avg", "exp_avg_sq")}
+    with units_read_once(engine):
+        for name, parameter in engine.module.named_parameters():
+            if id(parameter) not in trainable:
+                found[f"model.{name}"] = engine.full_parameter(name)
+                continue
+            state = engine.full_state(name)
+            found[f"model.{name}"] = engine.full_master(name)
+            found[f"optim.state.{name}.step"] = torch.tensor(int(state["step"]))
+            found |= {f"optim.state.{name}.{kind}": state[kind] for kind in ("exp_avg", "exp_avg_sq")}
     return found | {f"model.{name}": buffer.detach().clone() for name, buffer in engine.module.named_buffers()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import torch
 from models import make_config
@@ -19,7 +20,7 @@ def config_of(tier: str, nvme_path: Path, **more: Any) -> dict[str, Any]:
 
 
 def masters(engine: Any) -> dict[str, Tensor]:
-    return {name: engine.full_master(name) for name, p in engine.module.named_parameters() if p.requires_grad}
+    return harness.masters(engine, [name for name, p in engine.module.named_parameters() if p.requires_grad])
 
 
 def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:

@@ -121,6 +121,8 @@ def units_read_once(trainer: Any) -> Iterator[None]:
     if not hasattr(trainer, "run"):  # a reference
         yield
         return
+    for name, _ in itertools.islice(trainer.module.named_parameters(), 1):
+        trainer.full_parameter(name)  # what a failed step has left to the next call happens now, with its own reads
     editor = keeper_of(trainer).editor
     once = _ReadOnce(trainer)
     source = (once if editor.placement.shard_size == 1 else GatheredValues(once, editor._exchange)).pieces

@@ -56,7 +56,7 @@ class Followed:
 
     def __init__(self, engine: Any, model: nn.Module) -> None:
         self._engine, self.names = engine, [name for name, _ in model.named_parameters()]
-        self._masters = {name: nn.ParameterList([engine.full_master(name)]) for name in self.names}
+        self._masters = {name: nn.ParameterList([held]) for name, held in harness.masters(engine, self.names).items()}
         self._averages = {
             name: AveragedModel(masters, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
             for name, masters in self._masters.items()
@@ -66,9 +66,10 @@ class Followed:
             self._averages[name].update_parameters(self._masters[name])  # begins at the weights
 
     def follow(self, step: int = 0) -> None:
+        held = harness.masters(self._engine, self.names)
         for name in self.names:
             count = self._engine.full_state(name)["step"]
-            self._masters[name][0].data = self._engine.full_master(name)
+            self._masters[name][0].data = held[name]
             if count > self._counts[name]:
                 self._averages[name].update_parameters(self._masters[name])
             self._counts[name] = count

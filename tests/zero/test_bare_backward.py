@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import masters
 from models import build, make_config, tokens
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,10 +21,6 @@ WAYS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "torch.autograd": lambda engine, loss: torch.autograd.backward([loss]),
     "by turns": lambda engine, loss: loss.backward() if engine.micro_steps % 2 else engine.scale(loss).backward(),
 }
-
-
-def masters(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: engine.full_master(name) for name, _ in engine.module.named_parameters()}
 
 
 def trained(engine: Any, backward: Callable[[Any, torch.Tensor], Any], accumulation: int) -> dict[str, torch.Tensor]:

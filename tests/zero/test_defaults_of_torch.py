@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import ADAMW, build, make_config, tokens
+from probe import units_read_once
 from torch import Tensor
 
 import zero
@@ -60,11 +61,12 @@ def life(open_engine: Open, folder: Path, pair: tuple[str, str], optimizer: str,
         engine.step()
 
     def look(engine: Any) -> None:
-        for name, parameter in engine.module.named_parameters():
-            seen.extend([engine.full_parameter(name), engine.full_master(name)])
-            if parameter.requires_grad:
-                held = engine.full_state(name)
-                seen.extend(as_it_is(held[key]) for key in sorted(held))
+        with units_read_once(engine):
+            for name, parameter in engine.module.named_parameters():
+                seen.extend([engine.full_parameter(name), engine.full_master(name)])
+                if parameter.requires_grad:
+                    held = engine.full_state(name)
+                    seen.extend(as_it_is(held[key]) for key in sorted(held))
 
     with default(**given):
         engine = open_engine(model, config)

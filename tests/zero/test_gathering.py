@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import build, make_config, tokens, trainability
+from probe import units_read_once
 from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor, nn
 
@@ -38,14 +39,15 @@ def made(
 
 def whole_state(engine: Any) -> dict[str, dict[str, Any]]:
     """Weights, masters and moments of every parameter."""
-    return {
-        name: {
-            "weight": engine.full_parameter(name),
-            "master": engine.full_master(name),
-            **(engine.full_state(name) if parameter.requires_grad else {}),
+    with units_read_once(engine):
+        return {
+            name: {
+                "weight": engine.full_parameter(name),
+                "master": engine.full_master(name),
+                **(engine.full_state(name) if parameter.requires_grad else {}),
+            }
+            for name, parameter in engine.module.named_parameters()
         }
-        for name, parameter in engine.module.named_parameters()
-    }
 
 
 def changed(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> set[str]:

@@ -12,7 +12,7 @@ import torch
 from models import LIVE_NUMEL, build, make_config, trainability
 from muon_plain import BLOCK, MuonAndAdam
 from pairwise import in_pairs
-from probe import layout_of
+from probe import layout_of, units_read_once
 from reference import differences as reference_differences
 from tiled_optimizers import Plain, differences, held_by, patchy, train
 
@@ -105,12 +105,13 @@ def test_records_of_matrices_have_one_state(open_engine: Open, nvme_path: Path) 
 def everything(engine: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """By "name/plane"."""
     held = {}
-    for name, trained in trainability(model):
-        held[f"{name}/weight"] = engine.full_parameter(name)
-        if trained:
-            held[f"{name}/master"] = engine.full_master(name)
-            states = {kind: value for kind, value in engine.full_state(name).items() if kind != "step"}
-            held.update({f"{name}/{kind}": value for kind, value in states.items()})
+    with units_read_once(engine):
+        for name, trained in trainability(model):
+            held[f"{name}/weight"] = engine.full_parameter(name)
+            if trained:
+                held[f"{name}/master"] = engine.full_master(name)
+                states = {kind: value for kind, value in engine.full_state(name).items() if kind != "step"}
+                held.update({f"{name}/{kind}": value for kind, value in states.items()})
     return held
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import micro_batch, reference_of, unequal
+from harness import masters, micro_batch, reference_of, unequal
 from models import BigEmbedding, build, make_config, patterned, seeded, tokens, trainability
 from reference import Reference, differences, snapshot
 from torch import Tensor, nn
@@ -358,7 +358,7 @@ def test_gradients_that_embeddings_give_as_sparse_tensors_count_as_dense_ones(
         for index in range(4):
             engine.backward(engine(tokens(index)).square().mean())
             engine.step()
-        outcomes.append({name: engine.full_master(name) for name, _ in model.named_parameters()})
+        outcomes.append(masters(engine))
         engine.close()
     dense, sparse_ones = outcomes
     assert all(torch.equal(dense[name], sparse_ones[name]) for name in dense)
@@ -400,7 +400,7 @@ def test_an_evaluation_in_inference_mode_right_behind_a_step_changes_nothing(
             if evaluates:
                 with torch.inference_mode():
                     engine(tokens(9))
-        held.append({name: engine.full_master(name) for name, _ in engine.module.named_parameters()})
+        held.append(masters(engine))
         engine.close()
     assert all(torch.equal(value, held[1][name]) for name, value in held[0].items())
 

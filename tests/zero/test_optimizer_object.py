@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import train
+from harness import masters, train
 from models import build, make_config, tokens
 from torch import nn
 
@@ -22,10 +22,6 @@ from zero.plan.machine import Machine, read_machine
 Open = Callable[..., Any]
 TIERS = {"device": ("none", "none"), "cpu": ("cpu", "cpu"), "nvme": ("nvme", "nvme")}
 on_every_tier = pytest.mark.parametrize("tier", TIERS)
-
-
-def masters(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: engine.full_master(name) for name, _ in engine.module.named_parameters()}
 
 
 def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:

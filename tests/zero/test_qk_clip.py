@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import masters as held
 from models import build, make_config
 from qk_model import (
     HIDDEN,
@@ -33,10 +34,6 @@ PLACES = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"))
 ROUNDINGS = 2 * HIDDEN + 4 * WIDTH + 16
 """Operations on the way to a logit, more than there are: two projections, a product, a norm, and a scaling."""
 Open = Callable[..., Any]
-
-
-def held(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: engine.full_master(name) for name, _ in engine.module.named_parameters()}
 
 
 def loaded(masters: dict[str, torch.Tensor], **of_model: Any) -> torch.nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import masters
 from models import make_config, seeded
 from torch import nn
 
@@ -77,7 +78,7 @@ def trained(open_engine: Open, config: dict[str, Any], model: Stack) -> dict[str
         engine.backward(engine(x.bfloat16()))
         engine.step()
     assert engine.skipped_steps == 0
-    return {name: engine.full_master(name) for name, _ in model.named_parameters()}
+    return masters(engine)
 
 
 @pytest.mark.parametrize("reuse", [0, 3 * UNIT_NUMEL, 10**9])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import masters
 from models import build, make_config, tokens
 from tiled import LIMIT, wide
 from torch import Tensor, nn
@@ -171,7 +172,7 @@ def test_a_gradient_can_be_set_where_there_was_none(open_engine: Open, place: st
     backward(engine, 0)
     engine.step()
     parameters = some(engine)
-    before = {name: engine.full_master(name) for name, _ in trained(engine)}
+    before = masters(engine)
     for seed, (_, parameter) in enumerate(parameters):
         value = random_like(parameter, seed)
         utils.safe_set_full_grad(parameter, value)
@@ -179,7 +180,7 @@ def test_a_gradient_can_be_set_where_there_was_none(open_engine: Open, place: st
     total = sum(float(utils.safe_get_full_grad(p).double().square().sum()) for _, p in parameters)
     engine.step()
     assert engine.get_global_grad_norm() == pytest.approx(total**0.5, rel=1e-12)
-    changed = {name for name, _ in trained(engine) if not torch.equal(engine.full_master(name), before[name])}
+    changed = {name for name, master in masters(engine).items() if not torch.equal(master, before[name])}
     assert changed == {name for name, _ in parameters}
 
 

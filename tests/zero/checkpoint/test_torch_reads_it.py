@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpointed import KINDS, VOCAB, WIDTH, Case, Training, odd, training
+from probe import units_read_once
 from reference import differences
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -27,12 +28,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is unavailable
 def held(run: Training) -> dict[str, torch.Tensor]:
     """What the checkpoint of a run must hold, by name; frozen weights as they are."""
     engine, tensors = run.engine, {}
-    for name, trainable in run.names:
-        tensors[f"model.{name}"] = engine.full_master(name) if trainable else engine.full_parameter(name)
-        if trainable:
-            state = engine.full_state(name)
-            tensors[f"optim.state.{name}.step"] = torch.tensor(int(state["step"]))
-            tensors |= {f"optim.state.{name}.{kind}": state[kind] for kind in ("exp_avg", "exp_avg_sq")}
+    with units_read_once(engine):
+        for name, trainable in run.names:
+            tensors[f"model.{name}"] = engine.full_master(name) if trainable else engine.full_parameter(name)
+            if trainable:
+                state = engine.full_state(name)
+                tensors[f"optim.state.{name}.step"] = torch.tensor(int(state["step"]))
+                tensors |= {f"optim.state.{name}.{kind}": state[kind] for kind in ("exp_avg", "exp_avg_sq")}
     buffers = {f"model.{name}": b.detach().clone() for name, b in run.model.named_buffers() if name != "passing"}
     return tensors | buffers
 

@@ -16,6 +16,7 @@ from harness import train
 from lagging import lagging_device
 from models import GPT, build, lora_gpt, make_config, seeded, tokens
 from pairwise import in_pairs
+from probe import units_read_once
 from torch import nn
 
 import zero
@@ -94,12 +95,13 @@ def kept_by(engine: Any, model: nn.Module, *, masters: bool) -> Values:
     """What is to be found in a file, asked of the engine in another way."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     wanted = {}
-    for name in stored_once(model):
-        if name in parameters:
-            wanted[name] = engine.full_master(name) if masters else engine.full_parameter(name)
-        else:
-            buffer = buffers[name]
-            wanted[name] = buffer.float() if masters and buffer.is_floating_point() else buffer.clone()
+    with units_read_once(engine):
+        for name in stored_once(model):
+            if name in parameters:
+                wanted[name] = engine.full_master(name) if masters else engine.full_parameter(name)
+            else:
+                buffer = buffers[name]
+                wanted[name] = buffer.float() if masters and buffer.is_floating_point() else buffer.clone()
     return wanted
 
 
