@@ -26,10 +26,12 @@ LATE = ("torch._dynamo", "zero.api")
 collections would scan them."""
 
 LEFT_OUT = {
-    "broad": "takes whole processes, launchers or compilers: run with --broad, -m broad, or by its name",
-    "slow": "a long form: run with --full, -m slow, or by its name",
+    "broad": "take whole processes, launchers or compilers: run with --broad, -m broad, or by its name",
+    "slow": "are long forms: run with --full, -m slow, or by its name",
 }
 """Marker -> the reason why ./scripts/test without options does not run such tests."""
+COUNTS = pytest.StashKey[dict[str, int]]()
+"""Marker -> number of the tests that are left out for it."""
 
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS))  # importlib mode does not add it; tests import `models` and `reference` by name
@@ -42,14 +44,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not asked for: thousands of skipped tests would have to be set up, sent and reported."""
     named, chosen = any("::" in argument for argument in config.args), config.getoption("-m")
     asked = {"broad": config.getoption("--broad") or config.getoption("--full"), "slow": config.getoption("--full")}
-    for mark, what in LEFT_OUT.items():
+    for mark in LEFT_OUT:
         if asked[mark] or named or mark in chosen:
             continue
-        for item in items:
-            if item.get_closest_marker(mark) is not None:
-                item.add_marker(pytest.mark.skip(reason=what))
+        out = [item for item in items if item.get_closest_marker(mark) is not None]
+        if out:
+            items[:] = [item for item in items if item.get_closest_marker(mark) is None]
+            config.stash.setdefault(COUNTS, {})[mark] = len(out)
+            config.hook.pytest_deselected(items=out)
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    counts = config.stash.get(COUNTS, {})
+    return [f"left out: {count} marked {mark}, which {LEFT_OUT[mark]}" for mark, count in counts.items()]
 
 
 @pytest.hookimpl(wrapper=True)
