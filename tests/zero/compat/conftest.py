@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,3 +17,13 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode leaves it out
 def own_rule_for_what_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """The alias lets what is released be saved empty, for the whole process: not for the tests that come later."""
     monkeypatch.setattr(released, "_saved_as_empty", False)
+
+
+@pytest.fixture(scope="session")
+def said_with_torch() -> Iterator[Callable[[str], str]]:
+    """`said_with_torch(code)` -> what it prints in a process that has imported torch, and neither the alias nor us."""
+    from aliased import Forks
+
+    forks = Forks()
+    yield forks.said
+    forks.close()

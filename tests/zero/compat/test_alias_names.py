@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import zero.compat.deepspeed as compat
 from zero.compat.helpers import move_to_device
 from zero.compat.operators import VERSION
 
+Said = Callable[[str], str]
 PATHS = [
     *("DeepSpeedEngine", "initialize", "zero.Init", "zero.GatheredParameters", "zero.register_external_parameter"),
     *("zero.TiledLinear", "zero.ZeroParamStatus", "zero.unregister_external_parameter", "init_distributed"),
@@ -232,10 +234,9 @@ REFUSED = {
 }
 
 
-def test_using_what_is_not_implemented_names_the_feature_and_what_to_do() -> None:
+def test_using_what_is_not_implemented_names_the_feature_and_what_to_do(said_with_torch: Said) -> None:
     told = json.loads(
-        said(
-            *code(f"""
+        said_with_torch(f"""
             import json, deepspeed
             told = {{}}
             for use in {list(REFUSED)!r}:
@@ -245,14 +246,13 @@ def test_using_what_is_not_implemented_names_the_feature_and_what_to_do() -> Non
                     told[use] = str(error)
             print(json.dumps(told))
             """)
-        )
     )
     for use, words in REFUSED.items():
         assert told[use].startswith("deepspeed.") or "deepspeed" in told[use], use
         assert words in told[use], told[use]
 
 
-def test_what_is_not_implemented_can_be_subclassed_and_asked_for() -> None:
+def test_what_is_not_implemented_can_be_subclassed_and_asked_for(said_with_torch: Said) -> None:
     text = """
     import torch, deepspeed
     from deepspeed.sequence.layer import DistributedAttention
@@ -266,10 +266,10 @@ def test_what_is_not_implemented_can_be_subclassed_and_asked_for() -> None:
     except NotImplementedError as error:
         print("DistributedAttention" in str(error))
     """
-    assert said(*code(text)).split() == ["True", "False", "False", "True"]
+    assert said_with_torch(text).split() == ["True", "False", "False", "True"]
 
 
-def test_operators_tell_what_has_a_counterpart_here() -> None:
+def test_operators_tell_what_has_a_counterpart_here(said_with_torch: Said) -> None:
     text = """
     import deepspeed
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
@@ -278,7 +278,7 @@ def test_operators_tell_what_has_a_counterpart_here() -> None:
     there = deepspeed.ops.__compatible_ops__
     print(there[AsyncIOBuilder.NAME], there["cpu_adam"], there[GDSBuilder.NAME])
     """
-    assert said(*code(text)).split() == ["True", "True", "False", "True", "True", "False"]
+    assert said_with_torch(text).split() == ["True", "True", "False", "True", "True", "False"]
 
 
 def test_the_package_lies_where_the_wheel_takes_it_from() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from aliased import ROOT, code, said, script
 from probe import alias_tables
 
+Said = Callable[[str], str]
 MODULES = (ROOT / "tests/data/deepspeed_modules.txt").read_text(encoding="utf-8").split()
 
 
@@ -71,9 +73,9 @@ NAMES = {
 }
 
 
-def test_names_that_clients_import_are_there() -> None:
+def test_names_that_clients_import_are_there(said_with_torch: Said) -> None:
     lines = [f"from deepspeed.{home} import {', '.join(names.split())}" for home, names in NAMES.items()]
-    assert said("-c", "\n".join([*lines, "print('all')"])) == "all"
+    assert said_with_torch("\n".join([*lines, "print('all')"])) == "all"
 
 
 OTHERS = {
@@ -111,12 +113,12 @@ VALUES = {
 }
 
 
-def test_a_constant_has_deepspeeds_value() -> None:
+def test_a_constant_has_deepspeeds_value(said_with_torch: Said) -> None:
     text = f"import json, deepspeed; print(json.dumps({{p: eval('deepspeed.' + p) for p in {list(VALUES)!r}}}))"
-    assert json.loads(said("-c", text)) == VALUES
+    assert json.loads(said_with_torch(text)) == VALUES
 
 
-def test_small_functions_do_what_theirs_do(tmp_path: Path) -> None:
+def test_small_functions_do_what_theirs_do(said_with_torch: Said, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=4\nb slots=2  # two\n")
     text = f"""
     import base64, json, torch
@@ -151,7 +153,7 @@ def test_small_functions_do_what_theirs_do(tmp_path: Path) -> None:
     except ValueError as error:
         print(error)
     """
-    assert "['a']" in said(*code(text))
+    assert "['a']" in said_with_torch(text)
 
 
 @pytest.mark.broad
@@ -187,10 +189,9 @@ REFUSED = {
 }
 
 
-def test_a_refusal_names_itself_and_what_to_do() -> None:
+def test_a_refusal_names_itself_and_what_to_do(said_with_torch: Said) -> None:
     told = json.loads(
-        said(
-            *code(f"""
+        said_with_torch(f"""
             import json, deepspeed
             told = {{}}
             for use in {list(REFUSED)!r}:
@@ -200,14 +201,13 @@ def test_a_refusal_names_itself_and_what_to_do() -> None:
                     told[use] = str(error)
             print(json.dumps(told))
             """)
-        )
     )
     for use, words in REFUSED.items():
         assert told[use].startswith("deepspeed.") and use.partition("(")[0].rpartition(".")[2] in told[use], told[use]
         assert words in told[use], told[use]
 
 
-def test_what_is_refused_derives_from_what_clients_count_on() -> None:
+def test_what_is_refused_derives_from_what_clients_count_on(said_with_torch: Said) -> None:
     text = """
     import pickle, torch, deepspeed
     from deepspeed.elasticity.config import ElasticityError
@@ -220,27 +220,27 @@ def test_what_is_refused_derives_from_what_clients_count_on() -> None:
     print(issubclass(FusedLamb, torch.optim.Optimizer), issubclass(TiedLayerSpec, LayerSpec))
     print(pickle.loads(pickle.dumps(LayerSpec)) is LayerSpec is deepspeed.pipe.LayerSpec)
     """
-    assert said(*code(text)).split() == ["own", "True", "True", "True"]
+    assert said_with_torch(text).split() == ["own", "True", "True", "True"]
 
 
 @pytest.mark.parametrize("first", ["", "from deepspeed.utils import set_z3_leaf_modules"])
-def test_a_submodule_does_not_hide_the_function_of_its_name(first: str) -> None:
+def test_a_submodule_does_not_hide_the_function_of_its_name(said_with_torch: Said, first: str) -> None:
     text = f"""
     {first}
     from deepspeed.utils import z3_leaf_module
     import torch
     print(z3_leaf_module(torch.nn.Linear(1, 1)))
     """
-    assert said(*code(text)).split() == ["False"]
+    assert said_with_torch(text).split() == ["False"]
 
 
-def test_a_submodule_does_not_hide_what_a_module_of_ours_uses() -> None:
+def test_a_submodule_does_not_hide_what_a_module_of_ours_uses(said_with_torch: Said) -> None:
     text = """
     import deepspeed.comm.torch, deepspeed.comm, deepspeed.utils.torch, deepspeed.ops.op_builder.async_io as one
     print(deepspeed.comm.has_all_reduce_coalesced(), deepspeed.comm.torch.TorchBackend is deepspeed.comm.TorchBackend)
     print(one.AsyncIOBuilder is deepspeed.ops.op_builder.AsyncIOBuilder)
     """
-    assert said(*code(text)).split() == ["True"] * 3
+    assert said_with_torch(text).split() == ["True"] * 3
 
 
 @pytest.mark.broad
