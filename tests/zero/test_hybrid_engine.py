@@ -73,6 +73,17 @@ def test_weights_that_fit_are_read_once_whatever_the_limits_say(nvme_path: Any, 
     assert torch.equal(generated(engine, "greedy"), wanted)
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 6])
+def test_weights_for_which_the_plan_has_the_memory_are_read_once_without_a_limit(
+    nvme_path: Any, open_engine: Open, layers: int
+) -> None:
+    """Of few units the pool holds all, and the derived limit of elements does not."""
+    config = make_config(("nvme", "nvme"), nvme_path, bf16=False) | {"hybrid_engine": {"enabled": True}}
+    engine = open_engine(llama(layers), config)
+    assert read_by(engine, lambda: generated(engine, "greedy", 1)) == weights_of(engine)
+    assert read_by(engine, lambda: generated(engine, "greedy", 3)) == 0
+
+
 def test_what_is_kept_goes_at_once_where_it_is_to_be_released(nvme_path: Any, open_engine: Open) -> None:
     model = llama()
     engine = open_engine(model, config_for(nvme_path, model, release_inference_cache=True))

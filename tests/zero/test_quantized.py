@@ -362,6 +362,13 @@ def test_deepspeeds_quant_block_codes_every_linear_weight(quant: Any, bits: int)
         zero.init_inference(nn.Linear(8, 8), quant={"activation": {"enabled": True}})
 
 
+def test_a_block_that_codes_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Rows of 24 are no whole number of groups of 128."""
+    zero.init_inference(nn.Sequential(nn.Linear(24, 24)), {"quant": {"weight": {"num_bits": 8}}}).close()
+    (text,) = [text for text in caplog.messages if "no weight is kept as codes" in text]
+    assert "group_size" in text
+
+
 def test_a_quantised_model_generates(nvme_path: Any) -> None:
     pytest.importorskip("transformers")
     from generating import generated, llama

@@ -271,12 +271,15 @@ def _made(name: str, feature: Feature, off: str = "", why: str = "") -> type[Con
     """Make the block and its inner blocks. Each has a name in this module, so that configurations can be pickled."""
     off = feature.off or off
     why = f"it belongs to {feature.off}, which is off" if feature.off else feature.why or why
+    why = f"its block is refused: {feature.off} is not available" if feature.unless else why
     fields: dict[str, Any] = {key: (kind, default) for key, kind, default in _declared(feature, off)}
     for key, inner in feature.blocks.items():
         fields[key] = (_made(f"{name}_{key}", inner, off, why) | None, None)
     made: Any = create_model(name, __base__=_Refused if feature.unless else ConfigBlock, __module__=__name__, **fields)
     made.__doc__, made.why, made.aliases, made.unless = feature.about, why, feature.aliases, feature.unless
     made.fix = f"{off} is not available; remove the block, and {feature.instead}"
+    if feature.unless:
+        made.__doc__ = f"{feature.about} Refused; expected is {feature.unless.expected}: {made.fix}."
     globals()[name] = made
     return made  # type: ignore[no-any-return]
 

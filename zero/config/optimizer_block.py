@@ -109,7 +109,7 @@ class OptimizerParams(ConfigBlock):
     amsgrad: Flag = False
     """Adam, AdamW: divide by the largest average so far."""
     maximize: Flag = False
-    """All but Lion: go up the gradient."""
+    """All but Lion, Lamb, Muon and AdamWScheduleFree: go up the gradient."""
     momentum: Annotated[Number, Field(ge=0)] | None = None
     """SGD, RMSprop, Muon: of the moving average of steps, or of gradients."""
     dampening: Number | None = None

@@ -179,7 +179,7 @@ class ZeroConfig(ConfigBlock):
     log_trace_cache_warnings: Annotated[
         Flag | None, Inert("a changed order of modules costs one late fetch and does not invalidate the trace")
     ] = None
-    enable_sanity_checks: Annotated[Flag | None, Inert("checks are always on")] = None
+    enable_sanity_checks: Annotated[Flag | None, Inert("there are no slower checks to switch on")] = None
     save_muon_momentum_buffer_in_memory: Annotated[
         Flag | None, Inert("momentum is kept where offload_optimizer puts the optimizer states")
     ] = None

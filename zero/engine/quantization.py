@@ -44,6 +44,12 @@ def quantize(
     """
     chosen = list(_chosen(model, rules, trained))
     _check_names(rules, [name for name, _, _ in chosen])
+    if not chosen:
+        logger.warning(
+            "weight_quantization: no weight is kept as codes: no nn.Linear that is not trained has a weight of its own "
+            "whose shape the groups divide; choose another group_size"
+        )
+        return []
     before_bytes = after_bytes = 0
     for count, (name, linear, codes) in enumerate(chosen):
         before_bytes += linear.weight.numel() * linear.weight.element_size()

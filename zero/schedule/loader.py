@@ -257,8 +257,10 @@ class Loader:
         leased = [unit for unit in moving if not (self._in_place and self._lies_here(unit))]
         whole_bytes = sum(unit.nbytes for unit in leased)
         nbytes //= 1 + any(self._bound[unit.index].copies for unit in leased)
-        if whole_bytes <= self._storage.unit_pool.capacity_bytes or nbytes <= 0:
+        if nbytes <= 0:
             return 0
+        if whole_bytes <= self._storage.unit_pool.capacity_bytes:
+            return sum(unit.numel for unit in leased)  # the pool holds all: only the limit of elements is in the way
         taken_bytes = self._storage.open_unit_room(min(nbytes, whole_bytes))
         return sum(unit.numel for unit in leased) * taken_bytes // whole_bytes
 

@@ -74,7 +74,9 @@ def _row(key: Key) -> str:
     if inner is not None:
         return f"| {spelt} | block | | [below](#{_anchor(key.path)}) |"
     default = shown(plain(key.field.default))
-    return f"| {spelt} | {key.role} | `{default}` | {_cell(_meaning(key, name))} |"
+    unless = getattr(key.block, "unless", None)
+    role = key.role if unless is None or unless.key == name else "refused"
+    return f"| {spelt} | {role} | `{default}` | {_cell(_meaning(key, name))} |"
 
 
 def _meaning(key: Key, name: str) -> str:

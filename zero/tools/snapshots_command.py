@@ -17,7 +17,7 @@ from offload.sizes import format_bytes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="list the name, step, age and size of each snapshot")
+    listing = actions.add_parser("list", help="list the name, step, time, ranks and size of each snapshot")
     listing.add_argument("path", metavar="PATH", help="first folder of nvme_path")
     listing.add_argument("--json", action="store_true", help="print a JSON list")
     removal = actions.add_parser("rm", help="remove one snapshot and free its space")
