@@ -19,7 +19,7 @@ from models import TOKENS, VOCAB, make_config, seeded, tokens, trainability
 from probe import bound_units
 from reference import differences, snapshot
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zero
 from offload.errors import StateError
@@ -695,6 +695,46 @@ def test_a_container_that_a_module_returns_is_the_one_its_caller_gets(
 
     engine = assert_trains_equally(open_engine, nvme_path, Carriers)
     assert engine.module.same and all(engine.module.same)
+
+
+class Selective(Model):
+    """Regions of which backward computes a part again: it compares their operations with those of forward."""
+
+    def __init__(self, saves: Callable[[str], bool]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
+        self.saves = saves
+
+    def policy(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if self.saves(str(operation)) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            contexts = lambda: create_selective_checkpoint_contexts(self.policy)  # noqa: E731
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+
+@pytest.mark.parametrize("saves", ["mm", ""], ids=["products", "all"])
+@pytest.mark.parametrize("threshold", [0, 100_000])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_region_that_saves_some_operations_trains_to_the_bits_of_plain_torch(
+    open_engine: Open, nvme_path: Any, stage: int, threshold: int, saves: str
+) -> None:
+    model, plain = (seeded_selective(lambda name: saves in name) for _ in range(2))
+    keys = {"stage": stage, "stage3_param_persistence_threshold": threshold}
+    keys |= {} if stage else {"offload_param": {"device": "none"}}
+    config = make_config(NVME if stage else ("none", "none"), nvme_path, zero=keys)
+    engine, reference, names = open_engine(model, config), reference_of(plain), trainability(model)
+    for index in range(STEPS):
+        micro_batch(engine, index)
+        micro_batch(reference, index)
+    assert differences(snapshot(engine, names), snapshot(reference, names)) == []
+
+
+def seeded_selective(saves: Callable[[str], bool]) -> Selective:
+    with seeded(0):
+        return Selective(saves)
 
 
 class Pruned(Model):

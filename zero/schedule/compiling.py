@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from offload.system.interrupts import whole
@@ -27,8 +28,11 @@ def transformed() -> bool:
 
 
 def apart() -> AbstractContextManager[bool]:
-    """Inside this context tensors are plain: a transform would wrap the engine's own. Yields whether one runs."""
-    return _cleared() if transformed() else _PLAIN
+    """Inside this context tensors are plain: a transform would wrap the engine's own. Yields whether one runs.
+
+    Nor does a dispatch mode of the user's see them: selective checkpointing would save what moves the weights.
+    """
+    return _cleared() if transformed() or torch._C._len_torch_dispatch_stack() else _PLAIN
 
 
 _PLAIN = nullcontext(False)
@@ -36,8 +40,9 @@ _PLAIN = nullcontext(False)
 
 @contextmanager
 def _cleared() -> Iterator[bool]:
-    with temporarily_clear_interpreter_stack():
-        yield True
+    inside = transformed()
+    with temporarily_clear_interpreter_stack() if inside else nullcontext(), _disable_current_modes():
+        yield inside
 
 
 def edge(hook: Hook) -> Hook:

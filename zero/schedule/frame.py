@@ -10,6 +10,7 @@ around them would make their gradients add up in another order than in plain tor
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
@@ -61,9 +62,18 @@ class _Join(torch.autograd.Function):
 
 def open_frame(passed: Callable[[], None], device: torch.device) -> torch.Tensor:
     """Make a call's sentinel; `passed` is called once the call's backward is over."""
-    token = torch.empty(0, device=device, requires_grad=True, dtype=torch.float32)
-    sentinel: torch.Tensor = _Sentinel.apply(passed, token)  # type: ignore[no-untyped-call]
+    sentinel: torch.Tensor = _Sentinel.apply(passed, _token(device))  # type: ignore[no-untyped-call]
     return sentinel
+
+
+@functools.cache
+def _token(device: torch.device) -> torch.Tensor:
+    """One for all calls: selective checkpointing counts operations, and a recompute has frames that its forward lacks.
+
+    A unit that an outer call holds in forward is held by the inner calls in the recompute.
+    """
+    with torch._C._DisableTorchDispatch():  # also where the first frame is opened in a recompute
+        return torch.empty(0, device=device, requires_grad=True, dtype=torch.float32)
 
 
 def close_frame(sentinel: torch.Tensor, output: Any, reached: Callable[[], None]) -> Any:

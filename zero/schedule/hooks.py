@@ -225,7 +225,7 @@ class ModuleHooks:
     def borrow(self, index: int) -> None:
         """The innermost open call uses the unit although its module does not own it."""
         if in_backward():
-            with self._events.tearing():
+            with apart(), self._events.tearing():
                 self._coordinator.begin_recompute(index)
             if self._calls and index not in self._calls[-1].units:  # it stays until gradients have passed this call
                 self._calls[-1].units.append(index)
@@ -343,7 +343,7 @@ class ModuleHooks:
             self._calls.append(call)
             for index in units:
                 if call.recompute:
-                    with self._events.tearing():
+                    with apart(), self._events.tearing():
                         self._coordinator.begin_recompute(index, by_call=True)
                         self._hold_in_backward(index)
                     call.units.append(index)
@@ -387,7 +387,8 @@ class ModuleHooks:
                 self._watch_modified(call, reached)
             call.close()
             if call.recompute:
-                self._coordinator.end_recompute(units)
+                with apart():
+                    self._coordinator.end_recompute(units)
             self._end_uses(call)
             return output
 
@@ -398,8 +399,9 @@ class ModuleHooks:
         def passed() -> None:
             self._record("backward", call, call.backward_ns)
             call.backward_ns = 0  # a retained graph may run backward again
-            for index in call.units:
-                self._events.unit_passed(index)
+            with apart():
+                for index in call.units:
+                    self._events.unit_passed(index)
 
         return passed
 
@@ -416,7 +418,7 @@ class ModuleHooks:
         def reached() -> None:
             events.before_backward(generation)
             self._take_turn(call.units)
-            with events.tearing():
+            with apart(), events.tearing():
                 for index in call.units:
                     coordinator.begin_backward_use(index)
                     self._hold_in_backward(index)

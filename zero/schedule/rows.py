@@ -24,6 +24,7 @@ from zero.optim.pending_updates import DueUpdates
 from zero.params.binding import BoundUnit
 from zero.params.tiles import hooks_behind
 from zero.schedule.backward import BackwardWatch
+from zero.schedule.compiling import apart
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.frame import close_frame, open_frame
 from zero.schedule.hooks import in_backward
@@ -215,7 +216,7 @@ class RowLender:
 
     def _fetch(self, loan: Loan) -> None:
         unit, storage = loan.unit, self._storage
-        with self._events.tearing() if in_backward() else nullcontext():
+        with apart(), self._events.tearing() if in_backward() else nullcontext():
             block = self._coordinator.lease_rows(unit, loan.numel)
             job = self._updates.fetch_rows(unit, loan.parts, exact_alias(block.data), block.fences)
             try:
@@ -228,7 +229,7 @@ class RowLender:
             except BaseException:  # an interrupt ends only the wait: the transfer still writes rows
                 self._coordinator.return_rows_later(unit, block, loan.numel, transfer)
                 raise
-        loan.storage.bind(block.data)
+            loan.storage.bind(block.data)
         loan.block = block
 
     def _settle(self, loan: Loan) -> None:
@@ -237,8 +238,9 @@ class RowLender:
         if loan.used or block is None:
             return
         loan.block = None
-        loan.storage.unbind(modified=False)
-        self._coordinator.return_rows(block, loan.numel)
+        with apart():
+            loan.storage.unbind(modified=False)
+            self._coordinator.return_rows(block, loan.numel)
 
 
 def _runs(rows: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
