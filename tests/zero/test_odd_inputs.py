@@ -430,6 +430,30 @@ def test_tied_weights_are_one_parameter_with_two_names(open_engine: Open, nvme_p
     assert_equal(engine, reference_after("tied", engine, 6), "tied")
 
 
+def share_data(model: nn.Module) -> None:
+    model[1].weight.data = model[0].weight.data
+
+
+def share_by_a_new_parameter(model: nn.Module) -> None:
+    model[1].weight = nn.Parameter(model[0].weight.data.T)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("share", [share_data, share_by_a_new_parameter])
+def test_two_parameters_in_one_memory_are_refused_unless_both_are_frozen(
+    open_engine: Open, share: Callable[[nn.Module], None], stage: int
+) -> None:
+    """Torch trains them as one weight; as two they would come apart with the first step."""
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    config["optimizer"] = {"type": "AdamW"}
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    share(model)
+    with pytest.raises(ConfigError, match=r"parameter 1.weight: its memory is that of 0.weight"):
+        open_engine(model, config)
+    model[:2].requires_grad_(False)
+    open_engine(model, config).close()
+
+
 def test_a_released_parameter_keeps_its_face(open_engine: Open, nvme_path: Any) -> None:
     model: Any = build("gpt")
     parameter = model.blocks[0].up.weight

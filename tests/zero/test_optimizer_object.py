@@ -68,6 +68,29 @@ def test_a_state_dict_goes_on_where_it_was_taken(open_engine: Open, nvme_path: P
 
 
 @on_every_tier
+@pytest.mark.parametrize("rule", RULES)
+def test_a_parameter_whose_states_are_deleted_begins_anew(
+    open_engine: Open, nvme_path: Path, tier: str, rule: str
+) -> None:
+    """As in torch: by `del`, `pop` and `clear`; the next step is the first step of an engine with these weights."""
+    optimizer = {"type": rule, "params": {"lr": 1e-3, **RULES[rule]}}
+    config = make_config(TIERS[tier], nvme_path, bf16=False, optimizer=optimizer)
+    engine = train(open_engine(build("gpt"), config), 0, 1)
+    states, weight, bias = engine.optimizer.state, engine.module.head.weight, next(engine.module.parameters())
+    del states[weight]
+    assert weight not in states and bias in states
+    with pytest.raises(KeyError):
+        del states[weight]
+    assert states.pop(bias).keys() == engine.optimizer.state[next(iter(states))].keys()
+    states.clear()
+    assert len(states) == 0
+    model = build("gpt")
+    model.load_state_dict({name: value for name, value in engine.named_full_parameters()})
+    other = open_engine(model, config)
+    assert equal(masters(train(engine, 2, 3)), masters(train(other, 2, 3)))
+
+
+@on_every_tier
 def test_states_that_are_given_back_are_those_of_the_next_step(open_engine: Open, nvme_path: Path, tier: str) -> None:
     """As Lightning does at its end, which moves each state to a device."""
     config = make_config(TIERS[tier], nvme_path)

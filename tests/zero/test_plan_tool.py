@@ -24,7 +24,7 @@ from zero.config import load_config
 from zero.plan.machine import Machine, read_machine
 from zero.plan.traffic import StepTraffic, step_traffic
 from zero.tools import cli
-from zero.tools.plan_command import Rates, build_on_meta, measure_update_rate, step_time
+from zero.tools.plan_command import DEFAULT, Rates, build_on_meta, measure_update_rate, step_time
 
 Open = Callable[..., Any]
 TESTS = str(Path(__file__).parents[1])
@@ -290,6 +290,18 @@ def test_choices_are_the_plans_of_configurations_with_that_change(
     assert eight["tier_bytes"] == found["total_bytes"]
     assert eight["moved_bytes"] == found["step"]["nvme_read_bytes"] + found["step"]["nvme_write_bytes"]
     assert choices['both devices "cpu"']["tier_bytes"]["nvme"] == 0
+
+
+def test_choices_without_a_configuration_are_those_of_the_default_one(
+    write: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for config in ([], [write("ds.json", DEFAULT)]):
+        assert (
+            cli.main(["plan", "models:GPT", *config, "--host", "64GB", "--device", "24GB", "--json", "--choices"]) == 0
+        )
+        found.append(json.loads(capsys.readouterr().out)["choices"])
+    assert found[0] == found[1]
 
 
 def test_a_choice_that_does_not_fit_says_what_it_takes(

@@ -423,6 +423,17 @@ def test_a_second_interrupt_leaves_a_micro_batch_behind_that_waits(open_engine: 
     ever.set()
 
 
+def test_torch_has_as_many_threads_in_every_micro_batch_as_around_them(open_engine: Open, nvme_path: Path) -> None:
+    engine, seen, before = open_engine(build("gpt"), config_of(nvme_path, vertical=True)), [], torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        try:
+            engine.train_batch(batches(), lambda batch: seen.append(torch.get_num_threads()) or engine(batch))
+        finally:
+            torch.set_num_threads(before)
+    assert seen == [1] * COUNT + [2] * COUNT
+
+
 def test_the_default_device_of_the_thread_is_that_of_every_micro_batch(open_engine: Open, nvme_path: Path) -> None:
     engine, seen = open_engine(build("gpt"), config_of(nvme_path, vertical=True)), []
     given = [tokens(index) for index in range(COUNT)]

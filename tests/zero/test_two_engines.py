@@ -46,6 +46,20 @@ def test_two_live_engines_train_as_each_would_alone(tiers: tuple[str, str], open
     assert all(count >= 4 for count in engines[1].statistics().releases_by_unit.values())
 
 
+@pytest.mark.parametrize("partly", [False, True])
+def test_an_engine_that_another_model_takes_a_part_from_says_that_it_closes(
+    open_engine: Open, nvme_path: Path, caplog: pytest.LogCaptureFixture, partly: bool
+) -> None:
+    """An actor and a critic over one trunk; whoever wraps the whole model again knows."""
+    trunk, config = nn.Linear(8, 8), make_config(("cpu", "cpu"), nvme_path)
+    actor = nn.Sequential(trunk, nn.Linear(8, 3))
+    first = open_engine(actor, config)
+    open_engine(nn.Sequential(trunk, nn.Linear(8, 1) if partly else actor), config)
+    told = [text for text in caplog.messages if "share parameters need one engine" in text]
+    assert len(told) == partly and all("0.weight and 1.weight" in text for text in told)
+    assert first.run.closed
+
+
 def test_memory_that_an_engine_has_still_to_touch_is_not_free_for_the_next_one(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ from zero.store.adoption import Adoption, Piece
 logger = logging.getLogger("zero")
 
 NAMES_SHOWN = 4
+OF_ANOTHER = "train with the optimizer that was saved, or pass load_optimizer_states=False"
 Small = dict[str, dict[str, torch.Tensor]]  # Name of a parameter -> its small states, by name.
 Numbers = dict[int, dict[str, torch.Tensor]]  # id(parameter) -> the numbers that belong to its states, by name.
 
@@ -155,9 +156,9 @@ class Wanted:
             for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
                 yield from ((kind, lo, hi) for kind in kinds)
 
-    def numbers(self, kinds: Iterable[str]) -> dict[int, dict[str, torch.Tensor]]:
-        """id(parameter) -> the numbers of these names that belong to its states, for parameters that have states."""
-        kinds = [STEP, *(kind for kind in kinds if kind != STEP)]
+    def numbers(self, optimizer: ZeroOptimizer | None) -> Numbers:
+        """The numbers of parameters that have states. Raises ConfigError: one that the optimizer needs is missing."""
+        kinds = [STEP] if optimizer is None else [STEP, *(kind for kind in optimizer.number_names() if kind != STEP)]
         wanted = [(i, kind, state_name(self.names[i], kind)) for i in sorted(self.stateful) for kind in kinds]
         known = [(index, kind, name) for index, kind, name in wanted if name in self._source.tensors]
         self._source.expect((name, 0, 1) for _, _, name in known)
@@ -165,6 +166,13 @@ class Wanted:
         for index, kind, name in known:
             number = self._source.read(name, 0, 1).clone()
             found.setdefault(id(self._parts.leaves[index].parameter), {})[kind] = number
+        for index in sorted(self.stateful):
+            key = id(self._parts.leaves[index].parameter)
+            if optimizer is not None and (lacks := optimizer.numbers_missing(key, found.get(key, {}))):
+                raise ConfigError(
+                    f"load_checkpoint: {self.names[index]}: the optimizer keeps {', '.join(lacks)}, which the "
+                    f"checkpoint lacks: its states are those of another optimizer; {OF_ANOTHER}"
+                )
         return found
 
     def small(self, numbers: Numbers, optimizer: ZeroOptimizer) -> Small:
@@ -183,8 +191,7 @@ class Wanted:
                 if found != shape:
                     raise ConfigError(
                         f"load_checkpoint: {name}: expected shape {tuple(shape)}, got "
-                        f"{'nothing' if found is None else tuple(found)}; train with the optimizer that was saved, or "
-                        "pass load_optimizer_states=False"
+                        f"{'nothing' if found is None else tuple(found)}; {OF_ANOTHER}"
                     )
                 if index in mine:
                     places.append((leaf.names[0], kind, name))
@@ -247,8 +254,7 @@ class Wanted:
         if theirs and self.names:
             raise ConfigError(
                 f"load_checkpoint: the optimizer keeps {', '.join(ours) or 'no state'} for each parameter, but the "
-                f"checkpoint has {', '.join(sorted(theirs))} of another optimizer; train with the optimizer that was "
-                "saved, or pass load_optimizer_states=False"
+                f"checkpoint has {', '.join(sorted(theirs))} of another optimizer; {OF_ANOTHER}"
             )
 
 
@@ -398,7 +404,7 @@ class LoadCheckpoints:
                 check_accumulated(parts, state["accumulating"], mine and mine["accumulated"])
                 self._check_scale(state.get("loss_scaler"), goes_on=updater is not None)
                 self._check_divisor(int(state["config"]["gradient_accumulation_steps"]))
-            numbers = wanted.numbers(updater.number_names() if updater is not None else ())
+            numbers = wanted.numbers(updater)
             return client, mine, told, wanted, numbers, {} if updater is None else wanted.small(numbers, updater)
 
         client, mine, told, wanted, numbers, small = together.do("checking a checkpoint", check)

@@ -17,7 +17,8 @@ from zero.compat.unavailable import refused
 VERSION = "0.19.6+zero.1"
 
 # Operators that the engine has itself; nothing is built on request.
-THERE = {"async_io", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "pin_memory", "utils"}
+THERE = {"async_io", "fused_adam", "fused_lamb", "fused_lion", "pin_memory", "utils"}
+THERE |= {"cpu_adam", "cpu_adagrad", "cpu_lion"}
 # Name of a class = name of its operator.
 CLASS_NAMES = """
     AsyncIOBuilder=async_io CCLCommBuilder=deepspeed_ccl_comm CPUAdagradBuilder=cpu_adagrad CPUAdamBuilder=cpu_adam

@@ -13,7 +13,7 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -54,8 +54,10 @@ class KeptStates(Protocol):
         """Make room for states of all parameters that are in the groups now; on all ranks together."""
 
 
-class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
+class LiveStates(MutableMapping[nn.Parameter, dict[str, Any]]):
     """`optimizer.state`: the states of each parameter since its first step, as copies. Assign them to change them.
+
+    `state[p] = {**state[p], "exp_avg": value}`; what changes a copy is lost. A parameter without states begins anew.
 
     `kept`: reads them; `optimizer`: their optimizer.
     """
@@ -80,6 +82,11 @@ class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
         self._optimizer.check_states([states])
         self._kept.follow_changes()
         self._optimizer.take_states(parameter, states)
+
+    def __delitem__(self, parameter: nn.Parameter) -> None:
+        if parameter not in self:
+            raise KeyError(parameter)
+        self[parameter] = {}
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return (p for group in self._optimizer.param_groups for p in group["params"] if self._counts.get(id(p)))
@@ -280,6 +287,12 @@ class KeptOptimizer(torch.optim.Optimizer):
             scalars += [(name, Scalar(None)) for name, why in absent.items() if why == NOTHING]
             present = tuple(name for name in rule.states if name not in absent)
             self.progress[key] = Progress(tuple(scalars), present)
+
+    def numbers_missing(self, key: int, saved: Mapping[str, torch.Tensor]) -> list[str]:
+        """Numbers that updates of the parameter have made, and that `saved` has not: it is of another optimizer."""
+        if "step" not in saved or not int(saved["step"].item()):
+            return []
+        return [name for name in self._rule(key).scalars if name not in saved and ABSENT + name not in saved]
 
     def forget(self, key: int) -> None:
         """Drop the numbers and small states of a parameter that is not trained any more."""

@@ -11,6 +11,7 @@ from offload.errors import ConfigError
 from zero.config import Config
 from zero.params.leaf_modules import apply_zero_leaf_module_config, flag_fine_modules, mark_leaf_parameters
 from zero.params.opaque import is_packed, is_wrapper
+from zero.params.released import is_kept
 from zero.params.units import CoveredUnit, CoverRules, Leaf, cover
 
 LIVE_UNITS = 4
@@ -34,7 +35,8 @@ def cover_model(
         whole_rules: numbers of the rules that need whole parameters.
 
     Raises:
-        ConfigError: a parameter's dtype cannot be trained, or a leaf module does not exist; names it.
+        ConfigError: a parameter's dtype cannot be trained, its memory is another's too, or a leaf module does not
+            exist; names it.
     """
     zero = config.zero_optimization
     apply_zero_leaf_module_config(model, zero.leaf_module)
@@ -68,4 +70,20 @@ def cover_model(
                 f"parameter {leaf.names[0]}: training {p.dtype} weights is not available; use float32 or bfloat16, "
                 'or set "bf16" or "fp16": {"enabled": true}'
             )
+    _refuse_shared_memory(leaves, trainable)
     return cover(model, leaves, trainable, rules)
+
+
+def _refuse_shared_memory(leaves: list[Leaf], trainable: Mapping[int, int]) -> None:
+    """Two parameters in the same memory are one weight in torch; here each would have a place and steps of its own."""
+    found: dict[tuple[int, int], Leaf] = {}
+    for leaf in leaves:
+        p = leaf.parameter
+        if not p.numel() or p.is_meta or is_kept(p):
+            continue
+        first = found.setdefault((p.untyped_storage()._cdata, int(p.storage_offset())), leaf)
+        if first is not leaf and (id(p) in trainable or id(first.parameter) in trainable):
+            raise ConfigError(
+                f"parameter {leaf.names[0]}: its memory is that of {first.names[0]}, so training would untie the two; "
+                "make both names one nn.Parameter (b.weight = a.weight), or give it memory of its own (clone)"
+            )

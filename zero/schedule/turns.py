@@ -252,7 +252,7 @@ class _ThreadState:
     """torch's per-thread state, which a micro-batch inherits from the thread that waits for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._gradients = device, torch.is_grad_enabled()
+        self._device, self._gradients, self._threads = device, torch.is_grad_enabled(), torch.get_num_threads()
         self._default = torch.get_default_device()
         kinds = {kind for kind in ("cpu", device.type) if torch.is_autocast_enabled(kind)}
         self._autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
@@ -260,6 +260,7 @@ class _ThreadState:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
+        torch.set_num_threads(self._threads)  # OpenMP gives a new thread its default: products would have other bits
         with ExitStack() as contexts:
             contexts.enter_context(torch.set_grad_enabled(self._gradients))
             # Otherwise a backward would run in autograd's thread of the device, and wait for its turn there.

@@ -47,7 +47,7 @@ DEFAULT = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW"},
-    "zero_optimization": {"stage": 3, "offload_param": ON_A_DRIVE, "offload_optimizer": ON_A_DRIVE},
+    "zero_optimization": {"stage": 3, "offload_param": {**ON_A_DRIVE}, "offload_optimizer": {**ON_A_DRIVE}},
 }
 """The configuration that is planned if no CONFIG is given."""
 

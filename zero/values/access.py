@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from zero.store.adoption import Piece
 from zero.store.stored_values import Places
 from zero.values.editor import UnitEditor
 from zero.values.gathered_values import runs_of
+
+logger = logging.getLogger("zero")
 
 
 class EngineKeeper:
@@ -134,6 +137,16 @@ class EngineKeeper:
             self.events.current("taking the model back from the engine that keeps its values")
         self.return_values(self.events.close)
 
+    def warn_of_others(self, shared: nn.Parameter, wrapped: Container[int]) -> None:
+        """Log that the engine ends though its model is not the one that is wrapped again."""
+        other = next((name for name, p in self._named.items() if id(p) not in wrapped), None)
+        if other is not None:
+            logger.warning(
+                "the engine of %s and %s closes, because another model with %s gets an engine; models that share "
+                "parameters need one engine: put them into one module",
+                *(name_of(shared), other, name_of(shared)),
+            )
+
     def return_values(self, close: Callable[[], None] | None = None) -> None:
         """Read the values from the planes, then call `close`, then make the parameters ordinary ones.
 
@@ -232,8 +245,10 @@ def take_back(parameters: Iterable[nn.Parameter], but: EngineKeeper | None = Non
 
     `but`: this keeper keeps its parameters.
     """
-    for parameter in parameters:
+    wrapped = {id(parameter): parameter for parameter in parameters}
+    for parameter in wrapped.values():
         if is_kept(parameter):
             keeper = engine_keeper(parameter)
             if isinstance(keeper, EngineKeeper) and keeper is not but:
+                keeper.warn_of_others(parameter, wrapped)
                 keeper.give_back()

@@ -226,7 +226,7 @@ class Meddling(Odd):
 
 
 @pytest.mark.parametrize(
-    ("kind", "left"), [("SGD", ["exp_avg", "exp_avg_sq"]), ("Lion", ["exp_avg_sq"]), ("NAdam", []), ("Adam", [])]
+    ("kind", "left"), [("SGD", ["exp_avg", "exp_avg_sq"]), ("Lion", ["exp_avg_sq"]), ("RAdam", []), ("Adam", [])]
 )
 def test_states_that_the_optimizer_does_not_keep_are_told(
     saves: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, left: list[str]
@@ -240,6 +240,20 @@ def test_states_that_the_optimizer_does_not_keep_are_told(
         engine.close()
     told = [record.getMessage() for record in caplog.records if "is not loaded" in record.getMessage()]
     assert [message.split("has the state ")[1].split()[0] for message in told] == left
+
+
+def test_states_without_a_number_that_the_optimizer_keeps_are_refused(saves: Path, tmp_path: Path) -> None:
+    """NAdam's moments would begin anew behind the counts of Adam's."""
+    config = make_config(("cpu", "cpu"), tmp_path, optimizer={"type": "NAdam", "params": {"lr": 0.1}})
+    engine = zero.initialize(model=odd(CASE.kind), config=config)[0]
+    try:
+        before = {name: engine.full_master(name) for name, _ in engine.named_full_parameters()}
+        with pytest.raises(ConfigError, match=r"mu_product.*load_optimizer_states=False"):
+            engine.load_checkpoint(saves, load_lr_scheduler_states=False)
+        assert all(torch.equal(engine.full_master(name), value) for name, value in before.items())
+        engine.load_checkpoint(saves, load_lr_scheduler_states=False, load_optimizer_states=False)
+    finally:
+        engine.close()
 
 
 def test_inside_forward_backward_and_gathering_nothing_is_saved_or_loaded(saves: Path, tmp_path: Path) -> None:
