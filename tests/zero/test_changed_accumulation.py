@@ -89,6 +89,26 @@ def test_a_step_that_a_checkpoint_was_saved_amid_goes_on(open_engine: Open, nvme
     assert equal(masters(engine), masters(resumed))
 
 
+def test_a_step_whose_gradients_were_discarded_goes_on_where_it_was_saved(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    """The saved run would have taken its step with the next micro-batch."""
+    config = make_config(("cpu", "cpu"), nvme_path, accumulation=3)
+    saved = open_engine(build("gpt"), config)
+    for index in range(2):
+        saved.backward(saved(tokens(index)))
+        saved.step()
+    saved.zero_grad()
+    saved.save_checkpoint(tmp_path)
+    resumed = open_engine(build("gpt"), config)
+    resumed.load_checkpoint(tmp_path)
+    for engine in (saved, resumed):
+        engine.backward(engine(tokens(2)))
+        engine.step()
+        assert engine.global_steps == 1
+    assert equal(masters(saved), masters(resumed))
+
+
 def test_after_single_steps_a_batch_of_several_is_one_step(open_engine: Open, nvme_path: Path) -> None:
     engine = open_engine(build("gpt"), config_of(nvme_path, 1))
     for first in range(3):

@@ -83,14 +83,13 @@ def _scheduler_state(engine: Run) -> Any:
 
 
 def restore_counters(engine: Run, state: Mapping[str, Any]) -> None:
-    """If `state` says that gradients were collected, the incomplete step continues; else a new one begins."""
+    """An incomplete step continues where it was, also if its gradients had been discarded (`zero_grad`)."""
     engine.global_steps, engine.micro_steps = int(state["global_steps"]), int(state["micro_steps"])
-    engine.step_began = engine.micro_steps
-    if state.get("accumulating") is not None:
-        # Checkpoints from before `step_began` existed: there every step had the same number of micro-batches.
-        begun = engine.micro_steps % int(state["config"]["gradient_accumulation_steps"])
-        engine.step_began = int(state.get("step_began", engine.micro_steps - begun))
-    engine.collecting_began = engine.step_began
+    began, collects = engine.micro_steps, state.get("accumulating") is not None
+    if collects:  # checkpoints from before `step_began` existed: there every step had the same number of micro-batches
+        began -= engine.micro_steps % int(state["config"]["gradient_accumulation_steps"])
+    engine.step_began = int(state.get("step_began", began))
+    engine.collecting_began = engine.step_began if collects else engine.micro_steps
     engine.global_samples = int(state.get("global_samples", 0))
     engine.skipped_steps = int(state.get("skipped_steps", 0))
     if state.get("forwards") is not None and hasattr(engine.module, "micro_offset"):
