@@ -204,7 +204,7 @@ class Config(ConfigBlock):
     """Log what memory is held after each step."""
     dump_state: Flag = False
     """Log the configuration in effect, and where each value comes from, at the start."""
-    disable_python_gc: Annotated[Flag | None, Inert("Python collects garbage but while a checkpoint moves")] = None
+    disable_python_gc: Annotated[Flag | None, Inert("Python's garbage collector pauses only in saves and loads")] = None
     log_level: Word[Literal["debug", "info", "warning", "error", "critical"]] | None = None
     """What the logger "zero" shows, "info" the plan and the dtypes too; None: notices, and of other ranks errors."""
     vocabulary_size: Annotated[Whole | None, Inert("it only makes DeepSpeed warn about slow vocabulary sizes")] = None

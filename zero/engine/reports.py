@@ -148,7 +148,7 @@ def memory_line(run: Run, reports: Reports) -> str:
         parts.append(f"device: {format_bytes(now)}, {format_bytes(most)} at most")
     resident = psutil.Process().memory_info().rss
     parts.append(f"resident: {format_bytes(resident)}")
-    # The kernel adds up what its peak is read from less often than what is resident now.
+    # The kernel notes a peak later than what is resident now.
     parts.append(f"{format_bytes(max(resident, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))} at most")
     return " | ".join(parts)
 

@@ -79,7 +79,7 @@ def _refuse_shared_memory(leaves: list[Leaf], trainable: Mapping[int, int]) -> N
     found: dict[tuple[int, int], Leaf] = {}
     for leaf in leaves:
         p = leaf.parameter
-        if not p.numel() or p.is_meta or is_kept(p):
+        if not p.numel() or p.is_meta or p.layout != torch.strided or is_kept(p):
             continue
         first = found.setdefault((p.untyped_storage()._cdata, int(p.storage_offset())), leaf)
         if first is not leaf and (id(p) in trainable or id(first.parameter) in trainable):
