@@ -231,6 +231,28 @@ def test_a_parameter_subclass_keeps_its_class_and_its_attributes(engine: Any) ->
     assert parameter is engine.module.blocks[1].up.weight and parameter.note == "kept"
 
 
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_hooks_behind_parameters_see_their_gradients(engine: Any, mode: Any) -> None:
+    """The node that adds a parameter's gradient up is behind a view of it: torch and clients put hooks there."""
+    block, calls, gradients = engine.module.blocks[0], [], []
+    weights = [block.up.weight, block.down.bias]
+    behind = [weight.expand_as(weight).grad_fn.next_functions[0][0] for weight in weights]
+    for node in behind:
+        node.register_hook(lambda *_: calls.append(1))
+    torch.autograd.graph.register_multi_grad_hook(weights, gradients.append, mode=mode)
+    engine.backward(engine(tokens(1)))
+    engine.step()
+    assert len(calls) == 2
+    (seen,) = gradients
+    assert [g.shape for g in seen] == [w.shape for w in weights] if mode == "all" else seen.shape == weights[1].shape
+
+
+def test_a_function_that_returns_a_released_vector_itself_leaves_it_a_parameter(engine: Any) -> None:
+    bias = engine.module.blocks[0].down.bias
+    assert bias.flatten() is not bias and bias.flatten().flatten().shape == bias.shape
+    assert isinstance(bias, nn.Parameter) and is_released(bias)
+
+
 @pytest.mark.parametrize("value", [torch.zeros(128, 32, dtype=torch.bfloat16), torch.zeros(3), None], ids=str)
 def test_replacing_its_data_is_refused(parameter: nn.Parameter, value: Tensor | None) -> None:
     with pytest.raises((StateError, TypeError), match=r"up\.weight|data"):

@@ -397,9 +397,13 @@ def _shard(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _alias(tensor: torch.Tensor, source: nn.Parameter) -> torch.Tensor:
-    alias = tensor.as_subclass(ReleasedAlias)
+    alias: Any = tensor
+    if type(tensor) is torch.Tensor:
+        alias.__class__ = ReleasedAlias  # `as_subclass` is a node of the graph, and clients hook the one behind a view
+    else:  # the function has returned its argument, as `flatten` does with a vector
+        alias = tensor.as_subclass(ReleasedAlias)
     alias.source = source
-    return alias
+    return alias  # type: ignore[no-any-return]
 
 
 def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
