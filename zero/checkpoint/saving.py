@@ -215,7 +215,9 @@ class SaveCheckpoints:
             extra = whole_extra_states(parts.exchange.everyone, parts.model)
         together = Together(parts.exchange.everyone)
         accumulated = None
-        if not self._backward_torn():
+        if self._backward_torn():
+            state["step_began"] = state["micro_steps"]
+        else:
             accumulated = together.do("saving collected gradients", lambda: add_accumulated(extents, parts))
         answers = self._run.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
         state["accumulating"] = ranks_shape(parts.exchange.placement) if any(answers) else None
