@@ -64,13 +64,15 @@ def _can_share(comm: Comm, config: Config, device: torch.device, stages: AllStag
         return False
     if accelerator.is_accelerator(device):
         return False
-    possible = device.type == "cpu" and aliases() and same_node(partial(comm.agree, "one node"))
+    # One copy has one owner: the groups of `mics_shard_size` would each update it.
+    together = config.zero_optimization.mics_shard_size in (*range(-1, 1), comm.world_size)
+    possible = device.type == "cpu" and aliases() and same_node(partial(comm.agree, "one node")) and together
     if stages is not None:  # stages open their groups together, so all need the same ones
         possible = all(answer == b"\1" for answer in stages.agree("shared memory", bytes([possible])))
     if wish is True and not possible:
         raise ConfigError(
             "zero_optimization.shared_host_memory: needs ranks that compute on the CPU of one node, without "
-            'ZERO_NO_ALIAS; got ranks that do not share memory; set it to "auto" or false'
+            'ZERO_NO_ALIAS or mics_shard_size; got ranks that do not share memory; set it to "auto" or false'
         )
     return possible
 

@@ -266,3 +266,31 @@ def test_where_it_has_nothing_to_add_one_line_says_why(
     for lines, planned in rank_pool(4).run(told_at_start, place, str(nvme_path), size):
         assert len(lines) == bool(reason) and all(reason in line for line in lines)
         assert planned == 0
+
+
+# ---- groups of their own (MiCS) -------------------------------------------------------------------------------------
+
+
+def trained_in_groups(size: int, params: str) -> dict[str, Tensor]:
+    import zero
+
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 3))
+    keys = {"stage": 3, "mics_shard_size": size, "stage3_param_persistence_threshold": 0}
+    keys |= {"offload_param": {"device": params}, "offload_optimizer": {"device": "cpu"}}
+    sgd = {"type": "SGD", "params": {"lr": 0.5}}
+    config = {"train_micro_batch_size_per_gpu": 5, "optimizer": sgd, "zero_optimization": keys}
+    with zero.initialize(model=model, config=config)[0] as engine:
+        for index in range(2):
+            engine.backward(engine(data(engine, index)).square().mean())
+            engine.step()
+        return {name: engine.full_master(name) for name, _ in engine.named_full_parameters()}
+
+
+@pytest.mark.parametrize("params", ["none", "cpu"])
+def test_groups_that_have_the_same_slices_update_each_of_them_once(rank_pool: Pool, params: str) -> None:
+    """On one machine too, where all ranks could read one copy."""
+    wanted = rank_pool(4).run(trained_in_groups, 4, params)[0]
+    for found in rank_pool(4).run(trained_in_groups, 2, params):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
