@@ -145,8 +145,8 @@ class ZeroConfig(ConfigBlock):
     """False: a step raises if a trained parameter got no gradient, and names it."""
     shared_host_memory: Annotated[Literal["auto"] | bool, reads(_parse_sharing)] = "auto"
     """Ours: the ranks of a node keep one host copy of each shard, in shared memory. "auto": with all ranks on one node,
-    on the CPU, and on GPUs that cannot read each other's memory, at stage 3 with offload_param on the cpu: each copies
-    the slices from host memory of all ranks. True: so on all GPUs."""
+    on the CPU (not with mics_shard_size), and on GPUs that cannot read each other's memory, at stage 3 with
+    offload_param on the cpu: each copies the slices from host memory of all ranks. True: so on all GPUs."""
 
     reduce_bucket_size: Annotated[Count, Inert("gradients are reduced one unit at a time")] = 500_000_000
     allgather_bucket_size: Annotated[Count, Inert("weights are gathered a unit at a time")] = 500_000_000

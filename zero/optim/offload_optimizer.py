@@ -315,7 +315,7 @@ class OffloadOptimizer(KeptOptimizer):
             key = id(parameter)
             known = bool(self.step_counts.get(key))
             if states or known:  # without either there is no state to replace
-                found = self.take_numbers(parameter, states)
+                found = self.take_numbers(parameter, _without_master(states))
                 if states.get(MASTER) is not None and parameter.dtype != torch.float32:
                     found[MASTER] = states[MASTER]
                 planes[self._index_of[key]] = found
@@ -325,6 +325,10 @@ class OffloadOptimizer(KeptOptimizer):
         for shelf in self._shelves:
             shelf.write({index: found for index, found in planes.items() if index in shelf.parameters})
         self._torn = False
+
+    def check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """See `KeptOptimizer`; a master is no state of the class."""
+        super().check_states(map(_without_master, states))
 
     def take_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         self.take_all([(parameter, states)])
@@ -406,6 +410,10 @@ def _config_of(offload: Mapping[str, Any]) -> Config:
     if "aio" in offload:
         source["aio"] = offload["aio"]
     return load_config(source, world_size=1)
+
+
+def _without_master(states: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in states.items() if name != MASTER}
 
 
 def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:

@@ -66,6 +66,7 @@ class UnitEditor:
         self.placement = exchange.placement
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
+        self._modifiers: dict[int, set[int | None]] = {}  # Unit -> those of the gathers inside the one that is open.
         self._unstored: list[Edit] = []
 
     def states_of(self, unit: Unit) -> tuple[str, ...]:
@@ -134,25 +135,30 @@ class UnitEditor:
 
         Every unit is released even after an error; an edit that cannot be written stays in memory. Raises StateError: a
         parameter got another shape (it keeps its values, other edits are kept), or ranks have made different edits
-        (none is kept). Raises StorageError: the first failure. `modifier_rank`: the rank whose edits count; None: all
-        ranks must have made the same edits.
+        (none is kept). Raises StorageError: the first failure. `modifier_rank`: the rank whose edits count, also those
+        of gathers inside or around that name none; None, or two that differ: all ranks must have made the same edits.
         """
         self._opened.subtract(indices := list(indices))
+        for index in indices:
+            self._modifiers.setdefault(index, set()).add(modifier_rank)
         closed = [index for index in indices if not self._opened[index]]
-        edits: list[Edit] = []
+        edits: dict[int | None, list[Edit]] = {}  # By the rank whose edits count.
         refused = recapture_all([self._bound[index] for index in closed])
         for index in closed:
             bound = self._bound[index]
             before = self._before.pop(index)
             after = bound.flat.detach().view(torch.uint8)
-            edits.append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
+            named = self._modifiers.pop(index) - {None}
+            counts = next(iter(named)) if len(named) == 1 else None
+            edits.setdefault(counts, []).append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
             if self._coordinator.held(index):
                 self._coordinator.unhold(index)
                 bound.leave_apart()
             else:
                 bound.show()
         try:
-            refused += self._keep(edits, modifier_rank)
+            for counts, made in edits.items():
+                refused += self._keep(made, counts)
         finally:
             with ExitStack() as ends:  # each, even if another raises
                 for index in reversed(closed):  # last: what is released now must have the values that count

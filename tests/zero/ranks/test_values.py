@@ -16,6 +16,8 @@ from ranks_model import Motley, batch, motley
 from ranks_runs import Place, Run, engine_config, on_batch, opened
 from reference import differences, snapshot
 
+from offload.errors import StateError
+
 Pool = Callable[[int], RankPool]
 Values = dict[str, torch.Tensor]
 
@@ -125,6 +127,38 @@ def test_an_edit_of_the_modifier_rank_reaches_all_ranks_and_the_masters(
 
 
 # ---- editing them before there is an engine ---------------------------------------------------
+
+
+def edited_inside(place: Place, nvme_path: str, ranks: tuple[int | None, int | None]) -> tuple[Values, str]:
+    """Rank 0 edits one parameter of a unit, rank 1 another, where they are the modifiers of two nested gathers."""
+    import zero
+
+    model, error = motley(), ""
+    with opened(place, nvme_path, model, bf16=False) as engine:
+        block = engine.module.blocks[0]
+        parameters = (block.up.weight, block.up.bias)
+        try:
+            with zero.GatheredParameters(parameters[0], modifier_rank=ranks[0]), torch.no_grad():
+                with zero.GatheredParameters(parameters[1], modifier_rank=ranks[1]):
+                    for parameter, rank in zip(parameters, ranks, strict=True):
+                        if rank == dist.get_rank():
+                            parameter.fill_(7.0 + rank)
+        except StateError as refused:
+            error = str(refused)
+        return {name: engine.full_parameter(f"blocks.0.up.{name}") for name in ("weight", "bias")}, error
+
+
+@each_once(place=PLACES, ranks=((None, 0), (None, 1), (1, None), (0, 0), (0, 1)))
+def test_the_modifier_of_a_gather_inside_another_counts(
+    rank_pool: Pool, nvme_path: Any, place: Place, ranks: tuple[int | None, int | None]
+) -> None:
+    """Two ranks that both edit the unit are refused: one of the edits would be lost."""
+    (values, refused), (others, also) = rank_pool(2).run(edited_inside, place, str(nvme_path), ranks)
+    assert all(torch.equal(value, others[name]) for name, value in values.items())
+    for name, rank in zip(("weight", "bias"), ranks, strict=True):
+        wanted = rank is not None and ranks != (0, 1)
+        assert bool((values[name] == 7.0 + (rank or 0)).all()) == wanted, (name, values[name])
+    assert bool(refused) == bool(also) == (ranks == (0, 1))
 
 
 def edited_before(place: Place, nvme_path: str, modifier_rank: int) -> tuple[Values, Values]:
