@@ -368,6 +368,22 @@ def test_states_that_are_loaded_replace_all_that_was_there(nvme_path: Path) -> N
         assert same(expected, model) == []
 
 
+def test_a_class_without_states_takes_its_own_masters_back(nvme_path: Path) -> None:
+    """SGD without momentum over bf16: the master is all that there is."""
+
+    def opened(model: nn.Module) -> Any:
+        return zero.OffloadOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, offload=offloaded("cpu", nvme_path))
+
+    model, resumed = (patchy(seed=seed).bfloat16() for seed in range(2))
+    with opened(model) as ours, opened(resumed) as other:
+        train(model, ours, range(3))
+        resumed.load_state_dict(model.state_dict())
+        other.load_state_dict(ours.state_dict())
+        train(model, ours, range(3, 6))
+        train(resumed, other, range(3, 6))
+        assert same(model, resumed) == []
+
+
 def test_states_of_another_shape_or_class_are_refused_and_change_nothing(nvme_path: Path) -> None:
     with both("nvme", nvme_path, lr=1e-2) as (expected, plain, model, ours):
         train(expected, plain, range(3))

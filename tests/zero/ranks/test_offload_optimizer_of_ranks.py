@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,26 @@ def through_a_checkpoint(saves: str, loads: str, nvme_path: str, folder: str, fl
         if isinstance(optimizer, zero.OffloadOptimizer):
             optimizer.close()
     return equal
+
+
+def masters_through_states() -> bool:
+    """A bf16 model's states are loaded into another; the masters of both are equal."""
+    first, second = sharded().bfloat16(), sharded().bfloat16()
+    with ExitStack() as opened:
+        before, after = (
+            opened.enter_context(zero.OffloadOptimizer(model.parameters(), offload={"device": "cpu"}))
+            for model in (first, second)
+        )
+        first(torch.ones(2, 11, dtype=torch.bfloat16)).float().square().mean().backward()
+        before.step()
+        second.load_state_dict(first.state_dict())
+        after.load_state_dict(before.state_dict())
+        masters = ([states["master"].to_local() for states in one.state.values()] for one in (before, after))
+        return all(torch.equal(mine, loaded) for mine, loaded in zip(*masters, strict=True))
+
+
+def test_the_master_of_a_parameter_of_one_element_loads_where_a_rank_has_nothing_of_it(rank_pool: Pool) -> None:
+    assert rank_pool(2).run(masters_through_states) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -138,11 +138,11 @@ def edited_inside(place: Place, nvme_path: str, ranks: tuple[int | None, int | N
         block = engine.module.blocks[0]
         parameters = (block.up.weight, block.up.bias)
         try:
-            with zero.GatheredParameters(parameters[0], modifier_rank=ranks[0]), torch.no_grad():
-                with zero.GatheredParameters(parameters[1], modifier_rank=ranks[1]):
-                    for parameter, rank in zip(parameters, ranks, strict=True):
-                        if rank == dist.get_rank():
-                            parameter.fill_(7.0 + rank)
+            outer, inner = (zero.GatheredParameters(*gather) for gather in zip(parameters, ranks, strict=True))
+            with outer, inner, torch.no_grad():
+                for parameter, rank in zip(parameters, ranks, strict=True):
+                    if rank == dist.get_rank():
+                        parameter.fill_(7.0 + rank)
         except StateError as refused:
             error = str(refused)
         return {name: engine.full_parameter(f"blocks.0.up.{name}") for name in ("weight", "bias")}, error
