@@ -65,7 +65,7 @@ def _can_share(comm: Comm, config: Config, device: torch.device, stages: AllStag
     if accelerator.is_accelerator(device):
         return False
     # One copy has one owner: the groups of `mics_shard_size` would each update it.
-    together = config.zero_optimization.mics_shard_size in (*range(-1, 1), comm.world_size)
+    together = config.zero_optimization.mics_shard_size in (-1, comm.world_size)
     possible = device.type == "cpu" and aliases() and same_node(partial(comm.agree, "one node")) and together
     if stages is not None:  # stages open their groups together, so all need the same ones
         possible = all(answer == b"\1" for answer in stages.agree("shared memory", bytes([possible])))

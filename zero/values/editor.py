@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -157,8 +157,7 @@ class UnitEditor:
             else:
                 bound.show()
         try:
-            for counts, made in edits.items():
-                refused += self._keep(made, counts)
+            refused += self._keep(edits or {modifier_rank: []})  # a rank that has opened none takes part too
         finally:
             with ExitStack() as ends:  # each, even if another raises
                 for index in reversed(closed):  # last: what is released now must have the values that count
@@ -166,16 +165,22 @@ class UnitEditor:
         if refused:
             raise StateError(f"GatheredParameters: {'; '.join(refused)}")
 
-    def _keep(self, edits: list[Edit], modifier_rank: int | None) -> list[str]:
-        """Store the edits that count. Returns messages if none counts."""
+    def _keep(self, edits: Mapping[int | None, list[Edit]]) -> list[str]:
+        """Store the edits that count. Returns messages about those of which none counts.
+
+        `edits`: by the rank whose edits count. All are agreed on before one is stored, which may fail.
+        """
         refused: list[str] = []
-        try:
-            changes = agree_on_edits(self._exchange, edits, modifier_rank)
-            if changes:
-                self._events.check_open(EDIT)
-        except StateError as error:
-            refused, changes = [str(error)], []
-        self._undo(edits, {change.unit.index for change in changes})
+        changes: list[Edit] = []
+        for counts, made in edits.items():
+            try:
+                agreed = agree_on_edits(self._exchange, made, counts)
+                if agreed:
+                    self._events.check_open(EDIT)
+                changes += agreed
+            except StateError as error:
+                refused.append(str(error))
+        self._undo([edit for made in edits.values() for edit in made], {change.unit.index for change in changes})
         for change in changes:
             self._events.changed(change.unit.index)
             bound = self._bound[change.unit.index]
