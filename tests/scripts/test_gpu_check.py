@@ -35,6 +35,7 @@ HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
 def options(folder: Path, **changes: Any) -> argparse.Namespace:
     """Of gpu_step, as its parser would make them."""
     given = {"shape": "tiny", "path": folder, "warmup": 1, "steps": 2, "seconds": 200.0, "rates": [], "trace": None}
+    given["only"] = None
     return argparse.Namespace(**{**given, "json": folder / "gpu_step.json", **changes})
 
 
