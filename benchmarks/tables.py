@@ -455,6 +455,7 @@ TABLES = {
     ),
     "checkpoints-deepspeed": Table((ON_NVME, IN_HOST), checkpoints),
     "gpu": Table(("gpu_step", "gpu_step_8B"), on_a_gpu),
+    "gpu-rivals": Table(("gpu_step_rivals",), on_a_gpu),
     "gpu-rates": of_marks(
         Mark("update kernel: GB/s / a copy's on the device", "gpu_adam", "adam: GB/s, ours / copy"),
         Mark("cast and sums of gradients: the same", "gpu_adam", "cast and sums: GB/s, ours / copy"),

@@ -19,6 +19,8 @@ LATE_CYCLES = 10_000_000
 """What the device sleeps before each micro-batch: some milliseconds, in which the host has gone on."""
 UNLIMITED = {"gradients_on_nvme": "clipped", "sums_on_nvme": "side_by_side"}
 """Scenario -> the one that is the same but for a limit that only NVMe meets."""
+OF_TORCH = {"averages_schedule_free"}
+"""Updated by operations of torch that round otherwise on a GPU than on a CPU, as an H200 has shown."""
 
 
 def run(name: str, place: str, folder: Path) -> Results:
@@ -36,7 +38,9 @@ def test_a_scenario_has_the_same_bits_wherever_bytes_live(
         pytest.importorskip("transformers")
     places, like = ONLY.get(name, ALL_PLACES), UNLIMITED.get(name, name)
     first = "none-none" if "none-none" in ONLY.get(like, ALL_PLACES) else places[0]
-    reference = run(like, first, tmp_path / "reference")
+    references = {False: run(like, first, tmp_path / "reference")}
+    if name in OF_TORCH:  # states in host memory are updated there, also on their way to NVMe
+        references[True] = run(name, "none-cpu", tmp_path / "reference-of-the-host")
     given = pretend_scenarios.sent
 
     def late(data: torch.Tensor, engine: Any) -> torch.Tensor:
@@ -47,6 +51,7 @@ def test_a_scenario_has_the_same_bits_wherever_bytes_live(
     wrong = {}
     for place in places:
         found = run(name, place, tmp_path / place)
+        reference = references[name in OF_TORCH and not place.endswith("-none")]
         assert found.keys() == reference.keys(), place
         wrong[place] = [key for key in reference if not torch.equal(reference[key], found[key])]
     assert not any(wrong.values()), {place: names[:4] for place, names in wrong.items() if names}
