@@ -74,7 +74,7 @@ class Mpu:
     """Megatron's object, of ranks that share nothing but weights."""
 
     def __init__(self, **sizes: int) -> None:
-        for kind in ("tensor_model", "pipeline_model", "sequence"):
+        for kind in ("tensor_model", "pipeline_model", "sequence", "data"):
             setattr(self, f"get_{kind}_parallel_world_size", partial(sizes.get, kind, 1))
 
 
@@ -83,8 +83,8 @@ def test_an_mpu_of_one_rank_of_each_kind_is_taken_and_another_is_refused_by_its_
 ) -> None:
     config = make_config(("cpu", "cpu"), nvme_path)
     train(open_engine(build("gpt"), config, mpu=Mpu()), 0)
-    for kind in ("tensor_model", "pipeline_model", "sequence"):
-        with pytest.raises(ConfigError, match=rf"mpu: expected 1 from get_{kind}_parallel_world_size\(\), got 2"):
+    for kind in ("tensor_model", "pipeline_model", "sequence", "data"):
+        with pytest.raises(ConfigError, match=rf"mpu: expected 1 from get_{kind}_parallel_world_size\(\),.* got 2"):
             zero.initialize(model=build("gpt"), config=config, mpu=Mpu(**{kind: 2}))
 
 

@@ -145,7 +145,7 @@ class SaveCheckpoints:
         self._state.wait_for_checkpoint()
         self._changes.replan()
         modified = any(bound.bound and bound.differs for bound in self._run.parts.bound)
-        told = self._run.exchange.agree("weights modified in place", b"yes" if modified else b"no")
+        told = self._run.exchange.agree(f"{what}: weights modified in place", b"yes" if modified else b"no")
         if b"yes" in told:  # one rank's edit in `GatheredParameters` is made in place on that rank only
             # Weights modified in place are stored when their unit is released; all ranks gather it again together.
             self._steps.release_bound()

@@ -127,14 +127,14 @@ def write_together(relay: Relay, folder: Path, filename: str, shards: list[Shard
         with relay.keeping():
             stem, suffix = os.path.splitext(filename)
             draft = WeightsDraft(folder, stem, total_bytes, suffix=suffix) if relay.is_first else None
-        relay.exchange("making room for weights")
+        relay.exchange("saving weights: making room")
         for shard in shards:
             _write(draft, shard, values, relay)
-            relay.exchange(f"writing {shard.filename}")
+            relay.exchange(f"saving weights: {shard.filename}")
         with relay.keeping():
             if draft is not None:
                 draft.publish(index_of(shards))
-        relay.exchange("publishing weights")
+        relay.exchange("saving weights: publishing")
     finally:
         if draft is not None:
             draft.abandon()

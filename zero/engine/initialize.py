@@ -98,6 +98,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     show_log()
     if dist_init_required is not False:
         join_or_stay_alone(distributed_port)
+    world.check_samples_of(mpu)
     replicas = None if pipeline is None else pipeline.data_place[1]
     loaded = _read_config(args, config if config is not None else config_params, replicas)
     loaded = _without_autos(loaded, facts_of(model, optimizer, training_data))

@@ -5,7 +5,8 @@ gradients are sealed: later backwards collect new ones. From then on the step co
 every sub-group is updated once, with these values, before its weights are used.
 
 [Note: what ranks agree on] In one message: the number of the step, the norm, and the parameters that have a gradient on
-any rank. Gradients that are not finite are found from the counts of each block, so only few blocks are read.
+any rank. Each rank updates its part of a weight by its own options, so a checksum says whether they are alike.
+Gradients that are not finite are found from the counts of each block, so only few blocks are read.
 
 [Note: a step that is skipped] If a gradient is not finite on any rank, all ranks skip the step: nothing is sealed, the
 gradients are dropped, and the loss scale is adapted. The factor that clips also divides the gradients of a scaled loss
@@ -18,13 +19,16 @@ import json
 import logging
 import math
 import struct
+import zlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import suppress
 from enum import Enum
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from offload.errors import StateError, StorageError, tell, was_told
+from offload.errors import ConfigError, StateError, StorageError, tell, was_told
 from offload.kernels.square_sums import PACKED_BYTES, SquareSum, nonfinite_of
 from offload.sizes import BLOCK_NUMEL
 from zero.exchange.exchange import Exchange
@@ -38,7 +42,10 @@ from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 
-HEAD = struct.Struct(f"<q?{PACKED_BYTES}s")  # Number of the step, whether a backward was aborted, sum of squares.
+HEAD = struct.Struct(f"<q?I{PACKED_BYTES}s")
+"""Number of the step, whether a backward was aborted, checksum of the settings, sum of squares."""
+AGREED = ("lr", "betas", "momentum", "weight_decay", "eps")
+"""Options by which each rank updates its part of a weight; a class may change others as it likes."""
 NAMES_MAX = 3  # More names would not help: gradients that come later in backward are computed from earlier ones.
 NAMES_SHOWN = 8
 
@@ -60,11 +67,18 @@ def clip_coefficient(norm: float, norm_max: float) -> float:
 
 
 def agree_on_step(
-    exchange: Exchange, number: int, square_sum: SquareSum, contributed: set[int], *, torn: bool
+    exchange: Exchange,
+    number: int,
+    square_sum: SquareSum,
+    contributed: set[int],
+    *,
+    torn: bool,
+    settings: list[dict[str, Any]],
 ) -> tuple[float, set[int]]:
     """The norm of all gradients, and the parameters that have a gradient on any rank. Collective.
 
-    Raises StateError: the ranks are at different steps; TornBackward: a backward was aborted on one of them.
+    Raises StateError: the ranks are at different steps; TornBackward: a backward was aborted on one of them;
+    ConfigError: their settings differ.
 
     Args:
         exchange: with the other ranks.
@@ -72,9 +86,11 @@ def agree_on_step(
         square_sum: of this rank's slices.
         contributed: indices of parameters that have a gradient on this rank.
         torn: a backward was aborted on this rank.
+        settings: of the whole step, and of each param group.
     """
     mask = bytes(index in contributed for index in range(max(contributed, default=-1) + 1))
-    answers = exchange.agree(f"step {number}", HEAD.pack(number, torn, square_sum.pack()) + mask)
+    said = json.dumps(settings).encode()
+    answers = exchange.agree(f"step {number}", HEAD.pack(number, torn, zlib.crc32(said), square_sum.pack()) + mask)
     heads = [HEAD.unpack_from(answer) for answer in answers]
     if any(head[0] != number for head in heads):
         steps = ", ".join(f"rank {rank}: {head[0]}" for rank, head in enumerate(heads))
@@ -82,14 +98,47 @@ def agree_on_step(
     if any(head[1] for head in heads):
         ranks = ", ".join(str(rank) for rank, head in enumerate(heads) if head[1])
         raise TornBackward.behind(f" on rank {ranks}")
+    if len({head[2] for head in heads}) > 1:
+        raise _unlike([json.loads(answer) for answer in exchange.agree(f"settings of step {number}", said)])
     # Only the slices of one shard group: replicas have the same ones.
-    total = SquareSum.merged(SquareSum.unpack(heads[rank][2]) for rank in exchange.placement.shard_ranks)
+    total = SquareSum.merged(SquareSum.unpack(heads[rank][3]) for rank in exchange.placement.shard_ranks)
     if exchange.is_stage:
         mine = SquareSum.merged([total, exchange.everyone.counted_elsewhere()])
         stages = exchange.everyone.over_stages(f"norm of step {number}", mine.pack())
         total = SquareSum.merged(map(SquareSum.unpack, stages))
     union = {index for answer in answers for index, has in enumerate(answer[HEAD.size :]) if has}
     return total.norm(), union
+
+
+def agreed_options(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
+    """What all ranks must have alike of each param group, as numbers."""
+
+    def number(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return list(map(number, value))
+        with suppress(TypeError, ValueError):  # None, as in Adafactor's `eps`, and what the rule will refuse
+            return float(value)
+        return None
+
+    return [{name: number(group[name]) for name in AGREED if name in group} for group in optimizer.param_groups]
+
+
+def _unlike(told: list[list[dict[str, Any]]]) -> ConfigError:
+    """Names the first setting of any rank, in rank order, that is not the first rank's."""
+    pairs = (
+        (rank, index, *pair) for rank, its in enumerate(told) for index, pair in enumerate(zip_longest(told[0], its))
+    )
+    for rank, index, first, other in pairs:
+        for name in {**(first or {}), **(other or {})}:
+            values = [f"{name} {settings.get(name)}" if settings else "no such group" for settings in (first, other)]
+            if values[0] != values[1]:
+                where = f"in param group {index - 1}" if index else "in the configuration"
+                return ConfigError(
+                    f"step: expected the same options on all ranks, got {where}: {values[0]} on rank 0, {values[1]} on "
+                    f"rank {rank}. Each rank updates a part of every weight; give all the same, for example a "
+                    "scheduler's metric that is averaged over the ranks"
+                )
+    return ConfigError("step: expected the same options on all ranks, got different ones")
 
 
 def agree_on_nonfinite(exchange: Exchange, gradients: Gradients, *, loss_is_finite: bool) -> tuple[list[str], bool]:
@@ -257,17 +306,13 @@ class Stepper:
         self.finish()  # updates of the last step read the gradients that it has sealed
         self._gradients.complete()
         torn = torn or self._gradients.lost
-        mine = {
-            slot.index
-            for unit in self._layout.units
-            if unit.trainable
-            for slot, has in zip(unit.slots, self._gradients.contributed(unit.index), strict=True)
-            if has
-        }
         square_sum = self._gradients.square_sum()
+        settings = [{"gradient_clipping": norm_max}, *agreed_options(optimizer)]
         try:
-            scaled_norm, contributed = agree_on_step(self._exchange, number, square_sum, mine, torn=torn)
-        except TornBackward:
+            scaled_norm, contributed = agree_on_step(
+                self._exchange, number, square_sum, self._contributed(), torn=torn, settings=settings
+            )
+        except (TornBackward, ConfigError):
             self._move(StepState.NONE)
             raise
         if self._needs_all:
@@ -287,6 +332,12 @@ class Stepper:
         self._arguments, self.applied = arguments, True
         self._move(StepState.DECIDED)
         self._scaler.update(overflow=False)
+
+    def _contributed(self) -> set[int]:
+        """Indices of the parameters that have a gradient on this rank."""
+        trained = (unit for unit in self._layout.units if unit.trainable)
+        pairs = (zip(unit.slots, self._gradients.contributed(unit.index), strict=True) for unit in trained)
+        return {slot.index for its in pairs for slot, has in its if has}
 
     def _values_in(self, optimizer: ZeroOptimizer, index_of: dict[int, int], contributed: set[int]) -> Any:
         """The values of the groups, and the small states. If the user has made the groups such that there are none, no

@@ -60,3 +60,13 @@ def check_mpu(mpu: Any, what: str, *kinds: tuple[str, ...]) -> None:
                 f"{what}: mpu: expected 1 from {name}(), got {size}; set that kind of parallelism to 1: here "
                 "ranks share weights and states, and each has samples of its own"
             )
+
+
+def check_samples_of(mpu: Any) -> None:
+    """Raise ConfigError if not all ranks average gradients in `mpu`, once torch.distributed has its default group."""
+    size = getattr(mpu, "get_data_parallel_world_size", world_size)()
+    if size != world_size():
+        raise ConfigError(
+            f"initialize: mpu: expected {world_size()} from get_data_parallel_world_size(), the number of ranks, got "
+            f"{size}: an engine averages gradients of all ranks; start each group of ranks as a job of its own"
+        )

@@ -21,6 +21,7 @@ from reference import differences
 from torch import Tensor, nn
 
 import zero
+from offload.errors import ConfigError
 
 Pool = Callable[[int], RankPool]
 LIMIT_SECONDS, STEPS = 60.0, 4
@@ -218,6 +219,46 @@ def near_the_limit(shared: bool, nvme_path: str) -> tuple[int, float]:
 def test_the_mean_of_ranks_is_finite_where_their_sum_is_not(rank_pool: Pool, nvme_path: Any, shared: bool) -> None:
     for skipped, norm in told(rank_pool(2), near_the_limit, shared, str(nvme_path)):
         assert (skipped, norm) == (0, pytest.approx(80_000, rel=1e-3))
+
+
+# ---- options ------------------------------------------------------------------------------------
+
+
+def with_options_of_its_own(option: str, place: Place, nvme_path: str) -> tuple[str, dict[str, Tensor]]:
+    """Rank 1 has another value in the second step, and the first rank's where the step is tried again."""
+    quiet()
+    config = engine_config(Run(bf16=True, clipping=1.0), place, nvme_path)
+    if option == "gradient_clipping" and dist.get_rank() == 1:
+        config[option] = 0.5
+    said = ""
+    with zero.initialize(model=motley(), config=config)[0] as engine:
+        for step in range(3):
+            engine.backward(engine(micro_batches(step, agreed=True)[0]))
+            group = engine.optimizer.param_groups[0]
+            usual = group.get(option)
+            if step == 1 and dist.get_rank() == 1 and option in group:
+                group[option] = [0.5, 0.6] if option == "betas" else 0.25
+            try:
+                engine.step()
+            except ConfigError as error:
+                said = str(error)
+                if option not in group:
+                    return said, {}
+                group[option] = usual
+                engine.step()
+        return said, masters(engine)
+
+
+@pytest.mark.parametrize("place", [Place(1), Place(3, "cpu", "nvme", shared=False)], ids=lambda place: place.name)
+@pytest.mark.parametrize("option", ["lr", "betas", "gradient_clipping"])
+def test_options_that_differ_between_ranks_are_told_on_all_and_the_step_can_be_tried_again(
+    rank_pool: Pool, nvme_path: Any, option: str, place: Place
+) -> None:
+    found = told(rank_pool(2), with_options_of_its_own, option, place, str(nvme_path))
+    plain = told(rank_pool(2), with_options_of_its_own, "none", place, str(nvme_path))
+    for (said, values), (nothing, expected) in zip(found, plain, strict=True):
+        assert f"{option} " in said and "on rank 0" in said and "on rank 1" in said and nothing == ""
+        assert option == "gradient_clipping" or differences(values, expected) == []
 
 
 # ---- a rank that fails --------------------------------------------------------------------------
