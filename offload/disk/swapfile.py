@@ -220,7 +220,8 @@ def check_folder(path: Path | str) -> Path:
     """The folder as a Path. Raises ConfigError: it does not exist, is not a folder, or is not writable."""
     folder = Path(path)
     if not folder.is_dir():
-        raise ConfigError(f"nvme_path: {folder} is not an existing folder; create it on the NVMe file system")
+        advice = "name a folder, this is a file" if folder.exists() else "create it on the NVMe file system"
+        raise ConfigError(f"nvme_path: {folder} is not an existing folder; {advice}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"nvme_path: this user cannot write to {folder}; change its owner or mode")
     return folder

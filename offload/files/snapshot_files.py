@@ -320,5 +320,6 @@ def _checksum(data: bytes) -> str:
 
 
 def _damaged(path: Path) -> StorageError:
-    what = "snapshot: a file is damaged (its checksum differs)"
+    advice = "load a checkpoint, or remove the snapshot (zero snapshots rm)"
+    what = f"snapshot: a file is damaged (its checksum differs); {advice}"
     return StorageError(what, errno=5, path=str(path), offset=0, free_bytes=None)

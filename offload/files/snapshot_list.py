@@ -28,6 +28,11 @@ class Listed:
 
 
 def list_snapshots(path: Path | str) -> list[Listed]:
+    """Those below a folder of nvme_path. Raises ConfigError: there is no such folder."""
+    if not Path(path).is_dir():
+        raise ConfigError(
+            f"snapshots: expected a folder of nvme_path, got {path}, which is none; is its drive mounted?"
+        )
     return [_listed(folder) for folder in sorted((Path(path) / FOLDER).glob("*")) if folder.is_dir()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -62,3 +63,9 @@ def test_a_misspelt_flag_is_named_beside_what_is_missing_for_it(capsys: pytest.C
     with pytest.raises(SystemExit):
         cli.main(["plan", "--hos", "64GB"])
     assert "unrecognized" not in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m zero config keys | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "") and len(done.stdout.splitlines()) == 1

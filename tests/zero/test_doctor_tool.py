@@ -105,6 +105,8 @@ def test_disks_that_cannot_serve_are_told(tmp_path: Path, monkeypatch: pytest.Mo
     none = tmp_path / "none"
     told = facts(none, Path("/dev/shm"))
     assert told[str(none)].verdict == MISSING and "create" in told[str(none)].note
+    (tmp_path / "file").write_text("")
+    assert "is a file" in facts(tmp_path / "file")[str(tmp_path / "file")].note
     if Path("/dev/shm").is_dir():
         assert "host memory, not a disk" in told["/dev/shm"].note
     monkeypatch.setattr(doctor_command, "free_bytes", lambda path: 10**9)

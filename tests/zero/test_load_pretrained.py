@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import struct
@@ -15,13 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from harness import masters
 from models import build, make_config, seeded, tokens
 from torch import nn
 
 import zero
 from benchmarks.cgroup import MemoryCgroup
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError, StateError, StorageError
 from zero.params.released import ReleasedParameter
+from zero.params.unadopted import InFile
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -303,6 +306,36 @@ def test_inside_a_gather_of_the_engine_it_is_refused(open_engine: Open, nvme_pat
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
     with zero.GatheredParameters(engine.module.head.weight), pytest.raises(StateError, match="GatheredParameters"):
         zero.load_pretrained(engine, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("tiers", [NVME, ("none", "cpu")], ids="-".join)
+def test_after_a_load_that_failed_half_way_only_another_load_is_taken(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: tuple[str, str]
+) -> None:
+    with seeded(5):
+        values = save(build("gpt"), tmp_path / "new")
+    engine = open_engine(build("gpt"), make_config(tiers, nvme_path))
+    reads, read = [], InFile.read
+
+    def fail(source: InFile, begin: int, end: int) -> torch.Tensor:
+        reads.append(begin)
+        if len(reads) == 4:
+            raise StorageError("read", errno=errno.EIO, path="a shard", offset=0, free_bytes=None)
+        return read(source, begin, end)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InFile, "read", fail)
+        with pytest.raises(StorageError):
+            zero.load_pretrained(engine, tmp_path / "new")
+    calls = (lambda: engine(tokens(0)), lambda: engine.save_checkpoint(tmp_path), engine.step)
+    for call in calls:
+        with pytest.raises(StateError, match=r"loading .*new failed half way"):
+            call()
+    zero.load_pretrained(engine, tmp_path / "new")
+    found = masters(engine)
+    assert [name for name in found if not torch.equal(found[name], values[name])] == []
+    engine.backward(engine(tokens(0)))
+    engine.step()
 
 
 def test_a_graph_from_before_the_load_is_refused(open_engine: Open, nvme_path: Path, tmp_path: Path) -> None:

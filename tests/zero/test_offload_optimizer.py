@@ -445,6 +445,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "float64": (lambda path: of_one(torch.ones(2).double()), "float64"),
     "meta": (lambda path: of_one(torch.ones(2, device="meta")), "to_empty"),
     "gaps": (lambda path: of_one(torch.ones(4, 4)[:, :2]), "gaps"),
+    "twice": (lambda path: {**of_one(torch.ones(2)), "params": [nn.Parameter(torch.ones(2))] * 2}, "got one twice"),
 }
 
 

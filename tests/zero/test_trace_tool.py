@@ -120,6 +120,9 @@ def test_a_script_that_takes_too_few_steps_is_told_and_an_older_file_is_not_take
         (["--nvme-path", ".", "--hidden", "100"], "multiple of 64"),
         (["--draw", "missing.json"], "--png"),
         (["--draw", "missing.json", "--png", "t.png"], "missing.json"),
+        (["--draw", ".", "--png", "t.png"], "expected a file"),
+        (["--draw", "a_file", "--png", "t.png"], "a_file: expected a recording in JSON"),
+        (["--draw", "bytes", "--png", "t.png"], "bytes: expected a recording in JSON"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(
@@ -131,6 +134,7 @@ def test_a_mistake_is_one_line_that_names_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_file").write_text("")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe{")
     assert cli.main(["trace", *options]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("zero: ") and words in error

@@ -156,7 +156,16 @@ class CheckpointState(StepListener):
         self.edited: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
 
     @contextmanager
-    def loading(self, folder: str, values: frozenset[str], *, everything: bool) -> Iterator[None]:
+    def may_load(self) -> Iterator[None]:
+        """Inside, a load that has failed half way forbids nothing: the engine is made ready for another one."""
+        failed, self.half_loaded = self.half_loaded, ""
+        try:
+            yield
+        finally:
+            self.half_loaded = failed
+
+    @contextmanager
+    def loading(self, folder: str, values: frozenset[str], *, everything: bool = False) -> Iterator[None]:
         """Inside, values of these names are replaced. If that fails, they are mixed until others are loaded."""
         before, mixed, snapshots = self.half_loaded, self.mixed, self._run.parts.snapshots
         self.half_loaded, self.mixed = folder, mixed | values
@@ -193,8 +202,8 @@ class CheckpointState(StepListener):
     def check_open(self, what: str) -> None:
         if self.half_loaded:
             raise StateError(
-                f"{what}: loading {self.half_loaded} failed half way, so some values are from the checkpoint and "
-                "others are not; load a checkpoint, or close the engine"
+                f"{what}: loading {self.half_loaded} failed half way, so some values are from there and others "
+                "are not; load it again or a checkpoint, or close the engine"
             )
 
     @override

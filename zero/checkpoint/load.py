@@ -332,12 +332,9 @@ class LoadCheckpoints:
         if custom_load_fn is not None:
             raise ConfigError("load_checkpoint: custom_load_fn is not available; read values with zero.load_pretrained")
         folder = folder_named(load_dir, "load_checkpoint: load_dir")
-        failed, self._state.half_loaded = self._state.half_loaded, ""
-        try:
+        with self._state.may_load():
             self._saves.between_steps("load_checkpoint")
             self._steps.synchronize()
-        finally:
-            self._state.half_loaded = failed
         together = Together(self._run.exchange.everyone)
         states = load_optimizer_states and not load_module_only
         damaged: list[str] = []

@@ -93,9 +93,12 @@ def bytes_of(max_shard_size: int | str | None) -> int:
     if max_shard_size is None:
         return 1 << 62
     try:
-        return max(parse_bytes(max_shard_size), 1)
+        limit_bytes = parse_bytes(max_shard_size)
     except ValueError as error:
         raise ConfigError(f"max_shard_size: expected {error}, got {max_shard_size!r}") from None
+    if not limit_bytes:
+        raise ConfigError("max_shard_size: expected at least a byte, got 0; leave it out for files of 5 GB")
+    return limit_bytes
 
 
 def checked_name(filename: str) -> str:

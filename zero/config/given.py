@@ -40,6 +40,8 @@ def read_source(config: object, problems: list[str]) -> tuple[str, Mapping[Any, 
         return "config in base64", _parsed(text, "config in base64", problems)
     if isinstance(config, (str, os.PathLike)):
         where = os.fspath(config)
+        if not where:
+            raise ConfigError("config: expected a path of a JSON file or a dict, got an empty string")
         return where, _read_file(where, problems)
     raise ConfigError(f"config: expected a path of a JSON file or a dict, got {type(config).__name__}")
 

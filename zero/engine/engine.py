@@ -138,9 +138,14 @@ class ZeroEngine(ConfigGetters, nn.Module):
             parts_of_backward=self.scaling.parts_of_backward,
             loss_scale=lambda: float(self.run.scaler.cur_scale),
             values_of=steps.values_of,
-            rest=lambda: self.model_changes.rest(),
+            rest=self._rest_to_load,
+            loading=self.checkpoint_state.loading,
             close=self.close,
         )
+
+    def _rest_to_load(self) -> Assembly:
+        with self.checkpoint_state.may_load():
+            return self.model_changes.rest()
 
     def _build(self, events: Events, exchange: Exchange, trained: Trained) -> None:
         """Build the parts and shard the model in place. If that fails, the model is unchanged."""

@@ -17,6 +17,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.files.safetensors_file import SafetensorsFile, open_checkpoint
+from zero.checkpoint.dcp_format import MODEL
 from zero.checkpoint.load import mismatch
 from zero.engine.engine import ZeroEngine
 from zero.exchange.together import Together
@@ -55,7 +56,8 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
         ConfigError: a name is missing or unexpected (`strict`), a shape or dtype does not fit, a file is damaged; names
             the key, the file, the expected and the found value. Or the model is on the meta device.
         StateError: inside forward, backward or `GatheredParameters` of the engine.
-        StorageError: a transfer failed. An engine may hold some of the new values then; load again.
+        StorageError: a transfer failed. An engine may hold some of the new values then; it takes no other call until
+            values are loaded again, from here or from a checkpoint.
     """
     target: nn.Module = model.module if isinstance(model, ZeroEngine) else model
     refuse_without_values(target)
@@ -81,13 +83,13 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
             "called inside zero.Init"
         )
         raise ConfigError(mismatch(f"{Path(folder)} and the model", missing, unexpected, advice))
-    _load_parameters([leaf for leaf in leaves if leaf.index in sources], sources)
+    _load_parameters(os.fspath(folder), [leaf for leaf in leaves if leaf.index in sources], sources)
     for name, source in of_buffers.items():
         _fill(buffers[name], source)
     return LoadedKeys(missing, unexpected)
 
 
-def _load_parameters(leaves: list[Leaf], sources: dict[int, InFile]) -> None:
+def _load_parameters(folder: str, leaves: list[Leaf], sources: dict[int, InFile]) -> None:
     kept: dict[int, EngineKeeper] = {}
     for leaf in leaves:
         parameter, source = leaf.parameter, sources[leaf.index]
@@ -101,10 +103,10 @@ def _load_parameters(leaves: list[Leaf], sources: dict[int, InFile]) -> None:
             _fill(parameter, source)
     for keeper in kept.values():
         mine = {id(leaf.parameter): sources[leaf.index] for leaf in leaves}
-        _load_engine(keeper, mine)
+        _load_engine(folder, keeper, mine)
 
 
-def _load_engine(keeper: EngineKeeper, sources: dict[int, InFile]) -> None:
+def _load_engine(folder: str, keeper: EngineKeeper, sources: dict[int, InFile]) -> None:
     parts = keeper.events.rest()
     together = Together(parts.exchange)
     together.do("load_pretrained", lambda: None)  # no rank uses this rank's slices any more
@@ -114,10 +116,11 @@ def _load_engine(keeper: EngineKeeper, sources: dict[int, InFile]) -> None:
         yield Piece(begin, sources[id(parameter)].read(begin, end))
 
     adoption = Adoption(parts.layout, parts.parameters(), parts.storage, read, lambda unit, slot: None, only=indices)
-    try:
-        together.do("load_pretrained", adoption.run)
-    finally:
-        parts.coordinator.rewritten()
+    with keeper.events.loading(folder, frozenset(MODEL + parts.leaves[index].names[0] for index in indices)):
+        try:
+            together.do("load_pretrained", adoption.run)
+        finally:
+            parts.coordinator.rewritten()
     keeper.events.ready_to_run("load_pretrained")  # what only all ranks can gather; later one may evaluate alone
 
 

@@ -111,7 +111,13 @@ class OffloadOptimizer(KeptOptimizer):
         return tuple(shelf.plan for shelf in self._shelves)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the newcomers' states have a place of their own. Raises as the constructor."""
+        """As torch's; the newcomers' states have a place of their own. Raises as the constructor.
+
+        Raises ConfigError: a parameter is there twice, which torch updates twice.
+        """
+        given = param_group.get("params", ())
+        if isinstance(given, list | tuple) and len({*map(id, given)}) < len(given):
+            raise ConfigError("OffloadOptimizer: expected each parameter once in a group, got one twice; leave it out")
         if self._built:
             self.check_open("add_param_group")
             rule = self.rules.each[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,4 +29,6 @@ class Events:
     loss_scale: Callable[[], float]
     values_of: Callable[..., Any]  # A parameter's exact values; see `Values.values_of`.
     rest: Callable[[], Any]  # The parts for the present model, at rest, so that their planes can be rewritten.
+    # (folder, names of values): inside they are rewritten; if that fails, only another load is allowed.
+    loading: Callable[[str, frozenset[str]], AbstractContextManager[None]]
     close: Callable[[], None]

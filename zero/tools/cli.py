@@ -8,6 +8,8 @@ most of them need torch, whose import takes seconds, and the help of the command
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -72,7 +74,10 @@ def _first_line(name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns its exit status. Errors that a user can fix are printed without a traceback."""
+    """Run one subcommand. Returns its exit status. Errors that a user can fix are printed without a traceback.
+
+    Where nobody reads the output any more, it is 128 + SIGPIPE, as of a program that the signal has ended.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Flags of `zero` itself take no values, so the first word that is no flag is the subcommand.
     chosen = next((word for word in words if not word.startswith("-")), None)
@@ -84,7 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     run: Callable[[argparse.Namespace], int] = options.run
     try:
-        return run(options)
+        status = run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
+        return 128 + signal.SIGPIPE
     except (ZeroInfinityError, OSError) as error:
         print(f"zero: {error}", file=sys.stderr)
         return 1

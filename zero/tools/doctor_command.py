@@ -284,6 +284,8 @@ def _usable(path: Path) -> bool:
 
 
 def _disk(path: Path) -> Answer:
+    if path.exists() and not path.is_dir():
+        return "not a folder", MISSING, f"{path} is a file: name a folder on the disk for the swap files"
     if not path.is_dir():
         return "no such folder", MISSING, f"create {path} on the disk for the swap files"
     if not _usable(path):

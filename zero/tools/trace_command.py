@@ -103,14 +103,17 @@ def _check(options: argparse.Namespace) -> None:
     elif options.png is None:
         raise ConfigError("zero trace: --draw needs --png FILE")
     elif not options.draw.is_file():
-        raise ConfigError(f"zero trace: --draw {options.draw}: no such file; record one first")
+        raise ConfigError(f"zero trace: --draw {options.draw}: expected a file; record one first")
     if options.png is not None:
         check_target(options.png)
         require_matplotlib()
 
 
 def _draw(source: Path, target: Path | None) -> None:
-    document = json.loads(source.read_text(encoding="utf-8"))
+    try:
+        document = json.loads(source.read_text(encoding="utf-8"))
+    except ValueError as error:  # also bytes that are not UTF-8
+        raise ConfigError(f"zero trace: --draw {source}: expected a recording in JSON, got {error}") from error
     print(summary(document))
     if target is not None:
         draw(document, target)

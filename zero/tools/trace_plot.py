@@ -70,8 +70,10 @@ def summary(document: Mapping[str, Any]) -> str:
         seconds, steps, exposed = facts["seconds"], facts["steps"], facts["exposed_wait_seconds"]
         moved = [(word, facts[f"nvme_{key}_bytes"], facts[f"nvme_{key}_seconds"]) for key, word in _DIRECTIONS]
         dropped = facts["spans_dropped"]
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"the file is not a timeline of an engine: {error} is missing") from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"the file is not a timeline of an engine, as zero trace records it ({type(error).__name__}: {error})"
+        ) from error
     parts = [f"{steps} step{'s' * (steps != 1)} in {seconds:.3f} s", f"exposed wait {exposed / max(seconds, 1e-9):.0%}"]
     for word, nbytes, busy in moved:
         if nbytes:

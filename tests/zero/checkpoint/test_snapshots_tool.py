@@ -100,6 +100,14 @@ def test_rm_of_what_is_not_there_names_what_is(
     assert (nvme_path / "zero-snapshots" / "b" / "committed").exists()
 
 
+@pytest.mark.parametrize("words", [["list"], ["rm"]])
+def test_a_folder_that_is_not_there_is_no_folder_without_snapshots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main(["snapshots", *words, str(tmp_path / "gone"), *["it"] * (words == ["rm"])]) == 1
+    assert f"expected a folder of nvme_path, got {tmp_path / 'gone'}" in capsys.readouterr().err
+
+
 def test_rm_leaves_alone_what_a_job_uses(
     open_engine: Open, nvme_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
