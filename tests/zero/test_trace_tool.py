@@ -15,7 +15,7 @@ from models import make_config
 
 import zero
 from offload.errors import ConfigError
-from zero.tools import cli, trace_plot
+from zero.tools import cli, trace_command, trace_plot
 from zero.tools.synthetic import Shape
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +133,7 @@ def test_a_mistake_is_one_line_that_names_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trace_command, "require_matplotlib", lambda: None)
     (tmp_path / "a_file").write_text("")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe{")
     assert cli.main(["trace", *options]) == 1
