@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload.disk.swapfile import PeerSwap, SwapGeometry
-from offload.errors import PeerError, RankLostError, StateError, ZeroInfinityError
+from offload.errors import PeerError, StateError, ZeroInfinityError
 from offload.memory.shared_region import SharedRegion, exchange_regions
 from offload.node.board import NodeBoard
 from offload.node.shared_exchange import SharedExchange
@@ -159,21 +159,24 @@ class SharedMemory(AmongRanks):
         what = f"the slice of {unit.name} as of step {epoch - 1}"
         if self._there.read(rank, unit.index) < epoch:
             urge = partial(self._urge, rank, unit, epoch)
-            with self._named(what), self._comm.waiting(what):
-                await self._there.reached(
-                    rank, unit.index, epoch, what=what, deadline_seconds=self._comm.timeout_seconds, urge=urge
-                )
+            async with self._named(what):
+                with self._comm.waiting(what):
+                    await self._there.reached(
+                        rank, unit.index, epoch, what=what, deadline_seconds=self._comm.timeout_seconds, urge=urge
+                    )
 
-    @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
-        """Translate errors of peers into errors that name ranks."""
+    @asynccontextmanager
+    async def _named(self, what: str) -> AsyncIterator[None]:
+        """Translate errors of peers into errors that name the rank which was lost first.
+
+        A peer that has gone may only have noticed that another one died, and told of it later than it went.
+        """
         try:
             yield
         except PeerError as error:
             ranks = ", ".join(f"rank {peer}" for peer in error.peers)
-            raise RankLostError(
-                f"rank {self._comm.rank} waits for {what}, which will not come because of {ranks}: {error}"
-            ) from error
+            why = RuntimeError(f"it will not come because of {ranks}: {error}")
+            raise await self._comm.explained(why, f"an exchange of {what}") from error
 
     @asynccontextmanager
     async def reduce(
@@ -183,9 +186,10 @@ class SharedMemory(AmongRanks):
             raise StateError("reduce: the shared memory is not set up yet")
         own = self._regions.pools[self._comm.rank]
         number, ticket = turn
-        with self._named(f"the gradient of {unit.name}"), self._comm.waiting(str(ticket)):
-            async with self._reducer.reduce(number, own.offset_of(flat), flat.nbytes, unit=unit.index) as slices:
-                yield [part.view(flat.dtype) for part in slices]
+        async with self._named(f"the gradient of {unit.name}"):
+            with self._comm.waiting(str(ticket)):
+                async with self._reducer.reduce(number, own.offset_of(flat), flat.nbytes, unit=unit.index) as slices:
+                    yield [part.view(flat.dtype) for part in slices]
 
     def sees(self, flat: torch.Tensor) -> bool:
         return lies_in(flat, self._regions.pools[self._comm.rank])

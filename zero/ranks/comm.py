@@ -312,7 +312,7 @@ class Comm:
         await self._done([backend.all_gather(whole, mine, group.handle)], str(ticket))
         if bytes_of(whole) != own * group.size:
             parted = RankDivergenceError("the ranks have run different operations so far")
-            raise await self._explained_later(parted, str(ticket))
+            raise await self.explained(parted, str(ticket))
 
     async def _done(self, works: list[Any], what: str) -> None:
         ended = [backend.completion(work) for work in works]
@@ -322,7 +322,7 @@ class Comm:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise await self._explained_later(error, what) from error
+            raise await self.explained(error, what) from error
         finally:
             self._moving.difference_update(ended)
 
@@ -362,8 +362,8 @@ class Comm:
             self._watch.ask(error, what).result()
         return again(self._fate.end(error))
 
-    async def _explained_later(self, error: BaseException, what: str) -> BaseException:
-        """Like `_explained`, for the mover."""
+    async def explained(self, error: BaseException, what: str) -> BaseException:
+        """The error to raise instead of `error`, which ended `what`; on the mover."""
         if self._fate.failure is None and self._watch is not None:
             await asyncio.wrap_future(self._watch.ask(error, what))
         return again(self._fate.end(error))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from models import trainability
@@ -86,6 +87,44 @@ def test_the_others_name_a_rank_that_was_killed_and_nothing_stays_behind(
     pool: RankPool, nvme_path: Path, place: Place, victim: int
 ) -> None:
     die_once(pool, nvme_path, place, victim, random.uniform(0.05, 1.5))
+
+
+def train_until_one_dies(place: Place, nvme_path: str) -> None:
+    """Rank 0 gives no slice any more, and rank 2, which waits for it, hears nothing: it sees rank 0 leave first."""
+    import zero
+    from zero.exchange.shared_memory import SharedMemory
+    from zero.ranks.comm import Comm
+
+    quiet()
+    rank, run, urge = int(os.environ["RANK"]), Run(3, steps=2, agreed=True), SharedMemory._urge
+
+    def deaf(exchange: Any, *wanted: Any) -> None:
+        with mock.patch.object(Comm, "check", lambda comm: None):
+            urge(exchange, *wanted)
+
+    with (
+        mock.patch.object(SharedMemory, "_urge", deaf if rank == 2 else urge),
+        zero.initialize(model=motley(), config=engine_config(run, place, nvme_path))[0] as engine,
+    ):
+        train(engine, run)
+        if rank == 0:
+            board = engine.run.exchange._board
+            units, publish = range(len(engine.run.parts.layout.units)), board.publish
+            board.publish = lambda column, value: None if column in units else publish(column, value)
+        if rank == 1:
+            time.sleep(1.0)  # its slices are there when it dies
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            train(engine, run)
+
+
+def test_a_rank_that_leaves_because_another_one_died_is_not_taken_for_the_cause(
+    pool: RankPool, nvme_path: Path
+) -> None:
+    with pytest.raises(RankError) as told:
+        pool.run(train_until_one_dies, PLACES[0], str(nvme_path), timeout_seconds=60)
+    texts = {int(text[0]): text for text in str(told.value).split("---- rank ")[1:]}
+    assert "rank 1" in texts[0] and "rank 1" in texts[2], texts[2]
 
 
 @pytest.mark.slow
