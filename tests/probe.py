@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from zero.checkpoint import load
 from zero.checkpoint.background import BackgroundSave
 from zero.exchange.shared_memory import SharedMemory
 from zero.optim.step import StepState
+from zero.ranks.comm import Comm
 from zero.store.adoption import Adoption, Piece
 from zero.store.stored_values import StoredValues
 from zero.values.gathered_values import GatheredValues
@@ -150,6 +152,26 @@ def units_read_once(trainer: Any) -> Iterator[None]:
 def put_exchange(engine: Any, exchange: Any) -> None:
     """Replace the exchange through which the engine's parts communicate with other ranks."""
     engine.run.parts.exchange = exchange
+
+
+def withhold_slices(engine: Any) -> None:
+    """This rank's slices of weights in shared memory stay as they are: other ranks wait for them."""
+    board, units = engine.run.exchange._board, range(len(layout_of(engine).units))
+    publish = board.publish
+    board.publish = lambda column, value: None if column in units else publish(column, value)
+
+
+@contextmanager
+def deaf_while_waiting() -> Iterator[None]:
+    """Inside, a wait for another rank's slice does not hear that the ranks have parted."""
+    urge = SharedMemory._urge
+
+    def deaf(exchange: Any, *wanted: Any) -> None:
+        with mock.patch.object(Comm, "check", lambda comm: None):
+            urge(exchange, *wanted)
+
+    with mock.patch.object(SharedMemory, "_urge", deaf):
+        yield
 
 
 def snapshots_of(engine: Any) -> Any:

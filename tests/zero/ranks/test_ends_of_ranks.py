@@ -9,12 +9,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from models import trainability
+from probe import deaf_while_waiting, withhold_slices
 from ranks import RankError, RankPool
 from ranks_model import motley
 from ranks_runs import Place, Run, engine_config, outcome_of, quiet, train
@@ -92,25 +93,16 @@ def test_the_others_name_a_rank_that_was_killed_and_nothing_stays_behind(
 def train_until_one_dies(place: Place, nvme_path: str) -> None:
     """Rank 0 gives no slice any more, and rank 2, which waits for it, hears nothing: it sees rank 0 leave first."""
     import zero
-    from zero.exchange.shared_memory import SharedMemory
-    from zero.ranks.comm import Comm
 
     quiet()
-    rank, run, urge = int(os.environ["RANK"]), Run(3, steps=2, agreed=True), SharedMemory._urge
-
-    def deaf(exchange: Any, *wanted: Any) -> None:
-        with mock.patch.object(Comm, "check", lambda comm: None):
-            urge(exchange, *wanted)
-
+    rank, run = int(os.environ["RANK"]), Run(3, steps=2, agreed=True)
     with (
-        mock.patch.object(SharedMemory, "_urge", deaf if rank == 2 else urge),
+        deaf_while_waiting() if rank == 2 else nullcontext(),
         zero.initialize(model=motley(), config=engine_config(run, place, nvme_path))[0] as engine,
     ):
         train(engine, run)
         if rank == 0:
-            board = engine.run.exchange._board
-            units, publish = range(len(engine.run.parts.layout.units)), board.publish
-            board.publish = lambda column, value: None if column in units else publish(column, value)
+            withhold_slices(engine)
         if rank == 1:
             time.sleep(1.0)  # its slices are there when it dies
             os.kill(os.getpid(), signal.SIGKILL)
