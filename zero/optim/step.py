@@ -117,7 +117,7 @@ def agreed_options(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
         if isinstance(value, list | tuple):
             return list(map(number, value))
         with suppress(TypeError, ValueError):  # None, as in Adafactor's `eps`, and what the rule will refuse
-            return float(value)
+            return float(f"{float(value):.6g}")  # the C libraries of two nodes round a schedule's cosine differently
         return None
 
     return [{name: number(group[name]) for name in AGREED if name in group} for group in optimizer.param_groups]
