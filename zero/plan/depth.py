@@ -5,8 +5,8 @@
 1. *Deep*: four neighbouring units are gathered (one in use, one or two prefetched, one kept), with room for one more,
    so that holes between blocks of unequal size block nothing. There are two flat gradients, so that one is moved away
    while the next is made. With `memory_budget.device` the rest of the budget is used for gathered units. Without it
-   this is done on a GPU as long as the whole plan stays within a fifth of the free memory; on a CPU, device memory is
-   host memory and is not used for this.
+   this is done on a GPU as long as these pools stay within a fifth of the free memory; on a CPU, device memory is host
+   memory and is not used for this.
 2. *Lean*: three neighbours, two gradients. Without a budget it is the deepest if deep takes more than that fifth.
 3. *Short*: two neighbours, one gradient. Like lean it takes at most half of the free memory: the rest is for
    activations, and for the gradients that autograd makes.
