@@ -12,6 +12,7 @@ import pytest
 import zero
 from offload.disk import tuning
 from offload.disk.device import identify
+from zero.plan import machine
 from zero.tools import cli, tune_step
 from zero.tools.plan_command import build_model
 from zero.tools.tune_search import Candidate, Trial, search
@@ -98,6 +99,17 @@ def test_what_is_written_keeps_the_base_and_trains(
 def test_a_micro_batch_divides_the_samples_of_a_step(samples: int | None, kept: int) -> None:
     content = {} if samples is None else {"train_batch_size": samples}
     found = search([Candidate("", content)], lambda _, micro: Trial(micro, 1.0, 1), lambda *_: None, most=8)
+    assert found is not None and found[0].micro_batch == kept
+
+
+@pytest.mark.parametrize(("peak_bytes", "kept"), [(400, 2), (600, 1)])
+def test_a_micro_batch_is_not_doubled_beyond_the_memory_of_the_cgroup(
+    monkeypatch: pytest.MonkeyPatch, peak_bytes: int, kept: int
+) -> None:
+    monkeypatch.setattr(machine, "cgroup_rest_bytes", lambda: 1000)
+    found = search(
+        [Candidate("", {})], lambda _, micro: Trial(micro, 1.0, peak_bytes * micro), lambda *_: None, most=8
+    )
     assert found is not None and found[0].micro_batch == kept
 
 

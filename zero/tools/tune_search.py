@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from offload.sizes import format_bytes
+from zero.plan.machine import available_memory
 
 TRIED = 2
 """Number of placements that are run."""
@@ -82,8 +81,8 @@ def search(
     if best is None:
         return None
     trial, candidate = best
-    total_bytes = psutil.virtual_memory().total
-    while (doubled := trial.micro_batch * 2) <= most and 2 * trial.peak_bytes < total_bytes:
+    room_bytes, _ = available_memory()
+    while (doubled := trial.micro_batch * 2) <= most and 2 * trial.peak_bytes < room_bytes:
         if not _divides(candidate.content, doubled):
             break
         larger = run(candidate, doubled)
