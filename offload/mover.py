@@ -12,7 +12,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from offload.accelerator import same_device
@@ -21,6 +22,7 @@ from offload.system.interrupts import uninterrupted
 from offload.timeline import STALLS, Stopwatch, Timeline, others_are_awaited
 
 T = TypeVar("T")
+Describe = Callable[[], list[str]]
 
 WARN_SECONDS = 30.0
 RAISE_SECONDS = 300.0
@@ -29,8 +31,10 @@ RAISE_SECONDS = 300.0
 class Transfer(Generic[T]):
     """One job of the mover. It settles once; its leased blocks stay leased until then."""
 
-    def __init__(self, mover: Mover, what: str, future: concurrent.futures.Future[T]) -> None:
-        self._mover, self.what, self._future = mover, what, future
+    def __init__(
+        self, mover: Mover, what: str, future: concurrent.futures.Future[T], describe: Describe | None
+    ) -> None:
+        self._mover, self.what, self._future, self._describe = mover, what, future, describe
 
     def settled(self) -> bool:
         """True once the job has ended, with or without an error. Never blocks."""
@@ -39,17 +43,17 @@ class Transfer(Generic[T]):
     def result(self) -> T:
         """Block until settled; return the job's value or raise its error.
 
-        Raises WatchdogError: no byte moved for RAISE_SECONDS; lists the transfers in flight.
+        Raises WatchdogError: no byte moved and no kernel ran for RAISE_SECONDS; lists the transfers in flight.
         """
         if not self._future.done():
-            self._mover.block(self.what, self._future)
+            self._mover.block(self.what, self._future, self._describe)
         return self._future.result()
 
     def settle(self) -> BaseException | None:
         """Block until settled, without a time limit; return the error instead of raising it."""
         while not self._future.done():
             try:
-                self._mover.block(self.what, self._future)
+                self._mover.block(self.what, self._future, self._describe)
             except WatchdogError as stalled:
                 warnings.warn(str(stalled), RuntimeWarning, stacklevel=2)
         try:
@@ -70,7 +74,7 @@ class Mover:
 
     def __init__(
         self,
-        describe: Callable[[], list[str]] | None = None,
+        describe: Describe | None = None,
         progress: Callable[[], int] | None = None,
         timeline: Timeline | None = None,
         enter: Callable[[], None] | None = None,
@@ -80,17 +84,35 @@ class Mover:
         self._failure: BaseException | None = None
         self._describe = describe or (lambda: [])
         self._progress = progress or (lambda: 0)
+        self._working = self._worked = 0  # Kernels that run now; how often some began or ended, or bytes were `moved`.
         self.exposed = Stopwatch()
         self._timeline = timeline or Timeline()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="zero-mover", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # a limit of processes
+            self._loop.close()
+            raise
         self._entered.wait()  # so that `post` knows whether the thread could begin
         self._closed, self._pid = False, os.getpid()
         self._draining: concurrent.futures.Future[None] | None = None
 
-    def post(self, what: str, job: Coroutine[Any, Any, T]) -> Transfer[T]:
-        """Start `job` on the mover thread; returns at once.
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Context of kernels, for jobs: the watchdog waits for them, however long they take."""
+        self._working, self._worked = self._working + 1, self._worked + 1
+        try:
+            yield
+        finally:
+            self._working, self._worked = self._working - 1, self._worked + 1
+
+    def moved(self) -> None:
+        """Tell the watchdog, from a job, that bytes have moved that the mover's own I/O engine does not count."""
+        self._worked += 1
+
+    def post(self, what: str, job: Coroutine[Any, Any, T], describe: Describe | None = None) -> Transfer[T]:
+        """Start `job` on the mover thread; returns at once. `describe`: as the mover's, of an engine of the job's own.
 
         Raises StateError: the mover is closed or could not begin, or this process was forked from the mover's process.
         """
@@ -105,7 +127,7 @@ class Mover:
         except StateError:
             job.close()
             raise
-        return Transfer(self, what, asyncio.run_coroutine_threadsafe(job, self._loop))
+        return Transfer(self, what, asyncio.run_coroutine_threadsafe(job, self._loop), describe)
 
     def run(self, what: str, job: Coroutine[Any, Any, T]) -> T:
         """`post`, and wait for the result."""
@@ -115,32 +137,41 @@ class Mover:
         """Let the mover call `action`, after all that it was given before; returns at once."""
         self._loop.call_soon_threadsafe(action)
 
-    def block(self, what: str, future: concurrent.futures.Future[Any]) -> None:
+    def block(
+        self, what: str, future: concurrent.futures.Future[Any], describe: Describe | None = None
+    ) -> None:
         """Wait for `future`; the time counts as exposed.
 
         Warns after WARN_SECONDS in which no byte moved, and raises after RAISE_SECONDS. The watchdog ignores a long job
-        whose bytes still move, and a job that waits for other ranks while no transfer is in flight here. Raises
-        WatchdogError: lists the transfers in flight. Raises StateError: called on the mover thread, or in a forked
-        process.
+        whose bytes still move or whose kernels run, and a job that waits for other ranks while no transfer is in flight
+        here. Raises WatchdogError: lists the transfers in flight. Raises StateError: called on the mover thread, or in
+        a forked process.
         """
         self._check_here(what)
         self._check_not_mine(what)
         with self.exposed.running(), self._timeline.span(STALLS, what):
-            since, known, warned = time.perf_counter(), self._progress(), False
+            since, known, warned = time.perf_counter(), self._reached(), False
             while not _ended(future, min(WARN_SECONDS, RAISE_SECONDS) / 300):
                 uninterrupted.deliver_late()
-                reached = self._progress()
-                if reached != known:
+                reached = self._reached()
+                if reached != known or self._working:
                     since, known, warned = time.perf_counter(), reached, False
                 stalled = time.perf_counter() - since
-                if stalled >= RAISE_SECONDS and (self._describe() or not others_are_awaited()):
-                    raise WatchdogError(self._stall(what, stalled))
+                if stalled < min(WARN_SECONDS, RAISE_SECONDS):
+                    continue
+                in_flight = [*self._describe(), *(describe() if describe is not None else ())]
+                if stalled >= RAISE_SECONDS and (in_flight or not others_are_awaited()):
+                    raise WatchdogError(self._stall(what, stalled, in_flight))
                 if stalled >= WARN_SECONDS and not warned:
-                    warnings.warn(self._stall(what, stalled), RuntimeWarning, stacklevel=3)
+                    warnings.warn(self._stall(what, stalled, in_flight), RuntimeWarning, stacklevel=3)
                     warned = True
 
-    def _stall(self, what: str, seconds: float) -> str:
-        in_flight = "; ".join(self._describe()) or "nothing"
+    def _reached(self) -> tuple[int, int]:
+        """Changes whenever bytes move, or kernels begin or end."""
+        return self._progress(), self._worked
+
+    def _stall(self, what: str, seconds: float, lines: list[str]) -> str:
+        in_flight = "; ".join(lines) or "nothing"
         return f"{what}: not finished, and no byte moved for {seconds:.0f} s; in flight: {in_flight}"
 
     def is_current_thread(self) -> bool:

@@ -200,6 +200,39 @@ def test_the_watchdog_warns_then_raises_with_what_is_in_flight(monkeypatch: pyte
     mover.close()
 
 
+def test_the_watchdog_waits_for_kernels_and_for_bytes_of_other_engines(
+    monkeypatch: pytest.MonkeyPatch, mover: Mover
+) -> None:
+    monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.1)
+    monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.2)
+
+    async def computing() -> str:
+        with mover.working():
+            await asyncio.sleep(0.5)
+        return "done"
+
+    async def writing() -> str:
+        for _ in range(25):
+            await asyncio.sleep(0.02)
+            mover.moved()
+        return "done"
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mover.run("updating", computing()) == "done"
+        assert mover.run("writing a checkpoint", writing()) == "done"
+
+
+def test_a_stalled_job_names_what_its_own_engine_has_in_flight(monkeypatch: pytest.MonkeyPatch, mover: Mover) -> None:
+    monkeypatch.setattr(offload.mover, "WARN_SECONDS", 9.0)
+    monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.05)
+    event = threading.Event()
+    transfer = mover.post("writing a checkpoint", until(event), lambda: ["write of 4,096 bytes"])
+    with pytest.raises(WatchdogError, match="in flight: write of 4,096 bytes"):
+        transfer.result()
+    event.set()
+
+
 def test_the_watchdog_only_warns_while_another_rank_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, mover: Mover
 ) -> None:

@@ -51,7 +51,9 @@ class BackgroundSave:
         self._pipeline.before = self._before_update
         self._began = time.perf_counter()
         self._worker = Worker("zero-checkpoint")  # from here on Python does not exit before the save has ended
-        self._transfer: Transfer[None] = parts.storage.mover.post("saving a checkpoint", self._run())
+        self._transfer: Transfer[None] = parts.storage.mover.post(
+            "saving a checkpoint", self._run(), self._part.in_flight
+        )
 
     @property
     def settled(self) -> bool:

@@ -389,13 +389,18 @@ class RankPart:
 
     async def _store(self, offset: int, data: torch.Tensor) -> None:
         await self._aio.write(self.file.fd, offset, data, str(self.file.path), "checkpoint")
+        self._mover.moved()
         self._files.written(self.file, offset, data)
 
     def write(self) -> None:
         """Write everything and sync it. Raises StorageError."""
-        self._writing = self._mover.post("writing a checkpoint", self.writer.write_all(self.extents))
+        job = self.writer.write_all(self.extents)
+        self._writing = self._mover.post("writing a checkpoint", job, self.in_flight)
         self._writing.result()
         self.finish()
+
+    def in_flight(self) -> list[str]:
+        return self._aio.in_flight()
 
     def finish(self) -> None:
         """After all writes: sync the file and write its list. Blocks; any thread. Raises StorageError."""

@@ -169,7 +169,8 @@ class SubGroupPipeline:
                     made.update(self._apply(work, unit, arguments, threads))
 
         await work.read()
-        await work.compute(compute)
+        with self._storage.mover.working():
+            await work.compute(compute)
         return made
 
     async def _deliver(self, work: StagedGroup, wanted: Mapping[int, Delivery]) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ from probe import (
 from recovery import NVME, SLOW, descriptors, failing, interrupted_when, waiting
 from torch import nn
 
+import offload.mover
 import zero
-from offload.disk.aio import AioOptions, open_aio
+from offload.disk.aio import AioFault, AioOptions, open_aio
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.containers import container
 from offload.files.durable import Files
@@ -331,6 +333,27 @@ def test_an_interrupt_of_a_save_leaves_nothing_and_the_next_one_works(
     assert [name for name in Files().listing(tmp_path) if name != nvme_path.name] == [".lock"]
     engine.save_checkpoint(tmp_path)
     assert tags(tmp_path) == ["global_step1"]
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_save_may_take_long_though_the_engine_has_no_disk_of_its_own(
+    open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes that the save writes count as moved: a large model in host memory takes minutes to write."""
+    engine = train(open_engine(build("gpt"), make_config(CPU, tmp_path, zero={"sub_group_size": 4096})), 0)
+    engine.synchronize()
+
+    def open_slow(options: AioOptions) -> Any:
+        aio = open_aio(options)
+        aio.inject(AioFault(delay_rate=1.0, delay_seconds=0.2))
+        return aio
+
+    monkeypatch.setattr(writer, "open_aio", open_slow)
+    monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.5)
+    monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.5)
+    began = time.monotonic()
+    engine.save_checkpoint(tmp_path)
+    assert time.monotonic() - began > 0.6 and tags(tmp_path) == ["global_step1"]
 
 
 @pytest.mark.parametrize("pair", [CPU, NVME])
