@@ -7,6 +7,7 @@ inside only needs changes here.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import threading
 from collections import deque
@@ -43,6 +44,25 @@ def storage_of(engine: Any) -> Any:
 
 def mover_of(engine: Any) -> Any:
     return engine.run.parts.storage.mover
+
+
+def collected_by(mover: Any, thing: list[Any]) -> bool:
+    """Drop the only item of `thing` and have it collected on the mover's thread. True if the thread ends then."""
+    gc.collect()
+    gc.disable()  # it must not be collected here
+    try:
+        thing[0].__dict__["in_a_cycle"] = thing[0]
+        thing.clear()
+        mover.call(gc.collect)
+        mover._thread.join(30.0)
+    finally:
+        gc.enable()
+    return not mover._thread.is_alive()
+
+
+def mover_of_handle(handle: Any) -> Any:
+    """Of an `aio_handle`."""
+    return handle._files._mover
 
 
 def timeline_of(engine: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from offload.disk.aio import Aio, AioOptions, open_aio
+from offload.disk.aio import Aio, AioOptions, open_moved
 from offload.disk.aio_base import free_bytes
 from offload.errors import ConfigError, StorageError
 from offload.memory.pinned import map_host, pin, tensor_over
@@ -48,8 +48,7 @@ class NamedFiles:
     """
 
     def __init__(self, options: AioOptions) -> None:
-        self._aio = open_aio(options)
-        self._mover = Mover(self._aio.in_flight, _counter(self._aio))
+        self._aio, self._mover = open_moved(options)
         self._under_way: list[Transfer[None]] = []
         self._settled = 0  # How many of them have ended; `_error` is the first error of these.
         self._error: BaseException | None = None
@@ -110,17 +109,19 @@ class NamedFiles:
         self._finish()
 
 
-def _counter(aio: Aio) -> Callable[[], int]:
-    return lambda: aio.stats().chunks
-
-
 def _close(mover: Mover, aio: Aio, lent: dict[int, Lent]) -> None:
+    def end() -> None:
+        for one in lent.values():
+            one.give_up()
+        aio.close()
+
     if mover.is_elsewhere:
         return
+    if mover.is_current_thread():  # the garbage collector runs on any thread
+        mover.end_soon(end)
+        return
     mover.close()
-    for one in lent.values():
-        one.give_up()
-    aio.close()
+    end()
 
 
 # Not a method: a running job must not keep the object alive, or it would be closed on the mover's thread.

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import torch
 
-from offload.disk.aio import AioOptions, open_aio
+from offload.disk.aio import AioOptions, open_moved
 from offload.errors import DamagedError
 from offload.files.durable import DurableFile, Files
 from offload.kernels import kernels
 from offload.memory.arena import Arena, Block
-from offload.mover import Mover
 from offload.sizes import PAGE_BYTES, align_up
 
 BLOCKS = 10
@@ -50,24 +49,23 @@ class BoxReader:
     """
 
     def __init__(self, paths: Sequence[Path], block_bytes: int, files: Files) -> None:
-        self._paths = paths
+        self._paths, self._block_bytes = paths, align_up(block_bytes, PAGE_BYTES)
         self._files: list[DurableFile] = []
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close_files)
             for path in paths:
                 self._files.append(files.open(path))
-        except BaseException:
-            self._close_files()
-            raise
-        self._aio = open_aio(AioOptions())
-        self._mover = Mover(self._aio.in_flight, lambda: self._aio.stats().chunks)
-        self._block_bytes = align_up(block_bytes, PAGE_BYTES)
-        self._arena = Arena(
-            "reading",
-            BLOCKS * self._block_bytes,
-            "nothing: it is fixed",
-            torch.device("cpu"),
-            register=self._aio.register_memory,
-        )
+            self._aio, self._mover = open_moved(AioOptions())
+            undo.callback(self._aio.close)
+            undo.callback(self._mover.close)
+            self._arena = Arena(
+                "reading",
+                BLOCKS * self._block_bytes,
+                "nothing: it is fixed",
+                torch.device("cpu"),
+                register=self._aio.register_memory,
+            )
+            undo.pop_all()
         self._entries: dict[StoredBox, _Entry] = {}
         self._held: deque[_Entry] = deque(maxlen=HELD)
         self._ahead: asyncio.Task[None] | None = None

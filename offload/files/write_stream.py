@@ -7,10 +7,10 @@ from collections import deque
 
 import torch
 
-from offload.disk.aio import AioOptions, open_aio
+from offload.disk.aio import AioOptions, open_moved
 from offload.files.durable import DurableFile, Files
 from offload.memory.pinned import map_host, tensor_over
-from offload.mover import Mover, Transfer
+from offload.mover import Transfer
 from offload.sizes import PAGE_BYTES, align_up
 
 BLOCK_BYTES = 4 << 20  # Size of one write.
@@ -25,9 +25,8 @@ class WriteStream:
 
     def __init__(self, files: Files, file: DurableFile) -> None:
         self._files, self._file = files, file
-        self._aio = open_aio(AioOptions())
-        self._mover = Mover(self._aio.in_flight, lambda: self._aio.stats().chunks)
         self._free = [tensor_over(map_host(BLOCK_BYTES)) for _ in range(BLOCKS)]
+        self._aio, self._mover = open_moved(AioOptions())
         self._filled_bytes = self._offset = 0
         self._under_way: deque[tuple[Transfer[None], torch.Tensor, int, int]] = deque()
 

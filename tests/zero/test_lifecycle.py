@@ -23,6 +23,7 @@ import pytest
 import torch
 from harness import HYPER, micro_batch, train
 from models import ADAMW, build, make_config, tokens, trainability
+from probe import collected_by, mover_of, storage_of
 from ranks import PRELOADED
 from reference import Hyper, Reference, differences, snapshot
 from torch import nn
@@ -402,3 +403,16 @@ def test_weights_that_an_engine_gives_back_stay_when_its_device_memory_goes(
     weights = dict(engine.named_full_parameters())
     engine.destroy()
     assert all(torch.equal(weights[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_an_engine_that_is_collected_on_its_own_thread_frees_everything(nvme_path: Path) -> None:
+    """Python's collector runs on any thread; memory that stays page-locked could not be used again."""
+    engine = zero.initialize(model=build("gpt"), config=make_config(NVME, nvme_path))[0]
+    train(engine, 0)
+    engine.synchronize()
+    storage, mover = storage_of(engine), mover_of(engine)
+    regions, held = storage.regions, [engine]
+    del engine
+    assert collected_by(mover, held), "its thread has ended by itself"
+    assert storage.disk is None and storage.regions == ()
+    assert [region.data for region in regions if region.data is not None] == []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,6 +64,24 @@ def starts(path: str) -> list[str]:
     return said
 
 
+def held() -> tuple[list[str], int]:
+    """(the files that this process has open, the number of its threads)."""
+    gc.collect()
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}").split(":")[0])
+    return sorted(links), threading.active_count()
+
+
+def starts_and_holds(path: str) -> tuple[list[str], Any, Any]:
+    """What `starts` says, and what the process holds before and after."""
+    with zero.initialize(model=build("gpt"), config=make_config(("nvme", "nvme"), path))[0]:
+        pass  # what a process keeps from its first engine on
+    before = held()
+    return starts(path), before, held()
+
+
 def saves(path: str) -> tuple[list[str], list[str]]:
     """What save_checkpoint and load_checkpoint say with 0, 1, ... files left."""
     with zero.initialize(model=build("gpt"), config=make_config(("nvme", "nvme"), path))[0] as engine:
@@ -86,9 +106,10 @@ def all_said(said: list[str]) -> bool:
 
 
 def test_a_start_says_so(rank_pool: Pool, nvme_path: Any) -> None:
-    (said,) = rank_pool(1).run(starts, str(nvme_path))
+    ((said, before, after),) = rank_pool(1).run(starts_and_holds, str(nvme_path))
     assert all_said(said) and said[-1] == ""
     assert list(nvme_path.iterdir()) == [], "nothing is left of those that failed"
+    assert after == before, "no descriptor, no nameless file and no thread either"
 
 
 def test_saves_and_loads_say_so_and_the_engine_goes_on(rank_pool: Pool, tmp_path: Any) -> None:

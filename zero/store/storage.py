@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
 
 import torch
 
 from offload.accelerator import is_accelerator, synchronize
-from offload.disk.aio import AioOptions
+from offload.disk.aio import Aio, AioOptions
 from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError
 from offload.files.snapshot_files import SnapshotSwap
@@ -87,12 +88,12 @@ class Storage:
         self.at_rest: list[Callable[[], None]] = []
         self.disk = self._open_disk(config, coming)
         aio = self.disk.aio if self.disk else None
-        self.streams = open_streams(device, self.timeline)
-        if aio is None:
-            self.mover = Mover(timeline=self.timeline, enter=self.streams.enter)
-        else:
-            aio.timeline = self.timeline
-            self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks, self.timeline, self.streams.enter)
+        try:
+            self.streams = open_streams(device, self.timeline)
+            self.mover = self._start_mover(aio)
+        except BaseException:
+            self._end_disk()
+            raise
         try:
             self.arena = Arena(
                 *("host", plan.arena_bytes, "memory_budget.host", torch.device("cpu")),
@@ -235,26 +236,25 @@ class Storage:
             return
         self._prepare_end()
         self.mover.close()
-        try:
-            self._end_moves()
-        finally:  # a failed device frees nothing, but host memory must be freed for others
-            self._free()
+        self._end()
 
     def abandon(self) -> None:
         """`close` for an engine without any reference; safe on any thread, and when Python exits."""
         if self.mover.is_current_thread():
             self._prepare_end()
-            self.mover.end_soon(self._end_moves)
+            self.mover.end_soon(self._end)
         else:
             self.close()
 
-    def _end_moves(self) -> None:
-        self._end_disk()
-        try:
-            self.streams.close()
-        finally:
-            while self.at_rest:
-                self.at_rest.pop()()
+    def _end(self) -> None:
+        """After all transfers: free everything."""
+        with ExitStack() as ends:  # last first; a failed device frees nothing, but host memory must be freed for others
+            ends.callback(self._free)
+            for step in self.at_rest:
+                ends.callback(step)
+            self.at_rest = []
+            ends.callback(self.streams.close)
+            ends.callback(self._end_disk)
 
     def _prepare_end(self) -> None:
         while self.at_end:
@@ -284,6 +284,12 @@ class Storage:
         self._flats = {}
 
     # ---- construction -------------------------------------------------------------------------
+
+    def _start_mover(self, aio: Aio | None) -> Mover:
+        if aio is None:
+            return Mover(timeline=self.timeline, enter=self.streams.enter)
+        aio.timeline = self.timeline
+        return Mover(aio.in_flight, lambda: aio.stats().chunks, self.timeline, self.streams.enter)
 
     def _open_disk(self, config: Config, coming: Mapping[int, int]) -> Disk | None:
         if not self.plan.swap_bytes:

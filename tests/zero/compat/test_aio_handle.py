@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from aliased import code, said
+from probe import collected_by, mover_of_handle
 
 from offload.errors import ConfigError, StorageError
 from offload.memory.pinned import map_host, tensor_over
@@ -187,3 +188,10 @@ def test_a_forked_child_that_ends_leaves_its_parents_handle_alone(nvme_path: Pat
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.stdout.split("\n")[0] == "went on", done.stderr[-2000:]
+
+
+def test_a_handle_that_is_collected_on_its_own_thread_ends_it() -> None:
+    held = [BUILDERS["AsyncIOBuilder"]().load().aio_handle()]
+    mover, files = mover_of_handle(held[0]), len(os.listdir("/proc/self/fd"))
+    assert collected_by(mover, held)
+    assert len(os.listdir("/proc/self/fd")) < files
