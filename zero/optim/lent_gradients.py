@@ -11,8 +11,8 @@ So an update that finds no room in the arena may run in lent memory: `Places` ad
 from __future__ import annotations
 
 import asyncio
-from bisect import insort
-from collections.abc import AsyncIterator, Iterable
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 
 import torch
@@ -31,40 +31,84 @@ Range = tuple[int, int]
 WRITES_IN_FLIGHT = 2  # Records written at once if others can wait: enough to keep a disk busy, and reads go first.
 
 
+class Ranges:
+    """A set of addresses as disjoint ranges, in order; ranges that touch are one. A change looks at its surroundings
+    only: a step gives thousands of ranges.
+    """
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def __iter__(self) -> Iterator[Range]:
+        return zip(self._begins, self._ends, strict=True)
+
+    def add(self, begin: int, end: int) -> None:
+        if begin < end:
+            first, last = bisect_left(self._ends, begin), bisect_right(self._begins, end)  # those that touch it
+            if first < last:
+                begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
+            self._begins[first:last], self._ends[first:last] = [begin], [end]
+
+    def remove(self, begin: int, end: int) -> None:
+        first, last = bisect_right(self._ends, begin), bisect_left(self._begins, end)  # those that it cuts
+        if begin < end and first < last:
+            rest = [(self._begins[first], begin), (end, self._ends[last - 1])]
+            rest = [(lo, hi) for lo, hi in rest if lo < hi]
+            self._begins[first:last], self._ends[first:last] = [lo for lo, _ in rest], [hi for _, hi in rest]
+
+    def within(self, begin: int, end: int) -> list[Range]:
+        """The parts of [begin, end) that are in the set."""
+        first, last = bisect_right(self._ends, begin), bisect_left(self._begins, end)
+        return [(max(self._begins[i], begin), min(self._ends[i], end)) for i in range(first, last)]
+
+
 class SpareRanges:
     """Ranges of addresses: one party gives and withdraws them, others borrow and return them."""
 
     def __init__(self) -> None:
-        self._given: list[Range] = []
-        self._lent: list[Range] = []
+        self._given, self._free = Ranges(), Ranges()  # Free: given and not lent.
+        self._lent: list[int] = []  # Where lent ranges begin, in order.
+        self._end_of: dict[int, int] = {}
 
     def give(self, begin: int, end: int) -> None:
         """[begin, end) may be lent from now on."""
-        self.withdraw(begin, end)
-        if begin < end:
-            insort(self._given, (begin, end))
+        self._given.add(begin, end)
+        self._free.add(begin, end)
+        for first in self._lent_in(begin, end):
+            self._free.remove(first, self._end_of[first])
 
     def withdraw(self, begin: int, end: int) -> None:
         """[begin, end) is not lent again; parts of it that are lent now stay lent until they are returned."""
-        self._given = list(_without(self._given, [(begin, end)]))
+        self._given.remove(begin, end)
+        self._free.remove(begin, end)
 
     def lent(self, begin: int, end: int) -> bool:
         """True while a part of [begin, end) is lent."""
-        return any(first < end and begin < last for first, last in self._lent)
+        return bool(self._lent_in(begin, end))
 
     def lend(self, nbytes: int) -> int | None:
         """Lend the first run of `nbytes` that is given and not lent yet; None if there is none."""
-        begin = end = -1
-        for first, last in _without(self._given, self._lent):
-            begin, end = (begin, last) if first == end else (first, last)
-            if end - begin >= nbytes:
-                insort(self._lent, (begin, begin + nbytes))
-                return begin
-        return None
+        begin = next((begin for begin, end in self._free if end - begin >= nbytes), None)
+        if begin is not None:
+            self._free.remove(begin, begin + nbytes)
+            insort(self._lent, begin)
+            self._end_of[begin] = begin + nbytes
+        return begin
 
     def take_back(self, begin: int) -> None:
         """The range lent at `begin` is returned."""
-        self._lent = [span for span in self._lent if span[0] != begin]
+        end = self._end_of.pop(begin)
+        del self._lent[bisect_left(self._lent, begin)]
+        for span in self._given.within(begin, end):
+            self._free.add(*span)
+
+    def _lent_in(self, begin: int, end: int) -> list[int]:
+        """Where the lent ranges begin that reach into [begin, end)."""
+        first = last = bisect_left(self._lent, end)
+        while first and self._end_of[self._lent[first - 1]] > begin:
+            first -= 1
+        return self._lent[first:last]
 
 
 class _Pool:
@@ -137,21 +181,6 @@ class SpareGradients:
         plane = self._storage.gradients[self._layout.space_of(unit)]
         first, last = (plane and plane.host_range(begin, end)) or (0, 0)
         return min(first, pool.end), min(last, pool.end)
-
-
-def _without(spans: Iterable[Range], holes: Iterable[Range]) -> Iterable[Range]:
-    """The parts of `spans` that are in none of `holes`; both sorted."""
-    for begin, end in spans:
-        for first, last in holes:
-            if last <= begin or end <= first:
-                continue
-            if begin < first:
-                yield (begin, first)
-            begin = last
-            if begin >= end:
-                break
-        if begin < end:
-            yield (begin, end)
 
 
 class Places:
