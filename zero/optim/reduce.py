@@ -144,6 +144,7 @@ class ReducedGradients(Gradients):
         self._further: dict[int, torch.Tensor] = {}
         self._blank: list[int] = []  # Units for which this rank has reduced zeros in this backward, into empty planes.
         self._reducing = self._in_backward = self._starting = False
+        self._completed = False  # All of this step's gradients are reduced; some may still have to be stored.
         self.deferred = bool(storage.plan.deferred_bytes)
         self._nothing: Block | None = None
 
@@ -155,7 +156,7 @@ class ReducedGradients(Gradients):
         self.deferred = self.deferred or (together and self._storage.plan.accumulation == torch.float32)
         if self._nothing is None and self._units:
             self._nothing = self._lease_zeros()
-        self._in_backward = True
+        self._in_backward, self._completed = True, False
         self._given.clear()
         self._blank.clear()
         self._reducing = boundary or not self._placement.gradients_deferred
@@ -233,12 +234,14 @@ class ReducedGradients(Gradients):
     def complete(self) -> None:
         """See `Gradients`. Collective."""
         self.flush_all()
-        if self._placement.gradients_deferred:
+        if self._placement.gradients_deferred and not self._completed:
             self._reduce_rest("gradients not reduced yet", [])
+            self._completed = True  # if storing fails below, this rank alone tries again: the others have gone on
         self.settle()
         self._begin_step()
 
     def _begin_step(self) -> None:
+        self._completed = False
         self._order.begin_step()
         self.deferred = bool(self._storage.plan.deferred_bytes)
 
