@@ -7,6 +7,7 @@ share a file.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,13 +293,19 @@ def _rooms(folders: Sequence[Path], needs: Sequence[int]) -> Iterator[tuple[Path
 def stripe_weights(folders: Sequence[Path], speeds: Sequence[float] | None) -> list[float]:
     """Each folder's share of its device's speed; devices of unknown speed are measured for a second or two each.
 
+    If one cannot be measured, all count alike: ranks that measure at the same time may have no room for it together.
     `speeds`: bytes per second of each folder's device, if they are known.
     """
     devices = [folder.stat().st_dev for folder in folders]
     if speeds is None:
         if len(set(devices)) == 1:
             return [1.0] * len(folders)
-        measured = {device: mixed_speed(folder) for device, folder in zip(devices, folders, strict=True)}
+        try:
+            measured = {device: mixed_speed(folder) for device, folder in zip(devices, folders, strict=True)}
+        except (ConfigError, StorageError) as error:
+            told = f"the devices of nvme_path get equal shares, because one could not be measured: {error}"
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
+            measured = dict.fromkeys(devices, 1.0)
         speeds = [measured[device] for device in devices]
     return [speed / devices.count(device) for speed, device in zip(speeds, devices, strict=True)]
 

@@ -151,6 +151,18 @@ def test_several_devices_of_unknown_speed_are_measured_and_one_is_not(
     space.close()
 
 
+def test_devices_that_cannot_be_measured_get_equal_shares(
+    tmp_path: Path, small_fs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many ranks that measure at once may fill the file system, though it has room for their swap space."""
+    error = StorageError("probing", errno=errno.ENOSPC, path=str(small_fs), offset=0, free_bytes=0)
+    monkeypatch.setattr(swapfile, "mixed_speed", mock.Mock(side_effect=error))
+    with pytest.warns(RuntimeWarning, match="equal shares, because one could not be measured: probing"):
+        space = SwapSpace([*folders(tmp_path, 2), small_fs], MIB)
+    assert space.geometry.counts == (1, 1, 2)  # the two folders share a device
+    space.close()
+
+
 def test_files_on_real_drives_are_probed_and_used(tmp_path: Path) -> None:
     space = SwapSpace(folders(tmp_path, 2), 20 * MIB)
     data = pages(8 * MIB // PAGE, 3)
