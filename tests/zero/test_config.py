@@ -15,6 +15,7 @@ from offload.errors import ConfigError
 from zero.config import Config, load_config, tolerating_unknown_keys
 from zero.config.fields import ConfigBlock, Key, block_of, known_keys, means_auto
 from zero.config.numbers import parse_bytes, parse_count, parse_number, parse_whole
+from zero.config.swap_paths import swap_paths, wants_pinning
 
 KEYS = {key.path: key for key in known_keys(Config)}
 BLOCKS: dict[str, type[ConfigBlock]] = {"": Config} | {
@@ -603,11 +604,20 @@ def test_deprecated_offload_switches_are_translated_and_noted() -> None:
     config = load_config({"zero_optimization": old})
     zero = config.zero_optimization
     assert (zero.offload_optimizer.device, zero.offload_param.device) == ("cpu", "cpu")
-    assert not zero.offload_optimizer.pin_memory
+    assert not zero.offload_optimizer.pin_memory and not wants_pinning(config)
     assert len(config.deprecated) == 3 and config.deprecated[0].startswith("zero_optimization.cpu_offload: ")
     both = {"cpu_offload": True, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}
     (line,) = problems({"zero_optimization": both})
     assert line.startswith("zero_optimization.cpu_offload: ")
+
+
+def test_a_folder_with_two_names_is_one_folder(tmp_path: Path) -> None:
+    """Its snapshots would lock themselves out."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    names = [str(tmp_path), f"{tmp_path}/", str(tmp_path / "link"), str(tmp_path / "other")]
+    block = {"device": "nvme", "nvme_path": names}
+    zero = {"offload_param": block, "offload_optimizer": {**block, "nvme_path": names[1]}}
+    assert swap_paths(load_config({"zero_optimization": zero})) == [names[0], names[3]]
 
 
 def test_an_endless_print_interval_means_never() -> None:

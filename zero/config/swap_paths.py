@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 
 from offload.disk.swapfile import make_folder
@@ -17,7 +18,10 @@ def swap_paths(config: Config) -> list[str]:
     zero, activations = config.zero_optimization, config.activation_checkpointing
     blocks = (zero.offload_param, zero.offload_optimizer, activations)
     used = [block for block in blocks if block.device == "nvme" and block.nvme_path]
-    return list(dict.fromkeys(path for block in used or blocks for path in block.nvme_path or ()))
+    folders: dict[str, str] = {}
+    for path in (path for block in used or blocks for path in block.nvme_path or ()):
+        folders.setdefault(os.path.realpath(path), path)  # one folder may have several names
+    return list(folders.values())
 
 
 def ready_swap_paths(config: Config) -> list[str]:
@@ -43,6 +47,8 @@ def make_ready(paths: Iterable[str]) -> list[str]:
 
 def wants_pinning(config: Config) -> bool:
     """True unless the user has switched it off: copies from pageable memory stop the stream."""
+    if config.zero_optimization.cpu_offload_use_pin_memory is False:
+        return False
     return not any(
         config.origin(f"zero_optimization.{block}.pin_memory") == "user" and not given.pin_memory
         for block, given in (
