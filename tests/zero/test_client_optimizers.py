@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -384,3 +385,27 @@ def test_groups_that_were_passed_keep_what_is_frozen(open_engine: Open, nvme_pat
     engine = open_engine(model, make_config(CPU, nvme_path, bf16=False), model_parameters=groups)
     assert [len(group["params"]) for group in groups] == [2, 2]
     assert [len(group["params"]) for group in engine.optimizer.param_groups] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda given: DeepSpeedCPUAdam(given, adamw_mode=False), lambda given: FusedAdam(given, adam_w_mode=False)]
+)
+def test_a_group_that_is_added_later_decays_as_the_class_does(
+    open_engine: Open, nvme_path: Path, make: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    twin = copy.deepcopy(model)
+    options = {"lr": 0.1, "weight_decay": 0.5}
+    optimizer = make([{"params": list(model[0].parameters()), **options}])
+    engine = open_engine(model, make_config(NVME, nvme_path, bf16=False, optimizer=None), optimizer=optimizer)
+    optimizer.add_param_group({"params": list(model[1].parameters()), **options})
+    plain = torch.optim.Adam(twin.parameters(), **options)
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        plain.zero_grad()
+        twin(x).square().mean().backward()
+        plain.step()
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(engine.full_parameter(name), parameter.detach(), rtol=1e-5, atol=1e-6)

@@ -230,3 +230,33 @@ def test_a_group_that_is_added_has_the_defaults_of_its_rule(open_engine: Open, n
     added = engine.optimizer.param_groups[-1]
     assert ("betas" in added, "momentum" in added) == (not muon, muon) and added["lr"] > 0
     harness.train(engine, 1, 2)
+
+
+@pytest.mark.parametrize("edit", [False, True])
+def test_a_parameter_that_moves_to_a_group_of_the_other_rule_is_refused_and_can_go_back(
+    open_engine: Open, nvme_path: Path, edit: bool
+) -> None:
+    """Its states are of the first rule. `edit`: the model changes in between, so everything is planned again."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    engine = open_engine(model, make_config(("nvme", "nvme"), nvme_path, optimizer=BLOCK, bf16=False))
+
+    def backward(seed: int) -> None:
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+        engine.backward(engine(x).square().mean())
+
+    backward(0)
+    engine.step()
+    of_muon, of_adam = sorted(engine.optimizer.param_groups, key=lambda group: not group["use_muon"])
+    of_adam["params"].append(of_muon["params"].pop())
+    if edit:
+        model.append(torch.nn.Linear(64, 64))
+    backward(1)
+    with pytest.raises(ConfigError, match=r"shape \(64, 64\) is in a group of Adam, but its states are of .*Muon"):
+        engine.step()
+    assert engine.global_steps == 1
+    of_muon["params"].append(next(p for p in of_adam["params"] if p is model[1].weight))
+    of_adam["params"][:] = [p for p in of_adam["params"] if p is not model[1].weight]
+    before = engine.full_parameter("1.weight").clone()
+    engine.step()
+    assert engine.global_steps == 2 and not torch.equal(engine.full_parameter("1.weight"), before)
+    assert set(engine.optimizer.state[model[1].weight]) >= {"momentum_buffer"}

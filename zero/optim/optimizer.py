@@ -142,7 +142,7 @@ class KeptOptimizer(torch.optim.Optimizer):
         self.progress: dict[int, Progress] = {}
         # id(parameter) -> its small states that are on this rank, for rules that have some.
         self.small: dict[int, SmallStates] = {}
-        self._numbers: dict[int, int] = {}  # id(parameter) -> number of its rule; rebuilt if a parameter is missing.
+        self._numbers = self.rules.numbers(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, with the default options of the rule that will update the group."""
@@ -165,6 +165,7 @@ class KeptOptimizer(torch.optim.Optimizer):
                 key = id(parameter)
                 index = index_of.get(key)
                 if index is not None and index in contributed:
+                    self._check_rule(parameter, rule)
                     count = self.step_counts.get(key, 0) + 1
                     values[index] = rule.values(group, count, self.progress.get(key))
         return values
@@ -249,9 +250,24 @@ class KeptOptimizer(torch.optim.Optimizer):
         """The rule that updates a parameter."""
         if len(self.rules.each) == 1:
             return self.rules.each[0]
-        if key not in self._numbers:
-            self._numbers = self.rules.numbers(self.param_groups)
-        return self.rules.each[self._numbers.get(key, 0)]
+        numbers = self._numbers if key in self._numbers else self.rule_numbers()
+        return self.rules.each[numbers.get(key, 0)]
+
+    def rule_numbers(self) -> dict[int, int]:
+        """id(parameter) -> number of the rule that its states are of; a new parameter's is its group's."""
+        now = self.rules.numbers(self.param_groups)
+        self._numbers = {key: self._numbers.get(key, number) for key, number in now.items()}
+        return self._numbers
+
+    def _check_rule(self, parameter: torch.Tensor, rule: Rule) -> None:
+        """Raise ConfigError if the parameter's group has another rule than the one that its states are of."""
+        kept = self._rule(id(parameter))
+        if kept is not rule:
+            raise ConfigError(
+                f"param_groups: a parameter of shape {tuple(parameter.shape)} is in a group of {rule.name}, but its "
+                f"states are of {kept.name}, whose group it was in when it was first planned; put it back, or set "
+                f"{self.rules.flag} before zero.initialize"
+            )
 
     def default_group(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
         """The first param group with the default rule of such a parameter."""

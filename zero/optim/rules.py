@@ -189,7 +189,7 @@ class AdamRule(Rule):
                 raise ConfigError(
                     f"param_groups: {key}: it was changed to {group[key]} after zero.initialize; set it before"
                 )
-        decoupled = bool(group.get("decoupled", group.get("decoupled_weight_decay", True)))
+        decoupled = bool(group.get("decoupled", group.get("decoupled_weight_decay", self.defaults["decoupled"])))
         return AdamValues.of(group, count, decoupled=decoupled)
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
