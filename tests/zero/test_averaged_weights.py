@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from models import build, make_config
 from pairwise import in_pairs
+from recovery import SLOW, interrupted_when, waiting
 from reference import round_half_away
 from safetensors.torch import load_file
 from snapshot_runs import as_a_kill_would_leave_it
@@ -479,3 +481,18 @@ def test_a_snapshot_goes_on_although_averages_were_shown_meanwhile(
     assert step in (3, 4, 5)
     train(resumed, step, 8, bf16=True)
     assert differences(held_by(resumed, other), held_by(engine, model)) == []
+
+
+def test_an_interrupt_of_the_exchange_leaves_the_trained_weights(open_engine: Open, nvme_path: Path) -> None:
+    """The sub-group whose exchange runs at that moment is exchanged to its end, and back."""
+    engine, model = opened(open_engine, nvme_path, NVME, **KINDS["ema"])
+    train(engine, 0, 3)
+    names = [name for name, _ in model.named_parameters()]
+    before = harness.masters(engine, names)
+    engine.inject(replace(SLOW, delay_seconds=0.2))
+    with interrupted_when(waiting(engine)), engine.averaged_weights():
+        pass
+    engine.inject(None)
+    engine.synchronize()
+    after = harness.masters(engine, names)
+    assert [name for name in names if not torch.equal(before[name], after[name])] == []

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ from torch import nn
 import zero
 from offload.disk.aio import AioFault
 from offload.errors import BudgetError, StateError, StorageError
+from zero.params.binding import BoundUnit
 from zero.params.released import ReleasedParameter, is_kept
 
 Open = Callable[..., Any]
@@ -524,3 +527,42 @@ def test_a_change_that_an_inference_takes_up_leaves_a_model_that_trains(open_eng
         ends.append({name: engine.full_master(name) for name, p in engine.module.named_parameters() if p.requires_grad})
     assert ends[0].keys() == ends[1].keys()
     assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
+
+
+def test_an_interrupt_while_the_planes_are_exchanged_waits_until_they_are(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
+    run(engine, range(2))
+    add_layer(engine.module)
+    real, calls = BoundUnit.adopt, itertools.count()
+
+    def adopt(*arguments: Any) -> None:
+        if next(calls) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        real(*arguments)
+
+    monkeypatch.setattr(BoundUnit, "adopt", adopt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.replan()
+    monkeypatch.undo()
+    assert not engine.run.closed and not engine.replan(), "the model is planned"
+    run(engine, range(2, 4))
+
+
+def test_a_written_gradient_replaces_what_was_collected_though_the_model_changes(
+    open_engine: Open, nvme_path: Path
+) -> None:
+    config = {**make_config(("nvme", "nvme"), nvme_path, bf16=False), "gradient_accumulation_steps": 2}
+    found = []
+    for change in (False, True):
+        engine = open_engine(build("gpt"), config)
+        engine.backward(engine(tokens(0)))
+        engine.step()
+        engine.module.head.weight.grad = torch.zeros_like(engine.module.head.weight)
+        if change:
+            engine.module.spare = nn.Linear(4, 4)
+        engine.backward(engine(tokens(1)))
+        engine.step()
+        found.append(engine.full_parameter("head.weight"))
+    assert torch.equal(*found)

@@ -28,6 +28,7 @@ from torch import nn
 from offload.errors import StateError
 from offload.memory.pinned import return_freed_memory
 from offload.sizes import format_bytes
+from offload.system.interrupts import whole
 from zero.assembly.assembly import Assembly
 from zero.assembly.run import Run
 from zero.assembly.steps import Steps
@@ -149,6 +150,7 @@ class ModelChanges:
         self.replan()
         return self._steps.at_rest()
 
+    @whole
     def follow(self) -> bool:
         """Before a forward: apply changes of the model. True if there were any; raises as `replan`."""
         run, parts = self._run, self._run.parts
@@ -165,6 +167,8 @@ class ModelChanges:
                 "the model has changed since zero.initialize, and snapshots do not support that; change the model "
                 "before zero.initialize, or remove zero_optimization.offload_optimizer.snapshot"
             )
+        if parts.exchange.placement.alone:
+            self._steps.take_written()  # for the old parameters: it replaces what the old planes have collected
         if joining and run.updater is not None:
             _join(run.updater, joining, parts.leaves, run.module)
             census.held = _held(run.updater)
@@ -184,7 +188,7 @@ class ModelChanges:
         present = {id(p) for p in census.parameters()}
         exchange = before.renewed()
         try:
-            numbers = {} if run.updater is None else run.rules.numbers(run.updater.param_groups)
+            numbers = {} if run.updater is None else run.updater.rule_numbers()
             held = {key: number for key, number in numbers.items() if key in present}
             new = Assembly(run, self._events, exchange, held, old)
             try:
@@ -202,13 +206,15 @@ class ModelChanges:
         _switch(old, new, leaving)
         _carry_counts(old, new)
         run.use(new)
-        if run.updater is not None:
-            run.updater.take_small(small, new.names)
-            _forget(run.updater, present)
-        _first_gradients(new)
-        old.storage.close()
-        before.release()
-        return_freed_memory()
+        try:
+            if run.updater is not None:
+                run.updater.take_small(small, new.names)
+                _forget(run.updater, present)
+            _first_gradients(new)
+        finally:  # an interrupt may end a wait
+            old.storage.close()
+            before.release()
+            return_freed_memory()
         logger.info("%s", _cost(old, new, time.perf_counter() - began))
 
 
@@ -278,7 +284,7 @@ def _forget(optimizer: ZeroOptimizer, present: set[int]) -> None:
     """Remove parameters that left the model from the param groups; forget the step counts of all that are in none."""
     for group in optimizer.param_groups:
         group["params"][:] = [p for p in group["params"] if id(p) in present]
-    held = _held(optimizer)
+    held = optimizer.rule_numbers().keys()
     for key in [key for key in optimizer.step_counts if key not in held]:
         optimizer.forget(key)
 
