@@ -105,6 +105,21 @@ def test_a_transformer_block_is_one_unit() -> None:
     assert {"model.embed_tokens", "model.norm", "lm_head"} <= set(found)
 
 
+def test_experts_with_names_are_units_and_adapters_with_names_are_not() -> None:
+    def named(experts: Any) -> nn.ModuleDict:
+        return nn.ModuleDict({f"expert_{number}": expert for number, expert in enumerate(experts)})
+
+    model = Mixture()
+    for block in model.blocks:
+        block.experts = named(block.experts)
+    found = contents(covered(model))
+    assert {f"blocks.{b}.experts.expert_{e}" for b in range(2) for e in range(4)} <= set(found)
+    adapted = Decoder()
+    for layer in adapted.model.layers:
+        layer.lora = named(nn.Linear(16, 2, bias=False) for _ in range(3))
+    assert len(covered(adapted)) == len(covered(Decoder()))
+
+
 def test_units_come_in_model_order() -> None:
     model = Decoder()
     order = [name for unit in covered(model) for _, (name, *_), _ in unit.content.parameters]

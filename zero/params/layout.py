@@ -70,7 +70,7 @@ class Unit:
     begin: int
     """First coordinate of this rank's slice in its space."""
     siblings: str = ""
-    """The ModuleList of modules of one type that the unit is one of; "" for none."""
+    """The list (or dict) of modules of one type that the unit is one of; "" for none."""
     expert_rows: int = 0
     """Number of experts, the first dimension of every slot, whose rows may be fetched alone; 0 for other units."""
     first_numel: int = 0
@@ -271,7 +271,7 @@ class UnitContent:
     trainable: bool
     persistent: bool
     siblings: str = ""
-    """The ModuleList of modules of one type that the unit is one of; "" for none."""
+    """The list (or dict) of modules of one type that the unit is one of; "" for none."""
     expert_rows: int = 0
     """Number of experts, the first dimension of every parameter; 0 for other units."""
     first_numel: int = 0

@@ -1,12 +1,12 @@
 """The cover: which parameters form a unit, and which modules' calls use it.
 
 The walk starts at the root. A module whose subtree fits `numel_max` becomes a unit; otherwise its direct parameters
-form a unit and the walk continues in its children. A ModuleList of modules of one type (transformer blocks, experts) is
-a boundary: each of its children is covered on its own, so one block is one unit and one expert is one unit. Only a
-module whose own forward is called can root a unit. A leaf module is one unit, independently of its size. Experts packed
-into 3-D parameters form a unit that is fetched by rows, or when a parameter of it is used directly, but not when its
-module is called. Parameters that never leave the device are not part of these units: they are packed into a few units
-for the whole model, in model order.
+form a unit and the walk continues in its children. A ModuleList of modules of one type (transformer blocks, experts),
+or a ModuleDict of such that have children themselves, is a boundary: each of its children is covered on its own, so one
+block is one unit and one expert is one unit. Only a module whose own forward is called can root a unit. A leaf module
+is one unit, independently of its size. Experts packed into 3-D parameters form a unit that is fetched by rows, or when
+a parameter of it is used directly, but not when its module is called. Parameters that never leave the device are not
+part of these units: they are packed into a few units for the whole model, in model order.
 """
 
 from __future__ import annotations
@@ -238,8 +238,10 @@ def _is_apart(module: nn.Module) -> bool:
 
 def _is_boundary(module: nn.Module) -> bool:
     children = list(module.children())
+    # Some models name their experts. The adapters of a layer have names too, but each is a single layer.
+    named = isinstance(module, nn.ModuleDict) and all(next(child.children(), None) is not None for child in children)
     return (
-        isinstance(module, nn.ModuleList)
+        (named or isinstance(module, nn.ModuleList))
         and len(children) > (0 if isinstance(module, SeparateUnits) else 1)
         and all(type(child) is type(children[0]) for child in children)
         and _subtree_numel(children[0]) > 0
