@@ -172,7 +172,7 @@ def make_config(options: argparse.Namespace) -> dict[str, Any]:
 
 def texts(path: Path, tokenizer: Any) -> Iterator[tuple[str, bool]]:
     """One after another: (text, whether it lacks special tokens). Chats are in the model's own form, which has them."""
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() not in (".jsonl", ".json"):
         yield path.read_text(encoding="utf-8", errors="replace"), True
         return
     with path.open("rb") as lines:

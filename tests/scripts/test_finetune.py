@@ -209,7 +209,10 @@ def test_messages_that_the_template_refuses_are_named_by_their_line(finetune: Mo
         finetune.text_of(b'{"messages": [{}]}', "a.jsonl:7", Tokenizer())
 
 
-def test_a_chat_has_the_special_tokens_of_its_template_alone(finetune: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.json"])
+def test_a_chat_has_the_special_tokens_of_its_template_alone(
+    finetune: ModuleType, tmp_path: Path, name: str
+) -> None:
     class Tokenizer:
         chat_template, eos_token_id = "one", 2
 
@@ -220,8 +223,8 @@ def test_a_chat_has_the_special_tokens_of_its_template_alone(finetune: ModuleTyp
             text = "<s>" * add_special_tokens + text
             return {"input_ids": [1 if part == "<s>" else 9 for part in re.findall("<s>|.", text)]}
 
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"messages": [{"role": "user", "content": "yz"}]}\n')
-    options = argparse.Namespace(data=tmp_path / "a.jsonl", sequence=7)
+    (tmp_path / name).write_text('{"text": "x"}\n{"messages": [{"role": "user", "content": "yz"}]}\n')
+    options = argparse.Namespace(data=tmp_path / name, sequence=7)
     (found,) = finetune.samples(options, Tokenizer())
     assert found.tolist() == [1, 9, 2, 1, 9, 9, 2]
 

@@ -371,3 +371,24 @@ def test_room_is_looked_for_in_the_folder_of_saved_activations_too(
     config = make_config(("none", "none"), nvme_path, activation_checkpointing=block)
     assert cli.main(["plan", "models:GPT", write("ds.json", config)]) == 1
     assert f"bytes of NVMe, and {nvme_path} has" in capsys.readouterr().err
+
+
+def test_a_constructor_that_reads_values_is_planned_without_those_of_its_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rates of dropped paths are often made by torch.linspace; a tied weight stays one."""
+    (tmp_path / "reads_values.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]\n"
+        "        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)\n"
+        "        self.last.weight = self.first.weight\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    register = torch.nn.Module.register_parameter
+    model = build_on_meta("reads_values:Net")
+    assert torch.nn.Module.register_parameter is register
+    assert model.rates[-1] == pytest.approx(0.1) and model.last.weight is model.first.weight
+    assert {p.device.type for p in model.parameters()} == {"meta"} and len(list(model.parameters())) == 3

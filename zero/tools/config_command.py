@@ -20,6 +20,7 @@ from typing import Any
 from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.config.auto_values import auto_lines
+from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.fields import block_of, known_keys
 from zero.config.loading import ORIGINS_KEY, value_at
 from zero.tools.config_keys import key_table
@@ -70,7 +71,9 @@ def _show(options: argparse.Namespace) -> int:
         raise ConfigError(f"{source}: expected a readable JSON file, got: no such file")
     config = load_config(source, world_size=options.world_size)
     if options.json:
-        print(json.dumps(shown_config(config), indent=2))
+        elastic = config.elasticity is not None and config.elasticity.enabled
+        chosen = (TRAIN, MICRO, STEPS) if elastic else ()  # `elasticity` takes none of them beside it
+        print(json.dumps({key: value for key, value in shown_config(config).items() if key not in chosen}, indent=2))
         return 0
     _print_values(config, every=options.all)
     _print_notes("without effect here", config.inactive_with_reasons)

@@ -15,6 +15,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -198,9 +200,29 @@ def _of_node(options: argparse.Namespace) -> int:
 
 
 def build_on_meta(source: str, arguments: str = "{}") -> nn.Module:
-    """`build_model` on the meta device, without values."""
-    with torch.device("meta"):
-        return build_model(source, arguments)
+    """`build_model` without the values of parameters; a constructor may compute with other tensors."""
+    try:
+        with torch.device("meta"):
+            return build_model(source, arguments)
+    except RuntimeError:  # it reads values, those of torch.linspace for example: only its parameters go to meta
+        with _parameters_on_meta():
+            return build_model(source, arguments)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":  # else it may be tied
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def build_model(source: str, arguments: str = "{}") -> nn.Module:

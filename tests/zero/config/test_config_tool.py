@@ -50,6 +50,19 @@ def test_show_reads_the_standard_input(monkeypatch: Any, capsys: pytest.CaptureF
     assert "standard input: not valid JSON" in capsys.readouterr().err
 
 
+def test_what_is_shown_loads_again_beside_elasticity_which_takes_no_batch_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [2, 4]}
+    (tmp_path / "ds.json").write_text(json.dumps({"elasticity": block}))
+    assert cli.main(["config", "show", "--json", str(tmp_path / "ds.json")]) == 0
+    again, first = load_config(json.loads(capsys.readouterr().out)), load_config({"elasticity": block})
+    assert again.as_dict() == first.as_dict() and first.train_batch_size is not None
+    assert cli.main(["config", "show", str(tmp_path / "ds.json"), "--all"]) == 0
+    shown = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert ["train_batch_size", str(first.train_batch_size)] in shown
+
+
 def test_show_of_a_wrong_file_prints_every_problem_and_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
