@@ -106,7 +106,7 @@ class MOELayer(nn.Module):
             answer = expert(tokens[rows])
             if isinstance(answer, tuple):
                 answer = answer[0]  # the other item is a bias, which is not added
-            out = out.index_add(0, rows, answer.to(out.dtype) * routing.weights[rows, choice].unsqueeze(1))
+            out.index_add_(0, rows, answer.to(out.dtype) * routing.weights[rows, choice].unsqueeze(1))
         return out.to(tokens.dtype).view(x.shape)
 
 
