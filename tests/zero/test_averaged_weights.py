@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -486,13 +487,14 @@ def test_a_snapshot_goes_on_although_averages_were_shown_meanwhile(
 def test_an_interrupt_of_the_exchange_leaves_the_trained_weights(open_engine: Open, nvme_path: Path) -> None:
     """The sub-group whose exchange runs at that moment is exchanged to its end, and back."""
     engine, model = opened(open_engine, nvme_path, NVME, **KINDS["ema"])
-    train(engine, 0, 3)
+    train(engine, 0, 3, bf16=True)
+    engine.synchronize()  # else the interrupt would end the wait for updates
     names = [name for name, _ in model.named_parameters()]
     before = harness.masters(engine, names)
     engine.inject(replace(SLOW, delay_seconds=0.2))
     with interrupted_when(waiting(engine)), engine.averaged_weights():
         pass
     engine.inject(None)
-    engine.synchronize()
+    time.sleep(1.0)  # what was left running would end now
     after = harness.masters(engine, names)
     assert [name for name in names if not torch.equal(before[name], after[name])] == []

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +18,12 @@ from harness import micro_batch
 from models import make_config, seeded
 from probe import storage_of
 from ranks import RankPool
-from ranks_model import batch
-from ranks_runs import Place, on_batch, opened, quiet
+from ranks_model import batch, motley
+from ranks_runs import Place, Run, on_batch, opened, quiet
 from torch import nn
+
+import zero
+from offload.errors import BudgetError
 
 Pool = Callable[[int], RankPool]
 
@@ -99,6 +103,35 @@ def test_all_ranks_end_soon_when_the_disk_of_one_fails(fresh: RankPool, nvme_pat
         assert closing == "no error"
         assert seconds < SOON_SECONDS
     assert [path for path in nvme_path.rglob("*") if path.is_file()] == []
+
+
+def step_twice_after_a_failed_write(nvme_path: str) -> tuple[str, str, int]:
+    """(where gradients are, what the first attempt of the second step says, steps at the end)."""
+    from offload.disk.aio import AioFault
+
+    quiet()
+    place, run = Place(1, "none", "nvme"), Run()
+    with pytest.raises(BudgetError, match="at least") as refusal:
+        zero.initialize(model=motley(), config=place.config(run, nvme_path, host_bytes=1000))
+    least = int(re.findall(r"at least ([\d,]+)", str(refusal.value))[0].replace(",", ""))
+    with zero.initialize(model=motley(), config=place.config(run, nvme_path, host_bytes=least))[0] as engine:
+        micro_batch(engine, 0, on_batch)
+        engine.synchronize()
+        engine.backward(on_batch(engine, 1))
+        if dist.get_rank() == 0:
+            engine.inject(AioFault(fail_rate=1.0, count_max=1, ops=("write",)))
+        error, _ = told(engine.step)
+        if error != "no error":
+            engine.step()
+        micro_batch(engine, 2, on_batch)
+        return str(set(engine.plan.gradient_tiers.values())), error, engine.global_steps
+
+
+def test_a_step_that_one_rank_tries_again_is_the_others_step(fresh: RankPool, nvme_path: Path) -> None:
+    """At stage 1 the gradients are reduced in it; the others do not reduce them a second time."""
+    first, second = fresh.run(step_twice_after_a_failed_write, str(nvme_path))
+    assert first[0] == "{'nvme'}" and "StorageError" in first[1] and second[1] == "no error"
+    assert first[2] == second[2] == 3
 
 
 # ---- leaks ------------------------------------------------------------------------------------
