@@ -426,6 +426,11 @@ def snapshots_were_void(engine: Any) -> bool:
     return bool(engine.run.parts.snapshots._wary)
 
 
+def forget_frozen_sums(engine: Any) -> None:
+    """Make this rank forget the checksums of weights that are not trained, as a change of such a weight does."""
+    engine.checkpoint_state.frozen_sums = None
+
+
 def error_of_the_save(engine: Any, timeout_seconds: float) -> BaseException | None:
     """Wait for the asynchronous save without the engine; returns its error."""
     error: BaseException | None = engine.checkpoint_state._behind._transfer._future.exception(timeout_seconds)

@@ -144,7 +144,7 @@ class CheckpointState(StepListener):
     Attributes:
         half_loaded: the checkpoint of which only a part of the values has been loaded; "" for none.
         mixed: names of those values.
-        frozen_sums: checksums of the weights that are not trained; None once these may have changed.
+        frozen_sums: checksums of the weights that are not trained; None once these may have changed on this rank.
         modified: units that a forward has changed in place so far, in memory that a save reads.
         edited: persistent units that somebody has changed in place: between the last two steps, and since.
     """
@@ -229,7 +229,8 @@ class CheckpointState(StepListener):
         # raised here it would prevent the change.
         if self._behind is not None:
             self._behind.end()
-        self.frozen_sums = None
+        if not self._run.parts.layout.units[index].trainable:
+            self.frozen_sums = None
 
     @override
     def forward_modified(self, index: int) -> None:

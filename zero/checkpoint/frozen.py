@@ -60,8 +60,11 @@ def frozen_sums(parts: Assembly, known: Sums | None = None) -> dict[str, tuple[s
     """Checksums of the weights that are not trained, as stored, independent of the sharding. Called on all ranks.
 
     `known`: the result of an earlier call. Then only persistent units, which are always bound, are summed again: a
-    forward, or `.data`, may write to them unnoticed.
+    forward, or `.data`, may write to them unnoticed. All are summed if one rank does not know them, or knows others.
     """
+    held = b"" if known is None else digest_of(known).encode()
+    if set(parts.exchange.agree("known checksums of weights that are not trained", held)) != {held}:
+        known = None
     bound = (unit for unit in parts.layout.units if unit.persistent and not unit.trainable)
     indices = None if known is None else frozenset(slot.index for unit in bound for slot in unit.slots)
     if known is not None and not indices:

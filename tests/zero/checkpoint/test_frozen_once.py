@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from models import build, freeze, make_config, tokens
+from probe import forget_frozen_sums
 from reference import round_half_away
 from torch import nn
 
 import zero
+from zero import utils
+from zero.checkpoint.folder import open_folder
 from zero.checkpoint.frozen import SharedFrozen
 
 Open = Callable[..., Any]
@@ -30,8 +33,9 @@ def weight_of(value: nn.Parameter) -> torch.Tensor:
     return round_half_away(value.detach()) if value.requires_grad else value.detach().to(torch.bfloat16)
 
 
-def config_of(path: Path | str) -> dict[str, Any]:
-    return {**make_config(("cpu", "cpu"), path), "checkpoint": {"frozen": "once"}}
+def config_of(path: Path | str, *, tier: str = "cpu", frozen: str = "once", threshold: int = 0) -> dict[str, Any]:
+    config = make_config((tier, tier), path, zero={"stage3_param_persistence_threshold": threshold})
+    return {**config, "checkpoint": {"frozen": frozen}}
 
 
 def shared_folder(saves: Path) -> Path:
@@ -121,3 +125,63 @@ def saved(saves: str, path: str, tag: str) -> bool:
         return all(
             torch.equal(engine.full_parameter(name), weight_of(value)) for name, value in model_of().named_parameters()
         )
+
+
+# ---- when checksums are known ---------------------------------------------------------------------------------------
+
+EDITS: dict[str, Callable[[Any], object]] = {
+    "a trained one's state": lambda engine: utils.safe_set_local_optimizer_state(
+        engine.module.head.weight, torch.ones(engine.module.head.weight.shape), "exp_avg"
+    ),
+    "a frozen one": forget_frozen_sums,
+}
+
+
+def saved_around(saves: str, path: str, frozen: str, threshold: int, edit: str) -> list[bool]:
+    """Save, change something on the first rank alone, and save again; are the weights of each checkpoint right?"""
+    with zero.initialize(model=model_of(), config=config_of(path, frozen=frozen, threshold=threshold))[0] as engine:
+        engine.save_checkpoint(saves, "before")
+        if torch.distributed.get_rank() == 0:
+            EDITS[edit](engine)
+        engine.save_checkpoint(saves, "after")
+        right = []
+        for tag in ("before", "after"):
+            engine.load_checkpoint(saves, tag)  # with "reference" it compares the frozen weights with their checksums
+            values = model_of().named_parameters()
+            right.append(all(torch.equal(engine.full_parameter(name), weight_of(value)) for name, value in values))
+        return right
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("threshold", [0, 200], ids=["no persistent ones", "persistent ones"])
+@pytest.mark.parametrize("frozen", ["once", "reference"])
+def test_a_change_on_one_rank_alone_leaves_the_frozen_weights_of_the_next_save_as_they_are(
+    rank_pool: Pool, tmp_path: Path, frozen: str, threshold: int, edit: str
+) -> None:
+    saves = tmp_path / "saves"
+    assert rank_pool(2).run(saved_around, str(saves), str(tmp_path), frozen, threshold, edit) == [[True, True]] * 2
+    if frozen == "once":
+        shared_folder(saves)  # there is one
+        return
+    sums = []
+    for tag in ("before", "after"):
+        with open_folder(saves, tag) as opened:
+            sums.append(opened.state["frozen_sums"])
+    assert sums[0] == sums[1] and len(sums[0]) == len(list(model_of().blocks[0].parameters()))
+
+
+def read_by_a_save(engine: Any, saves: Path) -> int:
+    before = int(engine.statistics().nvme_read_bytes)
+    engine.save_checkpoint(saves, "tag")
+    return int(engine.statistics().nvme_read_bytes) - before
+
+
+def test_frozen_weights_are_summed_again_only_after_a_change_of_frozen_ones(open_engine: Open, tmp_path: Path) -> None:
+    engine = open_engine(model_of(), config_of(tmp_path, tier="nvme", frozen="reference"))
+    first, again = (read_by_a_save(engine, tmp_path / "saves") for _ in range(2))
+    assert again < first
+    utils.safe_set_full_fp32_param(engine.module.head.weight, torch.ones(engine.module.head.weight.shape))
+    assert read_by_a_save(engine, tmp_path / "saves") == again
+    with torch.no_grad(), zero.GatheredParameters(list(engine.module.blocks[0].parameters())):
+        engine.module.blocks[0].up.weight.mul_(2)
+    assert read_by_a_save(engine, tmp_path / "saves") == first
