@@ -259,6 +259,18 @@ def test_unit_names_are_unique() -> None:
             assert len(found) == len(set(found)), name
 
 
+def test_unit_names_are_unique_whatever_children_are_called() -> None:
+    for threshold, child in ((0, "root"), (4, "persistent 0[bfloat16+trained]")):
+        model = build("gpt")
+        model.register_parameter("short", nn.Parameter(torch.ones(4)))
+        model.add_module(child, nn.Linear(60, 60))
+        found = contents(units := covered(model, rules(persistence_numel=threshold)))
+        assert len(found) == len(units)
+        own = {"position", "short"} if child == "root" else {"short"}
+        assert found[child] == own, "what the model has itself keeps the name"
+        assert found[f"{child} (2)"] == {f"{child}.weight", f"{child}.bias"}
+
+
 def test_a_model_without_parameters_has_no_units() -> None:
     assert covered(nn.Sequential(nn.ReLU(), nn.Identity())) == []
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -185,7 +185,7 @@ def cover(model: nn.Module, leaves: list[Leaf], trainable: Container[int], rules
             group.remove(leaf)
             units.extend(_tile_units(found, leaf, rules.kind_of(leaf, trainable), rules))
         units.extend(_uniform_units(found, group, trainable, rules))
-    return [*_persistent_units(model, persistent, trainable, rules), *units]
+    return _with_own_names([*_persistent_units(model, persistent, trainable, rules), *units])
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +290,21 @@ def _persistent_units(
             whole = rules.looks_at_whole(kind)
             content = UnitContent(name, _entries(run), *kind[:2], persistent=True, rule=kind[2], whole=whole)
             yield CoveredUnit(content, _scopes(model, run), model)
+
+
+def _with_own_names(units: list[CoveredUnit]) -> list[CoveredUnit]:
+    """The same units; where an earlier one has the name of a later one, the later one's gets a number.
+
+    Checkpoints and statistics find units by name. The top module's unit is "root", and a child may be called that too.
+    """
+    taken: set[str] = set()
+    for unit in units:
+        name, number = unit.content.name, 2
+        while name in taken:
+            name, number = f"{unit.content.name} ({number})", number + 1
+        taken.add(name)
+        unit.content = replace(unit.content, name=name)
+    return units
 
 
 def _by_kind(leaves: list[Leaf], trainable: Container[int], rules: CoverRules) -> dict[Kind, list[Leaf]]:

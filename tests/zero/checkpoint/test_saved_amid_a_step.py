@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from harness import masters, train, unequal
-from models import build, make_config, tokens
+from models import GPT, WIDTH, build, make_config, seeded, tokens
 from on_tiers import equal
+from torch import nn
 
 import zero
 from offload.errors import ConfigError
@@ -72,6 +73,35 @@ def test_a_step_goes_on_only_with_the_number_that_its_gradients_were_divided_by(
     for engine in (first, again):
         train(engine, 2, 3)
     assert first.global_steps == 1 and unequal(first, again) == []
+
+
+class Rooted(GPT):
+    """It has parameters of its own, and a child with the name that their unit has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = nn.Linear(WIDTH, WIDTH)
+
+    def trunk(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.root(super().trunk(tokens))
+
+
+def test_a_child_that_is_called_root_and_the_model_itself_both_keep_their_gradients(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    def opened() -> Any:
+        with seeded(0):
+            model = Rooted()
+        return open_engine(model, make_config(PAIR, nvme_path, accumulation=2, bf16=False))
+
+    first, later = opened(), opened()
+    train(first, 0)
+    first.save_checkpoint(tmp_path)
+    later.load_checkpoint(tmp_path)
+    for engine in (first, later):
+        train(engine, 1)
+    assert first.global_steps == later.global_steps == 1
+    assert equal(masters(first), masters(later))
 
 
 def test_named_random_states_go_on_where_they_were(open_engine: Open, nvme_path: Path, tmp_path: Path) -> None:
