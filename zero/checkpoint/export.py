@@ -61,7 +61,8 @@ class SavedWeights:
         held = {name.removeprefix(MODEL): saved for name, saved in source.tensors.items() if name.startswith(MODEL)}
         aliases: dict[str, str] = dict(state.get("aliases", {}))
         parameters = list(state.get("parameters", [name for name in held if name not in aliases]))
-        buffers = list(state.get("buffers", [n for n in held if n not in aliases and n not in set(parameters)]))
+        known = {*parameters, *aliases}
+        buffers = list(state.get("buffers", [name for name in held if name not in known]))
         trained = {name for group in state.get("groups", ()) for name in group["params"]}
         frozen = set(state.get("frozen", [name for name in parameters if trained and name not in trained]))
         wanted = [name for name in parameters if not (exclude_frozen and name in frozen)] + buffers
@@ -74,14 +75,16 @@ class SavedWeights:
                 "exclude_frozen_parameters=True)"
             )
         self.frozen = frozen | set(buffers)
-        self.aliases = {name: first for name, first in aliases.items() if first in set(wanted)}
+        values = set(wanted)
+        self.aliases = {name: first for name, first in aliases.items() if first in values}
         shapes = {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in held.items()}
         opaque = opaque_names(shapes) & self.frozen
-        also = {name: tuple(alias for alias, first in self.aliases.items() if first == name) for name in wanted}
+        also: dict[str, list[str]] = {}
+        for alias, first in self.aliases.items():
+            also.setdefault(first, []).append(alias)
         kept = {name for name in wanted if name in opaque or not held[name].dtype.is_floating_point}
-        self.tensors = [
-            Tensor(name, held[name].dtype if name in kept else dtype, held[name].shape, also[name]) for name in wanted
-        ]
+        dtypes = {name: held[name].dtype if name in kept else dtype for name in wanted}
+        self.tensors = [Tensor(name, dtypes[name], held[name].shape, tuple(also.get(name, ()))) for name in wanted]
 
     def read(self, tensor: Tensor) -> Iterator[torch.Tensor]:
         """Its values in order, as 1-D pieces, each valid until the next one. Raises StorageError, ConfigError."""

@@ -153,6 +153,34 @@ def test_without_the_lists_of_names_what_no_group_holds_counts_as_frozen(tmp_pat
     assert [tensor.name for tensor in weights.tensors] == ["a", "b", "c"] and weights.frozen == {"b", "c"}
 
 
+class Name(str):
+    """It counts how often names are looked up or compared."""
+
+    asked = 0
+
+    def __hash__(self) -> int:
+        Name.asked += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        Name.asked += 1
+        return super().__eq__(other)
+
+
+def looks_at_names(count: int) -> int:
+    """How often an export of so many parameters, and as many tied ones, looks at the name of one."""
+    names = [Name(f"p{i}") for i in range(count)]
+    state = {"parameters": names, "aliases": {f"tied{i}": name for i, name in enumerate(names)}}
+    Name.asked = 0
+    weights = SavedWeights(held({str(name): torch.zeros(1) for name in names}, state), torch.float32)
+    assert [tensor.aliases for tensor in weights.tensors] == [(f"tied{i}",) for i in range(count)]
+    return Name.asked
+
+
+def test_the_work_grows_with_the_number_of_names_and_not_with_its_square() -> None:
+    assert looks_at_names(200) <= 2 * looks_at_names(100)
+
+
 def test_a_checkpoint_without_its_frozen_parameters_says_so(
     open_engine: Open, nvme_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
