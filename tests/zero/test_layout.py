@@ -15,10 +15,12 @@ from models import build, make_config
 from probe import layout_of
 
 from offload.sizes import align_up
-from zero.params.layout import Layout, UnitContent, build_layout
+from zero.params.layout import Layout, SubGroup, UnitContent, build_layout
 from zero.params.placement import Placement
+from zero.plan.plan import Limits, Plan
 
 BLOCK = 4096
+NO_LIMITS = Limits(live_numel_max=0, prefetch_numel=0, reuse_numel_max=0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 shapes = st.one_of(
@@ -130,6 +132,44 @@ def test_sub_groups_tile_every_trained_space_for_any_size(drawn: Any, world: int
         for group in mine:
             assert group.begin % BLOCK == 0
             assert 0 < group.end - group.begin <= max(numel_max, BLOCK)
+
+
+@given(contents_strategy, worlds, st.integers(0, 30_000), st.integers(0, 60_000), st.integers(0, 30_000))
+def test_the_sub_groups_over_a_range_are_those_that_share_a_coordinate(
+    drawn: Any, world: int, numel_max: int, begin: int, numel: int
+) -> None:
+    layout = build_layout(contents_of(drawn), among(world))
+    plan = Plan(NO_LIMITS, sub_groups=layout.sub_groups(numel_max))
+    for space in range(len(layout.spaces)):
+        mine = [group for group in plan.sub_groups if group.space == space]
+        shared = [group for group in mine if max(begin, group.begin) < min(begin + numel, group.end)]
+        assert list(plan.groups_over(space, begin, begin + numel)) == shared
+
+
+class Counted(tuple[SubGroup, ...]):
+    """It counts the sub-groups that are looked at."""
+
+    looks = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        Counted.looks += 1
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Any:
+        for group in super().__iter__():
+            Counted.looks += 1
+            yield group
+
+
+def test_a_parameter_is_found_without_a_look_at_every_sub_group(open_engine: Callable[..., Any]) -> None:
+    config = make_config(("cpu", "cpu"), None, zero={"sub_group_size": BLOCK})
+    engine = open_engine(torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))), config)
+    assert len(engine.plan.sub_groups) > 60
+    engine.plan.sub_groups = Counted(engine.plan.sub_groups)
+    for read in (engine.full_master, engine.full_state):
+        Counted.looks = 0
+        read("3.bias")
+        assert 0 < Counted.looks < 20, "a binary search looks at seven"
 
 
 @given(contents_strategy, worlds, st.integers(0, 100_000))

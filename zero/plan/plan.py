@@ -10,6 +10,8 @@ larger budget therefore caches a superset.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -99,6 +101,7 @@ class Plan:
     accumulation: torch.dtype = torch.float32
     """Dtype in which several contributions to a gradient are added up; 16-bit only for gradients that are kept so."""
     sub_groups: tuple[SubGroup, ...] = ()
+    """In the order of spaces, and of coordinates in a space."""
     record_tiers: tuple[str, ...] = ()
     """Tier of each sub-group's state record."""
     snapshots: bool = False
@@ -146,6 +149,15 @@ class Plan:
     def states_of(self, where: Space | Unit) -> tuple[str, ...]:
         """Names of the state planes of trained parameters in that space or unit."""
         return self.states[where.rule]
+
+    def groups_over(self, space: int, begin: int, end: int) -> Iterator[SubGroup]:
+        """The sub-groups that have some of coordinates [begin, end) of a space, in order."""
+        first = bisect_right(self.sub_groups, (space, begin), key=lambda group: (group.space, group.end))
+        for index in range(first, len(self.sub_groups) if begin < end else first):
+            group = self.sub_groups[index]
+            if group.space != space or group.begin >= end:
+                return
+            yield group
 
     @property
     def host_bounded(self) -> bool:

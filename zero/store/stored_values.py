@@ -60,11 +60,9 @@ class StoredValues:
         if not (state and unit.trainable):
             yield Piece(begin, self._weights(unit, origin + begin, origin + end))
             return
-        space = self._layout.space_of(unit)
-        for group in self._storage.plan.sub_groups:
+        for group in self._storage.plan.groups_over(self._layout.space_of(unit), origin + begin, origin + end):
             lo, hi = max(origin + begin, group.begin), min(origin + end, group.end)
-            if group.space == space and lo < hi:
-                yield self._piece(unit, group, lo, hi, lo - origin)
+            yield self._piece(unit, group, lo, hi, lo - origin)
 
     def close(self) -> None:
         """Give back the memory that the last sub-group was read into. Idempotent."""

@@ -311,9 +311,7 @@ class UnitEditor:
         index = self._layout.space_of(unit)
         if self._storage.records[index] is None:
             return
-        for group in self._storage.plan.sub_groups:
-            if group.space != index or group.end <= begin or end <= group.begin:
-                continue
+        for group in self._storage.plan.groups_over(index, begin, end):
             staged = StagedGroup(self._storage, self._layout, group, units=())
             await staged.lease("state record")
             try:
