@@ -238,6 +238,40 @@ class Plane:
         elif self._disk is not None:
             await self._disk.write(home.swap_offset + self.nbytes(home.begin, begin), source, self.name)
 
+    async def read_part(self, begin: int, end: int, at: int, into: torch.Tensor) -> None:
+        """Fill `into` (uint8, host, whole pages) with the bytes of a record from byte `at` on, without the others.
+
+        Raises StorageError. Raises StateError: the record is not in the swap space. `begin`, `end`: of the record.
+        """
+        disk, offset = self._swapped(begin, end)
+        newer = next((s for s in self._stranded if (s.begin, s.end) == (begin, end)), None)
+        if newer is not None:
+            into.copy_(newer.data[at : at + into.numel()])
+        else:
+            await disk.read(offset + at, into, self.name)
+
+    async def write_part(self, begin: int, end: int, at: int, source: torch.Tensor) -> None:
+        """The mirror of `read_part`. Raises StateError: the record does not take parts, or is not in the swap space."""
+        disk, offset = self._swapped(begin, end)
+        if not self.takes_parts(begin, end):
+            raise StateError(f"plane {self.name}: [{begin:,}, {end:,}) can only be written as a whole")
+        await disk.write(offset + at, source, self.name)
+
+    def takes_parts(self, begin: int, end: int) -> bool:
+        """True if `write_part` can write to a record: no newer values of it wait in memory."""
+        return all((s.begin, s.end) != (begin, end) for s in self._stranded)
+
+    def _swapped(self, begin: int, end: int) -> tuple[Disk, int]:
+        """The disk that holds a record, and where the record begins in the swap space."""
+        home = self._home_at(begin)
+        if self._disk is None or home.memory is not None or (begin, end) != (home.begin, home.end):
+            raise StateError(f"plane {self.name}: [{begin:,}, {end:,}) is not a record in swap space")
+        return self._disk, self._offset_of(home)
+
+    def _offset_of(self, home: Home) -> int:
+        """Where the newest bytes of a home begin in the swap space."""
+        return home.swap_offset
+
     def strand(self, begin: int, end: int, data: torch.Tensor) -> None:
         """After a failed write of [begin, end): `data` holds the plane's values there until a write succeeds."""
         self._supersede(begin, end, data)
@@ -303,12 +337,12 @@ class Plane:
         if self._disk is None:
             raise StateError(f"plane {self.name}: there is no swap space")
         if write:
-            await self._disk.write(home.swap_offset + self.nbytes(home.begin, lo), part, self.name)
+            await self._disk.write(self._offset_of(home) + self.nbytes(home.begin, lo), part, self.name)
             return
         while True:
             stranded = [s for s in self._stranded if s.begin < hi and lo < s.end]
             if not any(s.begin <= lo and hi <= s.end for s in stranded):
-                await self._disk.read(home.swap_offset + self.nbytes(home.begin, lo), part, self.name)
+                await self._disk.read(self._offset_of(home) + self.nbytes(home.begin, lo), part, self.name)
             if all(s in self._stranded for s in stranded):
                 break
             home = self._home_at(lo)  # a rewrite ended beside the read: its bytes are on the disk now, in another slot

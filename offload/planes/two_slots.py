@@ -233,6 +233,10 @@ class TwoSlotPlane(Plane):
 
     # ---- writes -------------------------------------------------------------------------------
 
+    def takes_parts(self, begin: int, end: int) -> bool:
+        """False: the slot that a snapshot names must not change, so a record is written to the other one as a whole."""
+        return False
+
     async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
         if not write:
             await super()._transfer_swap(self._home_at(lo), lo, hi, part, write=False)
@@ -380,10 +384,9 @@ class PeerSlotPlane(Plane):
         super().__init__(name, width, homes, disk)
         self._table = table
 
-    async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
+    def _offset_of(self, home: Home) -> int:
         index = bisect_left(self._begins, home.begin)
-        beyond = int(self._table[index]) * self.nbytes(home.begin, home.end)
-        await super()._transfer_swap(replace(home, swap_offset=home.swap_offset + beyond), lo, hi, part, write=write)
+        return home.swap_offset + int(self._table[index]) * self.nbytes(home.begin, home.end)
 
 
 def _fit_for_the_disk(memory: torch.Tensor) -> bool:

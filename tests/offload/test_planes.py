@@ -246,6 +246,37 @@ def test_the_front_of_a_home_is_written_alone(in_memory: bool, length: int) -> N
     assert torch.equal(bench.read(0, 40), truth)
 
 
+def test_a_part_of_a_record_is_read_and_written_alone_and_only_on_the_disk() -> None:
+    bench = Bench([(10, True), (30, False), (10, True)])
+    truth = values(50, 0)
+    bench.write(0, 50, truth)
+    truth[15:27] = values(12, 1)
+    into = torch.empty(12, dtype=torch.uint8)
+    before = bench.disk.traffic.write_bytes
+    asyncio.run(bench.plane.write_part(10, 40, 5, truth[15:27].clone()))
+    asyncio.run(bench.plane.read_part(10, 40, 5, into))
+    assert torch.equal(into, truth[15:27]) and torch.equal(bench.read(0, 50), truth)
+    assert bench.disk.traffic.write_bytes - before == 12
+    for begin, end in ((0, 10), (10, 39), (40, 50)):
+        with pytest.raises(StateError, match=r"weights: .* is not a record in swap space"):
+            asyncio.run(bench.plane.write_part(begin, end, 0, into))
+
+
+def test_a_part_of_a_record_that_could_not_be_written_is_read_from_memory_and_not_written_alone() -> None:
+    bench = Bench([(30, False)])
+    bench.write(0, 30, values(30, 0))
+    truth, into = values(30, 1), torch.empty(12, dtype=torch.uint8)
+    bench.fail_write(0, 30, truth, lambda request: True)
+    bench.plane.strand(0, 30, truth.clone())
+    asyncio.run(bench.plane.read_part(0, 30, 5, into))
+    assert torch.equal(into, truth[5:17])
+    assert not bench.plane.takes_parts(0, 30)
+    with pytest.raises(StateError, match=r"weights: \[0, 30\) can only be written as a whole"):
+        asyncio.run(bench.plane.write_part(0, 30, 5, into))
+    asyncio.run(bench.plane.rewrite_stranded())
+    assert bench.plane.takes_parts(0, 30)
+
+
 # ---- failed writes -----------------------------------------------------------------------------
 
 

@@ -266,9 +266,9 @@ class Assembly:
         streams.wait(streams.behind_updates())  # the updates write the states that are copied here
         return self._owner.updater.named_small(names)
 
-    def stored(self) -> StoredValues:
-        """A reader of the planes. Call it when no update is due and no transfer is in flight."""
-        return StoredValues(self.layout, self.storage, self.keeper.places)
+    def stored(self, *, few: bool = False) -> StoredValues:
+        """A reader of the planes. Call it when no update is due and no transfer is in flight. `few`: as there."""
+        return StoredValues(self.layout, self.storage, self.keeper.places, few=few)
 
     def install(self) -> None:
         """Put hooks on the model; from now on its forward and backward use the parts."""

@@ -103,18 +103,40 @@ class RecordFormat:
     def over(self, data: Tensor, begin: int, end: int, step: int = 0) -> Record:
         """The record of coordinates [begin, end) in `data` (uint8); only updates need `step`."""
         numel = end - begin
-        first = self._remainder_bytes(numel)
-        remainder = None if self.remainder is None else data[:first].view(self.remainder)
-        if self._of_adam:
-            moments = Moments.over(data[first:], self.state_dtype, numel, begin, step)
-            exact = self.state_dtype == torch.float32
-            return Record(remainder, States((moments.exp_avg, moments.exp_avg_sq) if exact else (), moments))
-        values = data[first : first + 4 * numel * len(self.names)].view(torch.float32)
-        return Record(remainder, States(tuple(values.view(len(self.names), numel).unbind()) if self.names else ()))
+        return self.of([data[first : first + nbytes] for first, nbytes in self.runs(numel, 0, numel)], begin, step)
+
+    def runs(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
+        """(first byte, bytes) in a record of `numel` elements of each part's elements [begin, end), whole blocks."""
+        found, first = [], 0
+        for nbytes, per in self._widths:
+            found.append((first + begin // per * nbytes, (end - begin) // per * nbytes))
+            first += numel // per * nbytes
+        return found
+
+    def of(self, parts: Sequence[Tensor], begin: int, step: int = 0) -> Record:
+        """The record of coordinates from `begin` on whose parts are these (uint8), in order; see `over`."""
+        remainder = None if self.remainder is None else parts[0].view(self.remainder)
+        planes = parts[0 if remainder is None else 1 :]
+        if not self._of_adam:
+            return Record(remainder, States(tuple(plane.view(torch.float32) for plane in planes)))
+        held = tuple(plane.view(self.state_dtype) for plane in planes[:2])
+        moments = Moments(held[0], held[1], origin=begin, step=step)
+        if len(planes) > len(held):
+            scales = [plane.view(torch.float32) for plane in planes[2:]]
+            moments = replace(moments, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
+        return Record(remainder, States(held if self.state_dtype == torch.float32 else (), moments))
 
     @property
     def _of_adam(self) -> bool:
         return self.names == ADAM_STATES
+
+    @property
+    def _widths(self) -> list[tuple[int, int]]:
+        """(bytes, elements that they are for) of each part."""
+        state_bytes = self.state_dtype.itemsize if self._of_adam else 4
+        widths = [] if self.remainder is None else [(self.remainder.itemsize, 1)]
+        widths += [(state_bytes, 1)] * len(self.names)
+        return widths + [(4, MOMENTS_BLOCK_NUMEL)] * (2 if self._of_adam and self.state_dtype == torch.uint8 else 0)
 
     def _remainder_bytes(self, numel: int) -> int:
         return 0 if self.remainder is None else self.remainder.itemsize * numel

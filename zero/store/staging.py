@@ -204,6 +204,11 @@ class StagedGroup:
         self._staging: Staging | None = None
 
     @property
+    def begin(self) -> int:
+        """The first coordinate of the record."""
+        return self.group.begin
+
+    @property
     def parts(self) -> list[Staged]:
         """All staged ranges."""
         return [self.state, *self.weights.values(), *self.gradients.values()]
@@ -226,6 +231,10 @@ class StagedGroup:
     async def read(self) -> None:
         """Read the stored values. Raises StorageError."""
         await settle_all([part.read() for part in self.parts if not part.in_place])
+
+    async def write_record(self) -> None:
+        """Write the record back. Raises StorageError."""
+        await self.state.write()
 
     def record(self, step: int = 0) -> Record:
         """The record; `step` matters only if the caller updates it."""

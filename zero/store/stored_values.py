@@ -1,4 +1,4 @@
-"""Reads the values in an engine's planes by parameter: weights, exact masters and states, a sub-group at a time."""
+"""Reads the values in an engine's planes by parameter: weights, exact masters and states."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from offload.sizes import BLOCK_NUMEL, align_up
 from offload.streams import Fence, Streams
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.adoption import Piece
+from zero.store.record_part import RecordPart, part_of_record
 from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 
@@ -26,10 +27,12 @@ class StoredValues:
         layout: of the planes.
         storage: the storage of the planes.
         places: of the parameters that it is asked for.
+        few: it is asked for few parameters: of a sub-group on the disk only what holds them is read. Else a sub-group
+            is read as a whole, and kept for the next parameters.
     """
 
-    def __init__(self, layout: Layout, storage: Storage, places: Places) -> None:
-        self._layout, self._storage, self._places = layout, storage, places
+    def __init__(self, layout: Layout, storage: Storage, places: Places, *, few: bool = False) -> None:
+        self._layout, self._storage, self._places, self._few = layout, storage, places, few
         self._staged: StagedGroup | None = None
 
     def states_count(self, unit: Unit) -> int:
@@ -84,6 +87,13 @@ class StoredValues:
         return out.view(unit.dtype)[lo - begin : hi - begin]
 
     def _piece(self, unit: Unit, group: SubGroup, lo: int, hi: int, first: int) -> Piece:
+        held = self._staged is not None and self._staged.group == group
+        part = part_of_record(self._storage, self._layout, group, lo, hi) if self._few and not held else None
+        if part is not None:
+            self.close()  # as in `_weights`: a holder must not wait for another block
+            weight = self._weights(unit, lo, hi)
+            remainder, states = self._storage.mover.run(f"reading {group.name}", _read_part(part, lo, hi))
+            return Piece(first, weight, remainder, states)
         if self._staged is None or self._staged.group != group:
             self.close()
             job = stage_group(self._storage, self._layout, group)
@@ -109,6 +119,17 @@ async def stage_group(storage: Storage, layout: Layout, group: SubGroup) -> Stag
         staged.release()
         raise
     return staged
+
+
+async def _read_part(part: RecordPart, lo: int, hi: int) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
+    """Copies of the remainders and states at coordinates [lo, hi). Raises StorageError: a read failed."""
+    await part.lease("state record")
+    try:
+        await part.read()
+        record, begin, end = part.record(), lo - part.begin, hi - part.begin
+        return None if record.remainder is None else record.remainder[begin:end].clone(), record.states.load(begin, end)
+    finally:
+        part.release()
 
 
 async def _release(staged: StagedGroup, streams: Streams, read: Fence) -> None:

@@ -23,7 +23,7 @@ from zero.plan.record import Record
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
 from zero.store.adoption import ReadSource
-from zero.store.staging import StagedGroup
+from zero.store.record_part import stage_record
 from zero.store.storage import Storage
 from zero.store.stored_values import Places, StoredValues
 from zero.values.gathered_values import GatheredValues
@@ -249,7 +249,7 @@ class UnitEditor:
     @contextmanager
     def stored(self, places: Places) -> Iterator[ReadSource]:
         """Inside, a function that reads values of all ranks from the planes; `places`: of the parameters it reads."""
-        stored = StoredValues(self._layout, self._storage, places)
+        stored = StoredValues(self._layout, self._storage, places, few=True)
         try:
             yield (stored if self.placement.shard_size == 1 else GatheredValues(stored, self._exchange)).pieces
         finally:
@@ -269,7 +269,9 @@ class UnitEditor:
         space = self._layout.space_of(unit)
         if self._layout.spaces[space].remainder is None:
             return
-        edited, own = before.view(torch.int16) != after.view(torch.int16), after.view(unit.dtype)
+        edited = before.view(torch.int16) != after.view(torch.int16)
+        first, last = _ends_of(edited)
+        edited, own = edited[first:last], after.view(unit.dtype)[first:last]
 
         def visit(record: Record, lo: int, part: slice) -> bool:
             mask, weights = edited[part], own[part]
@@ -278,7 +280,7 @@ class UnitEditor:
             masters.forget_where(mask, weights, record.remainder[lo : lo + mask.numel()])
             return True
 
-        await self._visit_records(unit, visit, unit.begin, unit.end)
+        await self._visit_records(unit, visit, unit.begin + first, unit.begin + last)
 
     def before_change(self, indices: Iterable[int]) -> None:
         """States or gradients of these units are about to be replaced: let listeners end their reads first."""
@@ -312,13 +314,13 @@ class UnitEditor:
         if self._storage.records[index] is None:
             return
         for group in self._storage.plan.groups_over(index, begin, end):
-            staged = StagedGroup(self._storage, self._layout, group, units=())
+            lo, hi = max(begin, group.begin), min(end, group.end)
+            staged = stage_record(self._storage, self._layout, group, lo, hi)
             await staged.lease("state record")
             try:
                 await staged.read()
-                lo, hi = max(begin, group.begin), min(end, group.end)
-                if visit(staged.record(), lo - group.begin, slice(lo - begin, hi - begin)):
-                    await staged.state.write()
+                if visit(staged.record(), lo - staged.begin, slice(lo - begin, hi - begin)):
+                    await staged.write_record()
             finally:
                 staged.release()
 
@@ -355,6 +357,14 @@ def agree_on_edits(exchange: Exchange, edits: list[Edit], modifier_rank: int | N
                 "kept; pass modifier_rank to keep the edits of one rank, or make the same edits on all"
             )
     return [edit for edit in edits if edit.changed]
+
+
+def _ends_of(mask: torch.Tensor) -> tuple[int, int]:
+    """[first, last) of the elements that are True; an empty range if none is."""
+    if not bool(mask.any()):
+        return 0, 0
+    bits = mask.view(torch.uint8)  # argmax finds the first of equal values
+    return int(bits.argmax()), mask.numel() - int(bits.flip(0).argmax())
 
 
 def _digest(values: torch.Tensor) -> str:

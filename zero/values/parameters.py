@@ -102,7 +102,7 @@ class ParameterValues:
 
     def _own(self, state: int | None) -> torch.Tensor:
         """This rank's part of a state, by its number, or of the fp32 value (None)."""
-        stored, runs = self._parts.stored(), list(self._runs())
+        stored, runs = self._parts.stored(few=True), list(self._runs())
         parts = [torch.empty(run.end - run.begin, dtype=torch.float32, device="cpu") for run in runs]
         try:
             for run, part in zip(runs, parts, strict=True):
