@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from offload.errors import StateError
 from zero import utils
+from zero.optim.gradients import Gradients
 
 Open = Callable[..., Any]
 
@@ -119,6 +120,24 @@ def test_the_gradient_is_autograds_until_the_step_takes_it(open_engine: Open, pl
         assert torch.equal(utils.safe_get_local_grad(parameter), gradient.flatten())
     engine.step()
     assert all(utils.safe_get_full_grad(p) is None for _, p in parameters)
+
+
+def test_getting_gradients_looks_at_no_unit_that_has_nothing_on_its_way(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = opened(open_engine, "stage 3, nvme", nvme_path)
+    backward(engine, 0)
+    utils.safe_get_full_grad(engine.module.head.weight)
+    flush, looked = Gradients.flush, list[int]()
+
+    def counted(gradients: Gradients, index: int) -> None:
+        looked.append(index)
+        flush(gradients, index)
+
+    monkeypatch.setattr(Gradients, "flush", counted)
+    for _, parameter in trained(engine):
+        utils.safe_set_full_grad(parameter, 2 * utils.safe_get_full_grad(parameter))
+    assert looked == []
 
 
 @everywhere

@@ -104,6 +104,7 @@ class Gradients:
         self._filling: set[Any] = set()  # Streams that have written gradients since the last step.
         self._units: dict[int, UnitGradient] = {}
         self._storing: dict[int, None] = {}  # Units that the mover is storing, in the order in which it was asked.
+        self._busy: set[int] = set()  # All units with a buffer, or with something on its way; perhaps also others.
         self._wide: dict[int, Plane] = {}
         for unit in layout.units:
             plane = storage.gradients[layout.space_of(unit)] if unit.trainable else None
@@ -129,6 +130,7 @@ class Gradients:
         if position in state.arrived and (not state.adds or rows is not None):
             self.flush(index)  # a second contribution before the unit was complete
         if state.buffer is None:
+            self._busy.add(index)
             self._open(state)
         slot = state.unit.slots[position]
         if state.buffer is None:
@@ -205,8 +207,8 @@ class Gradients:
         block.release(state.copied)
 
     def flush_all(self) -> None:
-        """Flush all buffers at the end of a backward."""
-        for index in self._units:
+        """Flush all buffers at the end of a backward, in the order of the layout."""
+        for index in sorted(self._busy):
             self.flush(index)
 
     def begin_backward(self, *, boundary: bool, together: bool = False) -> None:
@@ -228,13 +230,16 @@ class Gradients:
 
     def settle(self) -> None:
         """Wait until every flushed gradient is stored. Raises StorageError."""
-        for state in self._units.values():
+        busy = [self._units[index] for index in sorted(self._busy)]
+        for state in busy:
             self._settle(state)
-        on_their_way = [state.copied for state in self._units.values() if state.copied is not None]
+        on_their_way = [state.copied for state in busy if state.copied is not None]
         if on_their_way:
             self._storage.mover.run("copying gradients to the host", self._streams.reached(*on_their_way))
-        for state in self._units.values():
+        for state in busy:
             state.copied = None
+            if state.buffer is None:
+                self._busy.discard(state.unit.index)
 
     def clear(self) -> None:
         """Drop the contributions since the last step: after zero_grad. Gradients that a step has sealed stay."""

@@ -437,6 +437,7 @@ class ReducedGradients(Gradients):
         item = Reduction(waiting.block)
         rounds = state.dtype != dtype  # a mean added in fp32 is rounded before, as it would be if it were the first
         job = self._run(state, item, waiting, turn, self._streams.fence(), first=state.empty, rounds=rounds)
+        self._busy.add(index)
         state.storing, state.summed = item, True
         item.transfer = self._storage.mover.post(f"reducing the gradient of {state.unit.name}", job)
         if not self._exchange.overlaps:
