@@ -16,6 +16,7 @@ from torch import nn
 import zero
 from offload.errors import BudgetError, ConfigError, StateError
 from zero import utils
+from zero.assembly import model_changes
 from zero.engine import values as kept_states
 from zero.plan.machine import Machine, read_machine
 
@@ -103,6 +104,30 @@ def test_states_that_are_given_back_are_those_of_the_next_step(open_engine: Open
     assert (engine.full_state("head.weight")["exp_avg"] == 1).all()
     with pytest.raises(ConfigError, match="keeps"):
         engine.optimizer.state[weight] = {"momentum_buffer": torch.ones(weight.shape)}
+
+
+def test_the_model_is_looked_through_only_for_a_parameter_that_has_no_states_yet(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("gpt")
+    model.head.requires_grad_(False)
+    engine = train(open_engine(model, make_config(TIERS["cpu"], nvme_path)), 0)
+    looked, census = [], model_changes.Census
+
+    def counted(*given: Any) -> Any:
+        looked.append(given)
+        return census(*given)
+
+    monkeypatch.setattr(model_changes, "Census", counted)
+    for parameter, state in engine.optimizer.state.items():
+        engine.optimizer.state[parameter] = state
+    assert looked == []
+    late = model.head.requires_grad_(True).weight
+    engine.optimizer.add_param_group({"params": [late]})
+    ones = torch.ones(late.shape)
+    engine.optimizer.state[late] = {"step": torch.tensor(1.0), "exp_avg": ones, "exp_avg_sq": ones}
+    assert looked
+    assert (engine.full_state("head.weight")["exp_avg"] == 1).all()
 
 
 @on_every_tier

@@ -68,7 +68,7 @@ class EngineStates:
 
     def __init__(self, run: Run, steps: Steps, changes: ModelChanges) -> None:
         self._values_of, self._device, self._check_open = steps.values_of, run.device, steps.check_open
-        self._steps, self._changes = steps, changes
+        self._run, self._steps, self._changes = run, steps, changes
 
     def read(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Copies of the states; all ranks call it together. Raises StorageError."""
@@ -92,10 +92,15 @@ class EngineStates:
         """Raise StateError if the engine is closed or the planes of the states hold other values now."""
         self._check_open(f"optimizer.{what}")
 
-    def follow_changes(self) -> None:
-        """Apply pending changes of the model: parameters that have joined a group have places for states then."""
+    def follow_changes(self, parameter: nn.Parameter | None = None) -> None:
+        """Apply pending changes of the model: parameters that have joined a group have places for states then.
+
+        Does not look for any if `parameter` has its places: to look for them is to walk through the whole model.
+        """
         self._steps.ready("following changes of the model")
-        self._changes.follow()
+        places = [] if parameter is None else self._run.parts.keeper.places.get(id(parameter), [])
+        if not any(unit.trainable for unit, _ in places):
+            self._changes.follow()
 
     def masters_of(self, group: dict[str, Any]) -> torch.Tensor:
         """This rank's part of the fp32 values of a param group, 1-D, a copy."""

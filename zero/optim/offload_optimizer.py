@@ -247,7 +247,7 @@ class OffloadOptimizer(KeptOptimizer):
                 "one"
             )
 
-    def follow_changes(self) -> None:
+    def follow_changes(self, parameter: nn.Parameter | None = None) -> None:
         """Does nothing: `add_param_group` makes the room."""
 
     def made(self, key: int, planes: Mapping[str, Tensor]) -> dict[str, Tensor]:

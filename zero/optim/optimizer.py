@@ -50,8 +50,8 @@ class KeptStates(Protocol):
     def check_open(self, what: str) -> None:
         """Raise StateError if `what`, a method of the optimizer, must not be called now."""
 
-    def follow_changes(self) -> None:
-        """Make room for states of all parameters that are in the groups now; on all ranks together."""
+    def follow_changes(self, parameter: nn.Parameter | None = None) -> None:
+        """Make room for states of a parameter, or of all (None) that are in the groups now; on all ranks together."""
 
 
 class LiveStates(MutableMapping[nn.Parameter, dict[str, Any]]):
@@ -80,7 +80,7 @@ class LiveStates(MutableMapping[nn.Parameter, dict[str, Any]]):
         """Replace its states; collective. Raises the errors of `load_state_dict`."""
         self._kept.check_open("state")  # before numbers are replaced: planes may be refused after them
         self._optimizer.check_states([states])
-        self._kept.follow_changes()
+        self._kept.follow_changes(parameter)
         self._optimizer.take_states(parameter, states)
 
     def __delitem__(self, parameter: nn.Parameter) -> None:
