@@ -27,6 +27,7 @@ Operation = Literal[
 ]
 T = TypeVar("T")
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+SECOND_NS = 10**9
 STAGED = ".partial-"  # NAME + STAGED + process id is the file to which the new contents of NAME are written first.
 
 
@@ -118,15 +119,18 @@ class Files:
             raise
         return file
 
-    def stage(self, path: Path, data: bytes | str, mode: int = 0o644) -> Path:
-        """Write the new contents of `path` durably to a file next to it; returns its path. `rename` needs no space."""
+    def stage(self, path: Path, data: bytes | str, mode: int = 0o644, seconds: float | None = None) -> Path:
+        """Write the new contents of `path` durably to a file next to it; returns its path. `rename` needs no space.
+
+        `seconds`: the time of the last write that the file gets, if the file system lets us; None: now.
+        """
         beside = path.with_name(f"{path.name}{STAGED}{os.getpid()}")
         self.remove(beside)  # left by a dead process that had the same id
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = self.perform("create", beside, lambda: os.open(beside, flags, mode))
         try:
             content = data.encode() if isinstance(data, str) else data
-            self.perform("write", beside, lambda: write_all(fd, content))
+            self.perform("write", beside, lambda: _write_dated(fd, content, seconds))
             self.perform("sync", beside, lambda: os.fsync(fd))
         except Exception:
             self.remove(beside)
@@ -135,9 +139,12 @@ class Files:
             os.close(fd)
         return beside
 
-    def write_bytes(self, path: Path, data: bytes | str, mode: int = 0o644) -> None:
-        """Replace the contents of `path` by `data` durably: at any moment the file has all old or all new contents."""
-        beside = self.stage(path, data, mode)
+    def write_bytes(self, path: Path, data: bytes | str, mode: int = 0o644, seconds: float | None = None) -> None:
+        """Replace the contents of `path` by `data` durably: at any moment the file has all old or all new contents.
+
+        `seconds`: as for `stage`.
+        """
+        beside = self.stage(path, data, mode, seconds)
         try:
             self.rename(beside, path)
         except Exception:
@@ -262,6 +269,13 @@ def write_all(fd: int, data: bytes, offset: int = 0) -> None:
     while rest:
         written = os.pwrite(fd, rest, offset)
         rest, offset = rest[written:], offset + written
+
+
+def _write_dated(fd: int, data: bytes, seconds: float | None) -> None:
+    write_all(fd, data)
+    if seconds is not None:
+        with contextlib.suppress(OSError):
+            os.utime(fd, ns=(int(seconds * SECOND_NS),) * 2)
 
 
 def _sync_folder(path: Path) -> None:

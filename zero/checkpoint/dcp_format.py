@@ -254,9 +254,13 @@ def _checksum(content: dict[str, Any]) -> int:
 
 
 def write_manifest(files: Files, folder: Path, manifest: Manifest) -> None:
-    """Write the last file of a checkpoint: with it the checkpoint is complete."""
+    """Write the last file of a checkpoint: with it the checkpoint is complete.
+
+    Its time of writing is the checkpoint's: so the newest checkpoint is found without reading those of others.
+    """
     content = {"format": FORMAT, "version": VERSION, **manifest.model_dump(by_alias=True)}
-    files.write_bytes(folder / MANIFEST_FILE, json.dumps({**content, CHECKSUM: _checksum(content)}))
+    text = json.dumps({**content, CHECKSUM: _checksum(content)})
+    files.write_bytes(folder / MANIFEST_FILE, text, seconds=manifest.time)
 
 
 def read_manifest(files: Files, folder: Path) -> Manifest:

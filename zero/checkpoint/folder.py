@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError, DamagedError, StateError, StorageError
-from offload.files.durable import STAGED, Files, Lock
+from offload.files.durable import SECOND_NS, STAGED, Files, Lock
 from zero.checkpoint.dcp_format import MANIFEST_FILE, Manifest, check_files, read_manifest
 from zero.checkpoint.deepspeed import open_deepspeed_folder
 from zero.checkpoint.deepspeed_files import is_deepspeed_folder
@@ -231,7 +231,7 @@ class Checkpoints:
                     f"checkpoint {tag!r} is being written to {self.save_dir} by another process ({folder} is locked); "
                     "give each job its own save_dir or its own tags"
                 )
-            started = max([time.time(), *(m.time + NEXT_SECONDS for m in map(self._manifest, self._names()) if m)])
+            started = max(time.time(), self._newest_time() + NEXT_SECONDS)
             try:
                 self._files.make_folder(folder)
                 lock = self._files.lock(folder / OWNER)
@@ -244,6 +244,27 @@ class Checkpoints:
                     "save_dir or its own tags"
                 )
             return Partial(tag, folder, started, lock)
+
+    def _newest_time(self) -> float:
+        """The largest time of all checkpoints; 0 if there are none.
+
+        There may be thousands, so only those are read that `latest` names and whose manifests were written last: the
+        time of writing is the time in it (`write_manifest`), where a file system may know only the second.
+        """
+        latest, written = self.read_latest(), dict[str, int]()
+        for tag in self._names():
+            paths = [folder / MANIFEST_FILE for folder in self._places(tag)]
+            stamps = [self._files.stamp(path)[2] // SECOND_NS for path in paths if self._files.exists(path)]
+            if stamps:
+                written[tag] = max(stamps)
+        newest, last = 0.0, 0
+        for tag in sorted(written, key=lambda tag: (tag == latest, written[tag]), reverse=True):
+            if written[tag] < last:
+                break
+            manifest = self._manifest(tag)
+            if manifest is not None:  # a damaged one has no time
+                newest, last = max(newest, manifest.time), written[tag]
+        return newest
 
     def partial_folder(self, tag: str) -> Path:
         """The folder that `begin` makes for a tag; ranks other than the first write there without calling `begin`."""

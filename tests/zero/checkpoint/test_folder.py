@@ -304,6 +304,43 @@ def test_a_clock_that_was_set_back_does_not_make_a_checkpoint_old(three: Path, m
     assert Checkpoints(three).tags() == ["step50", "step40"]
 
 
+def test_many_saves_under_a_clock_that_was_set_back_keep_their_order(
+    three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    tags = [f"later{number}" for number in range(8)]
+    for tag in tags:
+        save(Files(), three, tag, 40, keep_last=99, save_latest=False)
+    (three / tags[-1] / "manifest.json").write_text("torn")
+    save(Files(), three, "last", 50, keep_last=99, save_latest=False)
+    assert Checkpoints(three).tags() == ["last", *reversed(tags[:-1]), "step30", "step20", "step10"]
+
+
+class CountedFiles(Files):
+    """It counts the manifests that are read."""
+
+    manifests = 0
+
+    def read_bytes(self, path: Path) -> bytes:
+        self.manifests += path.name == "manifest.json"
+        return super().read_bytes(path)
+
+
+@pytest.mark.parametrize("save_latest", [True, False])
+def test_a_save_reads_as_few_manifests_after_many_checkpoints_as_after_a_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_latest: bool
+) -> None:
+    reads = []
+    for number in range(20):
+        monkeypatch.setattr("time.time", lambda seconds=1e9 + 60.0 * number: seconds)
+        files = CountedFiles()
+        partial = Checkpoints(tmp_path, files).begin(f"step{number}")
+        reads.append(files.manifests)
+        fill(files, partial, number)
+        Checkpoints(tmp_path, files).commit(partial, save_latest)
+    assert reads == [0] + [1] * 19
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
