@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from offload.errors import ConfigError, StateError
 from offload.memory.pinned import return_freed_memory
 from offload.mover import Mover
 from offload.streams import Streams
-from zero.ranks import control_plane
+from zero.ranks import backend, control_plane
 from zero.ranks.comm import Comm
 
 Pool = Callable[[int], RankPool]
@@ -167,6 +168,45 @@ def test_every_rank_gets_every_payload(rank_pool: Pool) -> None:
     lengths = [0, 1, 200, 480, 10_000]
     expected = [[bytes([1]) * n, bytes([2]) * (2 * n)] for n in lengths]
     assert rank_pool(2).run(agreeing, lengths) == [expected] * 2
+
+
+def travelling(lengths: list[int]) -> tuple[bool, int, int]:
+    """(does every payload arrive, bytes of this rank's messages, number of the messages) when ranks agree on these."""
+    messages: list[int] = []
+
+    def counted(name: str) -> Any:
+        launch = getattr(backend, name)
+
+        def launched(tensor: torch.Tensor, *more: Any) -> Any:
+            messages.append(tensor.nbytes)  # of a gather, the whole
+            return launch(tensor, *more)
+
+        return mock.patch.object(backend, name, launched)
+
+    with opened() as (comm, _), counted("all_gather"), counted("broadcast"):
+        payloads = [bytes([rank + 1]) * length for rank, length in enumerate(lengths)]
+        arrive = comm.agree("payloads", payloads[comm.rank]) == payloads
+        return arrive, sum(messages), len(messages)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "messages"),
+    [
+        ([0, 480, 7, 480], 1),
+        ([0, 0, 481, 0], 2),
+        ([0, 1 << 20, 0, 3], 2),
+        ([400, 1 << 20, 0, 1 << 20], 3),
+        ([300_000] * 4, 5),
+        ([10_000] * 4, 2),
+        ([10_000, 0, 0, 0], 2),
+    ],
+    ids=str,
+)
+def test_only_bytes_that_exist_travel_and_in_few_messages(rank_pool: Pool, lengths: list[int], messages: int) -> None:
+    headers = 4 * 504
+    for arrive, nbytes, count in rank_pool(4).run(travelling, lengths):
+        assert arrive and count == messages
+        assert nbytes <= sum(lengths) + headers
 
 
 def broadcasting(source: int, chunk_bytes: int) -> list[torch.Tensor]:

@@ -84,20 +84,43 @@ class Meeting:
             if any(message[: HEADER.size] != head[: HEADER.size] for message in told):
                 raise self._explain(RankDivergenceError("the ranks have run different operations so far"), said)
             lengths = [LENGTH.unpack_from(message, HEADER.size)[0] for message in told]
-            if max(lengths) > INLINE_BYTES:
-                told = [head + message for message in self._all_told(said, payload.ljust(max(lengths), b"\0"))]
-        return [message[len(head) : len(head) + length] for message, length in zip(told, lengths, strict=True)]
+            inline = [message[len(head) : len(head) + length] for message, length in zip(told, lengths, strict=True)]
+            return inline if max(lengths) <= INLINE_BYTES else self._long_told(said, payload, inline, lengths)
+
+    def _long_told(self, said: str, payload: bytes, inline: list[bytes], lengths: list[int]) -> list[bytes]:
+        """All payloads, of which some did not fit beside their headers: `inline` has the others.
+
+        Each of these is broadcast: often one rank has all the bytes, and a gather would make all of them send as many.
+        Payloads of about the same length, and short, are gathered in one message.
+        """
+        longest = max(lengths)
+        if longest < backend.BROADCAST_BYTES_MIN and 2 * sum(lengths) > longest * len(lengths):
+            told = self._all_told(said, payload.ljust(longest, b"\0"))
+            return [message[:length] for message, length in zip(told, lengths, strict=True)]
+        held = {
+            rank: bytes_tensor(payload) if rank == self._rank else torch.empty(length, dtype=torch.uint8, device="cpu")
+            for rank, length in enumerate(lengths)
+            if length > INLINE_BYTES
+        }
+        parts = [(part, rank) for rank, whole in held.items() for part in backend.slices(whole, CHUNK_BYTES)]
+        self._finish(said, partial(self._launch, parts))
+        return [bytes_of(held[rank]) if rank in held else message for rank, message in enumerate(inline)]
 
     def _all_told(self, said: str, message: bytes) -> list[bytes]:
         """Messages of one size, in rank order."""
         own = bytes_tensor(message)
         whole = torch.empty(len(self._members) * len(message), dtype=torch.uint8, device="cpu")
-        self._finish(said, partial(backend.all_gather, whole, own, self._handle))
+        self._finish(said, lambda: [backend.all_gather(whole, own, self._handle)])
         return [bytes_of(part) for part in backend.slices(whole, len(message))]
 
-    def _finish(self, said: str, start: Callable[[], Any]) -> None:
+    def _launch(self, parts: Sequence[tuple[Tensor, int]]) -> list[Any]:
+        """Begin a broadcast of each tensor, from the rank beside it."""
+        return [backend.broadcast(part, self._members[rank], self._handle) for part, rank in parts]
+
+    def _finish(self, said: str, start: Callable[[], list[Any]]) -> None:
         try:
-            backend.finish(start(), self._fate.check)
+            for work in start():
+                backend.finish(work, self._fate.check)
         except BaseException as error:
             raise self._explain(error, said) from error
 
@@ -105,8 +128,7 @@ class Meeting:
         message = torch.cat([backend.as_bytes(tensor.contiguous()).cpu() for tensor in batch])
         with self._waiting(self._log.count - 1, f"broadcast (from rank {source_rank})"):
             for part in backend.slices(message, CHUNK_BYTES):
-                send = partial(backend.broadcast, part, self._members[source_rank], self._handle)
-                self._finish(f"broadcast from rank {source_rank}", send)
+                self._finish(f"broadcast from rank {source_rank}", partial(self._launch, [(part, source_rank)]))
         if self._rank == source_rank:
             return
         position = 0
