@@ -137,9 +137,7 @@ class Mover:
         """Let the mover call `action`, after all that it was given before; returns at once."""
         self._loop.call_soon_threadsafe(action)
 
-    def block(
-        self, what: str, future: concurrent.futures.Future[Any], describe: Describe | None = None
-    ) -> None:
+    def block(self, what: str, future: concurrent.futures.Future[Any], describe: Describe | None = None) -> None:
         """Wait for `future`; the time counts as exposed.
 
         Warns after WARN_SECONDS in which no byte moved, and raises after RAISE_SECONDS. The watchdog ignores a long job

@@ -210,9 +210,7 @@ def test_messages_that_the_template_refuses_are_named_by_their_line(finetune: Mo
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.json"])
-def test_a_chat_has_the_special_tokens_of_its_template_alone(
-    finetune: ModuleType, tmp_path: Path, name: str
-) -> None:
+def test_a_chat_has_the_special_tokens_of_its_template_alone(finetune: ModuleType, tmp_path: Path, name: str) -> None:
     class Tokenizer:
         chat_template, eos_token_id = "one", 2
 

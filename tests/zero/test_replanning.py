@@ -543,8 +543,12 @@ def test_an_interrupt_while_the_planes_are_exchanged_waits_until_they_are(
         real(*arguments)
 
     monkeypatch.setattr(BoundUnit, "adopt", adopt)
-    with pytest.raises(KeyboardInterrupt):
-        engine.replan()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.replan()
+    finally:
+        signal.signal(signal.SIGINT, before)
     monkeypatch.undo()
     assert not engine.run.closed and not engine.replan(), "the model is planned"
     run(engine, range(2, 4))

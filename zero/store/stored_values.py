@@ -91,9 +91,9 @@ class StoredValues:
         part = part_of_record(self._storage, self._layout, group, lo, hi) if self._few and not held else None
         if part is not None:
             self.close()  # as in `_weights`: a holder must not wait for another block
-            weight = self._weights(unit, lo, hi)
+            own = self._weights(unit, lo, hi)
             remainder, states = self._storage.mover.run(f"reading {group.name}", _read_part(part, lo, hi))
-            return Piece(first, weight, remainder, states)
+            return Piece(first, own, remainder, states)
         if self._staged is None or self._staged.group != group:
             self.close()
             job = stage_group(self._storage, self._layout, group)
