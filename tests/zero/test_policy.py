@@ -158,3 +158,30 @@ def fewest_misses(uses: list[int], room: int) -> int:
 def test_the_reuse_distance_is_what_is_used_in_between(unit: int, upcoming: list[int], numel: dict[int, int]) -> None:
     expected = sum(numel[u] for u in upcoming[: upcoming.index(unit)]) if unit in upcoming else None
     assert reuse_distance(unit, iter(upcoming), numel) == expected
+
+
+class Compared(int):
+    """A unit that counts how often units are compared."""
+
+    count = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.count += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_work_grows_with_the_number_of_units_and_not_with_its_square() -> None:
+    """There may be thousands of experts, and a decision is made at each use of one."""
+    resident, upcoming = ([Compared(unit) for unit in range(500)] for _ in range(2))
+    numel = dict.fromkeys(range(600), 1)
+    Compared.count = 0
+    moves = plan_prefetch(
+        resident,
+        set(),
+        [*upcoming, Compared(550)],
+        numel,
+        Limits(live_numel_max=501, prefetch_numel=10, reuse_numel_max=10),
+    )
+    assert moves == Moves((), (550,)) and Compared.count < 20 * len(resident)

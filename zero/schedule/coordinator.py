@@ -20,7 +20,7 @@ from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit, siblings
 from zero.plan.plan import Limits
 from zero.schedule.loader import Arrival, Loader
-from zero.schedule.policy import HotUnits, make_room, plan_prefetch, reuse_distance, until
+from zero.schedule.policy import HotUnits, first_positions, make_room, plan_prefetch, reuse_distance, until
 from zero.schedule.residency import FetchCounters, Residency, UnitOnDevice, UnitState
 from zero.schedule.trace import GENERATE, Trace
 from zero.store.storage import Storage
@@ -444,8 +444,12 @@ class Coordinator:
         # A unit needed now evicts units that a generation keeps, and if necessary recomputed units that only wait for
         # gradients. A unit in use is never evicted.
         in_use = self._units.in_use()
-        pins = [in_use | self._hot.kept, in_use, in_use - self._units.waiting()]
-        choices = (make_room(index, resident, pinned, upcoming, self._numel, live_numel_max) for pinned in pins)
+        pins: tuple[Callable[[], set[int]], ...] = (
+            lambda: in_use | self._hot.kept,
+            lambda: in_use,
+            lambda: in_use - self._units.waiting(),
+        )
+        choices = (make_room(index, resident, pinned(), upcoming, self._numel, live_numel_max) for pinned in pins)
         evict = next((choice for choice in choices if choice is not None), None)
         if evict is None:
             if self._relieve():
@@ -473,8 +477,9 @@ class Coordinator:
 
     def _evict_furthest(self, candidates: list[int]) -> None:
         """Evict the unit whose next use is furthest away; units that a generation keeps are evicted last."""
-        upcoming = list(self._horizon(with_backward=True))
-        last = {i: upcoming.index(i) if i in upcoming else len(upcoming) for i in candidates}
+        upcoming = self._horizon(with_backward=True)
+        next_use = first_positions(upcoming)
+        last = {i: next_use.get(i, len(upcoming)) for i in candidates}
         self._evict(self._units[max(candidates, key=lambda i: (i not in self._hot.kept, last[i]))])
 
     def _prefetch(self, *, with_backward: bool) -> None:

@@ -34,17 +34,22 @@ def make_room(
     """
     resident = list(resident)
     excess = sum(numel[u] for u in resident) + numel[unit] - live_numel_max
-    next_use = _first_positions(upcoming)
+    next_use = first_positions(upcoming)
     candidates = sorted(
         (u for u in resident if u not in pinned), key=lambda u: next_use.get(u, len(upcoming)), reverse=True
     )
-    evict: list[int] = []
-    for candidate in candidates:
-        if excess <= 0:
+    return _enough(candidates, excess, numel)
+
+
+def _enough(units: Iterable[int], needed_numel: int, numel: Mapping[int, int]) -> tuple[int, ...] | None:
+    """The first units that have `needed_numel` elements together; None: all have fewer."""
+    found: list[int] = []
+    for unit in units:
+        if needed_numel <= 0:
             break
-        evict.append(candidate)
-        excess -= numel[candidate]
-    return tuple(evict) if excess <= 0 else None
+        found.append(unit)
+        needed_numel -= numel[unit]
+    return tuple(found) if needed_numel <= 0 else None
 
 
 def plan_prefetch(
@@ -56,7 +61,7 @@ def plan_prefetch(
     full. A unit is evicted for another only if it is needed later than the other.
     """
     present = list(resident)
-    next_use = _first_positions(upcoming)
+    there, next_use = set(present), first_positions(upcoming)  # there may be thousands
     free_numel = limits.live_numel_max - sum(numel[u] for u in present)
     evict: list[int] = []
     load: list[int] = []
@@ -64,29 +69,26 @@ def plan_prefetch(
     for position, unit in enumerate(upcoming):
         if next_use[unit] != position:
             continue  # a later use of the same unit
-        if unit in present and unit not in evict:
+        if unit in there:
             if load:
                 ahead_numel += numel[unit]
             continue
         if load and ahead_numel + numel[unit] > limits.prefetch_numel:
             break
-        victims = sorted(
-            (u for u in present if u not in pinned and u not in evict and next_use.get(u, len(upcoming)) > position),
-            key=lambda u: next_use.get(u, len(upcoming)),
-            reverse=True,
-        )
-        chosen: list[int] = []
-        room = free_numel
-        while room < numel[unit] and victims:
-            chosen.append(victims.pop(0))
-            room += numel[chosen[-1]]
-        if room < numel[unit]:
+        chosen: tuple[int, ...] | None = ()
+        if free_numel < numel[unit]:
+            movable = (u for u in present if u in there and u not in pinned)
+            later = [u for u in movable if next_use.get(u, len(upcoming)) > position]
+            later.sort(key=lambda u: next_use.get(u, len(upcoming)), reverse=True)
+            chosen = _enough(later, numel[unit] - free_numel, numel)
+        if chosen is None:
             break
         if load:
             ahead_numel += numel[unit]
         evict += chosen
+        there.difference_update(chosen)
         load.append(unit)
-        free_numel = room - numel[unit]
+        free_numel += sum(numel[u] for u in chosen) - numel[unit]
     return Moves(tuple(evict), tuple(load))
 
 
@@ -113,7 +115,7 @@ def until(upcoming: Iterable[int], numel_max: int, numel: Mapping[int, int]) -> 
             return
 
 
-def _first_positions(upcoming: Sequence[int]) -> dict[int, int]:
+def first_positions(upcoming: Sequence[int]) -> dict[int, int]:
     positions: dict[int, int] = {}
     for index, unit in enumerate(upcoming):
         positions.setdefault(unit, index)
