@@ -192,6 +192,11 @@ def test_train_eval_and_generate_in_turns_find_their_units(nvme_path: Any, open_
 # ---- the policy alone ---------------------------------------------------------------------------------------------
 
 
+def nothing(unit: int) -> bool:
+    """No unit is in use."""
+    return False
+
+
 @given(
     numels=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     extra=st.integers(0, 40),
@@ -205,7 +210,7 @@ def test_what_is_kept_leaves_room_for_what_is_streamed(numels: list[int], extra:
     for use in uses:
         unit = use % len(numels)
         hot.used(unit)
-        leave = hot.offer(unit, ())
+        leave = hot.offer(unit, nothing)
         assert leave is None or unit in hot.kept
         assert not set(leave or ()) & hot.kept
         rest = sorted((n for u, n in numel.items() if u not in hot.kept), reverse=True)
@@ -222,7 +227,7 @@ def test_of_a_cycle_of_equal_units_as_many_stay_as_fit(units: int, fitting: int,
     for _ in range(rounds):
         for unit in range(units):
             hot.used(unit)
-            hot.offer(unit, ())
+            hot.offer(unit, nothing)
         kept.append(set(hot.kept))
     assert len(kept[0]) == (units if fitting >= units else max(fitting - STREAMED_AT_ONCE, 0))
     assert all(k == kept[0] for k in kept), "a cycle gains nothing from exchanging one unit for another"
@@ -233,18 +238,18 @@ def test_a_unit_used_far_more_often_takes_the_place_of_another() -> None:
     hot.begin(4)
     for encoder in (0, 1):
         hot.used(encoder)
-        assert hot.offer(encoder, ()) == ()
+        assert hot.offer(encoder, nothing) == ()
     for _ in range(3):
         for decoder in (2, 3):
             hot.used(decoder)
-            hot.offer(decoder, ())
+            hot.offer(decoder, nothing)
     assert hot.kept == {2, 3}
 
 
 def test_nothing_is_kept_outside_a_generation() -> None:
     hot = HotUnits({0: 1})
     hot.used(0)
-    assert hot.offer(0, ()) is None and not hot.kept
+    assert hot.offer(0, nothing) is None and not hot.kept
 
 
 def test_a_large_unit_takes_the_place_of_smaller_ones_where_more_stays_then() -> None:
@@ -255,7 +260,7 @@ def test_a_large_unit_takes_the_place_of_smaller_ones_where_more_stays_then() ->
     for _ in range(3):
         for unit in numel:
             hot.used(unit)
-            hot.offer(unit, ())
+            hot.offer(unit, nothing)
         kept = set(hot.kept)
     assert 8 in kept and sum(numel[unit] for unit in kept) == 65
     assert kept == hot.kept

@@ -40,14 +40,14 @@ def first_use(unit: int, upcoming: list[int]) -> int:
 @given(situations())
 def test_prefetching_never_exceeds_the_live_limit(situation: Any) -> None:
     resident, pinned, upcoming, numel, limits = situation
-    moves = plan_prefetch(resident, pinned, upcoming, numel, limits)
+    moves = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
     assert sum(numel[u] for u in after(resident, moves)) <= limits.live_numel_max
 
 
 @given(situations())
 def test_prefetching_moves_each_unit_once_and_only_where_it_can(situation: Any) -> None:
     resident, pinned, upcoming, numel, limits = situation
-    moves = plan_prefetch(resident, pinned, upcoming, numel, limits)
+    moves = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
     assert len(set(moves.evict)) == len(moves.evict) and len(set(moves.load)) == len(moves.load)
     assert set(moves.evict) <= set(resident) - pinned
     assert set(moves.load) <= set(upcoming)
@@ -58,7 +58,7 @@ def test_prefetching_moves_each_unit_once_and_only_where_it_can(situation: Any) 
 @given(situations())
 def test_nothing_is_evicted_for_something_needed_later(situation: Any) -> None:
     resident, pinned, upcoming, numel, limits = situation
-    moves = plan_prefetch(resident, pinned, upcoming, numel, limits)
+    moves = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
     if moves.evict:
         assert moves.load
         latest = max(first_use(unit, upcoming) for unit in moves.load)
@@ -68,7 +68,7 @@ def test_nothing_is_evicted_for_something_needed_later(situation: Any) -> None:
 @given(situations())
 def test_units_are_loaded_in_the_order_of_their_use_and_none_is_skipped(situation: Any) -> None:
     resident, pinned, upcoming, numel, limits = situation
-    moves = plan_prefetch(resident, pinned, upcoming, numel, limits)
+    moves = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
     absent = [u for u in dict.fromkeys(upcoming) if u not in resident]
     assert list(moves.load) == absent[: len(moves.load)]
 
@@ -76,10 +76,10 @@ def test_units_are_loaded_in_the_order_of_their_use_and_none_is_skipped(situatio
 @given(situations())
 def test_one_unit_is_always_in_flight_if_it_fits(situation: Any) -> None:
     resident, pinned, upcoming, numel, limits = situation
-    moves = plan_prefetch(resident, pinned, upcoming, numel, limits)
+    moves = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
     absent = [u for u in dict.fromkeys(upcoming) if u not in resident]
     if not absent:
-        assert moves == Moves()
+        assert moves == Moves(complete=True)
         return
     wanted = absent[0]
     sooner = {u for u in resident if first_use(u, upcoming) < first_use(wanted, upcoming)}
@@ -88,9 +88,17 @@ def test_one_unit_is_always_in_flight_if_it_fits(situation: Any) -> None:
 
 
 @given(situations())
+def test_a_plan_is_complete_if_every_unit_of_the_forecast_is_there_then(situation: Any) -> None:
+    resident, pinned, upcoming, numel, limits = situation
+    moves = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
+    if not moves.evict:
+        assert moves.complete is (set(upcoming) <= set(after(resident, moves)))
+
+
+@given(situations())
 def test_the_look_ahead_beyond_the_next_unit_is_bounded(situation: Any) -> None:
     resident, pinned, upcoming, numel, limits = situation
-    moves = plan_prefetch(resident, pinned, upcoming, numel, limits)
+    moves = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
     assert sum(numel[u] for u in moves.load[1:]) <= limits.prefetch_numel
 
 
@@ -98,15 +106,15 @@ def test_the_look_ahead_beyond_the_next_unit_is_bounded(situation: Any) -> None:
 def test_a_wider_look_ahead_loads_the_same_and_more(situation: Any) -> None:
     resident, pinned, upcoming, numel, limits = situation
     wide = Limits(live_numel_max=limits.live_numel_max, prefetch_numel=10**9, reuse_numel_max=limits.reuse_numel_max)
-    narrow = plan_prefetch(resident, pinned, upcoming, numel, limits)
-    assert plan_prefetch(resident, pinned, upcoming, numel, wide).load[: len(narrow.load)] == narrow.load
+    narrow = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
+    assert plan_prefetch(resident, pinned.__contains__, upcoming, numel, wide).load[: len(narrow.load)] == narrow.load
 
 
 @given(situations(), units)
 def test_making_room_is_enough_minimal_and_takes_the_furthest_use_first(situation: Any, unit: int) -> None:
     resident, pinned, upcoming, numel, limits = situation
     resident = [u for u in resident if u != unit]
-    evict = make_room(unit, resident, pinned, upcoming, numel, limits.live_numel_max)
+    evict = make_room(unit, resident, pinned.__contains__, upcoming, numel, limits.live_numel_max)
     movable = [u for u in resident if u not in pinned]
     live = sum(numel[u] for u in resident) + numel[unit]
     if evict is None:
@@ -130,7 +138,7 @@ def test_making_room_misses_as_rarely_as_any_policy_can(uses: list[int], room: i
         if unit in resident:
             continue
         misses += 1
-        evict = make_room(unit, resident, set(), uses[position:], numel, room)
+        evict = make_room(unit, resident, set().__contains__, uses[position:], numel, room)
         assert evict is not None
         resident = [u for u in resident if u not in evict] + [unit]
     assert misses == fewest_misses(uses, room)
@@ -172,16 +180,26 @@ class Compared(int):
     __hash__ = int.__hash__
 
 
+MANY = Limits(live_numel_max=501, prefetch_numel=10, reuse_numel_max=10)
+
+
 def test_work_grows_with_the_number_of_units_and_not_with_its_square() -> None:
     """There may be thousands of experts, and a decision is made at each use of one."""
     resident, upcoming = ([Compared(unit) for unit in range(500)] for _ in range(2))
     numel = dict.fromkeys(range(600), 1)
     Compared.count = 0
-    moves = plan_prefetch(
-        resident,
-        set(),
-        [*upcoming, Compared(550)],
-        numel,
-        Limits(live_numel_max=501, prefetch_numel=10, reuse_numel_max=10),
-    )
-    assert moves == Moves((), (550,)) and Compared.count < 20 * len(resident)
+    moves = plan_prefetch(resident, set[int]().__contains__, [*upcoming, Compared(550)], numel, MANY)
+    assert moves == Moves((), (550,), complete=True) and Compared.count < 20 * len(resident)
+
+
+@given(st.integers(0, 20), st.booleans())
+def test_the_forecast_is_read_up_to_the_first_unit_that_finds_no_room(ahead: int, roomy: bool) -> None:
+    """What is there is needed sooner, or is in use: no later use could change the decision."""
+    resident = [*range(ahead), 90]
+    numel = dict.fromkeys(range(100), 1)
+    limits = Limits(live_numel_max=len(resident) + 3 * roomy, prefetch_numel=1, reuse_numel_max=10)
+    read: list[int] = []
+    forecast = (read.append(unit) or unit for unit in range(80))  # type: ignore[func-returns-value]
+    moves = plan_prefetch(resident, {90}.__contains__, forecast, numel, limits)
+    assert moves == Moves((), (ahead, ahead + 1) if roomy else ())
+    assert len(read) == ahead + (3 if roomy else 1)

@@ -37,11 +37,13 @@ class Run:
         for position, unit in enumerate(uses):
             if unit not in self.resident:
                 self.misses += 1
-                evict = make_room(unit, self.resident, set(), uses[position:], self.numel, self.limits.live_numel_max)
+                evict = make_room(
+                    unit, self.resident, set().__contains__, uses[position:], self.numel, self.limits.live_numel_max
+                )
                 assert evict is not None, "stuck: a unit that fits on its own found no room"
                 self._move(evict, [unit])
             ahead = uses[position + 1 :]
-            moves = plan_prefetch(self.resident, {unit}, ahead, self.numel, self.limits)
+            moves = plan_prefetch(self.resident, {unit}.__contains__, ahead, self.numel, self.limits)
             assert unit not in moves.evict
             self._move(moves.evict, moves.load)
             distance = reuse_distance(unit, iter(ahead), self.numel)
@@ -133,7 +135,9 @@ class DemandRun(Run):
     def over(self, uses: list[int]) -> Run:
         for position, unit in enumerate(uses):
             if unit not in self.resident:
-                evict = make_room(unit, self.resident, set(), uses[position:], self.numel, self.limits.live_numel_max)
+                evict = make_room(
+                    unit, self.resident, set().__contains__, uses[position:], self.numel, self.limits.live_numel_max
+                )
                 assert evict is not None
                 self._move(evict, [unit])
         return self

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 from probe import history
 
-from zero.schedule.trace import USES_MAX, Trace
+from zero.schedule.trace import GENERATE, USES_MAX, Trace
 
 orders = st.permutations(range(8)).flatmap(lambda order: st.integers(1, 8).map(lambda n: list(order)[:n]))
 walks = st.lists(st.integers(0, 5), min_size=1, max_size=14)
@@ -284,3 +285,55 @@ def test_calls_of_parts_alone_leave_no_more_behind_than_a_bound() -> None:
     forward(trace, [1, 2, 3])
     trace.begin_forward("train")
     assert foretold(trace)[:1] == [1]
+
+
+@st.composite
+def stories(draw: Any) -> list[tuple[str, Any]]:
+    """Events of some forwards and backwards: most repeat what the one before used, some units are siblings."""
+    events: list[tuple[str, Any]] = []
+    uses = draw(walks)
+    for _ in range(draw(st.integers(1, 4))):
+        uses = draw(st.one_of(st.just(uses), walks))
+        left_out = draw(st.sets(st.integers(0, len(uses) - 1), max_size=2))
+        phase = draw(st.sampled_from(["train", "train", "eval", GENERATE]))
+        events.append(("begin", phase))
+        events += [("use", unit) for position, unit in enumerate(uses) if position not in left_out]
+        if draw(st.booleans()):
+            events.append(("enclosed", uses[0]))
+        events.append(("end", None))
+        if phase == "train":
+            events.append(("backward", uses))
+    return events
+
+
+def tell(trace: Trace, event: str, what: Any) -> None:
+    if event == "begin":
+        trace.begin_forward(what, backward_follows=what == "train")
+    elif event == "use":
+        trace.use_forward(what, backward_follows=True)
+    elif event == "enclosed":
+        trace.end_use(what)
+    elif event == "end":
+        trace.end_forward()
+    else:
+        backward(trace, what)
+
+
+def answers(trace: Trace) -> list[list[int]]:
+    return [
+        list(trace.upcoming_in_forward(with_backward=False)),
+        list(trace.upcoming_in_forward(with_backward=True)),
+        list(trace.upcoming_in_forward(with_backward=True, to_fetch=True)),
+        list(trace.upcoming_in_backward(forward_follows=True)),
+    ]
+
+
+@given(stories(), st.sampled_from([{}, {0: 0, 1: 0, 2: 0}, {0: 0, 1: 0, 3: 1, 4: 1}]))
+def test_what_was_asked_before_changes_no_answer(story: list[tuple[str, Any]], groups: dict[int, int]) -> None:
+    asked = Trace(groups)
+    for position, event in enumerate(story):
+        tell(asked, *event)
+        silent = Trace(groups)
+        for earlier in story[: position + 1]:
+            tell(silent, *earlier)
+        assert answers(asked) == answers(silent)

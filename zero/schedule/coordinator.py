@@ -5,6 +5,7 @@ Hooks report when uses begin and end; the policy decides which units to load and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit, siblings
 from zero.plan.plan import Limits
 from zero.schedule.loader import Arrival, Loader
-from zero.schedule.policy import HotUnits, first_positions, make_room, plan_prefetch, reuse_distance, until
+from zero.schedule.policy import HORIZON, HotUnits, first_positions, make_room, plan_prefetch, reuse_distance, until
 from zero.schedule.residency import FetchCounters, Residency, UnitOnDevice, UnitState
 from zero.schedule.trace import GENERATE, Trace
 from zero.store.storage import Storage
@@ -53,6 +54,7 @@ class Coordinator:
         self._hot = HotUnits(movable)
         self._units = Residency(layout.units)
         self._in_backward = False
+        self._complete: tuple[int, ...] = ()  # The forecast whose units are all there, or on their way.
         self._lent_numel = 0  # Elements of the rows of packed experts that are in use.
         self._more_numel = 0  # Elements that a generation may hold beyond the limit, in memory of its own.
         self._undo: dict[int, list[Callable[[], None]]] = {}  # For units whose copies were altered.
@@ -154,6 +156,7 @@ class Coordinator:
                 self._bring(one)
             except BaseException:
                 one.forward_uses -= 1  # the call does not begin, so nothing will end this use
+                self._hot.forget(index)
                 raise
             self._prefetch(with_backward=backward_follows)
         return True
@@ -379,7 +382,7 @@ class Coordinator:
         limit_numel = self._live_numel_max - numel
         while block is None:
             candidates = self._movable()
-            if sum(self._numel[i] for i in self._units.resident()) <= limit_numel:
+            if self._units.resident_numel <= limit_numel:
                 block = self._loader.lease(nbytes)
             elif not candidates:
                 if self._relieve():
@@ -438,19 +441,7 @@ class Coordinator:
 
     def _load(self, one: UnitOnDevice) -> Arrival:
         """Start to fetch the unit; evict others if needed. Raises BudgetError: units in use now leave no room."""
-        index, unit = one.index, one.unit
-        resident, upcoming = self._units.resident(), self._horizon(with_backward=True)
-        live_numel_max = self._live_numel_max
-        # A unit needed now evicts units that a generation keeps, and if necessary recomputed units that only wait for
-        # gradients. A unit in use is never evicted.
-        in_use = self._units.in_use()
-        pins: tuple[Callable[[], set[int]], ...] = (
-            lambda: in_use | self._hot.kept,
-            lambda: in_use,
-            lambda: in_use - self._units.waiting(),
-        )
-        choices = (make_room(index, resident, pinned(), upcoming, self._numel, live_numel_max) for pinned in pins)
-        evict = next((choice for choice in choices if choice is not None), None)
+        unit, evict = one.unit, self._room_for(one)
         if evict is None:
             if self._relieve():
                 return self._load(one)
@@ -468,6 +459,22 @@ class Coordinator:
         self._note_coming(one, arrival)
         return arrival
 
+    def _room_for(self, one: UnitOnDevice) -> tuple[int, ...] | None:
+        """Units to evict for a unit that is needed now; None: units in use leave no room."""
+        if self._units.resident_numel + one.unit.numel <= self._live_numel_max:
+            return ()
+        units, kept = self._units, self._hot.kept
+        # It evicts units that a generation keeps, and if necessary recomputed units that only wait for gradients.
+        # A unit in use is never evicted.
+        pins: tuple[Callable[[int], bool], ...] = (
+            lambda i: units[i].stays or i in kept,
+            lambda i: units[i].stays,
+            lambda i: units[i].stays and not units[i].waits,
+        )
+        resident, upcoming = units.resident(), [*self._horizon()]
+        choices = (make_room(one.index, resident, p, upcoming, self._numel, self._live_numel_max) for p in pins)
+        return next((choice for choice in choices if choice is not None), None)
+
     def _note_coming(self, one: UnitOnDevice, arrival: Arrival) -> None:
         self._units.move(one, UnitState.COMING, arrival)
         self.counters.gathers += 1
@@ -477,16 +484,18 @@ class Coordinator:
 
     def _evict_furthest(self, candidates: list[int]) -> None:
         """Evict the unit whose next use is furthest away; units that a generation keeps are evicted last."""
-        upcoming = self._horizon(with_backward=True)
-        next_use = first_positions(upcoming)
-        last = {i: next_use.get(i, len(upcoming)) for i in candidates}
+        next_use = first_positions(self._horizon())
+        last = {i: next_use.get(i, math.inf) for i in candidates}
         self._evict(self._units[max(candidates, key=lambda i: (i not in self._hot.kept, last[i]))])
 
     def _prefetch(self, *, with_backward: bool) -> None:
+        # A forecast whose units are all there only gets shorter, until a surprise comes or a unit leaves.
+        forecast = with_backward, self._in_backward, self.accumulating, self.trace.surprises, self._units.departures
+        if forecast == self._complete:
+            return
         limits = replace(self._limits, live_numel_max=self._live_numel_max)
-        moves = plan_prefetch(
-            self._units.resident(), self._pinned(), self._horizon(with_backward=with_backward), self._numel, limits
-        )
+        upcoming = self._foreseen(with_backward=with_backward)
+        moves = plan_prefetch(self._units.resident(), self._is_pinned, upcoming, self._numel, limits)
         for index in moves.evict:
             self._evict(self._units[index])
         for index in moves.load:
@@ -495,22 +504,25 @@ class Coordinator:
                 continue
             arrival = self._loader.begin(one.unit)
             if arrival is None:  # no memory is free, and no use needs the unit yet
-                break
+                return
             self._note_coming(one, arrival)
+        if moves.complete and not moves.evict:
+            self._complete = forecast
 
     def _movable(self) -> list[int]:
         """Units that can be evicted: those not in use; if there are none, those that only wait for gradients."""
         resident, in_use, waiting = self._units.resident(), self._units.in_use(), self._units.waiting()
         return [i for i in resident if i not in in_use] or [i for i in resident if i in waiting]
 
-    def _pinned(self) -> set[int]:
-        """Units that a prefetch must not evict: in use, kept, or in flight (ranks in step: even if arrived)."""
-        coming, in_step = self._units.at(UnitState.COMING), self._loader.in_step
-        on_their_way = {one.index for one in coming if in_step or one.arrival is None or not one.arrival.settled}
-        return self._units.in_use() | self._hot.kept | on_their_way
+    def _is_pinned(self, index: int) -> bool:
+        """A prefetch must not evict it: it is in use, kept, or in flight (ranks in step: even if it has arrived)."""
+        one, arrival = self._units[index], self._units[index].arrival
+        if one.state == UnitState.COMING:
+            return self._loader.in_step or arrival is None or not arrival.settled
+        return one.stays or index in self._hot.kept
 
     def _note_live(self) -> None:
-        live = sum(self._numel[i] for i in self._units.resident()) + self._lent_numel
+        live = self._units.resident_numel + self._lent_numel
         self.counters.live_numel_peak = max(self.counters.live_numel_peak, live)
 
     def _no_room(self, what: str, numel: int) -> BudgetError:
@@ -523,13 +535,14 @@ class Coordinator:
             "zero_optimization.stage3_max_live_parameters or memory_budget.device"
         )
 
-    def _horizon(self, *, with_backward: bool) -> list[int]:
-        """Predicted uses, as far ahead as the policy can act on them."""
+    def _foreseen(self, *, with_backward: bool) -> Iterator[int]:
         if self._in_backward:
-            uses = self.trace.upcoming_in_backward(forward_follows=self.accumulating)
-        else:
-            uses = self.trace.upcoming_in_forward(with_backward=with_backward, to_fetch=True)
-        return list(until(uses, 2 * self._live_numel_max + self._limits.prefetch_numel, self._numel))
+            return self.trace.upcoming_in_backward(forward_follows=self.accumulating)
+        return self.trace.upcoming_in_forward(with_backward=with_backward, to_fetch=True)
+
+    def _horizon(self) -> Iterator[int]:
+        """Predicted uses, as far ahead as an eviction can depend on them."""
+        return until(self._foreseen(with_backward=True), HORIZON * self._live_numel_max, self._numel)
 
     def _keep_or_release(self, one: UnitOnDevice, upcoming: Iterator[int]) -> None:
         if one.edited:
@@ -539,7 +552,7 @@ class Coordinator:
             self._bound[one.index].hide()
         if one.seen:
             return
-        colder = self._hot.offer(one.index, self._units.in_use()) if live else None
+        colder = self._hot.offer(one.index, lambda other: self._units[other].stays) if live else None
         if colder is not None:
             for other in colder:
                 self._release(self._units[other])

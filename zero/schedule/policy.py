@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zero.plan.plan import Limits
 
 STREAMED_AT_ONCE = 2  # Units that need room besides the kept ones: one in use, one in flight.
+HORIZON = 2  # Times the live limit: so far ahead an eviction looks; units that are needed later are all alike.
 MUCH_HOTTER = 2  # A unit that is used more than this many times as often replaces another.
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Units to evict and units to load now: first evict, then load."""
+    """Units to evict and units to load now: first evict, then load.
+
+    `complete`: then every unit of the forecast is there.
+    """
 
     evict: tuple[int, ...] = ()
     load: tuple[int, ...] = ()
+    complete: bool = False
 
 
 def make_room(
     unit: int,
     resident: Iterable[int],
-    pinned: set[int],
+    pinned: Callable[[int], bool],
     upcoming: Sequence[int],
     numel: Mapping[int, int],
     live_numel_max: int,
@@ -36,7 +43,7 @@ def make_room(
     excess = sum(numel[u] for u in resident) + numel[unit] - live_numel_max
     next_use = first_positions(upcoming)
     candidates = sorted(
-        (u for u in resident if u not in pinned), key=lambda u: next_use.get(u, len(upcoming)), reverse=True
+        (u for u in resident if not pinned(u)), key=lambda u: next_use.get(u, len(upcoming)), reverse=True
     )
     return _enough(candidates, excess, numel)
 
@@ -53,22 +60,26 @@ def _enough(units: Iterable[int], needed_numel: int, numel: Mapping[int, int]) -
 
 
 def plan_prefetch(
-    resident: Iterable[int], pinned: set[int], upcoming: Sequence[int], numel: Mapping[int, int], limits: Limits
+    resident: Iterable[int],
+    pinned: Callable[[int], bool],
+    upcoming: Iterable[int],
+    numel: Mapping[int, int],
+    limits: Limits,
 ) -> Moves:
     """Loads worth starting now, and the evictions they need.
 
     If there is room, one unit is always in flight ahead of its use. Further units are loaded until the look-ahead is
-    full. A unit is evicted for another only if it is needed later than the other.
+    full. A unit is evicted for another only if it is needed later than the other. `upcoming` is read as far as needed:
+    there may be thousands of units, and a decision is made at each use.
     """
-    present = list(resident)
-    there, next_use = set(present), first_positions(upcoming)  # there may be thousands
-    free_numel = limits.live_numel_max - sum(numel[u] for u in present)
+    there = dict.fromkeys(resident)  # a set that keeps the order
+    free_numel = limits.live_numel_max - sum([numel[u] for u in there])
     evict: list[int] = []
     load: list[int] = []
-    ahead_numel = 0
-    for position, unit in enumerate(upcoming):
-        if next_use[unit] != position:
-            continue  # a later use of the same unit
+    ahead_numel, complete = 0, False
+    next_use: dict[int, int] = {}
+    uses = _first_uses(upcoming, next_use)
+    while (unit := next(uses, None)) is not None:
         if unit in there:
             if load:
                 ahead_numel += numel[unit]
@@ -77,19 +88,32 @@ def plan_prefetch(
             break
         chosen: tuple[int, ...] | None = ()
         if free_numel < numel[unit]:
-            movable = (u for u in present if u in there and u not in pinned)
-            later = [u for u in movable if next_use.get(u, len(upcoming)) > position]
-            later.sort(key=lambda u: next_use.get(u, len(upcoming)), reverse=True)
+            later = [u for u in there if next_use.get(u, math.inf) > next_use[unit] and not pinned(u)]
+            if later:
+                # From now on `next_use` has every unit that matters.
+                uses = iter([*until(uses, HORIZON * limits.live_numel_max, numel)])
+                later.sort(key=lambda u: next_use.get(u, math.inf), reverse=True)
             chosen = _enough(later, numel[unit] - free_numel, numel)
         if chosen is None:
             break
         if load:
             ahead_numel += numel[unit]
         evict += chosen
-        there.difference_update(chosen)
+        for other in chosen:
+            del there[other]
         load.append(unit)
         free_numel += sum(numel[u] for u in chosen) - numel[unit]
-    return Moves(tuple(evict), tuple(load))
+    else:
+        complete = True
+    return Moves(tuple(evict), tuple(load), complete)
+
+
+def _first_uses(upcoming: Iterable[int], next_use: dict[int, int]) -> Iterator[int]:
+    """Each unit at its first use, whose position is noted in `next_use`."""
+    for position, unit in enumerate(upcoming):
+        if unit not in next_use:
+            next_use[unit] = position
+            yield unit
 
 
 def reuse_distance(unit: int, upcoming: Iterable[int], numel: Mapping[int, int]) -> int | None:
@@ -115,10 +139,10 @@ def until(upcoming: Iterable[int], numel_max: int, numel: Mapping[int, int]) -> 
             return
 
 
-def first_positions(upcoming: Sequence[int]) -> dict[int, int]:
+def first_positions(upcoming: Iterable[int]) -> dict[int, int]:
     positions: dict[int, int] = {}
-    for index, unit in enumerate(upcoming):
-        positions.setdefault(unit, index)
+    for _ in _first_uses(upcoming, positions):
+        pass
     return positions
 
 
@@ -129,13 +153,22 @@ class HotUnits:
     the rest. So a kept unit stays, and gives way only to a unit that is used far more often (a unit of the decoder
     replaces one of the encoder, which was kept first; a popular expert replaces a rare one).
 
+    The work at a use does not grow with the number of units: there may be thousands.
+
     `numel`: elements of every unit that is fetched and released.
     """
 
     def __init__(self, numel: Mapping[int, int]) -> None:
         self._numel, self._live_numel_max = numel, 0
         self._uses: Counter[int] = Counter()
+        self._coldest: list[tuple[int, int]] = []  # Heap of (uses, unit) of the kept units; uses may have grown since.
         self.kept: set[int] = set()
+        self._open: set[int] = set()  # Units whose use has not ended.
+        self._held_numel = 0  # Elements of the units that are kept or open.
+        self._of_size = Counter(numel.values())  # Elements of a unit -> how many units have as many.
+        self._streamed = self._of_size.copy()  # The same for units that are not held.
+        self._sizes = sorted(self._of_size, reverse=True)
+        self._numel_of_all = sum(numel.values())
         self.on = False  # Inside a generation.
 
     def begin(self, live_numel_max: int) -> None:
@@ -143,6 +176,7 @@ class HotUnits:
         self._live_numel_max = live_numel_max
         self.on = True
         self._uses.clear()
+        self._coldest = [(0, unit) for unit in sorted(self.kept)]
 
     def shrink(self, live_numel_max: int) -> None:
         """There is less room from now on."""
@@ -152,46 +186,82 @@ class HotUnits:
         """The generation is over; returns the units that were kept."""
         kept = frozenset(self.kept)
         self.on = False
-        self.kept.clear()
+        self._coldest = []
+        for unit in kept | self._open:
+            self.forget(unit)
         return kept
 
     def used(self, unit: int) -> None:
+        """A use of the unit begins."""
         if self.on:
             self._uses[unit] += 1
+            self._hold(unit, kept=unit in self.kept, used=True)
 
     def forget(self, unit: int) -> None:
-        self.kept.discard(unit)
+        self._hold(unit, kept=False, used=False)
 
-    def offer(self, unit: int, in_use: Collection[int]) -> tuple[int, ...] | None:
+    def _hold(self, unit: int, *, kept: bool, used: bool) -> None:
+        was = unit in self.kept or unit in self._open
+        (self.kept.add if kept else self.kept.discard)(unit)
+        (self._open.add if used else self._open.discard)(unit)
+        more = (kept or used) - was
+        self._held_numel += more * self._numel[unit]
+        self._streamed[self._numel[unit]] -= more
+
+    def offer(self, unit: int, in_use: Callable[[int], bool]) -> tuple[int, ...] | None:
         """A use of the unit has ended. Returns the units to release so that it can stay; None: it does not stay.
 
-        `in_use`: units that cannot be released now.
+        `in_use`: true for a unit that cannot be released now.
         """
         if not self.on:
             return None
         if unit in self.kept:
+            self._hold(unit, kept=True, used=False)
             return ()
-        movable = [other for other in self.kept if other not in in_use]
-        colder = [other for other in movable if self._uses[unit] > MUCH_HOTTER * self._uses[other]]
-        leave = self._to_make_room(unit, in_use, sorted(colder, key=lambda other: self._uses[other]))
-        if leave is None:
+        self._hold(unit, kept=False, used=True)  # it is there, and needs its room until this is decided
+        uses, numel = self._uses, self._numel
+        colder: list[int] = []
+        if MUCH_HOTTER * self._fewest_uses() < uses[unit]:
+            colder = [one for one in self.kept if MUCH_HOTTER * uses[one] < uses[unit] and not in_use(one)]
+        leave = self._to_make_room(sorted(colder, key=lambda one: (uses[one], one)))
+        if leave is None and self._holds_smaller(numel[unit]):
             # A large unit is worth more than smaller ones: the streamed units then need less room.
-            even = [other for other in movable if self._uses[unit] >= self._uses[other]]
-            leave = self._to_make_room(unit, in_use, sorted(even, key=lambda other: (self._numel[other], other)))
-            if leave is None or sum(self._numel[other] for other in leave) >= self._numel[unit]:
-                return None
-        self.kept.add(unit)
-        self.kept.difference_update(leave)
+            smaller = [one for one in self.kept if numel[one] < numel[unit]]
+            even = [one for one in smaller if uses[one] <= uses[unit] and not in_use(one)]
+            leave = self._to_make_room(sorted(even, key=lambda one: (numel[one], one)))
+            if leave is not None and sum(numel[one] for one in leave) >= numel[unit]:
+                leave = None
+        self._hold(unit, kept=leave is not None, used=False)
+        if leave is None:
+            return None
+        heapq.heappush(self._coldest, (uses[unit], unit))
+        for one in leave:
+            self._hold(one, kept=False, used=False)
         return tuple(leave)
 
-    def _to_make_room(self, unit: int, in_use: Collection[int], candidates: list[int]) -> list[int] | None:
-        """The shortest list of first candidates whose release lets the unit stay; None: releasing all is not enough."""
-        held = {unit, *self.kept, *in_use}
-        held_numel = sum(self._numel[other] for other in held)
-        rest_numel = sum(self._numel.values()) - held_numel
-        largest_numel = max((n for other, n in self._numel.items() if other not in held), default=0)
+    def _holds_smaller(self, than_numel: int) -> bool:
+        return any(self._streamed[size] < self._of_size[size] for size in self._sizes if size < than_numel)
+
+    def _fewest_uses(self) -> float:
+        """Uses of the kept unit that has the fewest."""
+        while self._coldest:
+            uses, unit = self._coldest[0]
+            if unit not in self.kept:
+                heapq.heappop(self._coldest)
+            elif uses < self._uses[unit]:
+                heapq.heapreplace(self._coldest, (self._uses[unit], unit))
+            else:
+                return uses
+        return math.inf
+
+    def _to_make_room(self, candidates: list[int]) -> list[int] | None:
+        """The shortest list of first candidates whose release lets all others stay; None: releasing all is not enough.
+
+        Units that are not held are streamed and need room too.
+        """
+        held_numel, rest_numel = self._held_numel, self._numel_of_all - self._held_numel
+        largest_numel = next((size for size in self._sizes if self._streamed[size]), 0)
         leave: list[int] = []
-        # Units that are not held are streamed and need room too.
         while held_numel + min(STREAMED_AT_ONCE * largest_numel, rest_numel) > self._live_numel_max:
             if len(leave) == len(candidates):
                 return None

@@ -36,6 +36,8 @@ MOVES = {
     UnitState.HOME: set[UnitState](),
 }
 
+RESIDENT = {UnitState.COMING, UnitState.LIVE}  # States that take memory of the pool.
+
 
 class UnitOnDevice:
     """One unit: where it is, and who uses it.
@@ -87,6 +89,8 @@ class Residency:
         self._listed: dict[UnitState, dict[int, UnitOnDevice]] = {state: {} for state in UnitState}
         for one in self._units:
             self._listed[one.state][one.index] = one
+        self._resident_numel = 0
+        self.departures = 0  # How often a unit has gone away.
 
     def __getitem__(self, index: int) -> UnitOnDevice:
         return self._units[index]
@@ -103,6 +107,8 @@ class Residency:
             raise StateError(f"unit {one.unit.name}: cannot go from {one.state.name} to {state.name}")
         del self._listed[one.state][one.index]
         self._listed[state][one.index] = one
+        self._resident_numel += one.unit.numel * ((state in RESIDENT) - (one.state in RESIDENT))
+        self.departures += state == UnitState.AWAY
         one.state, one.arrival = state, arrival
 
     def at(self, state: UnitState) -> list[UnitOnDevice]:
@@ -110,8 +116,12 @@ class Residency:
         return list(self._listed[state].values())
 
     def resident(self) -> list[int]:
-        """Units that take memory of the pool: live ones, then coming ones."""
+        """Units in RESIDENT states: live ones, then coming ones."""
         return [*self._listed[UnitState.LIVE], *self._listed[UnitState.COMING]]
+
+    @property
+    def resident_numel(self) -> int:
+        return self._resident_numel
 
     def in_use(self) -> set[int]:
         """Live units that cannot be evicted."""

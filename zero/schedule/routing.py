@@ -8,7 +8,7 @@ and the trace represents them by one symbol. Then the share of forwards that use
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 FIRST_SYMBOL = -10  # Symbols of routed siblings count down from here; units are not negative.
@@ -44,6 +44,7 @@ class Routing:
         self._routed: set[int] = set()
         self._used: dict[int, set[int]] = {}
         self._shares: dict[tuple[str, int], _Shares] = {}
+        self._guesses: dict[tuple[str, int], tuple[list[int], float]] = {}  # What the shares say: see `_likely`.
 
     def begin_forward(self) -> None:
         self._used = {}
@@ -56,6 +57,7 @@ class Routing:
     def end_forward(self, phase: str) -> frozenset[int]:
         """Learn from the forward that is over. Returns the units whose symbol has changed."""
         changed: set[int] = set()
+        self._guesses = {}
         for group, used in self._used.items():
             members = self._members[group]
             self._incomplete[group] += 1 if len(used) < len(members) else -1
@@ -76,9 +78,10 @@ class Routing:
         """True for a symbol that represents siblings."""
         return symbol <= FIRST_SYMBOL
 
-    def units(self, symbol: int, phase: str) -> Iterable[int]:
-        """The units worth fetching for a use of the symbol, in model order, without those already used."""
-        return self._likely(symbol, phase)[0] if self.is_routed(symbol) else (symbol,)
+    def units(self, symbol: int, phase: str) -> Sequence[int]:
+        """The units worth fetching for a use of routed siblings, in model order, without those already used."""
+        units, used = self._likely(symbol, phase)[0], self._used.get(FIRST_SYMBOL - symbol)
+        return [unit for unit in units if unit not in used] if used else units
 
     def in_the_dark(self, symbol: int, phase: str) -> bool:
         """True when a use of the symbol is likely to use units that `units` does not name."""
@@ -86,14 +89,15 @@ class Routing:
 
     def _likely(self, symbol: int, phase: str) -> tuple[list[int], float]:
         """(units worth fetching, expected number of other units that a forward uses)."""
-        group = FIRST_SYMBOL - symbol
-        shares = self._shares.get((phase, group), _Shares()).of
-        unsure = sum(share for share in shares.values() if share < CERTAIN_SHARE)
-        least = FORK_SHARE if unsure <= FORK_USES_MAX else CERTAIN_SHARE
-        likely = [unit for unit in self._members[group] if shares.get(unit, 0.0) >= least]
-        used = self._used.get(group, ())
-        others = sum(shares.values()) - sum(shares[unit] for unit in likely)
-        return [unit for unit in likely if unit not in used], others
+        if (phase, symbol) not in self._guesses:
+            group = FIRST_SYMBOL - symbol
+            shares = self._shares.get((phase, group), _Shares()).of
+            unsure = sum(share for share in shares.values() if share < CERTAIN_SHARE)
+            least = FORK_SHARE if unsure <= FORK_USES_MAX else CERTAIN_SHARE
+            likely = [unit for unit in self._members[group] if shares.get(unit, 0.0) >= least]
+            others = sum(shares.values()) - sum(shares[unit] for unit in likely)
+            self._guesses[phase, symbol] = likely, others
+        return self._guesses[phase, symbol]
 
     @staticmethod
     def _learn(shares: _Shares, members: list[int], used: set[int]) -> None:

@@ -10,20 +10,16 @@ flushed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+from zero.schedule.course import END, START, Course, Key
 from zero.schedule.routing import Routing
-
-START = -1  # Means "before the first use" of a forward.
-END = -2  # Means "the forward is over".
 
 FORWARDS_MAX = 16  # Forwards remembered for their backward; the backward of an older one costs one miss per unit.
 
 USES_MAX = 1 << 16  # Limit for the uses of one forward, and of all remembered forwards: more than any model has.
 
 GENERATE = "generate"  # The phase in which a forward is followed by another forward.
-
-Key = tuple[int, int]
 
 
 class Trace:
@@ -42,6 +38,9 @@ class Trace:
         self._backward_follows = True
         self._phase = "train"
         self._key: Key = (START, START)
+        self._course: Course | None = None  # What follows `_key`, if somebody has asked.
+        self._next: Course | None = None  # The next forward while a backward runs, likewise.
+        self.surprises = 0  # How often another forward than the expected one has been foreseen.
         self._forward: list[int] = []
         self._position: int | None = None
         self._consumed = False
@@ -64,6 +63,7 @@ class Trace:
     def expect_forward(self, phase: str) -> None:
         """A forward of the model is expected; it has not begun."""
         self._phase, self._key, self._position = phase, (START, START), None
+        self._forget_course()
         self._routing.begin_forward()
 
     def use_forward(self, unit: int, *, backward_follows: bool) -> None:
@@ -94,6 +94,7 @@ class Trace:
 
     def end_forward(self) -> None:
         changed = self._routing.end_forward(self._phase)
+        self._forget_course()
         if not changed:
             self._learn(END)
             return
@@ -137,32 +138,16 @@ class Trace:
             to_fetch: the result is used for prefetch. Then the backward is left out if experts that we cannot predict
                 come before it: they will need the room.
         """
-        table, routing, phase = self._tables.get(self._phase, {}), self._routing, self._phase
-        key, seen, again = self._key, {self._key}, phase == GENERATE
-        predicted = list(routing.units(key[1], phase)) if routing.is_routed(key[1]) else []
-        yield from predicted
-        dark = routing.in_the_dark(key[1], phase)
-        while successors := table.get(key):
-            likely = self._likely(phase, key, successors)
-            others = [symbol for symbol in successors if symbol not in (likely, END)]
-            if likely != END:
-                units = routing.units(likely, phase)
-                predicted += units
-                dark |= routing.in_the_dark(likely, phase)
-                yield from units
-            for symbol in others:
-                yield from routing.units(symbol, phase)
-            if likely == END and not again:
-                break
-            if likely == END:
-                again, key = False, (START, START)
-            else:
-                key = (key[1], likely)
-            if key in seen:
-                break  # the path repeats itself; further steps would only loop
-            seen.add(key)
-        if with_backward and not (dark and to_fetch):
-            yield from reversed(predicted)
+        phase, symbol = self._phase, self._key[1]
+        if self._course is None:
+            self._course = self._find_course(phase, self._key)
+        course, routing = self._course, self._routing
+        now = routing.units(symbol, phase) if routing.is_routed(symbol) else ()
+        yield from now
+        yield from self._units(course.ahead(), phase)
+        likely = course.likely() if with_backward else []
+        if with_backward and not (to_fetch and any(routing.in_the_dark(one, phase) for one in (symbol, *likely))):
+            yield from reversed([*now, *self._units(likely, phase)])
             yield from reversed(self._forward)
 
     def upcoming_in_backward(self, *, forward_follows: bool) -> Iterator[int]:
@@ -171,29 +156,45 @@ class Trace:
         With `forward_follows` (accumulation: the weights stay as they are) the next forward's start follows.
         """
         limit = len(self._forward) if self._position is None else self._position
-        yield from reversed(self._forward[:limit])
+        for index in range(limit - 1, -1, -1):
+            yield self._forward[index]
         if forward_follows:
-            key: Key = (START, START)
-            table, steps = self._tables.get("train", {}), 0
-            while (successors := table.get(key)) and steps < 64:
-                likely = self._likely("train", key, successors)
-                if likely == END:
-                    break
-                yield from self._routing.units(likely, "train")
-                key, steps = (key[1], likely), steps + 1
+            if self._next is None:
+                self._next = self._find_course("train", (START, START))
+            yield from self._units(self._next.likely(), "train")
 
-    def _likely(self, phase: str, key: Key, successors: list[int]) -> int:
-        """The likely successor of `key` among the known `successors`, whose last one is the most recent."""
-        return self._turns.get((phase, key, successors[-1]), successors[-1])
+    def _find_course(self, phase: str, key: Key) -> Course:
+        def likely(key: Key, successors: list[int]) -> int:
+            return self._turns.get((phase, key, successors[-1]), successors[-1])
+
+        return Course.find(key, self._tables.get(phase, {}), likely, again=phase == GENERATE)
+
+    def _units(self, symbols: Iterable[int], phase: str) -> Iterator[int]:
+        """The units that are worth fetching for these symbols."""
+        routing = self._routing
+        for symbol in symbols:
+            if symbol >= 0:
+                yield symbol
+            elif routing.is_routed(symbol):
+                yield from routing.units(symbol, phase)
+
+    def _forget_course(self) -> None:
+        self._course = self._next = None
+        self.surprises += 1
 
     def _learn(self, unit: int) -> None:
         symbol = self._routing.symbol(unit)
         if symbol == self._key[1] and self._routing.is_routed(symbol):
             return  # another unit of the same siblings
         successors = self._tables.setdefault(self._phase, {}).setdefault(self._key, [])
+        as_known = successors[-1:] == [symbol]
         if successors and unit != END:  # not for END: the forward may have been aborted here
-            self._turns[self._phase, self._key, successors[-1]] = symbol
+            turn = self._phase, self._key, successors[-1]
+            as_known &= self._turns.get(turn, symbol) == symbol
+            self._turns[turn] = symbol
         if symbol in successors:
             successors.remove(symbol)
         successors.append(symbol)  # the most recent one last
         self._key = (self._key[1], symbol)
+        if not (as_known and self._course is not None and self._course.follow(symbol)):
+            self._forget_course()

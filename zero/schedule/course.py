@@ -1,0 +1,80 @@
+"""The uses that are likely to follow in a forward, kept from one use to the next.
+
+A forward of a model of experts has thousands of uses, and each of them asks what follows. The course is looked up once
+and then followed: if the use that comes is the one that was expected, the rest of the course is the new course.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+START = -1  # Means "before the first use" of a forward.
+END = -2  # Means "the forward is over".
+
+Key = tuple[int, int]  # The last two symbols: a unit, or a number that stands for all siblings (routing.py).
+
+
+@dataclass(slots=True)
+class Course:
+    """Attributes:
+    symbols: what is likely to be used, in order; END is among them if another forward follows.
+    others: position in `symbols` -> what else is known to have followed there; it may be the position after the last.
+    loops: the table leads back to where it has been: the course ends early, and cannot be followed.
+    """
+
+    symbols: list[int] = field(default_factory=list)
+    others: dict[int, list[int]] = field(default_factory=dict)
+    loops: bool = False
+    _at: int = 0
+
+    @classmethod
+    def find(
+        cls, key: Key, table: Mapping[Key, list[int]], likely: Callable[[Key, list[int]], int], *, again: bool = False
+    ) -> Course:
+        """The course from `key` on.
+
+        Args:
+            table: key -> what has followed it, the most recent one last.
+            likely: chooses among what has followed a key.
+            again: the next forward is a part of the course.
+        """
+        course = cls()
+        symbols, seen = course.symbols, {key}
+        while successors := table.get(key):
+            symbol = likely(key, successors)
+            if len(successors) > 1:
+                course.others[len(symbols)] = [other for other in successors if other not in (symbol, END)]
+            if symbol == END and not again:
+                break
+            symbols.append(symbol)
+            if symbol == END:
+                again, key = False, (START, START)
+                seen.clear()
+            else:
+                key = (key[1], symbol)
+            if key in seen:
+                course.loops = True
+                break
+            seen.add(key)
+        return course
+
+    def follow(self, symbol: int) -> bool:
+        """`symbol` is used now. False: it was not expected, and what follows is not known here."""
+        if self.loops or self._at >= len(self.symbols) or self.symbols[self._at] != symbol:
+            return False
+        self._at += 1
+        return True
+
+    def ahead(self) -> Iterator[int]:
+        """What may follow: at each place the likely symbol, then the others."""
+        if not self.others:
+            yield from self.symbols[self._at :]
+            return
+        for position in range(self._at, len(self.symbols) + 1):
+            yield from self.symbols[position : position + 1]
+            yield from self.others.get(position, ())
+
+    def likely(self) -> list[int]:
+        """What is likely to follow, in order."""
+        return self.symbols[self._at :]
