@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from harness import micro_batch, unequal
 from models import LIVE_NUMEL, build, make_config, tokens, trainability
+from probe import layout_of
 from reference import differences, snapshot
 
 from offload.errors import BudgetError, ConfigError
+from zero.plan.traffic import step_traffic
 
 Open = Callable[..., Any]
 BLOCK_NUMEL = 12_704
@@ -250,3 +252,28 @@ def test_the_plan_is_printed_before_anything_is_allocated(nvme_path: Any) -> Non
     plan, marker, _ = done.stdout.partition("ALLOCATES")
     assert marker, "the swap file was never reserved"
     assert all(word in plan for word in ("plan", "device", "host", "nvme", "weights", "optimizer states"))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("live_numel", [20_000, 80_000, 400_000, 1_000_000, 10**9, None])
+def test_units_stay_for_their_next_use_as_far_as_the_plan_foretells(
+    live_numel: int | None, accumulation: int, open_engine: Open, nvme_path: Any
+) -> None:
+    """With the default reuse distance. A model that fits whole is fetched once in a step, accumulated or not."""
+    config = make_config(("cpu", "cpu"), nvme_path, accumulation=accumulation)
+    section = config["zero_optimization"]
+    del section["stage3_max_reuse_distance"], section["stage3_max_live_parameters"]
+    if live_numel is not None:
+        section["stage3_max_live_parameters"] = live_numel
+    engine = open_engine(build("middle"), config)
+    marks: list[int] = []
+    for index in range(5 * accumulation):
+        engine.backward(engine(tokens(index)))
+        marks.append(engine.statistics().gathered_bytes)
+        engine.step()
+    gathered = marks[-1] - marks[-1 - accumulation]
+    foretold = step_traffic(engine.plan, layout_of(engine), on_gpu=True).copied_in_bytes
+    smallest_bytes = min(unit.nbytes for unit in engine.units)
+    assert foretold - 2 * accumulation * smallest_bytes <= gathered <= foretold
+    if live_numel == 10**9:
+        assert gathered == sum(unit.nbytes for unit in engine.units)

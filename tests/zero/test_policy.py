@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero.plan.plan import Limits
-from zero.schedule.policy import Moves, make_room, plan_prefetch, reuse_distance
+from zero.schedule.policy import Moves, is_reused_soon, make_room, plan_prefetch
 
 UNITS = range(7)
 units = st.sampled_from(list(UNITS))
@@ -162,10 +162,24 @@ def fewest_misses(uses: list[int], room: int) -> int:
     return min(reachable.values())
 
 
-@given(units, st.lists(units, max_size=20), numels)
-def test_the_reuse_distance_is_what_is_used_in_between(unit: int, upcoming: list[int], numel: dict[int, int]) -> None:
-    expected = sum(numel[u] for u in upcoming[: upcoming.index(unit)]) if unit in upcoming else None
-    assert reuse_distance(unit, iter(upcoming), numel) == expected
+@given(units, st.lists(units, max_size=20), numels, st.integers(0, 200), st.integers(40, 200))
+def test_a_unit_stays_if_it_is_used_again_soon_and_what_is_used_until_then_fits_too(
+    unit: int, upcoming: list[int], numel: dict[int, int], reuse: int, live: int
+) -> None:
+    limits = Limits(live_numel_max=live, prefetch_numel=0, reuse_numel_max=reuse)
+    between = upcoming[: upcoming.index(unit)] if unit in upcoming else []
+    near = unit in upcoming and sum(numel[u] for u in between) <= reuse
+    fits = sum(numel[u] for u in {unit, *between}) <= live
+    assert is_reused_soon(unit, iter(upcoming), numel, limits) is (near and fits)
+
+
+@given(st.permutations(range(7)), numels, st.integers(0, 40))
+def test_as_much_stays_from_forward_to_backward_as_fits(order: list[int], numel: dict[int, int], spare: int) -> None:
+    """The units used last need no second load; those used first do."""
+    live = max(numel.values()) + spare
+    limits = Limits(live_numel_max=live, prefetch_numel=0, reuse_numel_max=2 * live)
+    kept = [is_reused_soon(unit, [*order[i + 1 :], *order[::-1]], numel, limits) for i, unit in enumerate(order)]
+    assert kept == [sum(numel[unit] for unit in order[i:]) <= live for i in range(len(order))]
 
 
 class Compared(int):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.plan.plan import Limits
-from zero.schedule.policy import make_room, plan_prefetch, reuse_distance
+from zero.schedule.policy import is_reused_soon, make_room, plan_prefetch
 
 UNITS = range(5)
 traces = st.lists(st.sampled_from(list(UNITS)), min_size=1, max_size=12)
@@ -46,8 +46,7 @@ class Run:
             moves = plan_prefetch(self.resident, {unit}.__contains__, ahead, self.numel, self.limits)
             assert unit not in moves.evict
             self._move(moves.evict, moves.load)
-            distance = reuse_distance(unit, iter(ahead), self.numel)
-            if distance is None or distance > self.limits.reuse_numel_max:
+            if not is_reused_soon(unit, ahead, self.numel, self.limits):
                 self._move([unit], [])
         return self
 

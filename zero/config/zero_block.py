@@ -118,7 +118,7 @@ class ZeroConfig(ConfigBlock):
     stage3_max_live_parameters: Count | None = None
     """[elements] most on the device at once, but what one call uses. None, and 0 (DeepSpeed: least): derived."""
     stage3_max_reuse_distance: Count | None = None
-    """[elements] a unit that is used again sooner stays. None: the live limit."""
+    """[elements] a unit that is used again sooner stays, if there is room. None: twice the live limit."""
 
     cpu_offload: Annotated[Flag, Deprecated('use offload_optimizer.device "cpu"')] = False
     cpu_offload_param: Annotated[Flag, Deprecated('use offload_param.device "cpu"')] = False

@@ -46,7 +46,8 @@ class Limits:
     prefetch_numel: int
     """`stage3_prefetch_bucket_size`: elements to prefetch beyond the next unit."""
     reuse_numel_max: int
-    """`stage3_max_reuse_distance`: a unit is kept if at most this many elements are used before its next use."""
+    """`stage3_max_reuse_distance`: a unit is kept if at most this many elements are used before its next use, and if
+    the units used in between fit too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,7 @@ class Planner:
         return Limits(
             live_numel_max=live,
             prefetch_numel=ahead if prefetch is None else prefetch,
-            reuse_numel_max=live if reuse is None else reuse,
+            reuse_numel_max=2 * live if reuse is None else reuse,
         )
 
     def _efforts(self) -> Iterator[Effort]:

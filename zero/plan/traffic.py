@@ -49,17 +49,19 @@ def step_traffic(plan: Plan, layout: Layout, *, on_gpu: bool) -> StepTraffic:
     trained = [unit for unit in layout.units if unit.trainable]
     movable = [unit for unit in layout.units if not unit.persistent]
     on_disk = {unit.index for unit in layout.units if plan.weight_tiers[unit.index] == NVME}
-    kept = _kept_for_backward(plan, movable)
+    until_backward = _kept_at_the_end(plan, movable)
+    until_forward = _kept_at_the_end(plan, movable[::-1])  # of the next pass, where the step comes later
     groups = list(zip(plan.sub_groups, plan.record_tiers, strict=True))
     records = sum(sizes.record_bytes(group) for group, tier in groups if tier == NVME)
     trained_weights = sum(_shard_bytes(unit) for unit in trained if unit.index in on_disk)
     fetched = gathered = 0
     for unit in movable:
+        forwards = plan.passes - (plan.passes - 1) * (unit.index in until_forward)
+        backwards = 0 if unit.index in until_backward else plan.passes
+        gathered += (forwards + backwards) * _shard_bytes(unit) if plan.weight_tiers[unit.index] != DEVICE else 0
         # The first forward after a step uses the weights that the update has read; frozen units are read each time.
-        times = (plan.passes - (1 if unit.trainable else 0)) + (0 if unit.index in kept else plan.passes)
-        fetched += times * _shard_bytes(unit) if unit.index in on_disk else 0
-        uses = plan.passes * (1 if unit.index in kept else 2)
-        gathered += uses * _shard_bytes(unit) if plan.weight_tiers[unit.index] != DEVICE else 0
+        read = forwards - unit.trainable + backwards
+        fetched += read * _shard_bytes(unit) if unit.index in on_disk else 0
     spilled = sum(sizes.gradient_bytes(unit) for unit in trained if plan.gradient_tiers[unit.index] == NVME)
     spilled *= plan.passes
     leaving = plan.passes * sum(_shard_bytes(unit) for unit in trained if plan.gradient_tiers[unit.index] != DEVICE)
@@ -75,11 +77,14 @@ def step_traffic(plan: Plan, layout: Layout, *, on_gpu: bool) -> StepTraffic:
     )
 
 
-def _kept_for_backward(plan: Plan, movable: list[Unit]) -> set[int]:
-    """Units that stay from their forward to their backward: their next use is near, and units in between fit too."""
+def _kept_at_the_end(plan: Plan, order: list[Unit]) -> set[int]:
+    """Units that stay when they have been used in this order, and the reverse order follows.
+
+    As `is_reused_soon` decides (zero/schedule/policy.py): their next use is near, and the units in between fit too.
+    """
     kept: set[int] = set()
     after_numel = 0
-    for unit in reversed(movable):
+    for unit in reversed(order):
         if 2 * after_numel > plan.limits.reuse_numel_max or after_numel + unit.numel > plan.limits.live_numel_max:
             break
         kept.add(unit.index)

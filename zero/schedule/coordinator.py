@@ -21,7 +21,7 @@ from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit, siblings
 from zero.plan.plan import Limits
 from zero.schedule.loader import Arrival, Loader
-from zero.schedule.policy import HORIZON, HotUnits, first_positions, make_room, plan_prefetch, reuse_distance, until
+from zero.schedule.policy import HORIZON, HotUnits, first_positions, is_reused_soon, make_room, plan_prefetch, until
 from zero.schedule.residency import FetchCounters, Residency, UnitOnDevice, UnitState
 from zero.schedule.trace import GENERATE, Trace
 from zero.store.storage import Storage
@@ -139,6 +139,10 @@ class Coordinator:
     @property
     def _live_numel_max(self) -> int:
         return self._limits.live_numel_max + self._more_numel - self._lent_numel
+
+    @property
+    def _limits_now(self) -> Limits:
+        return replace(self._limits, live_numel_max=self._live_numel_max)
 
     def begin_forward_use(self, index: int, *, backward_follows: bool) -> bool:
         """A module that uses the unit is called. True if this is the outermost such call."""
@@ -493,9 +497,8 @@ class Coordinator:
         forecast = with_backward, self._in_backward, self.accumulating, self.trace.surprises, self._units.departures
         if forecast == self._complete:
             return
-        limits = replace(self._limits, live_numel_max=self._live_numel_max)
         upcoming = self._foreseen(with_backward=with_backward)
-        moves = plan_prefetch(self._units.resident(), self._is_pinned, upcoming, self._numel, limits)
+        moves = plan_prefetch(self._units.resident(), self._is_pinned, upcoming, self._numel, self._limits_now)
         for index in moves.evict:
             self._evict(self._units[index])
         for index in moves.load:
@@ -557,9 +560,7 @@ class Coordinator:
             for other in colder:
                 self._release(self._units[other])
             return
-        reach = min(self._limits.reuse_numel_max, self._live_numel_max)
-        distance = reuse_distance(one.index, until(upcoming, reach, self._numel), self._numel)
-        if distance is None or distance > reach:
+        if not is_reused_soon(one.index, upcoming, self._numel, self._limits_now):
             self._release(one)
 
     def _evict(self, one: UnitOnDevice) -> None:

@@ -116,17 +116,24 @@ def _first_uses(upcoming: Iterable[int], next_use: dict[int, int]) -> Iterator[i
             yield unit
 
 
-def reuse_distance(unit: int, upcoming: Iterable[int], numel: Mapping[int, int]) -> int | None:
-    """Elements used before the next use of `unit`; None if no such use is foreseen.
+def is_reused_soon(unit: int, upcoming: Iterable[int], numel: Mapping[int, int], limits: Limits) -> bool:
+    """True if the unit stays until its next use: the reuse distance is short, and all units used until then fit too.
 
+    The reuse distance is the number of elements that are used in between; a unit that is used twice counts twice.
     Source: ZeRO-Infinity (arXiv:2104.07857); the key is `stage3_max_reuse_distance`.
     """
-    distance_numel = 0
+    distance_numel, free_numel = 0, limits.live_numel_max - numel[unit]
+    between: set[int] = set()
     for other in upcoming:
         if other == unit:
-            return distance_numel
+            return True
         distance_numel += numel[other]
-    return None
+        if other not in between:
+            between.add(other)
+            free_numel -= numel[other]
+        if distance_numel > limits.reuse_numel_max or free_numel < 0:
+            return False
+    return False
 
 
 def until(upcoming: Iterable[int], numel_max: int, numel: Mapping[int, int]) -> Iterator[int]:
