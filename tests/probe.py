@@ -81,7 +81,7 @@ def units_in_use(engine: Any) -> list[str]:
 
 def history(trace: Any) -> tuple[list[int], list[int]]:
     """Uses of the running forward, and of the forwards that are recorded for their backward."""
-    return trace._uses, trace._forward
+    return trace._uses, trace._backward._uses
 
 
 def gradients_of(engine: Any) -> Any:

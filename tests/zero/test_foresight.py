@@ -199,3 +199,37 @@ def test_evaluation_of_growing_texts_between_steps_is_foreseen(open_engine: Open
         step(engine, tokens=tokens(index))
         evaluate(engine, index)
     assert span.foreseen() >= FORESEEN_MIN, span.counts()
+
+
+@pytest.mark.parametrize("room", [1.2, 1.6, 2.4], ids=lambda room: f"{room} blocks")
+@pytest.mark.parametrize("recompute", ["reentrant", "nonreentrant"])
+def test_blocks_of_several_units_are_foreseen_where_they_are_recomputed(
+    open_engine: Open, nvme_path: Any, recompute: str, room: float
+) -> None:
+    """A 70 B model with DeepSpeed's limits: a block is several units. Few are fetched twice either."""
+    transformers = pytest.importorskip("transformers")
+    fetched: dict[bool, int] = {}
+    for checkpointing in (False, True):
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=VOCAB, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4
+            )
+        )
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
+        block_numel = sum(p.numel() for p in model.model.layers[0].parameters())
+        keys = {"stage3_max_live_parameters": int(room * block_numel), "stage3_param_persistence_threshold": 1000}
+        config = make_config(("cpu", "cpu"), nvme_path, zero=keys)
+        for key in ("stage3_max_reuse_distance", "stage3_prefetch_bucket_size"):
+            del config["zero_optimization"][key]
+        engine = open_engine(model, config)
+        assert len(engine.units) > 2 * 6
+        for index in range(2):
+            step(engine, input_ids=tokens(index), labels=tokens(index))
+        span, before = Span(engine), engine.statistics().gathers
+        for index in range(2, 6):
+            step(engine, input_ids=tokens(index), labels=tokens(index))
+        fetched[checkpointing] = engine.statistics().gathers - before
+        assert span.foreseen() == 1.0, span.counts()
+        engine.close()
+    assert fetched[True] <= 1.1 * fetched[False]

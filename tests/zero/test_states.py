@@ -16,7 +16,7 @@ from zero.schedule.residency import MOVES, Residency, UnitState
 
 
 def units(*persistent: bool) -> Residency:
-    return Residency([SimpleNamespace(index=i, name=f"u{i}", persistent=p) for i, p in enumerate(persistent)])
+    return Residency([SimpleNamespace(index=i, name=f"u{i}", persistent=p, numel=1) for i, p in enumerate(persistent)])
 
 
 def ways(moves: dict[Any, set[Any]], begin: Any) -> dict[Any, list[Any]]:

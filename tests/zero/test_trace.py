@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from probe import history
@@ -285,6 +286,51 @@ def test_calls_of_parts_alone_leave_no_more_behind_than_a_bound() -> None:
     forward(trace, [1, 2, 3])
     trace.begin_forward("train")
     assert foretold(trace)[:1] == [1]
+
+
+PARTS = [[0], [1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
+"""A model of five parts; all but the first and the last are recomputed."""
+
+
+def with_checkpoints(reentrant: bool) -> list[tuple[int, bool]]:
+    """Uses of a backward, and whether a forward inside the backward makes them.
+
+    With `use_reentrant=False` gradients reach the last unit of a part before it is recomputed.
+    """
+    uses = [(10, False)]
+    for part in PARTS[3:0:-1]:
+        first, *rest = part if reentrant else [part[-1], *part[:-1]]
+        uses += [(first, reentrant), *((unit, True) for unit in rest)]
+    return [*uses, (0, False)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_parts_are_foretold_in_the_order_of_the_last_backward(reentrant: bool) -> None:
+    trace, order = Trace(), with_checkpoints(reentrant)
+    for step in range(4):
+        forward(trace, [unit for part in PARTS for unit in part])
+        for position, (unit, recomputes) in enumerate(order):
+            coming = list(trace.upcoming_in_backward(forward_follows=False))
+            assert sorted(coming) == sorted(unit for unit, _ in order[position:]), "nothing is lost by a jump"
+            if step:
+                assert coming == [unit for unit, _ in order[position:]]
+            trace.use_backward(unit, recomputes=recomputes)
+        trace.end_backward()
+    forward(trace, [unit for part in PARTS for unit in part])
+    assert foretold(trace, with_backward=True) == [unit for unit, _ in order]
+
+
+def test_a_part_that_is_no_longer_recomputed_is_foretold_in_reverse_again() -> None:
+    trace, uses = Trace(), [unit for part in PARTS for unit in part]
+    forward(trace, uses)
+    for unit, recomputes in with_checkpoints(reentrant=True):
+        trace.use_backward(unit, recomputes=recomputes)
+    trace.end_backward()
+    for _ in range(2):
+        forward(trace, uses)
+        backward(trace, uses)
+    forward(trace, uses)
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == uses[::-1]
 
 
 @st.composite

@@ -162,7 +162,7 @@ class Coordinator:
                 one.forward_uses -= 1  # the call does not begin, so nothing will end this use
                 self._hot.forget(index)
                 raise
-            self._prefetch(with_backward=backward_follows)
+            self._prefetch(with_backward=self.trace.expects_backward(index, backward_follows))
         return True
 
     def follow(self, index: int) -> None:
@@ -192,12 +192,13 @@ class Coordinator:
             return False
         self.trace.end_use(index)
         if one.state != UnitState.HOME and not one.backward_uses:
-            self._keep_or_release(one, self.trace.upcoming_in_forward(with_backward=backward_follows))
+            with_backward = self.trace.expects_backward(index, backward_follows)
+            self._keep_or_release(one, self.trace.upcoming_in_forward(with_backward=with_backward))
         return True
 
     def begin_backward_use(self, index: int) -> None:
         """Gradients have reached an output of a module that uses the unit, or it is being recomputed."""
-        self.begin_recompute(index)
+        self._use_in_backward(self._units[index], recomputes=False)
         self._units[index].backward_uses += 1
 
     def begin_recompute(self, index: int, *, by_call: bool = False) -> None:
@@ -205,13 +206,17 @@ class Coordinator:
 
         `by_call`: a module call uses it, and `end_recompute` follows when that call returns.
         """
-        one = self._units[index]
-        one.recomputing += by_call
+        self._units[index].recomputing += by_call
+        self._use_in_backward(self._units[index], recomputes=True)
+
+    def _use_in_backward(self, one: UnitOnDevice, *, recomputes: bool) -> None:
         if one.state == UnitState.HOME or one.backward_uses or one.recomputed:
-            self.follow(index)
+            self.follow(one.index)
+            if one.state != UnitState.HOME:
+                self._prefetch(with_backward=True)  # gradients may have passed other units since the last one
             return
         self._in_backward = True
-        self.trace.use_backward(index)
+        self.trace.use_backward(one.index, recomputes=recomputes)
         self._bring(one)
         one.recomputed = True
         self._prefetch(with_backward=True)

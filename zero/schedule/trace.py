@@ -12,12 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from zero.schedule.backward_order import USES_MAX, BackwardOrder
 from zero.schedule.course import END, START, Course, Key
 from zero.schedule.routing import Routing
-
-FORWARDS_MAX = 16  # Forwards remembered for their backward; the backward of an older one costs one miss per unit.
-
-USES_MAX = 1 << 16  # Limit for the uses of one forward, and of all remembered forwards: more than any model has.
 
 GENERATE = "generate"  # The phase in which a forward is followed by another forward.
 
@@ -41,29 +38,20 @@ class Trace:
         self._course: Course | None = None  # What follows `_key`, if somebody has asked.
         self._next: Course | None = None  # The next forward while a backward runs, likewise.
         self.surprises = 0  # How often another forward than the expected one has been foreseen.
-        self._forward: list[int] = []
-        self._position: int | None = None
-        self._consumed = False
-        self._starts: list[int] = []  # Where in `_forward` each forward begins.
+        self._backward = BackwardOrder(self._routing.symbol)
 
     def begin_forward(self, phase: str, *, backward_follows: bool = True) -> None:
         """A forward of the model begins; `backward_follows` is true unless gradients are off for all of it."""
         self._backward_follows = backward_follows
         self.expect_forward(phase)
         self._uses = []
-        if self._consumed:
-            self.forget_forwards()
-        self._starts.append(len(self._forward))
-        if len(self._starts) > FORWARDS_MAX:
-            # Forwards that never have a backward (an evaluation without no_grad, for example).
-            oldest = self._starts[1]
-            self._forward = self._forward[oldest:]
-            self._starts = [start - oldest for start in self._starts[1:]]
+        self._backward.begin_forward()
 
     def expect_forward(self, phase: str) -> None:
         """A forward of the model is expected; it has not begun."""
-        self._phase, self._key, self._position = phase, (START, START), None
+        self._phase, self._key = phase, (START, START)
         self._forget_course()
+        self._backward.restart()
         self._routing.begin_forward()
 
     def use_forward(self, unit: int, *, backward_follows: bool) -> None:
@@ -71,26 +59,18 @@ class Trace:
         self._uses.append(unit)
         self._routing.use(unit)
         self._learn(unit)
-        if backward_follows or (self._backward_follows and unit in self._recomputed):
-            self._forward.append(unit)
-        if max(len(self._uses), len(self._forward)) > USES_MAX:
-            self._forget_oldest()
+        if self.expects_backward(unit, backward_follows):
+            self._backward.append(unit)
+        if len(self._uses) > USES_MAX:  # parts of the model are called alone, and no forward ends
+            del self._uses[: -USES_MAX // 2]
 
-    def _forget_oldest(self) -> None:
-        """Keep the latest uses only: when parts of the model are called alone, no forward ends and clears the lists."""
-        count = USES_MAX // 2
-        del self._uses[:-count]
-        gone = max(len(self._forward) - count, 0)
-        del self._forward[:gone]
-        self._starts = [max(start - gone, 0) for start in self._starts]
-        self._position = None if self._position is None else max(self._position - gone, 0)
+    def expects_backward(self, unit: int, backward_follows: bool) -> bool:
+        """True if a backward will use the unit too: it may recompute what runs without gradients now."""
+        return backward_follows or (self._backward_follows and unit in self._recomputed)
 
     def end_use(self, unit: int) -> None:
-        """The use of `unit` is over. If it enclosed other uses, backward needs the unit before theirs."""
-        if self._forward and self._forward[-1] != unit and unit in self._forward:
-            last = len(self._forward) - 1 - self._forward[::-1].index(unit)
-            if last >= (self._starts[-1] if self._starts else 0):
-                self._forward.append(self._forward.pop(last))
+        """The use of `unit` is over."""
+        self._backward.end_use(unit)
 
     def end_forward(self) -> None:
         changed = self._routing.end_forward(self._phase)
@@ -108,26 +88,17 @@ class Trace:
         for unit in (*self._uses, END):  # learn this forward again, with the new symbols
             self._learn(unit)
 
-    def use_backward(self, unit: int) -> None:
-        """`unit` is used in backward now; this moves the position to its last forward use before the present one."""
-        limit = len(self._forward) if self._position is None else self._position
-        for index in range(limit - 1, -1, -1):
-            if self._forward[index] == unit:
-                self._position = index
-                return
-        self._recomputed.add(unit)
+    def use_backward(self, unit: int, *, recomputes: bool = False) -> None:
+        """`unit` is used in backward now: gradients have reached it, or a forward inside the backward uses it."""
+        if not self._backward.use(unit, recomputes=recomputes):
+            self._recomputed.add(unit)
 
     def end_backward(self) -> None:
-        """A backward is over. Its graph may have been retained, so its forward is remembered until the next forward."""
-        self._position = None
-        self._consumed = True
+        self._backward.end_backward()
 
     def forget_forwards(self) -> None:
         """Forget the forwards so far: they have had their backward, or never will."""
-        self._forward = []
-        self._starts = []
-        self._position = None
-        self._consumed = False
+        self._backward.forget_forwards()
 
     def upcoming_in_forward(self, *, with_backward: bool, to_fetch: bool = False) -> Iterator[int]:
         """Units in the order of their predicted use, from now on; at a fork every known successor.
@@ -148,16 +119,14 @@ class Trace:
         likely = course.likely() if with_backward else []
         if with_backward and not (to_fetch and any(routing.in_the_dark(one, phase) for one in (symbol, *likely))):
             yield from reversed([*now, *self._units(likely, phase)])
-            yield from reversed(self._forward)
+            yield from self._backward.upcoming()
 
     def upcoming_in_backward(self, *, forward_follows: bool) -> Iterator[int]:
         """Units in the order of their use in the rest of this backward.
 
         With `forward_follows` (accumulation: the weights stay as they are) the next forward's start follows.
         """
-        limit = len(self._forward) if self._position is None else self._position
-        for index in range(limit - 1, -1, -1):
-            yield self._forward[index]
+        yield from self._backward.upcoming()
         if forward_follows:
             if self._next is None:
                 self._next = self._find_course("train", (START, START))

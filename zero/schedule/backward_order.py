@@ -1,0 +1,110 @@
+"""The order in which a backward uses units: the reverse of the order in which the forward's uses ended.
+
+Activation checkpointing changes that. Where gradients reach a part of the model that is recomputed, the backward jumps
+to the first unit of the part and uses the others in forward order. Where it has jumped, it is expected to jump again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+FORWARDS_MAX = 16  # Forwards remembered for their backward; the backward of an older one costs one miss per unit.
+
+USES_MAX = 1 << 16  # Limit for the uses of one forward, and of all remembered forwards: more than any model has.
+
+
+class BackwardOrder:
+    """Uses of the forwards that may have a backward, and the place that the running backward has reached.
+
+    `symbol`: unit -> itself, or a number that stands for all its siblings (routing.py).
+    """
+
+    def __init__(self, symbol: Callable[[int], int]) -> None:
+        self._symbol = symbol
+        self._uses: list[int] = []
+        self._starts: list[int] = []  # Where in `_uses` each forward begins.
+        self._position: int | None = None  # Uses before it are still to come; None: all are.
+        self._jumped_over: list[int] = []  # They are used next, in forward order.
+        self._first_of: dict[int, int] = {}  # Of a part that is recomputed: symbol of its last unit -> of its first.
+        self._consumed = False
+
+    def begin_forward(self) -> None:
+        self.restart()
+        if self._consumed:
+            self.forget_forwards()
+        self._starts.append(len(self._uses))
+        if len(self._starts) > FORWARDS_MAX:
+            # Forwards that never have a backward (an evaluation without no_grad, for example).
+            oldest = self._starts[1]
+            self._uses = self._uses[oldest:]
+            self._starts = [start - oldest for start in self._starts[1:]]
+
+    def append(self, unit: int) -> None:
+        """A forward uses the unit."""
+        self._uses.append(unit)
+        if len(self._uses) > USES_MAX:  # parts of the model are called alone, and no forward begins
+            gone = len(self._uses) - USES_MAX // 2
+            del self._uses[:gone]
+            self._starts = [max(start - gone, 0) for start in self._starts]
+            self._position = None if self._position is None else max(self._position - gone, 0)
+
+    def end_use(self, unit: int) -> None:
+        """The use of `unit` is over. If it enclosed other uses, backward needs the unit before theirs."""
+        if self._uses and self._uses[-1] != unit and unit in self._uses:
+            last = len(self._uses) - 1 - self._uses[::-1].index(unit)
+            if last >= (self._starts[-1] if self._starts else 0):
+                self._uses.append(self._uses.pop(last))
+
+    def use(self, unit: int, *, recomputes: bool) -> bool:
+        """The backward uses the unit: gradients have reached it, or it is recomputed. False: no forward has used it."""
+        if unit in self._jumped_over:
+            self._jumped_over.remove(unit)
+            return True
+        limit = self._limit
+        for index in range(limit - 1, -1, -1):
+            if self._uses[index] == unit:
+                last, self._jumped_over = self._symbol(self._uses[limit - 1]), []
+                if recomputes and index < limit - 1:
+                    self._first_of[last] = self._symbol(unit)
+                    self._jumped_over = self._uses[index + 1 : limit]
+                elif index == limit - 1:
+                    self._first_of.pop(last, None)
+                self._position = index
+                return True
+        return False
+
+    def restart(self) -> None:
+        """No backward runs."""
+        self._position, self._jumped_over = None, []
+
+    def end_backward(self) -> None:
+        """A backward is over. Its graph may have been retained, so its forward is remembered until the next forward."""
+        self.restart()
+        self._consumed = True
+
+    def forget_forwards(self) -> None:
+        """Forget the forwards so far: they have had their backward, or never will."""
+        self._uses, self._starts = [], []
+        self._consumed = False
+        self.restart()
+
+    def upcoming(self) -> Iterator[int]:
+        """Units in the order of their use in the rest of the backward."""
+        yield from self._jumped_over
+        limit = self._limit
+        while limit:
+            begin = self._begin_of_part(limit) if self._first_of else limit - 1
+            yield from self._uses[begin:limit]
+            limit = begin
+
+    @property
+    def _limit(self) -> int:
+        return len(self._uses) if self._position is None else self._position
+
+    def _begin_of_part(self, limit: int) -> int:
+        first = self._first_of.get(self._symbol(self._uses[limit - 1]))
+        if first is not None:
+            for index in range(limit - 1, -1, -1):
+                if self._symbol(self._uses[index]) == first:
+                    return index
+        return limit - 1
