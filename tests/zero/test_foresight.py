@@ -201,7 +201,7 @@ def test_evaluation_of_growing_texts_between_steps_is_foreseen(open_engine: Open
     assert span.foreseen() >= FORESEEN_MIN, span.counts()
 
 
-@pytest.mark.parametrize("room", [1.2, 1.6, 2.4], ids=lambda room: f"{room} blocks")
+@pytest.mark.parametrize("room", [0.6, 1.2, 1.6, 2.4], ids=lambda room: f"{room} blocks")
 @pytest.mark.parametrize("recompute", ["reentrant", "nonreentrant"])
 def test_blocks_of_several_units_are_foreseen_where_they_are_recomputed(
     open_engine: Open, nvme_path: Any, recompute: str, room: float
@@ -232,4 +232,5 @@ def test_blocks_of_several_units_are_foreseen_where_they_are_recomputed(
         fetched[checkpointing] = engine.statistics().gathers - before
         assert span.foreseen() == 1.0, span.counts()
         engine.close()
-    assert fetched[True] <= 1.1 * fetched[False]
+    # Of a block that does not fit, the part that left after its recomputation comes again for its gradients.
+    assert fetched[True] <= (1.1 + max(0, 1 - room)) * fetched[False]

@@ -1,7 +1,8 @@
 """The order in which a backward uses units: the reverse of the order in which the forward's uses ended.
 
 Activation checkpointing changes that. Where gradients reach a part of the model that is recomputed, the backward jumps
-to the first unit of the part and uses the others in forward order. Where it has jumped, it is expected to jump again.
+to the first unit of the part and uses the others in forward order; then gradients pass them in the reverse order.
+Where it has jumped, it is expected to jump again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class BackwardOrder:
         self._uses: list[int] = []
         self._starts: list[int] = []  # Where in `_uses` each forward begins.
         self._position: int | None = None  # Uses before it are still to come; None: all are.
-        self._jumped_over: list[int] = []  # They are used next, in forward order.
+        self._jumped_over: list[int] = []  # They are recomputed next, in forward order.
+        self._to_pass: list[int] = []  # Then gradients pass these.
         self._first_of: dict[int, int] = {}  # Of a part that is recomputed: symbol of its last unit -> of its first.
         self._consumed = False
 
@@ -57,25 +59,32 @@ class BackwardOrder:
 
     def use(self, unit: int, *, recomputes: bool) -> bool:
         """The backward uses the unit: gradients have reached it, or it is recomputed. False: no forward has used it."""
-        if unit in self._jumped_over:
-            self._jumped_over.remove(unit)
-            return True
+        for expected in (self._jumped_over, self._to_pass):
+            if unit in expected:
+                expected.remove(unit)
+                return True
         limit = self._limit
         for index in range(limit - 1, -1, -1):
             if self._uses[index] == unit:
-                last, self._jumped_over = self._symbol(self._uses[limit - 1]), []
-                if recomputes and index < limit - 1:
+                last, part = self._symbol(self._uses[limit - 1]), self._uses[index:limit] if recomputes else []
+                self._position, self._jumped_over, self._to_pass = index, part[1:], part[::-1]
+                if part:
                     self._first_of[last] = self._symbol(unit)
-                    self._jumped_over = self._uses[index + 1 : limit]
                 elif index == limit - 1:
                     self._first_of.pop(last, None)
-                self._position = index
                 return True
+        if recomputes:
+            self._to_pass.insert(0, unit)
         return False
+
+    def passed(self, unit: int) -> None:
+        """Gradients have passed the unit."""
+        if unit in self._to_pass:
+            self._to_pass.remove(unit)
 
     def restart(self) -> None:
         """No backward runs."""
-        self._position, self._jumped_over = None, []
+        self._position, self._jumped_over, self._to_pass = None, [], []
 
     def end_backward(self) -> None:
         """A backward is over. Its graph may have been retained, so its forward is remembered until the next forward."""
@@ -91,10 +100,13 @@ class BackwardOrder:
     def upcoming(self) -> Iterator[int]:
         """Units in the order of their use in the rest of the backward."""
         yield from self._jumped_over
+        yield from self._to_pass
         limit = self._limit
         while limit:
             begin = self._begin_of_part(limit) if self._first_of else limit - 1
             yield from self._uses[begin:limit]
+            if limit - begin > 1:
+                yield from reversed(self._uses[begin:limit])
             limit = begin
 
     @property

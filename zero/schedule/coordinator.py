@@ -210,21 +210,27 @@ class Coordinator:
         self._use_in_backward(self._units[index], recomputes=True)
 
     def _use_in_backward(self, one: UnitOnDevice, *, recomputes: bool) -> None:
-        if one.state == UnitState.HOME or one.backward_uses or one.recomputed:
+        if one.state == UnitState.HOME:
             self.follow(one.index)
-            if one.state != UnitState.HOME:
-                self._prefetch(with_backward=True)  # gradients may have passed other units since the last one
             return
-        self._in_backward = True
-        self.trace.use_backward(one.index, recomputes=recomputes)
-        self._bring(one)
-        one.recomputed = True
-        self._prefetch(with_backward=True)
+        one.recomputing += 1  # until the prefetch has ended, which may evict units that wait for gradients
+        try:
+            if one.backward_uses or one.recomputed:
+                self.follow(one.index)
+            else:
+                self._in_backward = True
+                self.trace.use_backward(one.index, recomputes=recomputes)
+                self._bring(one)
+                one.recomputed, one.returned = True, False
+            self._prefetch(with_backward=True)  # gradients may have passed units since the last one
+        finally:
+            one.recomputing -= 1
 
     def end_recompute(self, indices: Iterable[int]) -> None:
         """A recomputing call returned: until gradients reach it, its units may be evicted for others."""
         for index in indices:
             self._units[index].recomputing = max(self._units[index].recomputing - 1, 0)
+            self._units[index].returned = True
 
     def end_backward_use(self, index: int) -> bool:
         """Gradients have passed a call that uses the unit. True if that was the last open use; ignored if none was."""
@@ -235,6 +241,7 @@ class Coordinator:
         if one.backward_uses or one.recomputing:  # another micro-batch may still be recomputing it
             return False
         one.recomputed = False
+        self.trace.passed_in_backward(index)
         if not one.forward_uses and one.state != UnitState.HOME:
             self._keep_or_release(one, self.trace.upcoming_in_backward(forward_follows=self.accumulating))
         return True
@@ -390,7 +397,7 @@ class Coordinator:
         nbytes, block = numel * unit.dtype.itemsize, None
         limit_numel = self._live_numel_max - numel
         while block is None:
-            candidates = self._movable()
+            candidates = self._units.movable()
             if self._units.resident_numel <= limit_numel:
                 block = self._loader.lease(nbytes)
             elif not candidates:
@@ -405,7 +412,7 @@ class Coordinator:
         self.counters.gathers += 1
         self.counters.gathered_bytes += block.data.numel()
         self.counters.expert_row_bytes += block.data.numel()
-        self._note_live()
+        self.counters.note_live(self._units.resident_numel + self._lent_numel)
         return block
 
     def return_rows_later(self, unit: Unit, block: Block, numel: int, transfer: Transfer[Fence]) -> None:
@@ -460,7 +467,7 @@ class Coordinator:
         arrival = self._loader.begin(unit)
         while arrival is None:
             # Enough memory is free, but in fragments: evict the unit needed last to get a contiguous run.
-            candidates = self._movable()
+            candidates = self._units.movable()
             if not candidates:
                 self._loader.lease_error(unit).release()
             self._evict_furthest(candidates)
@@ -489,7 +496,7 @@ class Coordinator:
         self.counters.gathers += 1
         self.counters.gathered_bytes += one.unit.nbytes
         self.counters.whole_experts.update([one.index] if one.unit.expert_rows else [])
-        self._note_live()
+        self.counters.note_live(self._units.resident_numel + self._lent_numel)
 
     def _evict_furthest(self, candidates: list[int]) -> None:
         """Evict the unit whose next use is furthest away; units that a generation keeps are evicted last."""
@@ -517,21 +524,12 @@ class Coordinator:
         if moves.complete and not moves.evict:
             self._complete = forecast
 
-    def _movable(self) -> list[int]:
-        """Units that can be evicted: those not in use; if there are none, those that only wait for gradients."""
-        resident, in_use, waiting = self._units.resident(), self._units.in_use(), self._units.waiting()
-        return [i for i in resident if i not in in_use] or [i for i in resident if i in waiting]
-
     def _is_pinned(self, index: int) -> bool:
         """A prefetch must not evict it: it is in use, kept, or in flight (ranks in step: even if it has arrived)."""
         one, arrival = self._units[index], self._units[index].arrival
         if one.state == UnitState.COMING:
             return self._loader.in_step or arrival is None or not arrival.settled
-        return one.stays or index in self._hot.kept
-
-    def _note_live(self) -> None:
-        live = self._units.resident_numel + self._lent_numel
-        self.counters.live_numel_peak = max(self.counters.live_numel_peak, live)
+        return (one.stays and not (one.waits and one.returned)) or index in self._hot.kept
 
     def _no_room(self, what: str, numel: int) -> BudgetError:
         in_use = [self._layout.units[i] for i in sorted(self._units.in_use())]

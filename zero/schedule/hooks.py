@@ -225,11 +225,12 @@ class ModuleHooks:
     def borrow(self, index: int) -> None:
         """The innermost open call uses the unit although its module does not own it."""
         if in_backward():
+            joined = [call for call in self._calls[-1:] if index not in call.units]
             with apart(), self._events.tearing():
-                self._coordinator.begin_recompute(index)
-            if self._calls and index not in self._calls[-1].units:  # it stays until gradients have passed this call
-                self._calls[-1].units.append(index)
-                self._open_frame_once(self._calls[-1])
+                self._coordinator.begin_recompute(index, by_call=any(call.recompute for call in joined))
+            for call in joined:  # it stays until gradients have passed this call
+                call.units.append(index)
+                self._open_frame_once(call)
         elif self._calls and not self._uses(index):
             self._use(index, self._calls[-1])
 
@@ -388,7 +389,7 @@ class ModuleHooks:
             call.close()
             if call.recompute:
                 with apart():
-                    self._coordinator.end_recompute(units)
+                    self._coordinator.end_recompute(call.units)
             self._end_uses(call)
             return output
 

@@ -48,6 +48,7 @@ class UnitOnDevice:
         backward_uses: calls that gradients have reached and not passed.
         recomputing: open calls of a recomputation.
         recomputed: a backward has fetched it: it stays until a backward use of it ends, or the whole backward.
+        returned: it was used by a recomputing call, and such a call has returned.
         seen: it was read with gradients outside any call: it stays until a backward has ended.
         edited: an editor shows its live values: it stays until the editor is done.
         shown: after the work that has filled the memory of an editor.
@@ -58,7 +59,7 @@ class UnitOnDevice:
         self.state = UnitState.HOME if unit.persistent else UnitState.AWAY
         self.arrival: Arrival | None = None
         self.forward_uses = self.backward_uses = self.recomputing = 0
-        self.recomputed = self.seen = self.edited = False
+        self.recomputed = self.returned = self.seen = self.edited = False
         self.shown: Fence = None
 
     @property
@@ -127,8 +128,10 @@ class Residency:
         """Live units that cannot be evicted."""
         return {one.index for one in self._listed[UnitState.LIVE].values() if one.stays}
 
-    def waiting(self) -> set[int]:
-        return {one.index for one in self._units if one.waits}
+    def movable(self) -> list[int]:
+        """Units that can be evicted: those not in use; if there are none, those that only wait for gradients."""
+        resident, in_use = self.resident(), self.in_use()
+        return [i for i in resident if i not in in_use] or [i for i in resident if self[i].waits]
 
 
 @dataclass(slots=True)
@@ -144,3 +147,6 @@ class FetchCounters:
     expert_row_bytes: int = 0  # The part of `gathered_bytes` for rows of packed experts that were fetched alone.
     whole_experts: Counter[int] = field(default_factory=Counter)  # How often packed experts were fetched whole.
     live_numel_peak: int = 0
+
+    def note_live(self, numel: int) -> None:
+        self.live_numel_peak = max(self.live_numel_peak, numel)

@@ -93,6 +93,10 @@ class Trace:
         if not self._backward.use(unit, recomputes=recomputes):
             self._recomputed.add(unit)
 
+    def passed_in_backward(self, unit: int) -> None:
+        """Gradients have passed `unit`."""
+        self._backward.passed(unit)
+
     def end_backward(self) -> None:
         self._backward.end_backward()
 
