@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from pretend_groups import FOUR_RANKS, GROUPS, LONG, OF_RANKS, WITHOUT_SWAPS, by_default, everywhere
+from pretend_groups import FOUR_RANKS, GROUPS, LONG, OF_RANKS, everywhere
 from pretend_process import needed, verdicts, wrong
 
 pytestmark = pytest.mark.broad
@@ -19,24 +19,6 @@ def test_training_at_every_place_has_the_bits_of_the_cpu(group: str, mode: str) 
     if group in LONG:
         pytest.importorskip("transformers")
     found = verdicts(everywhere(group, mode))
-    assert not wrong(found), wrong(found)
-
-
-@pytest.mark.parametrize("group", WITHOUT_SWAPS)
-def test_where_torch_cannot_swap_storages_training_has_the_bits_of_the_cpu(group: str) -> None:
-    needed()
-    found = verdicts(by_default(group), swaps=False)
-    assert not wrong(found), wrong(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["copies", "compute", "late", "random"])
-@pytest.mark.parametrize("group", sorted(GROUPS.keys() - LONG))
-def test_where_torch_cannot_swap_storages_training_at_every_place_has_the_bits_of_the_cpu(
-    group: str, mode: str
-) -> None:
-    needed()
-    found = verdicts(everywhere(group, mode), swaps=False)
     assert not wrong(found), wrong(found)
 
 
