@@ -349,6 +349,21 @@ def test_what_was_recomputed_is_needed_until_gradients_have_passed_it() -> None:
     assert list(trace.upcoming_in_backward(forward_follows=False)) == [5, 4, 3, 2, 1, 0]
 
 
+def test_a_recomputation_out_of_turn_changes_the_order_of_nothing_else() -> None:
+    """A module that later layers share, for example; and the next backward does not expect it."""
+    trace = Trace()
+    for _ in range(2):
+        forward(trace, list(range(10)))
+        assert list(trace.upcoming_in_backward(forward_follows=False)) == list(range(9, -1, -1))
+        go_back(trace, "gradient", 9)
+        go_back(trace, "recompute", 2)
+        go_back(trace, "gradient", 8)
+        assert list(trace.upcoming_in_backward(forward_follows=False)) == list(range(7, -1, -1))
+        for unit in range(7, -1, -1):
+            go_back(trace, "gradient", unit)
+        trace.end_backward()
+
+
 def test_a_part_that_is_no_longer_recomputed_is_foretold_in_reverse_again() -> None:
     trace, uses = Trace(), [unit for part in PARTS for unit in part]
     forward(trace, uses)

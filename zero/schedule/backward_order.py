@@ -7,7 +7,7 @@ Where it has jumped, it is expected to jump again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 FORWARDS_MAX = 16  # Forwards remembered for their backward; the backward of an older one costs one miss per unit.
 
@@ -25,7 +25,8 @@ class BackwardOrder:
         self._uses: list[int] = []
         self._starts: list[int] = []  # Where in `_uses` each forward begins.
         self._position: int | None = None  # Uses before it are still to come; None: all are.
-        self._jumped_over: list[int] = []  # They are recomputed next, in forward order.
+        self._part: list[int] = []  # What is recomputed at present: the uses from the place reached on.
+        self._jumped_over: list[int] = []  # Units of the part that are recomputed next, in forward order.
         self._to_pass: list[int] = []  # Then gradients pass these.
         self._first_of: dict[int, int] = {}  # Of a part that is recomputed: symbol of its last unit -> of its first.
         self._consumed = False
@@ -59,23 +60,30 @@ class BackwardOrder:
 
     def use(self, unit: int, *, recomputes: bool) -> bool:
         """The backward uses the unit: gradients have reached it, or it is recomputed. False: no forward has used it."""
-        for expected in (self._jumped_over, self._to_pass):
-            if unit in expected:
-                expected.remove(unit)
+        if unit in self._jumped_over:
+            if recomputes:
+                self._first_of[self._symbol(self._part[-1])] = self._symbol(self._part[0])
+                self._jumped_over.remove(unit)
                 return True
+            # What seemed to be a jump was one use out of turn: the units between are used in reverse order.
+            self._go_to(self._limit + len(self._part))
+        if unit in self._to_pass:
+            self._to_pass.remove(unit)
+            return True
         limit = self._limit
         for index in range(limit - 1, -1, -1):
             if self._uses[index] == unit:
-                last, part = self._symbol(self._uses[limit - 1]), self._uses[index:limit] if recomputes else []
-                self._position, self._jumped_over, self._to_pass = index, part[1:], part[::-1]
-                if part:
-                    self._first_of[last] = self._symbol(unit)
-                elif index == limit - 1:
-                    self._first_of.pop(last, None)
+                self._go_to(index, self._uses[index:limit] if recomputes else [])
+                if index == limit - 1:
+                    self._first_of.pop(self._symbol(unit), None)
                 return True
         if recomputes:
             self._to_pass.insert(0, unit)
         return False
+
+    def _go_to(self, position: int | None, part: Sequence[int] = ()) -> None:
+        self._position, self._part = position, [*part]
+        self._jumped_over, self._to_pass = self._part[1:], self._part[::-1]
 
     def passed(self, unit: int) -> None:
         """Gradients have passed the unit."""
@@ -84,7 +92,7 @@ class BackwardOrder:
 
     def restart(self) -> None:
         """No backward runs."""
-        self._position, self._jumped_over, self._to_pass = None, [], []
+        self._go_to(None)
 
     def end_backward(self) -> None:
         """A backward is over. Its graph may have been retained, so its forward is remembered until the next forward."""

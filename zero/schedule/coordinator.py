@@ -207,19 +207,21 @@ class Coordinator:
         `by_call`: a module call uses it, and `end_recompute` follows when that call returns.
         """
         self._units[index].recomputing += by_call
-        self._use_in_backward(self._units[index], recomputes=True)
+        self._use_in_backward(self._units[index], recomputes=True if by_call else None)
 
-    def _use_in_backward(self, one: UnitOnDevice, *, recomputes: bool) -> None:
-        if one.state == UnitState.HOME:
+    def _use_in_backward(self, one: UnitOnDevice, *, recomputes: bool | None) -> None:
+        """`recomputes`: see `Trace.use_backward`; None: code outside any call reads it, out of order."""
+        present = one.state == UnitState.HOME or one.backward_uses or one.recomputed
+        if present:
             self.follow(one.index)
+        if one.state == UnitState.HOME:
             return
         one.recomputing += 1  # until the prefetch has ended, which may evict units that wait for gradients
         try:
-            if one.backward_uses or one.recomputed:
-                self.follow(one.index)
-            else:
+            if not present:
                 self._in_backward = True
-                self.trace.use_backward(one.index, recomputes=recomputes)
+                if recomputes is not None:
+                    self.trace.use_backward(one.index, recomputes=recomputes)
                 self._bring(one)
                 one.recomputed, one.returned = True, False
             self._prefetch(with_backward=True)  # gradients may have passed units since the last one
@@ -409,10 +411,8 @@ class Coordinator:
             elif block is None:
                 block = self._storage.unit_pool.lease(nbytes, f"rows of {unit.name}")
         self._lent_numel += numel
-        self.counters.gathers += 1
-        self.counters.gathered_bytes += block.data.numel()
+        self.counters.note_fetch(block.data.numel(), self._units.resident_numel + self._lent_numel)
         self.counters.expert_row_bytes += block.data.numel()
-        self.counters.note_live(self._units.resident_numel + self._lent_numel)
         return block
 
     def return_rows_later(self, unit: Unit, block: Block, numel: int, transfer: Transfer[Fence]) -> None:
@@ -493,10 +493,8 @@ class Coordinator:
 
     def _note_coming(self, one: UnitOnDevice, arrival: Arrival) -> None:
         self._units.move(one, UnitState.COMING, arrival)
-        self.counters.gathers += 1
-        self.counters.gathered_bytes += one.unit.nbytes
+        self.counters.note_fetch(one.unit.nbytes, self._units.resident_numel + self._lent_numel)
         self.counters.whole_experts.update([one.index] if one.unit.expert_rows else [])
-        self.counters.note_live(self._units.resident_numel + self._lent_numel)
 
     def _evict_furthest(self, candidates: list[int]) -> None:
         """Evict the unit whose next use is furthest away; units that a generation keeps are evicted last."""

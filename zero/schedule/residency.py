@@ -148,5 +148,8 @@ class FetchCounters:
     whole_experts: Counter[int] = field(default_factory=Counter)  # How often packed experts were fetched whole.
     live_numel_peak: int = 0
 
-    def note_live(self, numel: int) -> None:
-        self.live_numel_peak = max(self.live_numel_peak, numel)
+    def note_fetch(self, nbytes: int, live_numel: int) -> None:
+        """So many bytes were fetched, and then so many elements were live."""
+        self.gathers += 1
+        self.gathered_bytes += nbytes
+        self.live_numel_peak = max(self.live_numel_peak, live_numel)
