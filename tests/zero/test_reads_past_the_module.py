@@ -122,3 +122,46 @@ def test_outside_a_forward_a_value_that_is_there_lasts_for_its_backward_and_othe
     engine.step()
     assert engine.skipped_steps == 0
     assert read > 0
+
+
+class ReadsTwo(torch.autograd.Function):
+    """Reads two weights at once, in forward and in backward; gradients of these reads are none of its business."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, first: nn.Linear, second: nn.Linear) -> torch.Tensor:
+        ctx.layers = first, second
+        return x @ (first.weight.detach() @ second.weight.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        first, second = ctx.layers
+        return gradients[0] @ torch.matmul(first.weight, second.weight).t(), None, None
+
+
+class ReadsInBackward(Stack):
+    def __init__(self, position: int) -> None:
+        super().__init__(READS["a list"], "after")
+        self.position = position
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for position, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if position == self.position:
+                x = ReadsTwo.apply(x, self.layers[-1], self.layers[-2])
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("units", range(3, 7))
+@pytest.mark.parametrize("position", range(LAYERS - 2))
+def test_a_backward_may_read_weights_whose_gradients_have_passed(
+    open_engine: Open, nvme_path: Path, position: int, units: int
+) -> None:
+    """As a fused operation may. What it reads first is not evicted for what is fetched ahead at its second read."""
+    models = []
+    for _ in range(2):
+        with seeded(1):
+            models.append(ReadsInBackward(position))
+    tight = {"stage3_max_live_parameters": units * UNIT_NUMEL, "stage3_prefetch_bucket_size": UNIT_NUMEL}
+    found = trained(open_engine, make_config(("cpu", "cpu"), nvme_path, zero=tight), models[0])
+    expected = trained(open_engine, make_config(("none", "none"), nvme_path, zero={"stage": 0}), models[1])
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
