@@ -4,14 +4,16 @@
 
 `Ddp` is DistributedDataParallel, torch's AdamW and clip_grad_norm_. `Opposite` computes the same in another order: each
 rank sums its own gradients over a whole step, then all are added from the last rank to the first; the norm is computed
-in fp64, and AdamW is torch's fused one. Neither is more exact than the other, so their distance is the effect of the
-order of operations. Both average over ranks and over the micro-steps of one step; several backwards are added.
+in fp64, and AdamW is torch's fused one. `Late` is `Ddp` that reduces once a step (`no_sync`). None is more exact than
+the others, so their distance is the effect of the order of operations. All average over ranks and over the micro-steps
+of one step; several backwards are added.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +97,16 @@ class Ddp(Plain):
 
 
 @dataclass
+class Late(Ddp):
+    """The gradients of a step are reduced in its last backward."""
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        last = (self.micro_steps + 1) % self.accumulation == 0
+        with nullcontext() if last else self.callable.no_sync():
+            return super().__call__(*inputs, **named)
+
+
+@dataclass
 class Opposite(Plain):
     """A reduction by hand; ranks are added from the last to the first."""
 
@@ -121,34 +133,35 @@ class Opposite(Plain):
         return norm
 
 
-def beyond(ours: Outcome, one: Outcome, other: Outcome) -> list[str]:
-    """Where `ours` is further from `one` than the spread of `one` and `other` allows, in words; empty if nowhere.
+def beyond(ours: Outcome, one: Outcome, *others: Outcome) -> list[str]:
+    """Where `ours` is further from `one` than the spread of `one` and `others` allows, in words; empty if nowhere.
 
-    The spread of a tensor is the largest distance of its elements in the two runs. There is a minimum, in case both
-    agree: a few ulps of the largest element.
+    The spread of a tensor is the largest distance of its elements in `one` from those in another run. There is a
+    minimum, in case all agree: a few ulps of the largest element.
     """
     found = [f"only on one side: {key}" for key in sorted(set(ours.tensors) ^ set(one.tensors))]
     for key in sorted(set(ours.tensors) & set(one.tensors)):
-        a, b, c = (run.tensors[key].double() for run in (ours, one, other))
+        a, b, *rest = (run.tensors[key].double() for run in (ours, one, *others))
         if a.shape != b.shape:
             found.append(f"{key}: {tuple(a.shape)} against {tuple(b.shape)}")
             continue
-        allowed = allowed_distance(b, c)
+        allowed = allowed_distance(b, *rest)
         distance = (a - b).abs()
         if key.endswith("/step"):
             allowed = torch.zeros(())
         if (distance > allowed).any():
             found.append(f"{key}: {distance.max():.3g} apart, {allowed.max():.3g} allowed, up to {b.abs().max():.3g}")
-    norms = [torch.tensor(run.norms, dtype=torch.float64) for run in (ours, one, other)]
+    norms = [torch.tensor(run.norms, dtype=torch.float64) for run in (ours, one, *others)]
     if norms[0].shape != norms[1].shape:
         found.append(f"{len(norms[0])} norms against {len(norms[1])}")
-    elif ((norms[0] - norms[1]).abs() > allowed_distance(norms[1], norms[2])).any():
+    elif ((norms[0] - norms[1]).abs() > allowed_distance(*norms[1:])).any():
         found.append(f"norms: {ours.norms} against {one.norms}")
     return found
 
 
-def allowed_distance(one: Tensor, other: Tensor) -> Tensor:
-    """The allowed distance of a third run from `one`: 4 times the spread, and at least the minimum."""
-    spread = (one - other).abs().max() if one.numel() else torch.zeros(())
-    largest = one.abs().max() if one.numel() else torch.zeros(())
+def allowed_distance(one: Tensor, *others: Tensor) -> Tensor:
+    """The allowed distance of a further run from `one`: 4 times the spread, and at least the minimum."""
+    nothing = torch.zeros(())
+    spread = max(((one - other).abs().max() for other in others), default=nothing) if one.numel() else nothing
+    largest = one.abs().max() if one.numel() else nothing
     return torch.maximum(ALLOWED_SPREADS * spread, FLOOR_ULPS * FP32_EPS * largest).expand(one.shape)

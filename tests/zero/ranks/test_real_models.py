@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from models import seeded, tokens, trainability
 from ranks import RankPool
-from ranks_plain import Ddp, Opposite, Outcome, beyond
+from ranks_plain import Ddp, Late, Opposite, Outcome, beyond
 from ranks_runs import CLIPPING, HYPER, Place, Run, engine_config, outcome_of, quiet
 from reference import differences
 
@@ -65,7 +65,7 @@ def trained(name: str, run: Run, place: Place, nvme_path: str) -> Outcome:
 
 def plain(name: str, run: Run) -> list[Outcome]:
     held = []
-    for kind in (Ddp, Opposite):
+    for kind in (Ddp, Opposite, Late):
         trainer = kind(build(name), HYPER, run.accumulation, run.clipping)
         train(trainer, run)
         held.append(trainer.outcome())
