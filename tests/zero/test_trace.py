@@ -427,3 +427,46 @@ def test_what_was_asked_before_changes_no_answer(story: list[tuple[str, Any]], g
         for earlier in story[: position + 1]:
             tell(silent, *earlier)
         assert answers(asked) == answers(silent)
+
+
+@given(stories(), st.sampled_from([{}, {0: 0, 1: 0, 2: 0}, {0: 0, 1: 0, 3: 1, 4: 1}]))
+def test_without_a_surprise_nothing_new_is_foreseen(story: list[tuple[str, Any]], groups: dict[int, int]) -> None:
+    """So a forecast whose units are all there need not be read again."""
+    trace, before, surprises = Trace(groups), answers(Trace(groups)), -1
+    for event, what in story:
+        for part in [(event, what)] if event != "backward" else [("gradient", unit) for unit in what[::-1]]:
+            if part[0] == "gradient":
+                trace.use_backward(part[1])
+            else:
+                tell(trace, *part)
+            after = answers(trace)
+            if trace.surprises == surprises:
+                used = {part[1]} if part[0] in ("use", "gradient") else set()
+                assert [set(new) - set(old) - used for new, old in zip(after, before, strict=True)] == [set()] * 4
+            before, surprises = after, trace.surprises
+        if event == "backward":
+            trace.end_backward()
+
+
+def test_a_fork_that_is_foreseen_is_no_surprise() -> None:
+    trace, branches = Trace(), ([0, 1, 2, 5], [0, 3, 4, 5])
+    for step in range(10):
+        uses = branches[step % 2]
+        trace.begin_forward("train")
+        foretold(trace)
+        surprises = trace.surprises
+        for unit in uses:
+            trace.use_forward(unit, backward_follows=True)
+        assert step < 5 or trace.surprises == surprises
+        trace.end_forward()
+        backward(trace, uses)
+
+
+def test_a_unit_that_is_recomputed_twice_is_still_expected_by_gradients() -> None:
+    """A checkpoint inside a checkpoint, whose outer part is larger than the room."""
+    trace = Trace()
+    forward(trace, [unit for part in PARTS for unit in part])
+    go_back(trace, "gradient", 10)
+    for unit in (*PARTS[3], 8):
+        go_back(trace, "recompute", unit)
+    assert list(trace.upcoming_in_backward(forward_follows=False))[:4] == [9, 8, 7, 6]

@@ -67,8 +67,9 @@ class BackwardOrder:
                 return True
             # What seemed to be a jump was one use out of turn: the units between are used in reverse order.
             self._go_to(self._limit + len(self._part))
-        if unit in self._to_pass:
-            self._to_pass.remove(unit)
+        if unit in self._to_pass:  # a part inside the part may be recomputed again, before gradients pass it
+            if not recomputes:
+                self._to_pass.remove(unit)
             return True
         limit = self._limit
         for index in range(limit - 1, -1, -1):

@@ -206,14 +206,15 @@ class Coordinator:
 
         `by_call`: a module call uses it, and `end_recompute` follows when that call returns.
         """
-        self._units[index].recomputing += by_call
         self._use_in_backward(self._units[index], recomputes=True if by_call else None)
+        self._units[index].recomputing += by_call
 
     def _use_in_backward(self, one: UnitOnDevice, *, recomputes: bool | None) -> None:
         """`recomputes`: see `Trace.use_backward`; None: code outside any call reads it, out of order."""
         present = one.state == UnitState.HOME or one.backward_uses or one.recomputed
         if present:
             self.follow(one.index)
+            one.returned &= recomputes is not None
         if one.state == UnitState.HOME:
             return
         one.recomputing += 1  # until the prefetch has ended, which may evict units that wait for gradients

@@ -172,9 +172,9 @@ class HotUnits:
         self.kept: set[int] = set()
         self._open: set[int] = set()  # Units whose use has not ended.
         self._held_numel = 0  # Elements of the units that are kept or open.
-        self._of_size = Counter(numel.values())  # Elements of a unit -> how many units have as many.
-        self._streamed = self._of_size.copy()  # The same for units that are not held.
-        self._sizes = sorted(self._of_size, reverse=True)
+        self._streamed = Counter(numel.values())  # Elements of a unit -> how many such units are not held.
+        self._sizes = sorted(self._streamed, reverse=True)
+        self._kept_of: dict[int, set[int]] = {size: set() for size in self._sizes}  # Elements -> kept units.
         self._numel_of_all = sum(numel.values())
         self.on = False  # Inside a generation.
 
@@ -209,7 +209,8 @@ class HotUnits:
 
     def _hold(self, unit: int, *, kept: bool, used: bool) -> None:
         was = unit in self.kept or unit in self._open
-        (self.kept.add if kept else self.kept.discard)(unit)
+        for group in (self.kept, self._kept_of[self._numel[unit]]):
+            (group.add if kept else group.discard)(unit)
         (self._open.add if used else self._open.discard)(unit)
         more = (kept or used) - was
         self._held_numel += more * self._numel[unit]
@@ -231,9 +232,9 @@ class HotUnits:
         if MUCH_HOTTER * self._fewest_uses() < uses[unit]:
             colder = [one for one in self.kept if MUCH_HOTTER * uses[one] < uses[unit] and not in_use(one)]
         leave = self._to_make_room(sorted(colder, key=lambda one: (uses[one], one)))
-        if leave is None and self._holds_smaller(numel[unit]):
+        if leave is None:
             # A large unit is worth more than smaller ones: the streamed units then need less room.
-            smaller = [one for one in self.kept if numel[one] < numel[unit]]
+            smaller = (one for size in self._sizes if size < numel[unit] for one in self._kept_of[size])
             even = [one for one in smaller if uses[one] <= uses[unit] and not in_use(one)]
             leave = self._to_make_room(sorted(even, key=lambda one: (numel[one], one)))
             if leave is not None and sum(numel[one] for one in leave) >= numel[unit]:
@@ -245,9 +246,6 @@ class HotUnits:
         for one in leave:
             self._hold(one, kept=False, used=False)
         return tuple(leave)
-
-    def _holds_smaller(self, than_numel: int) -> bool:
-        return any(self._streamed[size] < self._of_size[size] for size in self._sizes if size < than_numel)
 
     def _fewest_uses(self) -> float:
         """Uses of the kept unit that has the fewest."""

@@ -79,7 +79,9 @@ class UnitOnDevice:
     @property
     def waits(self) -> bool:
         """It was recomputed, and no open call uses it: if it is evicted, gradients will fetch it again."""
-        return self.recomputed and not (self.forward_uses or self.backward_uses or self.recomputing or self.edited)
+        return self.recomputed and not (
+            self.forward_uses or self.backward_uses or self.recomputing or self.seen or self.edited
+        )
 
 
 class Residency:

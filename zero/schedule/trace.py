@@ -37,7 +37,7 @@ class Trace:
         self._key: Key = (START, START)
         self._course: Course | None = None  # What follows `_key`, if somebody has asked.
         self._next: Course | None = None  # The next forward while a backward runs, likewise.
-        self.surprises = 0  # How often another forward than the expected one has been foreseen.
+        self.surprises = 0  # Changes of the forecast other than that the uses foreseen first have come.
         self._backward = BackwardOrder(self._routing.symbol)
 
     def begin_forward(self, phase: str, *, backward_follows: bool = True) -> None:
@@ -99,6 +99,7 @@ class Trace:
 
     def end_backward(self) -> None:
         self._backward.end_backward()
+        self.surprises += 1
 
     def forget_forwards(self) -> None:
         """Forget the forwards so far: they have had their backward, or never will."""
@@ -160,14 +161,16 @@ class Trace:
         if symbol == self._key[1] and self._routing.is_routed(symbol):
             return  # another unit of the same siblings
         successors = self._tables.setdefault(self._phase, {}).setdefault(self._key, [])
-        as_known = successors[-1:] == [symbol]
+        # The course of a generation comes here again, in the next forward.
+        as_known = self._phase != GENERATE or successors[-1:] == [symbol]
         if successors and unit != END:  # not for END: the forward may have been aborted here
-            turn = self._phase, self._key, successors[-1]
-            as_known &= self._turns.get(turn, symbol) == symbol
-            self._turns[turn] = symbol
+            self._turns[self._phase, self._key, successors[-1]] = symbol
         if symbol in successors:
             successors.remove(symbol)
         successors.append(symbol)  # the most recent one last
+        # Beyond experts that we could not predict nothing was foreseen.
+        self.surprises += self._routing.in_the_dark(self._key[1], self._phase)
         self._key = (self._key[1], symbol)
+        self._next = None
         if not (as_known and self._course is not None and self._course.follow(symbol)):
             self._forget_course()
