@@ -32,7 +32,6 @@ class BackwardOrder:
         self._consumed = False
 
     def begin_forward(self) -> None:
-        self.restart()
         if self._consumed:
             self.forget_forwards()
         self._starts.append(len(self._uses))

@@ -160,7 +160,7 @@ class HotUnits:
     the rest. So a kept unit stays, and gives way only to a unit that is used far more often (a unit of the decoder
     replaces one of the encoder, which was kept first; a popular expert replaces a rare one).
 
-    The work at a use does not grow with the number of units: there may be thousands.
+    There may be thousands of units: a use looks at all kept ones only if it may exchange some.
 
     `numel`: elements of every unit that is fetched and released.
     """

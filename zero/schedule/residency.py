@@ -92,7 +92,7 @@ class Residency:
         self._listed: dict[UnitState, dict[int, UnitOnDevice]] = {state: {} for state in UnitState}
         for one in self._units:
             self._listed[one.state][one.index] = one
-        self._resident_numel = 0
+        self.resident_numel = 0  # Elements of all units in RESIDENT states.
         self.departures = 0  # How often a unit has gone away.
 
     def __getitem__(self, index: int) -> UnitOnDevice:
@@ -110,7 +110,7 @@ class Residency:
             raise StateError(f"unit {one.unit.name}: cannot go from {one.state.name} to {state.name}")
         del self._listed[one.state][one.index]
         self._listed[state][one.index] = one
-        self._resident_numel += one.unit.numel * ((state in RESIDENT) - (one.state in RESIDENT))
+        self.resident_numel += one.unit.numel * ((state in RESIDENT) - (one.state in RESIDENT))
         self.departures += state == UnitState.AWAY
         one.state, one.arrival = state, arrival
 
@@ -121,10 +121,6 @@ class Residency:
     def resident(self) -> list[int]:
         """Units in RESIDENT states: live ones, then coming ones."""
         return [*self._listed[UnitState.LIVE], *self._listed[UnitState.COMING]]
-
-    @property
-    def resident_numel(self) -> int:
-        return self._resident_numel
 
     def in_use(self) -> set[int]:
         """Live units that cannot be evicted."""
