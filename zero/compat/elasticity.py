@@ -43,11 +43,12 @@ def compute_elastic_config(
     Args:
         ds_config: configuration with an enabled `elasticity` block.
         target_deepspeed_version: accepted; the rule is the same for all versions.
-        world_size: number of ranks; 0: not known, and no micro-batch is chosen.
+        world_size: number of ranks; 0: that of the variable WORLD_SIZE where one is needed, by version 0.2 or for
+            the micro-batch, else none.
         return_microbatch: return it too; as in DeepSpeed, it is also returned if `world_size` is given.
 
     Raises:
-        ElasticityConfigError: no block, or an impossible one.
+        ElasticityConfigError: no block, an impossible one, or no number of ranks where one is needed.
         ElasticityIncompatibleWorldSize: `world_size` ranks cannot share the batch.
     """
     if not isinstance(ds_config, Mapping):
@@ -55,13 +56,25 @@ def compute_elastic_config(
     if not elasticity_enabled(ds_config):
         raise ElasticityConfigError("elasticity: expected a block with enabled set to true; add one")
     block = _block(ds_config[KEY])
+    needs_ranks = return_microbatch or block.version == 0.2
+    ranks = _ranks_of_environment() if needs_ranks and not world_size else world_size
     try:
-        chosen = elastic_batch(block, world_size)
+        chosen = elastic_batch(block, ranks)
     except ValueError as error:
-        kind = ElasticityIncompatibleWorldSize if world_size else ElasticityConfigError
-        raise kind(f"elasticity: expected {error}, got {world_size} ranks") from None
+        kind = ElasticityIncompatibleWorldSize if ranks else ElasticityConfigError
+        raise kind(f"elasticity: expected {error}, got {ranks} ranks") from None
     micro = (chosen.micro_batch_size,) if world_size or return_microbatch else ()
     return (chosen.train_batch_size, list(chosen.ranks), *micro)
+
+
+def _ranks_of_environment() -> int:
+    word = os.environ.get("WORLD_SIZE", "")
+    if not (word.isascii() and word.isdigit() and int(word)):
+        raise ElasticityConfigError(
+            "elasticity: expected a number of ranks with version 0.2 or return_microbatch, got 0 and "
+            f"WORLD_SIZE={word or 'unset'}; pass world_size, or set the variable"
+        )
+    return int(word)
 
 
 def _block(given: Mapping[str, Any]) -> Elasticity:

@@ -1,9 +1,10 @@
 """`elasticity`: one batch size that many numbers of ranks divide, so that a job may continue with more or fewer ranks.
 
-[Source: DeepSpeed's elasticity, versions 0.1 and 0.2 of its rule] A candidate is a micro-batch, or the least common
-multiple of all of them, times the largest highly composite number that keeps it within the limit (the multiple itself
-is always a candidate). The candidate that most numbers of ranks can share is taken. The results equal DeepSpeed's, so
-jobs that it began continue with the same batches.
+[Source: DeepSpeed's elasticity, versions 0.1 and 0.2 of its rule, as its change #8237 has left it] A candidate is a
+micro-batch, or the least common multiple of all of them where that is within the limit, times the largest highly
+composite number that keeps it there. The candidate that most numbers of ranks can share is taken. The results are
+those of that rule wherever it has one that can be trained with. Before that change the multiple was a candidate above
+the limit too: a job that DeepSpeed began with such a batch gets another one.
 """
 
 from __future__ import annotations
@@ -69,11 +70,12 @@ class ElasticBatch:
 
 
 def candidate_batch_sizes(bases: Iterable[int], largest: int) -> list[int]:
-    """For each base, its product with the largest highly composite number that stays within `largest`."""
+    """For each base within `largest`, its product with the largest highly composite number that stays there too."""
     found = set()
     for base in bases:
-        index = bisect.bisect_right(HIGHLY_COMPOSITE, largest // base)
-        found.add(base * HIGHLY_COMPOSITE[index - 1] if base < largest else base)
+        if base <= largest:
+            index = bisect.bisect_right(HIGHLY_COMPOSITE, largest // base)
+            found.add(base * HIGHLY_COMPOSITE[index - 1])
     return sorted(found)
 
 
@@ -110,32 +112,37 @@ def elastic_batch(block: Elasticity, world_size: int = 0) -> ElasticBatch:
     """
     if block.model_parallel_size > 1:
         raise ValueError("elasticity.model_parallel_size 1, because tensor parallelism is not available")
-    if block.version >= 0.2:
+    if block.version not in (0.1, 0.2):
+        raise ValueError(f"elasticity.version 0.1 or 0.2 (got {block.version}), the rules that DeepSpeed has,")
+    if block.version == 0.2:
         return _of_whole_nodes(block, world_size)
     batch, ranks = best_batch(block, block.max_train_batch_size, block.min_gpus, block.max_gpus)
     if not world_size:
         return ElasticBatch(batch, tuple(ranks), None)
     if world_size not in ranks:
         raise ValueError(f"{_named(ranks)} ranks, which share a batch of {batch}")
-    fitting = [micro for micro in sorted(set(block.micro_batch_sizes)) if batch // world_size % micro == 0]
-    return ElasticBatch(batch, tuple(ranks), fitting[-1])
+    return ElasticBatch(batch, tuple(ranks), _largest_micro_batch(block, batch // world_size))
 
 
 def _of_whole_nodes(block: Elasticity, world_size: int) -> ElasticBatch:
     """Version 0.2: whole nodes share the batch. If the given ranks cannot, the batch is reduced to fit them."""
     node = block.num_gpus_per_node
-    batch, nodes = best_batch(block, block.max_train_batch_size // node, block.min_gpus // node, block.max_gpus // node)
+    largest = block.max_train_batch_size // node
+    most = block.max_gpus // node or largest  # Less than a node counts as no limit.
+    batch, nodes = best_batch(block, largest, block.min_gpus // node, most)
     batch, ranks = batch * node, [count * node for count in nodes]
     if not world_size:
         raise ValueError("a number of ranks with version 0.2")
     if world_size not in ranks:
         cut = [block.max_train_batch_size // (m * world_size) * m * world_size for m in block.micro_batch_sizes]
         batch, ranks = (max if block.prefer_larger_batch else min)(cut), [world_size]
-    sizes = sorted(block.micro_batch_sizes, reverse=True) if block.prefer_larger_batch else block.micro_batch_sizes
-    fitting = [micro for micro in sizes if batch and batch // world_size % micro == 0]
-    if not fitting:
+    if not batch:
         raise ValueError(f"micro_batch_sizes of at most {block.max_train_batch_size // world_size}")
-    return ElasticBatch(batch, tuple(ranks), fitting[0])
+    return ElasticBatch(batch, tuple(ranks), _largest_micro_batch(block, batch // world_size))
+
+
+def _largest_micro_batch(block: Elasticity, batch_of_rank: int) -> int:
+    return max(micro for micro in block.micro_batch_sizes if batch_of_rank % micro == 0)
 
 
 def _named(ranks: Sequence[int]) -> str:
