@@ -411,7 +411,7 @@ def test_the_effective_config_loads_to_itself_and_is_plain_json() -> None:
 
 # ---- roles -------------------------------------------------------------------------------------
 
-SAMPLES = (True, False, 1, 0.5, "x", "fp32", ["x"], {})
+SAMPLES = (True, False, 1, 0.5, "x", "fp32", ["z3"], {})
 
 
 def harmless_value(key: Key) -> Any:

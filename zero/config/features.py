@@ -16,6 +16,7 @@ from typing_extensions import Self
 from zero.config.fields import (
     ConfigBlock,
     Flag,
+    Inert,
     InertAny,
     InertCount,
     InertFlag,
@@ -27,7 +28,22 @@ from zero.config.fields import (
     Number,
     Only,
     problem,
+    reads,
 )
+
+
+
+def _parse_passes(value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("a list")
+    if not {*value} <= {"z1", "z3"}:
+        raise problem(
+            '"z1" and "z3" only',
+            fix="passes that split a sample over ranks are not available; remove the others, and for long sequences "
+            'set activation_checkpointing.activation_device to "cpu" or "nvme"',
+        )
+    return tuple(value)
+
 
 KINDS: Mapping[str, Any] = {
     "any": InertAny,
@@ -36,6 +52,11 @@ KINDS: Mapping[str, Any] = {
     "items": InertItems,
     "number": InertNumber,
     "object": InertObject,
+    "passes": Annotated[
+        tuple[str, ...] | None,
+        Inert('"z1" and "z3" place weights, as the stage does; others split a sample over ranks and are refused'),
+        reads(_parse_passes),
+    ],
     "text": InertText,
     "whole": InertWhole,
 }
@@ -80,6 +101,7 @@ class Feature:
 
 _BEFOREHAND = "the model beforehand, for example with torchao: the engine trains a model with a quantised base"
 _COMPRESS = f"quantise or prune {_BEFOREHAND}"
+_OWN_SAMPLER = "choose samples with a sampler of your own DataLoader"
 _MIXED_QUANTIZE = Feature("flag: enabled number: quantize_change_ratio")
 _TECHNIQUE = Feature(
     "object: different_groups",
@@ -127,17 +149,20 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "data_efficiency": Feature(
         "whole: seed",
-        about="would choose and shorten the samples. Its parts act only if it is enabled itself.",
+        about="would choose and shorten the samples. DeepSpeed samples by `curriculum_learning` without `enabled` too.",
         off="data efficiency",
-        instead="choose samples with a sampler of your own DataLoader",
+        instead=_OWN_SAMPLER,
         blocks={
             "data_sampling": Feature(
                 "flag: enabled whole: num_epochs num_workers flag: pin_memory",
                 blocks={
-                    "curriculum_learning": Feature("flag: enabled text: data_cluster_path object: curriculum_metrics"),
+                    "curriculum_learning": Feature(
+                        "text: data_cluster_path object: curriculum_metrics", instead=_OWN_SAMPLER
+                    ),
                     "dynamic_batching": Feature(
-                        """flag: enabled text: metrics_path lr_scaling_method whole: min_batch_size max_batch_size
-                        text: sequence_picking_order whole: max_tokens flag: verbose"""
+                        """text: metrics_path lr_scaling_method whole: min_batch_size max_batch_size
+                        text: sequence_picking_order whole: max_tokens flag: verbose""",
+                        instead=_OWN_SAMPLER,
                     ),
                 },
             ),
@@ -145,9 +170,10 @@ FEATURES: Mapping[str, Feature] = {
                 "flag: enabled",
                 blocks={
                     "random_ltd": Feature(
-                        """flag: enabled whole: total_layer_num random_ltd_layer_num items: random_ltd_layer_id
+                        """whole: total_layer_num random_ltd_layer_num items: random_ltd_layer_id
                         text: model_mask_name model_type hidden_state_order whole: micro_batch_size
                         global_batch_size""",
+                        instead="drop tokens in the model's own code",
                         blocks={
                             "random_ltd_schedule": Feature(
                                 "whole: min_value max_value text: schedule_type",
@@ -217,7 +243,7 @@ FEATURES: Mapping[str, Feature] = {
         """flag: enabled disable text: backend object: kwargs flag: deepcompile autoep_non_moe free_activation
         count: free_activation_threshold flag: offload_activation offload_activation_pin_memory offload_opt_states
         double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce
-        sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors items: passes""",
+        sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes: passes""",
         about="DeepCompile passes.",
         why="it controls passes of DeepCompile, which is not available; compile blocks of the model with "
         "torch.compile instead",

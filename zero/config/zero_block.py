@@ -158,7 +158,9 @@ class ZeroConfig(ConfigBlock):
         Flag, Inert("each gradient is reduced in one collective for all ranks")
     ] = True
     compute_grad_norm: Annotated[Flag | None, Inert("the gradient norm is always computed")] = None
-    load_from_fp32_weights: Annotated[Flag | None, Inert("a checkpoint holds the exact fp32 weights")] = None
+    load_from_fp32_weights: Annotated[
+        Flag | None, Only((True,), "a checkpoint's exact fp32 weights are always loaded; remove it")
+    ] = None
     elastic_checkpoint: Annotated[Flag | None, Inert("every checkpoint loads at any number of ranks")] = None
     stage3_model_persistence_threshold: Annotated[
         Count | None, Inert("each parameter is kept or released by its own size only")
