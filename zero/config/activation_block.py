@@ -15,6 +15,8 @@ from zero.config.offload_block import Device, Paths
 class ActivationCheckpointing(ConfigBlock):
     """`activation_checkpointing`: settings of `zero.checkpointing`, and of what the engine's forward saves."""
 
+    is_open = True
+
     partition_activations: Annotated[
         Flag | None, Inert("there is only one model-parallel rank, so saved inputs cannot be split over several")
     ] = None

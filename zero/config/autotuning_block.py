@@ -36,6 +36,8 @@ def _parse_mappings(value: object) -> dict[str, str]:
 class ModelInfo(ConfigBlock):
     """What DeepSpeed's tuner foretells runs from."""
 
+    is_open = True
+
     why = "the memory plan is made from the model itself when a run starts"
 
     profile: InertFlag = None
@@ -46,6 +48,8 @@ class ModelInfo(ConfigBlock):
 
 class Autotuning(ConfigBlock):
     """`autotuning`: of `zero run --autotuning tune|run SCRIPT`, see launching."""
+
+    is_open = True
 
     why = (
         "the tuner tries a few placements of weights and optimizer states, and doubles the micro-batch while that "

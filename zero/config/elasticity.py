@@ -39,6 +39,8 @@ def _parse_sizes(value: object) -> tuple[int, ...]:
 class Elasticity(ConfigBlock):
     """`elasticity`: chooses `train_batch_size` and the micro-batch from the number of ranks."""
 
+    is_open = True
+
     enabled: Flag = False
     max_train_batch_size: Annotated[Whole, Field(ge=1)] = 2000
     micro_batch_sizes: Annotated[tuple[int, ...], reads(_parse_sizes)] = (2, 4, 6)

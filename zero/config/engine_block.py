@@ -43,6 +43,8 @@ class HybridEngine(ConfigBlock):
 class Pipeline(ConfigBlock):
     """Of a `zero.pipe.PipelineModule`; other models do not read it."""
 
+    is_open = True
+
     why: ClassVar[str] = "the arguments of PipelineModule decide this; tensors between stages are always sent whole"
 
     schedule: Literal["1f1b", "gpipe"] = "1f1b"

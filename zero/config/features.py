@@ -97,6 +97,7 @@ class Feature:
     sizes: Mapping[str, float] = field(default_factory=dict)  # Tensor-parallel sizes and their defaults.
     blocks: Mapping[str, Feature] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    is_open: bool = False  # As `ConfigBlock.is_open`; the blocks in it too.
 
 
 _BEFOREHAND = "the model beforehand, for example with torchao: the engine trains a model with a quantised base"
@@ -134,6 +135,7 @@ FEATURES: Mapping[str, Feature] = {
         "",
         about="would change the weights.",
         off="compression training",
+        is_open=True,
         blocks={
             "layer_reduction": Feature(
                 "whole: keep_number_layer text: module_name_prefix items: teacher_layer other_module_name",
@@ -151,6 +153,7 @@ FEATURES: Mapping[str, Feature] = {
         "whole: seed",
         about="would choose and shorten the samples. DeepSpeed samples by `curriculum_learning` without `enabled` too.",
         off="data efficiency",
+        is_open=True,
         instead=_OWN_SAMPLER,
         blocks={
             "data_sampling": Feature(
@@ -204,6 +207,7 @@ FEATURES: Mapping[str, Feature] = {
         "flag: quantize_verbose quantizer_kernel whole: quantize_groups",
         about="mixture of quantization, which DeepSpeed has removed too.",
         off="mixture of quantization",
+        is_open=True,
         instead=f"quantise {_BEFOREHAND}",
         blocks={
             "quantize_bits": Feature("whole: start_bits target_bits"),
@@ -218,6 +222,7 @@ FEATURES: Mapping[str, Feature] = {
         items: local_window_blocks global_block_indices global_block_end_indices whole: num_sliding_window_blocks""",
         about="there is no sparse attention kernel here.",
         off="sparse attention",
+        is_open=True,
         instead="use torch.nn.attention.flex_attention in the model",
         unless=Unless('no sparse_attention block, or "mode": "dense" in it', "mode", "dense"),
     ),
@@ -252,6 +257,7 @@ FEATURES: Mapping[str, Feature] = {
         """flag: enabled verbose whole: max_iter number: tol stability whole: gas_boundary_resolution text: layer_name
         whole: layer_num""",
         about="controls quantization, which is not available here.",
+        is_open=True,
         why="it controls quantization, which is not available",
     ),
     "inference": Feature(
@@ -264,6 +270,7 @@ FEATURES: Mapping[str, Feature] = {
         """flag: enabled text: persistent_storage_path number: persistent_time_interval
         whole: num_of_version_in_retention flag: enable_nebula_load text: load_path""",
         about="Azure's checkpoint service.",
+        is_open=True,
         why="checkpoints are written by this engine; with checkpoint.async_save it writes them in the background",
     ),
     "parallel_write": Feature("flag: pipeline_stage", why="each stage of a pipeline always writes its own part"),
@@ -293,16 +300,17 @@ def _declared(feature: Feature, off: str) -> Iterator[tuple[str, Any, Any]]:
             yield word, kind, None
 
 
-def _made(name: str, feature: Feature, off: str = "", why: str = "") -> type[ConfigBlock]:
+def _made(name: str, feature: Feature, off: str = "", why: str = "", is_open: bool = False) -> type[ConfigBlock]:
     """Make the block and its inner blocks. Each has a name in this module, so that configurations can be pickled."""
-    off = feature.off or off
+    off, is_open = feature.off or off, feature.is_open or is_open
     why = f"it belongs to {feature.off}, which is off" if feature.off else feature.why or why
     why = f"its block is refused: {feature.off} is not available" if feature.unless else why
     fields: dict[str, Any] = {key: (kind, default) for key, kind, default in _declared(feature, off)}
     for key, inner in feature.blocks.items():
-        fields[key] = (_made(f"{name}_{key}", inner, off, why) | None, None)
+        fields[key] = (_made(f"{name}_{key}", inner, off, why, is_open) | None, None)
     made: Any = create_model(name, __base__=_Refused if feature.unless else ConfigBlock, __module__=__name__, **fields)
     made.__doc__, made.why, made.aliases, made.unless = feature.about, why, feature.aliases, feature.unless
+    made.is_open = is_open
     made.fix = f"{off} is not available; remove the block, and {feature.instead}"
     if feature.unless:
         made.__doc__ = f"{feature.about} Refused; expected is {feature.unless.expected}: {made.fix}."

@@ -45,6 +45,9 @@ class ConfigBlock(BaseModel):
     shorthands: ClassVar[Mapping[bool, Mapping[str, object]]] = {}
     """The blocks that true and false mean in place of this block; empty: they mean nothing."""
 
+    is_open: ClassVar[bool] = False
+    """DeepSpeed picks its keys out of this block and passes over all others; under its name they are a warning."""
+
     why: ClassVar[str] = ""
     """The reason why inert keys of this block have no effect, for keys without their own reason."""
 

@@ -31,6 +31,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
 class CurriculumSteps(ConfigBlock):
     """`curriculum_learning.schedule_config`: how the difficulty grows, by the kind of schedule."""
 
+    is_open = True
+
     total_curriculum_step: AtLeast1 | None = None
     """fixed_linear, fixed_root: the step from which on the difficulty is the largest."""
     difficulty_step: AtLeast1 | None = None
@@ -45,6 +47,8 @@ class CurriculumSteps(ConfigBlock):
 
 class CurriculumLearning(ConfigBlock):
     """The difficulty of each step; the model's forward gets that of type "seqlen" as `curriculum_seqlen`."""
+
+    is_open = True
 
     enabled: Flag = False
     curriculum_type: Text = "seqlen"
@@ -82,6 +86,8 @@ class CurriculumLearning(ConfigBlock):
 
 class ProgressiveLayerDrop(ConfigBlock):
     """A forward in training gets `progressive_layer_drop=True` and `pld_theta`, with which probability layers stay."""
+
+    is_open = True
 
     enabled: Flag = False
     theta: Annotated[Number, Field(gt=0, le=1)] = 1.0

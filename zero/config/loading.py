@@ -51,7 +51,7 @@ DEEPSPEED_DEFAULTS: Mapping[str, Any] = {"gradient_clipping": 1.0}
 
 Unknown = Literal["error", "warn"]
 _tolerated: ContextVar[Mapping[str, Any] | None] = ContextVar("tolerated", default=None)
-"""Where unknown top-level keys are tolerated: the defaults of top-level keys that differ from ours; None elsewhere."""
+"""Where unknown keys are tolerated: the defaults of top-level keys that differ from ours; None elsewhere."""
 
 
 @contextmanager
@@ -64,8 +64,9 @@ def _tolerating(defaults: Mapping[str, Any]) -> Iterator[None]:
 
 
 def tolerating_unknown_keys() -> AbstractContextManager[None]:
-    """Inside, an unknown top-level key is a warning and not an error, since clients of DeepSpeed add their own keys.
+    """Inside, an unknown key is a warning and not an error wherever DeepSpeed passes over it.
 
+    That is at the top level, where clients add keys of their own, and in blocks out of which DeepSpeed picks its keys.
     For code that calls the engine under DeepSpeed's name: a `with` block, or a decorator, around each call that reads a
     configuration (`initialize`, `Init`, `checkpointing.configure`). It applies only to this thread (or task) and this
     block. The argument `unknown_top_level` of `load_config` takes precedence. A `Config` remembers how it was read.
@@ -98,8 +99,9 @@ def load_config(
             `Config`.
         world_size: number of ranks; the batch sizes are completed for it. None: that of torch.distributed.
         ranks_per_node: None: that of torch.distributed's launcher, if `world_size` is None too; else not known.
-        unknown_top_level: "warn": an unknown key at the top level is listed in `Config.ignored`; "error": it is a
-            problem, as an unknown key in a block always is. None: "warn" in `tolerating_unknown_keys`, else "error".
+        unknown_top_level: "warn": an unknown key at the top level, or in a block in which DeepSpeed passes over it, is
+            listed in `Config.ignored`; "error": it is a problem, as in all other blocks. None: "warn" in
+            `tolerating_unknown_keys`, else "error".
     """
     if world_size is None:
         world_size, ranks_per_node = world.world_size(), ranks_per_node or world.ranks_per_node()
@@ -137,7 +139,7 @@ class _Reader:
 
     Args:
         report: has the source, and gets what is learnt.
-        tolerant: unknown keys at the top level are ignored, and listed.
+        tolerant: unknown keys are ignored, and listed, where DeepSpeed ignores them.
         problems: those that are known already.
     """
 
@@ -187,7 +189,8 @@ class _Reader:
                     kept[key], self.report.origins[prefix + key] = value, "user"
             elif (name := block.aliases.get(key, key)) not in block.model_fields:
                 line = f"{wrote}{key}: {unknown_key(key, block=block, root=Config, also_known=also_known)}"
-                (self.problems if prefix or not self.tolerant else self.report.ignored).append(line)
+                tolerated = self.tolerant and block.is_open
+                (self.report.ignored if tolerated else self.problems).append(line)
             else:
                 self._keep(kept, block, (prefix + name, wrote + key), value, block.also_known(name, raw))
         return kept

@@ -59,6 +59,8 @@ def _parse_depth(value: object) -> int:
 class FlopsProfiler(ConfigBlock):
     """`flops_profiler`: operations, parameters and time of each module, in one forward of one step."""
 
+    is_open = True
+
     enabled: Flag = False
     profile_step: Annotated[Whole, Field(ge=1)] = 1
     """The step whose first forward is measured, counted from 1."""

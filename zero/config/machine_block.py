@@ -27,6 +27,8 @@ class AioConfig(ConfigBlock):
     The defaults are what measured fastest; DeepSpeed's (1 MiB, depth 8, one thread) leave part of the disk idle.
     """
 
+    is_open = True
+
     aliases: ClassVar[Mapping[str, str]] = {"intra_op_parallelism": "thread_count"}
 
     block_size: Annotated[int, reads(_parse_block_size)] = 2 << 20
@@ -50,6 +52,8 @@ class AioConfig(ConfigBlock):
 
 class CheckpointConfig(ConfigBlock):
     """`checkpoint`."""
+
+    is_open = True
 
     tag_validation: Word[Literal["ignore", "warn", "fail"]] = "warn"
     """What happens when ranks save under different tags. With "ignore" and "warn" the first rank's counts."""

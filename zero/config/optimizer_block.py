@@ -202,6 +202,8 @@ def _parse_optimizer_type(value: object) -> str:
 class OptimizerConfig(ConfigBlock):
     """`optimizer`: made by the engine; absent if the caller hands over a torch optimizer."""
 
+    is_open = True
+
     why: ClassVar[str] = (
         "it chooses between implementations, and the engine has only one, with the same bits on every device"
     )

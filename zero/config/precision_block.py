@@ -94,6 +94,8 @@ def _parse_autocast_dtype(value: object) -> str:
 class TorchAutocast(ConfigBlock):
     """`torch_autocast`: the engine's forward runs under torch.autocast; weights stay what they are."""
 
+    is_open = True
+
     enabled: Flag = False
     dtype: Annotated[Literal["bf16", "fp16"], reads(_parse_autocast_dtype)] | None = None
     """None: torch's own choice for the device. With fp16 the loss is scaled as torch.amp.GradScaler does."""
@@ -108,6 +110,8 @@ class TorchAutocast(ConfigBlock):
 
 class DataTypes(ConfigBlock):
     """`data_types`."""
+
+    is_open = True
 
     grad_accum_dtype: _Dtype = None
     """What several contributions to a gradient are added up in; None, and what is not the weights' dtype: fp32."""

@@ -86,6 +86,8 @@ DECLARED = frozenset(SchedulerParams.model_fields)
 class SchedulerConfig(ConfigBlock):
     """`scheduler`: made over the engine's optimizer, and stepped by the engine. Without a type it asks for nothing."""
 
+    is_open = True
+
     type: Text | None = None
     params: SchedulerParams = SchedulerParams()
 

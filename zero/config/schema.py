@@ -94,7 +94,7 @@ class Report:
     # Why a path of `inactive` does nothing; a path that is missing is overruled by other keys.
     reasons: dict[str, str] = field(default_factory=dict)
     deprecated: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)  # Lines about unknown top-level keys that were tolerated.
+    ignored: list[str] = field(default_factory=list)  # Lines about unknown keys that were tolerated.
     chosen: Mapping[str, Choice] = field(default_factory=dict)  # Canonical path of an "auto" -> what was chosen.
     absent: Mapping[str, Any] = field(default_factory=dict)  # Top-level keys with other defaults than ours.
 
@@ -111,6 +111,8 @@ _CommDtype = Word[Literal["fp32", "fp16", "bf16"]]
 
 class Config(ConfigBlock):
     """A checked and resolved configuration. Made by `load_config`; every key below may appear in the JSON."""
+
+    is_open = True
 
     aliases: ClassVar[Mapping[str, str]] = {
         "bfloat16": "bf16",
@@ -290,7 +292,7 @@ class Config(ConfigBlock):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """One line "key: nearest known key" for every unknown top-level key that was tolerated."""
+        """One line "key: nearest known key" for every unknown key that was tolerated."""
         return tuple(self._report.ignored)
 
     @property
