@@ -118,6 +118,20 @@ def test_one_node_is_started_here_if_it_is_this_machine(host: str, remote: bool,
     assert is_remote(options, plan_job(options, 0))
 
 
+@pytest.mark.parametrize("form", ["--hostfile no/hosts", "--hostfile=no/hosts", "-H no/hosts", "-H=no/hosts"])
+def test_a_hostfile_that_is_not_there_means_this_machine_as_with_deepspeed(
+    form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scripts of CogVLM and others name one that comes with no checkout."""
+    options = parsed("--num_gpus", "2", *form.split(), "x.py", "--hostfile", "no/hosts")
+    made = plan_job(options, 0)
+    assert made.nodes == (Node("localhost", (0, 1)),) and not is_remote(options, made)
+    assert made.program.words == ("x.py", "--hostfile", "no/hosts")
+    assert capsys.readouterr().err == (
+        "zero run: --hostfile no/hosts: there is no such file; the ranks run on this machine\n"
+    )
+
+
 def test_nodes_without_a_hostfile_are_numbered() -> None:
     words = ("--no_ssh", "--num_nodes", "2", "--num_gpus", "3", "--node_rank", "1", "x.py")
     assert planned("--master_addr", "10.0.0.1", *words).nodes == (Node("node-0", (0, 1, 2)), Node("node-1", (0, 1, 2)))
@@ -141,6 +155,8 @@ def test_nodes_without_a_hostfile_are_numbered() -> None:
         (("--max_restarts", "-1"), "--max_restarts: expected at least 0"),
         (("--elastic_training",), "--elastic_training: not available"),
         (("--save_pid",), "--save_pid: not available"),
+        (("--min_elastic_nodes", "1"), "--min_elastic_nodes: not available: .*--num_nodes"),
+        (("--max-elastic-nodes", "2"), "--max_elastic_nodes: not available: .*--num_nodes"),
         (("--bind_core_list", "3-1"), "--bind_core_list 3-1: expected numbers and ranges"),
         (("--bind_core_list", "1,0-3"), "each core once"),
         (("--include", "localhost:4"), "expected a slot from 0 to 3"),

@@ -267,8 +267,9 @@ def test_the_command_runs_a_script_and_tells_errors_plainly(
     script = write_script(tmp_path, FACTS)
     assert main(["run", "--num_gpus", "2", "--no_local_rank", script, "--num_gpus", "9"]) == 0
     assert [told["argv"] for told in reports(tmp_path)] == [[script, "--num_gpus", "9"]] * 2
-    assert main(["run", "--hostfile", str(tmp_path / "none"), script]) == 1
-    assert "zero: --hostfile" in capfd.readouterr().err
+    (tmp_path / "bad").write_text("a four slots\n")
+    assert main(["run", "--hostfile", str(tmp_path / "bad"), script]) == 1
+    assert f"zero: {tmp_path}/bad, line 1: expected HOST slots=N" in capfd.readouterr().err
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["run", "-H", str(tmp_path / "hosts"), "--launcher", "pdsh", script]) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,12 +150,8 @@ def test_values_come_from_a_folder_of_safetensors(tmp_path: Path, infer: Open) -
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"replace_with_kernel_inject": True}, r"replace_with_kernel_inject: got true; .*block\.compile\(\)"),
-    ({"kernel_inject": True}, r"replace_with_kernel_inject: got true"),
     ({"tensor_parallel": {"tp_size": 2}}, r"tensor_parallel: got .*tp_size.*; .*zero\.offload_param"),
     ({"mp_size": 4}, r"mp_size: got 4; .*to stream a model that does not fit"),
-    ({"injection_policy": {"Block": ("out",)}}, r"injection_policy: .*block\.compile\(\)"),
-    ({"enable_cuda_graph": True}, r"enable_cuda_graph: .*reduce-overhead"),
     ({"quant": {"weight": {"num_bits": 2}}}, r"quant.weight: expected num_bits"),
     ({"moe": {"ep_size": 2}}, r"moe: .*set ep_size to 1"),
     ({"set_empty_params": True}, r"set_empty_params: .*zero\.Init"),
@@ -179,6 +176,21 @@ def test_a_key_given_twice_must_agree_and_harmless_ones_pass(infer: Open) -> Non
     harmless = {"replace_with_kernel_inject": False, "mp_size": 1, "tensor_parallel": {"tp_size": 1}, "max_tokens": 8}
     engine = infer(logits(), "cpu", quant={"enabled": False}, **harmless)
     assert engine(tokens(0)).isfinite().all()
+
+
+def test_kernels_that_compute_the_same_are_asked_for_without_effect(
+    infer: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first line of most published scripts of inference."""
+    wanted = infer(logits(), "cpu")(tokens(0))
+    asked = {"mp_size": 1, "replace_method": "auto", "replace_with_kernel_inject": True, "enable_cuda_graph": True}
+    with caplog.at_level(logging.DEBUG, logger="zero"):
+        engine = infer(logits(), "cpu", **asked, injection_policy={"Block": ("out",)}, use_triton=True)
+    assert torch.equal(engine(tokens(0)), wanted)
+    lines = [record.getMessage() for record in caplog.records]
+    (listed,) = [line for line in lines if "these keys have no effect" in line]
+    assert "replace_with_kernel_inject" in listed and "enable_cuda_graph" in listed and "use_triton" in listed
+    assert len([line for line in lines if "block.compile()" in line]) == 1
 
 
 def test_it_refuses_to_train_and_says_what_does(infer: Open) -> None:

@@ -19,20 +19,8 @@ DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE") or FILE_NAME
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run `zero run` with these arguments; None: those of the command line. Returns the exit status.
-
-    As with DeepSpeed the ranks are on this machine if there is no such hostfile: scripts name one that need not exist.
-    """
-    words = list(sys.argv[1:] if args is None else args)
-    named = parse_args(words).hostfile
-    if named is not None and not os.path.isfile(named):
-        print(f"deepspeed: --hostfile {named}: there is no such file; the ranks run on this machine", file=sys.stderr)
-        for at, word in enumerate(words):
-            count = 2 if word in ("-H", "--hostfile") else 1 if word in (f"--hostfile={named}", f"-H{named}") else 0
-            if count:
-                del words[at : at + count]
-                break  # the script may have such a flag too
-    return cli.main(["run", *words])
+    """Run `zero run` with these arguments; None: those of the command line. Returns the exit status."""
+    return cli.main(["run", *(sys.argv[1:] if args is None else args)])
 
 
 def report() -> int:

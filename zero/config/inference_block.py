@@ -48,19 +48,12 @@ _TENSOR_PARALLEL = (
     "tensor parallelism is not available; to stream a model that does not fit on the device, set "
     'zero.offload_param.device to "cpu" or "nvme"'
 )
-_COMPILE = "compile the model's blocks instead: block.compile()"
 # Key -> (does this value ask for it?, why not and what instead).
 REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
-    "replace_with_kernel_inject": (_on, f"kernels are not injected; {_COMPILE}"),
-    "injection_policy": (_on, f"modules are not replaced; {_COMPILE}"),
-    "injection_policy_tuple": (_on, f"modules are not replaced; {_COMPILE}"),
     "tensor_parallel": (_above_one("tp_size"), _TENSOR_PARALLEL),
     "mp_size": (_above_one(), _TENSOR_PARALLEL),
     "moe": (_above_one("ep_size"), "expert parallelism is not available; set ep_size to 1"),
     "ep_size": (_above_one(), "expert parallelism is not available; set it to 1"),
-    "enable_cuda_graph": (_on, 'CUDA graphs are not available; try block.compile(mode="reduce-overhead")'),
-    "use_triton": (_on, f"triton kernels are not available; {_COMPILE}"),
-    "triton_autotune": (_on, "triton kernels are not available; remove it"),
     "set_empty_params": (
         _on,
         "build the model under zero.Init instead: its weights are then never all in memory at once",
@@ -68,12 +61,17 @@ REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
     "save_mp_checkpoint_path": (_on, "init_inference does not write a checkpoint; save the model yourself"),
 }
 
+# They ask for other kernels that compute the same; published scripts set the first without a need.
+KERNELS = (
+    *("replace_with_kernel_inject", "injection_policy", "injection_policy_tuple"),
+    *("enable_cuda_graph", "use_triton", "triton_autotune"),
+)
 _IGNORED_WORDS = """
     return_tuple max_out_tokens max_tokens min_out_tokens min_tokens triangular_masking tm replace_method
     training_mp_size transposed_mode keep_module_on_host ep_group ep_mp_group moe_experts moe_type mpu args
     checkpoint_config ckpt_config base_dir
 """
-IGNORED = tuple(_IGNORED_WORDS.split())  # Known to DeepSpeed's kernels or launcher, without effect here.
+IGNORED = (*KERNELS, *_IGNORED_WORDS.split())  # Known to DeepSpeed's kernels or launcher, without effect here.
 
 
 @dataclass(frozen=True)

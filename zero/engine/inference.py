@@ -13,7 +13,7 @@ from torch import nn
 from offload.accelerator import compute_device
 from offload.errors import ConfigError, StateError
 from zero.config import Config
-from zero.config.inference_block import read_inference
+from zero.config.inference_block import KERNELS, read_inference
 from zero.engine.engine import ZeroEngine
 from zero.engine.pretrained import load_pretrained
 from zero.engine.quantization import quantize
@@ -92,7 +92,7 @@ def init_inference(
 
     Raises:
         ConfigError: a key is unknown, contradicts a keyword, or asks for an unavailable feature: kernel injection,
-            tensor parallelism, CUDA graphs. Names it and the alternative. Or the model is on the meta device.
+            tensor parallelism, expert parallelism. Names it and the alternative. Or the model is on the meta device.
         BudgetError: the plan does not fit.
     """
     show_log()
@@ -100,6 +100,8 @@ def init_inference(
     refuse_without_values(model)
     if options.ignored:
         logger.log(NOTICE, "zero: these keys have no effect: %s", ", ".join(options.ignored))
+    if any(key in KERNELS for key in options.ignored):
+        logger.log(NOTICE, "zero: no kernels are injected; to fuse operations compile the blocks: block.compile()")
     device = compute_device()
     take_back(model.parameters())
     if options.dtype is not None:

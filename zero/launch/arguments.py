@@ -16,11 +16,13 @@ ALIASES = {"openmpi": "mpi", "nossh": "--no_ssh"}
 HYDRA = ("mpich", "mvapich", "impi")  # MPI launchers that take mpich's flags.
 REFUSED = {
     "elastic_training": "the number of nodes is fixed; use --max_restarts N, which starts the same ranks again",
+    "min_elastic_nodes": "the number of nodes is fixed; name it with --num_nodes",
+    "max_elastic_nodes": "the number of nodes is fixed; name it with --num_nodes",
     "save_pid": "the launcher stays in the foreground; use the process id of this command",
     "venv_script": "the launcher starts the same Python on every node; install the environment there under the same "
     "path",
 }
-WITH_VALUE = ("venv_script",)
+WITH_VALUE = ("venv_script", "min_elastic_nodes", "max_elastic_nodes")
 
 
 @dataclass(frozen=True, slots=True)

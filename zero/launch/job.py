@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,9 +120,13 @@ def _is_here(host: str) -> bool:
 
 
 def _pool(options: argparse.Namespace, device_count: int) -> tuple[Mapping[str, int], str]:
-    if options.hostfile is not None:
+    if options.hostfile is not None and Path(options.hostfile).exists():
         return read_hostfile(options.hostfile), options.hostfile
-    if Path(DEFAULT_HOSTFILE).is_file():
+    if options.hostfile is not None:  # As with DeepSpeed, since scripts name one that need not exist.
+        missing = f"--hostfile {options.hostfile}: there is no such file; the ranks run on this machine"
+        print(f"zero run: {missing}", file=sys.stderr, flush=True)
+        options.hostfile = None
+    elif Path(DEFAULT_HOSTFILE).is_file():
         return read_hostfile(DEFAULT_HOSTFILE), DEFAULT_HOSTFILE
     wanted = options.num_gpus
     if device_count and wanted is not None and wanted > device_count:

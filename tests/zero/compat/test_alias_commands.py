@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import zero
 from offload.disk import tuning
 from offload.disk.device import identify
 from offload.disk.probe import Setting
-from zero.compat import commands, disk_speed, launcher
+from zero.compat import commands, disk_speed
 from zero.compat.deepspeed import ALIAS
 from zero.compat.to_fp32 import main as zero_to_fp32
 
@@ -41,29 +42,43 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, name: str, *words: str) -> 
 
 
 def test_every_command_is_there_by_both_ways_and_no_other() -> None:
-    assert {path.name for path in BIN.iterdir()} == NAMES
-    assert all(os.access(path, os.X_OK) for path in BIN.iterdir())
+    assert {path.name for path in BIN.iterdir()} == NAMES | {"_interpreter.py"}
+    assert all(os.access(BIN / name, os.X_OK) for name in NAMES)
+    assert len({(BIN / name).read_text(encoding="utf-8") for name in NAMES}) == 1
     if not (ROOT / "compat" / "pyproject.toml").is_file():
         pytest.skip("not a checkout")
     text = (ROOT / "compat" / "pyproject.toml").read_text(encoding="utf-8")
     assert set(re.findall(r'^(\w+) = "zero\.compat\.commands:main"$', text, flags=re.M)) == NAMES
 
 
-@pytest.mark.parametrize("given", [["--hostfile", "no/hosts"], ["--hostfile=no/hosts"], ["-H", "no/hosts"]])
-def test_deepspeed_runs_here_if_the_hostfile_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: list[str]
-) -> None:
-    """Scripts of CogVLM and others name one that comes with no checkout."""
-    started: list[list[str]] = []
-    monkeypatch.setattr(launcher.cli, "main", lambda words: started.append(words) or 0)
-    assert launcher.main(["--num_gpus", "2", *given, "train.py", "--hostfile", "no/hosts"]) == 0
-    assert started == [["run", "--num_gpus", "2", "train.py", "--hostfile", "no/hosts"]]
-    assert "--hostfile no/hosts: there is no such file; the ranks run on this machine" in capsys.readouterr().err
-
-
 def test_what_is_not_there_says_what_to_do() -> None:
     done = called("ds_bench", "--all-reduce")
     assert done.returncode == 2 and done.stderr.startswith("ds_bench: ") and "nccl-tests" in done.stderr
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> str:
+    """A folder whose python3 has nothing installed."""
+    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    (tmp_path / "python3").chmod(0o755)
+    return str(tmp_path)
+
+
+@pytest.mark.broad
+def test_a_command_finds_the_interpreter_that_has_the_engine(foreign: str, tmp_path: Path) -> None:
+    """The first python3 on PATH may be the system's: that of an environment which is not activated is found."""
+    elsewhere = {"PATH": foreign}
+    environments = [{"VIRTUAL_ENV": sys.prefix}]
+    if Path(sys.prefix) == ROOT / ".venv":
+        environments.append({})
+    for more in environments:
+        done = subprocess.run([str(BIN / "ds_bench")], env={**elsewhere, **more}, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith("ds_bench: ") and "nccl-tests" in done.stderr
+    alone = shutil.copytree(BIN, tmp_path / "a" / "b" / "c" / "bin")
+    done = subprocess.run([str(alone / "ds_bench")], env=elsewhere, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ds_bench: expected a Python that has zero-infinity, got " in done.stderr and "activate" in done.stderr
+    assert "Traceback" not in done.stderr and not (alone / "__pycache__").exists()
 
 
 @pytest.mark.parametrize("name", ["ds_report", "dsr"])
