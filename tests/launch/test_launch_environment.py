@@ -53,6 +53,35 @@ def test_files_at_home_and_here_are_both_read_and_a_variable_names_others(tmp_pa
         find_files({"DS_ENV_FILE": "/none"}, here, home)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"A=1\nB=caf\xe9\n", "line 2: expected text in UTF-8 .*got byte 0xe9; save it as UTF-8"),
+        (b"\xff\xfeA\0=\0", "line 1: expected text in UTF-8"),
+        (b"A=1\0\n", "line 1: expected NAME=value"),
+    ],
+)
+def test_a_file_that_is_no_text_names_file_and_line(content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / ".deepspeed_env").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/\.deepspeed_env, {words}"):
+        for_other_nodes({}, tmp_path, tmp_path)
+
+
+def test_a_file_that_cannot_be_read_or_searched_for_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="DS_ENV_FILE: expected an existing file"):
+        for_other_nodes({"DS_ENV_FILE": "x" * 300}, tmp_path, tmp_path)
+    (tmp_path / ".deepspeed_env").write_text("A=1")
+
+    def refuse(path: Path, **_: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match=r"\.deepspeed_env: cannot be read \(Permission denied\); .*correct its rights"):
+        for_other_nodes({}, tmp_path, tmp_path)
+
+
 def test_the_file_wins_and_programs_are_found_in_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=WARN\nMY_OWN=1\n")
     given = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/lib", "HOME": "/root"}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offload.errors import ConfigError
 from zero.config.elasticity import Elasticity, elastic_batch
-from zero.config.given import read_json
+from zero.config.given import parse_json, read_json
 from zero.config.loading import load_config
 
 KEY, SCHEDULED = "elasticity", "DEEPSPEED_ELASTICITY_CONFIG"
@@ -96,7 +95,7 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
     told = os.environ.get(SCHEDULED)
     if told is None:
         return
-    now, then = (_block(each) for each in (runtime_elastic_config_dict, json.loads(told)))
+    now, then = (_block(each) for each in (runtime_elastic_config_dict, parse_json(told, SCHEDULED)))
     for key in ("max_train_batch_size", "micro_batch_sizes", "version"):
         if getattr(now, key) != getattr(then, key):
             raise ElasticityConfigError(

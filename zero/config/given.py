@@ -23,6 +23,7 @@ HJSON = "hjson"  # Reads JSON with comments and without quotes; used if it is in
 # Names of a script's arguments that may hold the configuration's path; the last is DeepSpeed's oldest name.
 CONFIG_NAMES = ("zero_config", "deepspeed_config", "deepscale_config")
 ZERO = "zero_optimization"
+DEPTH_MAX = 100  # Levels of objects and lists; the deepest key of ours is at the sixth.
 
 
 def read_source(config: object, problems: list[str]) -> tuple[str, Mapping[Any, Any]]:
@@ -35,6 +36,7 @@ def read_source(config: object, problems: list[str]) -> tuple[str, Mapping[Any, 
         problems: gets a line for each key that occurs twice.
     """
     if isinstance(config, Mapping):
+        refuse_deep(config, "config")
         return "config", config
     if isinstance(config, str) and not os.path.exists(config) and (text := _from_base64(config)) is not None:
         return "config in base64", _parsed(text, "config in base64", problems)
@@ -42,7 +44,7 @@ def read_source(config: object, problems: list[str]) -> tuple[str, Mapping[Any, 
         where = os.fspath(config)
         if not where:
             raise ConfigError("config: expected a path of a JSON file or a dict, got an empty string")
-        return where, _read_file(where, problems)
+        return where, _parsed(_text_of(where), where, problems)
     raise ConfigError(f"config: expected a path of a JSON file or a dict, got {type(config).__name__}")
 
 
@@ -59,21 +61,48 @@ def _from_base64(text: str) -> str | None:
 
 def read_json(path: str) -> dict[str, Any]:
     """The object in a JSON file. Raises ConfigError if it cannot be read or has a key twice."""
+    return parse_json(_text_of(path), path)
+
+
+def refuse_deep(content: object, where: str) -> None:
+    """Raise ConfigError where objects and lists are nested deeper than DEPTH_MAX, as in one that contains itself."""
+    pending: list[tuple[object, tuple[str, ...]]] = [(content, ())]
+    while pending:
+        value, path = pending.pop()
+        if isinstance(value, Mapping):
+            inner = [(item, (*path, str(key))) for key, item in value.items()]
+        elif isinstance(value, (list, tuple)):
+            inner = [(item, (*path, str(index))) for index, item in enumerate(value)]
+        else:
+            continue
+        if inner and len(path) >= DEPTH_MAX:
+            raise too_deep(f"{where}: {'.'.join(path[:4])}...")
+        pending += inner
+
+
+def too_deep(where: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: expected at most {DEPTH_MAX} levels of objects and lists, got more; remove what nests them, or the "
+        "object that contains itself"
+    )
+
+
+def parse_json(text: str, where: str) -> dict[str, Any]:
+    """The object in a text of JSON. Raises ConfigError if it is none or has a key twice; `where`: its name."""
     problems: list[str] = []
-    content = _read_file(path, problems)
+    content = _parsed(text, where, problems)
     if problems:
-        raise ConfigError("\n  ".join([f"{path}: {len(problems)} problems", *problems]))
+        raise ConfigError("\n  ".join([f"{where}: {len(problems)} problems", *problems]))
     return content
 
 
-def _read_file(path: str, problems: list[str]) -> dict[str, Any]:
+def _text_of(path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: expected a readable JSON file, got: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    return _parsed(text, path, problems)
 
 
 def _parsed(text: str, where: str, problems: list[str]) -> dict[str, Any]:
@@ -90,8 +119,11 @@ def _parsed(text: str, where: str, problems: list[str]) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         problems.clear()  # the text is read again, which finds them again
         content = _parsed_as_hjson(text, where, closed, error)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise too_deep(where) from error
+    refuse_deep(content, where)
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: expected an object {{...}} at the top level, got {shown(content)}")
     return content
@@ -108,8 +140,10 @@ def _parsed_as_hjson(text: str, where: str, closed: Callable[..., Any], error: j
         ) from error
     try:
         return hjson.loads(text, object_pairs_hook=closed)
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ConfigError(wrong) from error
+    except RecursionError:
+        raise too_deep(where) from error
 
 
 def copied(value: Any) -> Any:
@@ -146,7 +180,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def config_argument(args: Any) -> Any:
     """The configuration that `args` names, or None. Raises ConfigError: two names are set to different files."""
     given = {name: value for name in CONFIG_NAMES if (value := getattr(args, name, None)) is not None}
-    if len(set(map(str, given.values()))) > 1:
+    if len(given) > 1 and len(set(map(str, given.values()))) > 1:
         listed = ", ".join(f"--{name} {value}" for name, value in given.items())
         raise ConfigError(f"initialize: expected one configuration in args, got {listed}; give one of them")
     return next(iter(given.values()), None)

@@ -37,7 +37,8 @@ def find_files(environment: Mapping[str, str], here: Path, home: Path) -> list[P
     """
     wish = environment.get("DS_ENV_FILE", "")
     found = [folder / (wish or FILE_NAME) for folder in dict.fromkeys((home, here))]
-    found = list(dict.fromkeys(path for path in found if path.is_file()))  # one file, if `wish` is an absolute path
+    # One file, if `wish` is an absolute path. `Path.is_file` would raise where a folder may not be searched.
+    found = list(dict.fromkeys(path for path in found if os.path.isfile(path)))
     if wish and not found:
         raise ConfigError(
             f"DS_ENV_FILE: expected an existing file, got {wish} (searched in {here} and {home}); create it or unset "
@@ -59,7 +60,7 @@ def parse_file(text: str, name: str) -> dict[str, str]:
         if words.startswith(SHELL_FUNCTION):  # bash exports functions under names that only bash accepts
             continue
         key, equals, value = words.partition("=")
-        if not equals or not NAME.fullmatch(key.strip()):
+        if not equals or not NAME.fullmatch(key.strip()) or "\0" in value:
             raise ConfigError(
                 f"{name}, line {number}: expected NAME=value, got {words!r}; correct the line or put a # before it"
             )
@@ -73,11 +74,27 @@ def parse_file(text: str, name: str) -> dict[str, str]:
 def for_other_nodes(environment: Mapping[str, str], here: Path, home: Path) -> dict[str, str]:
     """All variables for ranks on other nodes; files take precedence, the one in the current folder most.
 
-    Raises ConfigError: the file is missing or malformed.
+    Raises ConfigError: the file is missing, unreadable or malformed.
     """
     variables = exported(environment)
     # Modules are searched in the current folder there, as they are here.
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(here), environment.get("PYTHONPATH", ""))))
     for path in find_files(environment, here, home):
-        variables |= parse_file(path.read_text(encoding="utf-8"), str(path))
+        variables |= parse_file(_text_of(path), str(path))
     return variables
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); expected a file with lines NAME=value; correct its rights, or "
+            "remove it"
+        ) from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}, line {line}: expected text in UTF-8 with lines NAME=value, got byte "
+            f"0x{error.object[error.start]:02x}; save it as UTF-8"
+        ) from error

@@ -56,6 +56,12 @@ def parse_hostfile(text: str, name: str) -> dict[str, int]:
         if match is None:
             raise ConfigError(f"{where}: expected {WANTED}, got {words!r}; correct the line or put a # before it")
         host, count = match.groups()
+        # ssh would take such a name as an option, and pdsh as a host to leave out.
+        if not host.isprintable() or any(part.startswith("-") for part in host.split("@")):
+            raise ConfigError(
+                f"{where}: expected a host name that does not begin with a dash, got {host!r}; correct the line or put "
+                "a # before it"
+            )
         if not (count.isascii() and count.isdigit()) or int(count) < 1:
             raise ConfigError(
                 f"{where}: slots of {host}: expected a whole number of at least 1, got {count!r}; "

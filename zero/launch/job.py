@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -120,13 +119,13 @@ def _is_here(host: str) -> bool:
 
 
 def _pool(options: argparse.Namespace, device_count: int) -> tuple[Mapping[str, int], str]:
-    if options.hostfile is not None and Path(options.hostfile).exists():
+    if options.hostfile is not None and os.path.exists(options.hostfile):
         return read_hostfile(options.hostfile), options.hostfile
     if options.hostfile is not None:  # As with DeepSpeed, since scripts name one that need not exist.
         missing = f"--hostfile {options.hostfile}: there is no such file; the ranks run on this machine"
         print(f"zero run: {missing}", file=sys.stderr, flush=True)
         options.hostfile = None
-    elif Path(DEFAULT_HOSTFILE).is_file():
+    elif os.path.isfile(DEFAULT_HOSTFILE):
         return read_hostfile(DEFAULT_HOSTFILE), DEFAULT_HOSTFILE
     wanted = options.num_gpus
     if device_count and wanted is not None and wanted > device_count:

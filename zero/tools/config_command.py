@@ -22,6 +22,7 @@ from zero.config import Config, load_config
 from zero.config.auto_values import auto_lines
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.fields import block_of, known_keys
+from zero.config.given import parse_json
 from zero.config.loading import ORIGINS_KEY, value_at
 from zero.tools.config_keys import key_table
 from zero.tools.config_schema import json_schema
@@ -64,9 +65,10 @@ def _show(options: argparse.Namespace) -> int:
     source: Any = options.config
     if source == "-":
         try:
-            source = json.load(sys.stdin)
+            text = sys.stdin.read()
         except ValueError as error:
             raise ConfigError(f"standard input: not valid JSON: {error}") from error
+        source = parse_json(text, "standard input")
     elif not os.path.exists(source):
         raise ConfigError(f"{source}: expected a readable JSON file, got: no such file")
     config = load_config(source, world_size=options.world_size)

@@ -32,7 +32,7 @@ from offload.sizes import format_bytes
 from offload.streams import shares_host_memory
 from zero.assembly.model_plan import plan_model
 from zero.config import Config, load_config
-from zero.config.given import read_json
+from zero.config.given import read_json, refuse_deep, too_deep
 from zero.config.numbers import parse_bytes
 from zero.config.swap_paths import swap_paths
 from zero.params.layout import Layout
@@ -237,6 +237,9 @@ def build_model(source: str, arguments: str = "{}") -> nn.Module:
         keywords = json.loads(arguments)
     except ValueError as error:
         raise ConfigError(f"--model-args: not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise too_deep("--model-args") from error
+    refuse_deep(keywords, "--model-args")
     if not isinstance(keywords, dict):
         raise ConfigError(f"--model-args: expected an object {{...}}, got {arguments}")
     model = _from_callable(source, keywords) if ":" in source else _from_json(_config_file(source))
@@ -286,6 +289,9 @@ def _from_json(path: Path) -> Any:
         raise ConfigError(f"MODEL: {path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(f"MODEL: {path} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise too_deep(f"MODEL: {path}") from error
+    refuse_deep(content, f"MODEL: {path}")
     kind = content.get("model_type") if isinstance(content, dict) else None
     if kind is None:
         raise ConfigError(f'MODEL: {path} has no "model_type"; expected the config.json of a Hugging Face model')
