@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_read_or_searched_for_is_named(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(ConfigError, match=r"\.deepspeed_env: cannot be read \(Permission denied\); .*correct its rights"):
+    with pytest.raises(ConfigError, match=r"\.deepspeed_env: cannot be read \(Permission denied\); .*its rights"):
         for_other_nodes({}, tmp_path, tmp_path)
 
 

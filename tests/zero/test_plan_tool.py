@@ -297,11 +297,40 @@ def test_choices_without_a_configuration_are_those_of_the_default_one(
 ) -> None:
     found = []
     for config in ([], [write("ds.json", DEFAULT)]):
-        assert (
-            cli.main(["plan", "models:GPT", *config, "--host", "64GB", "--device", "24GB", "--json", "--choices"]) == 0
-        )
+        machine = ["--host", "64GB", "--device", "24GB", "--update-rate", "1e9"]  # a measured rate differs each time
+        assert cli.main(["plan", "models:GPT", *config, *machine, "--json", "--choices"]) == 0
         found.append(json.loads(capsys.readouterr().out)["choices"])
     assert found[0] == found[1]
+
+
+def test_choices_have_a_time_without_a_measured_disk_and_say_that_its_speed_is_assumed(
+    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = write("ds.json", make_config(("nvme", "nvme"), nvme_path))
+    words = ["plan", "models:GPT", config, "--host", "64GB", "--device", "24GB", "--update-rate", "1e9", "--choices"]
+    rates = {"read": 7, "mixed": 6, "copy": 25}
+
+    def choices(*names: str) -> tuple[list[dict[str, Any]], list[str]]:
+        given = [word for name in names for word in (f"--{name}-rate", f"{rates[name]}GB")]
+        assert cli.main([*words, *given, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["choices"]
+        assert cli.main([*words, *given]) == 0
+        table = capsys.readouterr().out.partition("what each single change gives\n")[2]
+        return found, table.splitlines()
+
+    known, plain = choices(*rates)
+    assert not any(choice["is_assumed"] for choice in known) and not any("~" in line for line in plain)
+    for names in ((), ("copy",), ("read", "mixed")):
+        found, lines = choices(*names)
+        times = [choice["expected_seconds"] for choice in found if not choice["refusal"]]
+        assert times == [choice["expected_seconds"] for choice in known if not choice["refusal"]] and all(times)
+        assert not any("not known" in line for line in lines)
+        assert "at assumed speeds where none is measured or given: the drive reads 7 GB/s" in lines[-1]
+        marked = [line for line in lines[1:-1] if "~" in line]
+        assert len(marked) == sum(choice["is_assumed"] for choice in found) + 1
+        assert [line.replace("~", "").split() for line in lines[:-1]] == [line.split() for line in plain]
+    assert [choice["name"] for choice in found if choice["is_assumed"]]
 
 
 def test_a_choice_that_does_not_fit_says_what_it_takes(

@@ -34,12 +34,13 @@ class Choice:
     tier_bytes: Mapping[str, int]
     moved_bytes: int | None = None
     expected_seconds: float | None = None
+    is_assumed: bool = False  # Whether the seconds are at rates that nobody has measured.
     refusal: str = ""
 
     def cells(self) -> list[str]:
         if self.refusal:
             return [self.name, self.refusal]
-        seconds = "not known" if self.expected_seconds is None else f"{self.expected_seconds:.3g} s"
+        seconds = "not known" if self.expected_seconds is None else f"{'~' * self.is_assumed}{self.expected_seconds:.3g} s"
         moved = "" if self.moved_bytes is None else format_bytes(self.moved_bytes)
         return [self.name, *(format_bytes(self.tier_bytes[tier]) for tier in TIERS), moved, seconds]
 
@@ -51,14 +52,14 @@ def tier_sizes(plan: Plan) -> dict[str, int]:
 def find_choices(
     content: Mapping[str, Any],
     make: Callable[[dict[str, Any]], tuple[Layout, Plan]],
-    cost: Callable[[Layout, Plan], tuple[int, float | None]],
+    cost: Callable[[Layout, Plan], tuple[int, float | None, bool]],
 ) -> list[Choice]:
     """A row for each change that `content` does not have yet and that has an effect on it.
 
     Args:
         content: the configuration as a JSON object.
         make: a configuration -> its plan; raises ConfigError or BudgetError.
-        cost: a plan -> (bytes that a step transfers to and from NVMe, seconds of a step if known).
+        cost: a plan -> (bytes that a step transfers to and from NVMe, seconds of a step if known, whether at assumed rates).
     """
     found = []
     for name, change in CHANGES.items():

@@ -44,6 +44,8 @@ from zero.tools.plan_choices import Choice, choice_lines, find_choices, tier_siz
 
 RATE_NUMEL = 4 << 20
 RATE_ROUNDS = 3
+# [bytes per second] Of `--choices` where nothing is measured or given; docs/capacity.md is made with the same.
+ASSUMED_READ_RATE, ASSUMED_MIXED_RATE, ASSUMED_COPY_RATE = 7e9, 6e9, 25e9
 ON_A_DRIVE = {"device": "nvme", "nvme_path": "."}
 DEFAULT = {
     "train_micro_batch_size_per_gpu": 1,
@@ -63,6 +65,15 @@ class Rates:
     update_numel_per_second: float | None
     copy_bytes_per_second: float | None
     notes: tuple[str, ...] = ()
+
+    def or_assumed(self) -> Rates:
+        """These, and for what is not known the rates of a fast drive and of PCIe 4."""
+        return dataclasses.replace(
+            self,
+            read_bytes_per_second=self.read_bytes_per_second or ASSUMED_READ_RATE,
+            mixed_bytes_per_second=self.mixed_bytes_per_second or ASSUMED_MIXED_RATE,
+            copy_bytes_per_second=self.copy_bytes_per_second or ASSUMED_COPY_RATE,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,7 +137,8 @@ def run(options: argparse.Namespace) -> int:
     traffic = planning.traffic(layout, plan)
     rates = find_rates(config, plan, traffic, options)
     seconds = step_time(traffic, rates)
-    choices = find_choices(content, planning.make, partial(planning.cost, rates)) if options.choices else []
+    cost = partial(planning.cost_or_assumed, rates)
+    choices = find_choices(content, planning.make, cost) if options.choices else []
     if options.json:
         facts = {"parameters": planning.numel, "smallest_bytes": least}
         facts |= _as_dict(plan, layout, traffic, rates, seconds)
@@ -134,8 +146,14 @@ def run(options: argparse.Namespace) -> int:
         return 0
     print("\n".join([plan.table(), *_time_lines(traffic, rates, seconds)]))
     if options.choices:
-        now = Choice("CONFIG unchanged", tier_sizes(plan), *planning.cost(rates, layout, plan))
+        now = Choice("CONFIG unchanged", tier_sizes(plan), *cost(layout, plan))
         print("\n".join(["what each single change gives", *choice_lines(now, choices)]))
+        if any(choice.is_assumed for choice in (now, *choices)):
+            print(
+                "  ~: at assumed speeds where none is measured or given: the drive reads "
+                f"{ASSUMED_READ_RATE / 1e9:g} GB/s, or reads and writes {ASSUMED_MIXED_RATE / 1e9:g}, and copies to a "
+                f"GPU pass at {ASSUMED_COPY_RATE / 1e9:g}"
+            )
     return 0
 
 
@@ -176,6 +194,13 @@ class Planning:
         """Bytes that a step transfers to and from NVMe, and its seconds."""
         moved = self.traffic(layout, plan)
         return moved.nvme_read_bytes + moved.nvme_write_bytes, step_time(moved, rates).expected_seconds
+
+    def cost_or_assumed(self, rates: Rates, layout: Layout, plan: Plan) -> tuple[int, float | None, bool]:
+        """As `cost`, and whether the seconds are at assumed rates, because some are not known."""
+        moved_bytes, seconds = self.cost(rates, layout, plan)
+        if seconds is not None:
+            return moved_bytes, seconds, False
+        return *self.cost(rates.or_assumed(), layout, plan), True
 
 
 def _content(options: argparse.Namespace) -> dict[str, Any]:
