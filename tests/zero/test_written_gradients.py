@@ -60,7 +60,6 @@ def test_a_written_gradient_replaces_what_backward_has_collected(
         for engine in (written, told, untouched):
             backward(engine, index)
         for seed, parameter in enumerate(chosen(written)):
-            assert parameter.grad is None, "backward leaves none"
             parameter.grad = drawn(parameter, seed)
         for seed, parameter in enumerate(chosen(told)):
             utils.safe_set_full_grad(parameter, drawn(parameter, seed))

@@ -36,6 +36,7 @@ from zero.optim.gradients import move_gradients
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import Small, gathered, owned
 from zero.params.initialisation import refuse_without_values
+from zero.params.kept import own_gradient, set_own_gradient
 from zero.params.opaque import is_wrapper
 from zero.params.units import Leaf
 from zero.schedule.events import Events
@@ -295,13 +296,13 @@ def _first_gradients(parts: Assembly) -> None:
     for unit in parts.layout.units:
         for position, slot in enumerate(unit.slots):
             parameter = parameters[slot.index]
-            gradient = parameter.grad if unit.trainable and parameter.requires_grad else None
+            gradient = own_gradient(parameter) if unit.trainable and parameter.requires_grad else None
             if gradient is not None:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 part = gradient.reshape(-1)[slot.first_numel : slot.first_numel + slot.numel]
                 parts.gradients.arrive(unit.index, position, part)
                 if slot.first_numel + slot.numel == parameter.numel():
-                    parameter.grad = None
+                    set_own_gradient(parameter, None)
     parts.gradients.flush_all()
 
 

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from offload.errors import StateError
@@ -27,6 +26,7 @@ from zero.optim.loss_scale import LossScaleError
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.scheduling import step_scheduler
 from zero.optim.step import StepState, TornBackward, UnusedParameters
+from zero.params.kept import own_gradient, set_own_gradient
 from zero.params.released import name_of
 from zero.values.editor import EDIT
 from zero.values.parameters import ParameterValues
@@ -164,8 +164,8 @@ class Steps:
             self._away.forget_gradients()
             self._accumulation.forget()
             self._told_forgotten(forwards=forwards)
-            for parameter in self._written():
-                parameter.grad = None
+            for parameter in self._assigned():
+                set_own_gradient(parameter, None)
             run.parts.watch.torn = False
 
     def _told_forgotten(self, *, forwards: bool) -> None:
@@ -193,7 +193,7 @@ class Steps:
         parts.coordinator.check_idle()
         run.updater.before_step()
         self._schedule_arguments = dict(lr_kwargs or {})
-        self.take_written()
+        self._take_assigned()
         parts.stepper.ask()
 
     def _take(self) -> None:
@@ -226,6 +226,7 @@ class Steps:
             run.parts.coordinator.release_all()
             for listener in self._listeners:
                 listener.released()
+            self._apply_factors(if_alike=False)
             try:
                 stepper.fix(
                     *(number, optimizer, run.parts.index_of, run.config.gradient_clipping),
@@ -278,24 +279,40 @@ class Steps:
     def take_written(self) -> None:
         """A gradient that the user has put into `parameter.grad` replaces the collected one, as with torch.
 
-        All ranks must have put the same gradient there: each rank takes its slice from its own.
+        All ranks must have put the same gradient there: each rank takes its slice from its own. What the user has
+        multiplied is multiplied now: a backward may be going to add to it.
         """
-        for parameter in self._written():
+        self._take_assigned()
+        self._apply_factors()
+
+    def _take_assigned(self) -> None:
+        for parameter in self._assigned():
             self._take_gradient(parameter)
 
     def _take_gradient(self, parameter: nn.Parameter) -> None:
-        gradient, parameter.grad = parameter.grad, None
+        gradient = own_gradient(parameter)
         if gradient is not None:
-            whole_gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            self.values_of(parameter, to_change=True).set_gradient(whole_gradient)
+            set_own_gradient(parameter, None)
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            self.values_of(parameter, to_change=True).set_gradient(dense.float() * self._run.scaler.cur_scale)
 
-    def _written(self) -> list[nn.Parameter]:
-        """Parameters with a `.grad` from the user: backward leaves none, since the engine collects the gradients."""
+    def _assigned(self) -> list[nn.Parameter]:
+        """Parameters with a `.grad` of torch's own: backward leaves none, since the engine collects the gradients."""
         run = self._run
         groups = run.updater.param_groups if run.updater is not None else []
-        with torch._C.DisableTorchFunctionSubclass():
-            held = (p for group in groups for p in group["params"] if p.grad is not None)
-            return [p for p in held if id(p) in run.parts.index_of]
+        held = (p for group in groups for p in group["params"] if own_gradient(p) is not None)
+        return [p for p in held if id(p) in run.parts.index_of]
+
+    def _apply_factors(self, *, if_alike: bool = True) -> None:
+        """Apply the factors that gradients were given; if not `if_alike`, one of all gradients is left to the step."""
+        run, parts = self._run, self._run.parts
+        factors = parts.gradients.factors
+        if not factors or not (if_alike or parts.gradients.common_factor() is None):
+            return
+        self.edit_begins()
+        parameters = parts.parameters()
+        for index in list(factors):
+            ParameterValues(parts, parts.exchange, parameters[index], run.updater).apply_factor()
 
     def check_open(self, what: str) -> None:
         """Raise StateError if the engine is closed. `what`: the call, for the message."""
@@ -405,8 +422,6 @@ class Steps:
         if to_change:
             parts.keeper.editor.before_change(units)
         found = ParameterValues(parts, parts.exchange, parameter, self._run.updater)
-        with torch._C.DisableTorchFunctionSubclass():
-            is_written = found.trained and parameter.grad is not None
-        if is_written:
+        if found.trained and own_gradient(parameter) is not None:
             self._take_gradient(parameter)
         return found

@@ -150,6 +150,7 @@ class SaveCheckpoints:
             # Weights modified in place are stored when their unit is released; all ranks gather it again together.
             self._steps.release_bound()
             self._steps.ready(what)
+        self._steps.take_written()
         self._run.parts.gradients.settle()
 
     def _save_frozen(self, save_dir: Path, *, left_out: bool) -> FrozenPart:

@@ -138,6 +138,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
             parts_of_backward=self.scaling.parts_of_backward,
             loss_scale=lambda: float(self.run.scaler.cur_scale),
             values_of=steps.values_of,
+            gradients=lambda: self.run.parts.gradients,
             rest=self._rest_to_load,
             loading=self.checkpoint_state.loading,
             close=self.close,

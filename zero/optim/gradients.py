@@ -91,9 +91,13 @@ class Gradients:
         update: called with a unit whose sealed gradient occupies its place; must not return before an update used it.
         reclaim: called with a unit whose gradient needs its memory now; must not return before the memory is free.
         order: (unit, position of the slot), in the order in which the first gradients since the last step arrived.
+        factors: parameter index -> factor that user code has given its gradient (None: it was dropped) and that the
+            collected values do not contain yet. The same on all ranks.
+        epoch: counts the times that all gradients were used or dropped.
     """
 
     deferred = together = lost = False
+    epoch = 0
 
     def __init__(self, layout: Layout, storage: Storage, device: torch.device, in_place: bool, threads: int) -> None:
         self._storage, self._device, self._in_place = storage, device, in_place
@@ -101,6 +105,7 @@ class Gradients:
         self.update: Callable[[int], None] = lambda index: None  # before steps are possible no gradient is sealed
         self.reclaim: Callable[[Unit], None] = lambda unit: None
         self.order: dict[tuple[int, int], None] = {}
+        self.factors: dict[int, float | None] = {}
         self._filling: set[Any] = set()  # Streams that have written gradients since the last step.
         self._units: dict[int, UnitGradient] = {}
         self._storing: dict[int, None] = {}  # Units that the mover is storing, in the order in which it was asked.
@@ -256,7 +261,7 @@ class Gradients:
             state.arrived, state.adds = {}, False
             self._begin_anew(state)
         self._storing.clear()
-        self.order.clear()
+        self._forget_order()
         self.lost = False
 
     def seal(self) -> None:
@@ -264,8 +269,13 @@ class Gradients:
         for state in self._units.values():
             state.sealed = None if state.empty else Sealed(state.plane, state.dtype)
             self._begin_anew(state)
-        self.order.clear()
+        self._forget_order()
         self._filling.clear()
+
+    def _forget_order(self) -> None:
+        self.order.clear()
+        self.factors.clear()
+        self.epoch += 1
 
     def _begin_anew(self, state: UnitGradient) -> None:
         state.summed, state.contributions = False, [0] * len(state.unit.slots)
@@ -294,8 +304,15 @@ class Gradients:
         """
         return {}
 
-    def drop_waiting(self, unit: Unit, slot: Slot) -> None:
-        """Drop one parameter's gradient that waits to be reduced: it is about to be replaced."""
+    def scale_waiting(self, unit: Unit, slot: Slot, factor: float | None) -> None:
+        """Multiply one parameter's gradient that waits to be reduced; None: drop it."""
+
+    def drop(self, unit: Unit, slot: Slot) -> None:
+        """Note that the slot, whose values are zero now, has no gradient; nor has the unit, if it was the last."""
+        state = self._units[unit.index]
+        state.contributions[slot.position] = 0
+        if not any(state.contributions):
+            self._begin_anew(state)
 
     def take_up(self, index: int, flat: torch.Tensor) -> None:
         """Let `flat`, a whole gradient of (unit.numel,), wait to be reduced again, as `waiting` returned it.
@@ -338,6 +355,22 @@ class Gradients:
     def contributed(self, index: int) -> list[bool]:
         """Per slot of the unit: has it had a gradient since the last step?"""
         return [count > 0 for count in self._units[index].contributions]
+
+    def has(self, unit: Unit, slot: Slot) -> bool:
+        """True if the slot has a gradient, as far as this rank knows without asking; it may be in flight."""
+        state = self._units.get(unit.index)
+        return state is not None and self.factors.get(slot.index, 1.0) is not None and self._has(state, slot)
+
+    def _has(self, state: UnitGradient, slot: Slot) -> bool:
+        return state.contributions[slot.position] > 0
+
+    def common_factor(self) -> float | None:
+        """The factor of all gradients: none is rewritten for it. None: they have different ones."""
+        if not self.factors:
+            return 1.0
+        slots = ((state, slot) for state in self._units.values() for slot in state.unit.slots)
+        found = {self.factors.get(slot.index, 1.0) for state, slot in slots if self._has(state, slot)}
+        return found.pop() if len(found) == 1 else None
 
     def taken(self, index: int) -> Sealed:
         """The unit's gradient of the last step, until its update has used it.

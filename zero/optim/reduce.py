@@ -274,9 +274,14 @@ class ReducedGradients(Gradients):
             self._release(held)
         return copies
 
-    def drop_waiting(self, unit: Unit, slot: Slot) -> None:
+    def scale_waiting(self, unit: Unit, slot: Slot, factor: float | None) -> None:
         if unit.index in self._waiting:
-            self._waiting[unit.index].flat[slot.offset_numel : slot.end_numel].zero_()
+            part = self._made(self._waiting[unit.index]).flat[slot.offset_numel : slot.end_numel]
+            part.zero_() if factor is None else part.mul_(factor)
+
+    def _has(self, state: UnitGradient, slot: Slot) -> bool:
+        # `contributions` counts only this rank's. Of a reduced unit all slots are shown, some perhaps as zeros.
+        return super()._has(state, slot) or state.summed
 
     def take_up(self, index: int, flat: torch.Tensor) -> None:
         held = flat.to(self._device)

@@ -10,7 +10,8 @@ Gradients that are not finite are found from the counts of each block, so only f
 
 [Note: a step that is skipped] If a gradient is not finite on any rank, all ranks skip the step: nothing is sealed, the
 gradients are dropped, and the loss scale is adapted. The factor that clips also divides the gradients of a scaled loss
-by the scale; the division is exact, because a dynamic scale is a power of two.
+by the scale; the division is exact, because a dynamic scale is a power of two. It also has the factor that user code
+has given all gradients, as `torch.nn.utils.clip_grad_norm_` does.
 """
 
 from __future__ import annotations
@@ -306,8 +307,10 @@ class Stepper:
         self.finish()  # updates of the last step read the gradients that it has sealed
         self._gradients.complete()
         torn = torn or self._gradients.lost
-        square_sum = self._gradients.square_sum()
-        settings = [{"gradient_clipping": norm_max}, *agreed_options(optimizer)]
+        square_sum, factor = self._gradients.square_sum(), self._gradients.common_factor()
+        if factor is None:
+            raise StateError("step: gradients have different factors that were not applied before it")
+        settings = [{"gradient_clipping": norm_max, "factor of p.grad": factor}, *agreed_options(optimizer)]
         try:
             scaled_norm, contributed = agree_on_step(
                 self._exchange, number, square_sum, self._contributed(), torn=torn, settings=settings
@@ -315,13 +318,14 @@ class Stepper:
         except (TornBackward, ConfigError):
             self._move(StepState.NONE)
             raise
+        scaled_norm *= abs(factor)
         if self._needs_all:
             self._refuse_unused(contributed, optimizer, index_of)
         if self._scaler.refuses(scaled_norm):
             self._skip(number, loss_is_finite())
             return
         self.norm = scaled_norm / self._scaler.cur_scale
-        scale = clip_coefficient(self.norm, norm_max) / self._scaler.cur_scale
+        scale = clip_coefficient(self.norm, norm_max) * factor / self._scaler.cur_scale
         values, small = self._values_in(optimizer, index_of, contributed)
         arguments = StepArguments(values, scale, number, self._storage.streams.fence(), small)
         due = [group for group in self._storage.plan.sub_groups if self.pipeline.trained_units(group, arguments)]

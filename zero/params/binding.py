@@ -122,7 +122,7 @@ class BoundUnit:
             edited: an editor has them, and it compares all values afterwards.
         """
         for parameter in self.parameters:
-            set_present(parameter)
+            set_present(parameter, edited=edited)
             # A persistent unit is its own home: writes to it are kept without a comparison.
             if not self.unit.persistent and not edited:
                 watch(parameter)

@@ -22,10 +22,10 @@ from offload.accelerator import KINDS
 from offload.errors import StateError
 from offload.memory.flat_storage import viewable
 from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, has_face, put_on_face
-from zero.params.watched import Mixin, WatchedParameter, note, unwatch
+from zero.params.kept import KEEPER, KEPT, Collected, KeptParameter, Mixin
+from zero.params.watched import WatchedParameter, note
 
 logger = logging.getLogger("zero")
-KEEPER = "_zero_keeper"
 NAME = "_zero_name"
 
 _METADATA_WORDS = """
@@ -34,12 +34,12 @@ _METADATA_WORDS = """
     data_ptr is_pinned is_shared is_inference dim_order __hash__ __len__ _is_view is_same_size
     _has_compatible_shallow_copy_type has_names _typed_storage is_sparse
 """
-_METADATA_METHODS = frozenset(_METADATA_WORDS.split())
+METADATA_METHODS = frozenset(_METADATA_WORDS.split())
 _ALIASING_WORDS = """
     detach view view_as reshape t transpose permute unsqueeze squeeze flatten narrow expand expand_as swapaxes
 """
 _ALIASING_METHODS = frozenset(_ALIASING_WORDS.split())
-_ALIASING_ATTRIBUTES = frozenset(("data", "T", "mT", "H", "mH", "real"))
+ALIASING_ATTRIBUTES = frozenset(("data", "T", "mT", "H", "mH", "real"))
 _CONVERSIONS: dict[str, torch.dtype | None] = {
     "to": None,
     "cpu": None,
@@ -85,6 +85,9 @@ class Keeper(Protocol):
     def holds(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
         """True if `tensor` shares the values that `parameter` has now."""
 
+    def collected(self, parameter: nn.Parameter) -> Collected | None:
+        """Its gradient since the last step, if there is one and it can be shown."""
+
     def open(self, parameters: list[nn.Parameter]) -> None:
         """Fetch values for `GatheredParameters`: private copies that may be edited."""
 
@@ -103,7 +106,7 @@ class Unplaced(Protocol):
         """Values [begin, end), 1-D, on the CPU."""
 
 
-class ReleasedParameter(nn.Parameter):
+class ReleasedParameter(KeptParameter):
     """Mixed into the class of every released parameter."""
 
     @classmethod
@@ -112,14 +115,14 @@ class ReleasedParameter(nn.Parameter):
     ) -> Any:
         """Run metadata operations directly; fetch the values for all others."""
         kwargs = kwargs or {}
-        name, attribute = _names(func)
+        name, attribute = names_of(func)
         if name == "__set__" and attribute == "data" and isinstance(args[0], ReleasedParameter):
             return _set_data(args[0], args[1])
-        if name in _METADATA_METHODS or (name in _ACCESSORS and attribute not in _ALIASING_ATTRIBUTES):
+        if name in METADATA_METHODS or (name in ACCESSORS and attribute not in ALIASING_ATTRIBUTES):
             return _untouched(func, args, kwargs)
         if name in _CONVERSIONS and _keeps_dtype(name, args, kwargs):
             return args[0]  # the engine decides about the device
-        return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in _ALIASING_ATTRIBUTES)
+        return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in ALIASING_ATTRIBUTES)
 
     @property
     def ds_status(self) -> ZeroParamStatus:
@@ -172,14 +175,14 @@ class ReleasedAlias(torch.Tensor):
     ) -> Any:
         """As for its source parameter."""
         kwargs = kwargs or {}
-        name, attribute = _names(func)
-        if name in _METADATA_METHODS or (name in _ACCESSORS and attribute not in _ALIASING_ATTRIBUTES):
+        name, attribute = names_of(func)
+        if name in METADATA_METHODS or (name in ACCESSORS and attribute not in ALIASING_ATTRIBUTES):
             return _untouched(func, args, kwargs)
         if name in _COPIES and isinstance(args[0], ReleasedAlias) and isinstance(args[0].source, ReleasedParameter):
             keeper = keeper_of(args[0].source)
             if isinstance(keeper, Unplaced):
                 return _copied(args[0], keeper)
-        return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in _ALIASING_ATTRIBUTES)
+        return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in ALIASING_ATTRIBUTES)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the values if they are present; else raise, or pickle an empty tensor."""
@@ -271,10 +274,10 @@ def hide_shard(parameter: nn.Parameter) -> None:
 
 def unmark(parameter: nn.Parameter) -> None:
     """Make it an ordinary parameter again."""
-    set_present(parameter)
     forget_face(parameter)
     parameter.__dict__.pop(KEEPER, None)
     parameter.__dict__.pop(NAME, None)
+    set_present(parameter)
 
 
 def is_kept(parameter: torch.Tensor) -> bool:
@@ -287,23 +290,27 @@ RELEASED = Mixin(ReleasedParameter, "Released")
 
 def set_released(parameter: nn.Parameter) -> None:
     """Change the parameter's class to its released class. Idempotent."""
-    unwatch(parameter)
     RELEASED.put_on(parameter)
 
 
-def set_present(parameter: nn.Parameter) -> None:
-    """Change the class back to the parameter's own class. Idempotent."""
-    unwatch(parameter)
-    RELEASED.take_off(parameter)
+def set_present(parameter: nn.Parameter, *, edited: bool = False) -> None:
+    """Change the class back to the parameter's own class, with the `.grad` of `KeptParameter` if it has a keeper.
+
+    `edited`: it is gathered for its user, who sees the class itself, unless there is a gradient to show.
+    """
+    KEPT.take_off(parameter)
+    if is_kept(parameter) and parameter.is_floating_point():  # codes of quantised weights are not trained
+        if not edited or keeper_of(parameter).collected(parameter) is not None:
+            KEPT.put_on(parameter)
 
 
-_ACCESSORS = ("__get__", "__set__", "__delete__")
+ACCESSORS = ("__get__", "__set__", "__delete__")
 
 
-def _names(func: Callable[..., Any]) -> tuple[str, str]:
+def names_of(func: Callable[..., Any]) -> tuple[str, str]:
     """(name of the function, name of the attribute that it gets or sets, else "")."""
     name = getattr(func, "__name__", "")
-    owner = getattr(func, "__self__", None) if name in _ACCESSORS else None
+    owner = getattr(func, "__self__", None) if name in ACCESSORS else None
     return name, getattr(owner, "__name__", "")
 
 
@@ -325,15 +332,15 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                 try:
                     keeper.touch(parameter)
                 except StateError:
-                    unplaced, name = isinstance(keeper, Unplaced), _names(func)[0]
+                    unplaced, name = isinstance(keeper, Unplaced), names_of(func)[0]
                     if aliasing or (unplaced and name == "__getitem__" and _is_basic(args[1])):
                         with torch._C.DisableTorchFunctionSubclass(), viewable(tensor):
                             return _alias(func(*args, **kwargs), parameter)
-                    if unplaced and _writes(name) and parameter is sources[0]:
+                    if unplaced and writes(name) and parameter is sources[0]:
                         return _written(func, args, kwargs)
                     raise
                 keepers.setdefault(id(keeper), (keeper, []))[1].append(parameter)
-                unseen = tensor is not parameter or _names(func)[1] == "data"
+                unseen = tensor is not parameter or names_of(func)[1] == "data"
                 if unseen and isinstance(parameter, (ReleasedParameter, WatchedParameter)):
                     note(parameter)
         result = _untouched(func, args, kwargs)
@@ -343,7 +350,7 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return result
 
 
-def _writes(name: str) -> bool:
+def writes(name: str) -> bool:
     """True for a function that changes its first argument."""
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
 

@@ -23,8 +23,8 @@ from torch import nn
 from offload.errors import StateError
 from offload.saved.saved_views import storage_key
 from offload.sizes import BLOCK_NUMEL
+from zero.params.kept import Collected, Mixin
 from zero.params.released import (
-    RELEASED,
     Keeper,
     ReleasedParameter,
     hide_shard,
@@ -34,7 +34,6 @@ from zero.params.released import (
     set_present,
     show_shard,
 )
-from zero.params.watched import Mixin
 from zero.ranks.world import world_size
 
 ROWS_ALIGN = 64
@@ -166,13 +165,17 @@ class TiledKeeper:
         """True if both share a storage."""
         return storage_key(tensor) == storage_key(parameter)
 
+    def collected(self, parameter: nn.Parameter) -> Collected | None:
+        """As in the keeper of the tiles."""
+        return self.engine.collected(parameter)
+
     def open(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins: read all tiles into one tensor for the parameter, outside of any limit."""
         self.engine.open([tile.weight for tile in self.tiles])
         self._opened[0] += 1
         if self._opened[0] == 1:
             values = torch.cat([tile.weight.detach() for tile in self.tiles])
-            set_present(self.whole)
+            set_present(self.whole, edited=True)
             with torch.no_grad():
                 self.whole.data = values
             show_shard(self.whole)
@@ -245,7 +248,7 @@ class TiledParameter(ReleasedParameter):
         return by_tiles(keeper.tiles, first, *args[2:], **kwargs)
 
 
-_TILED = Mixin(TiledParameter, "Tiled", RELEASED)
+_TILED = Mixin(TiledParameter, "Tiled")
 
 
 def _linear(tiles: tuple[Tile, ...], x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

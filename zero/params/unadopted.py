@@ -127,6 +127,9 @@ class ProvisionalKeeper:
             self._fetched.append(parameter)
             self._fetched_bytes += parameter.numel() * parameter.element_size()
 
+    def collected(self, parameter: nn.Parameter) -> None:
+        """None: nothing trains yet."""
+
     def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
         """If too much has been fetched, spill the parameters that this operation did not need."""
         if self._fetched_bytes > FETCHED_BYTES_MAX:

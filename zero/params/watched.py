@@ -12,12 +12,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from zero.params.kept import KeptParameter, Mixin
+
 _DATA: Any = torch._C.TensorBase.data
 _BEFORE = "_zero_before"
 """Attribute of a parameter: its values at the first access to `.data`, on the host."""
 
 
-class WatchedParameter(nn.Parameter):
+class WatchedParameter(KeptParameter):
     """Mixed into the class of every present parameter."""
 
     @property
@@ -30,47 +32,8 @@ class WatchedParameter(nn.Parameter):
     def data(self, values: Tensor) -> None:
         _DATA.__set__(self, values)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A copy belongs to the caller, so it is not watched."""
-        copied: nn.Parameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        unwatch(copied)
-        return copied
 
-
-class Mixin:
-    """Mixes a class into the classes of parameters, and takes it out again.
-
-    Args:
-        mixed: the class for `nn.Parameter` itself; for other classes it is a base class.
-        word: prefix for the names of the mixed classes.
-        off_with: a mixin of a base class of `mixed`, whose `take_off` takes these classes out too.
-    """
-
-    def __init__(self, mixed: type, word: str, off_with: Mixin | None = None) -> None:
-        self._mixed, self._word = mixed, word
-        self._with: dict[type, type] = {nn.Parameter: mixed}
-        self._own: dict[type, type] = {} if off_with is None else off_with._own
-        self._own[mixed] = nn.Parameter
-
-    def put_on(self, parameter: nn.Parameter) -> None:
-        """Idempotent."""
-        own = type(parameter)
-        if issubclass(own, self._mixed):
-            return
-        if own not in self._with:
-            self._with[own] = type(f"{self._word}{own.__name__}", (self._mixed, own), {})
-            self._own[self._with[own]] = own
-        parameter.__class__ = self._with[own]
-
-    def take_off(self, parameter: nn.Parameter) -> None:
-        """Idempotent."""
-        own = self._own.get(type(parameter))
-        if own is not None:
-            parameter.__class__ = own
-
-
-_WATCHED = Mixin(WatchedParameter, "Watched")
-watch, unwatch = _WATCHED.put_on, _WATCHED.take_off
+watch = Mixin(WatchedParameter, "Watched").put_on
 
 
 def note(parameter: nn.Parameter) -> None:

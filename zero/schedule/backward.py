@@ -14,6 +14,7 @@ from offload.errors import BudgetError, StateError, StorageError
 from offload.system.interrupts import uninterrupted, whole
 from zero.optim.gradients import Gradients
 from zero.params.binding import BoundUnit
+from zero.params.kept import own_gradient, set_own_gradient
 from zero.params.layout import Slot, Unit
 from zero.params.tiles import ENGINES
 from zero.schedule.coordinator import Coordinator
@@ -160,6 +161,7 @@ class BackwardWatch:
         """Note a backward that the engine did not start (`loss.backward()`), and queue a callback for its end."""
         if self._running:
             return
+        self._events.take_written()  # a second backward of one forward adds to it too
         walk = torch._C._current_graph_task_id()
         others = [scale for watch, (scale, of) in _UNDER_WAY.items() if watch != id(self) and of in (None, walk)]
         if others and not self.scaled:  # another engine has divided the loss, and uses its own loss scale
@@ -203,7 +205,8 @@ class BackwardWatch:
         @whole
         def receive(parameter: torch.Tensor) -> None:
             watch = watching()
-            gradient, parameter.grad = parameter.grad, None
+            gradient = own_gradient(parameter)
+            set_own_gradient(parameter, None)
             if watch is None or gradient is None or not pieces[0][0].trainable:
                 return
             if gradient.is_sparse:  # an embedding with sparse=True; planes are dense

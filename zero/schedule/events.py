@@ -28,6 +28,7 @@ class Events:
     parts_of_backward: Callable[[bool], int]
     loss_scale: Callable[[], float]
     values_of: Callable[..., Any]  # A parameter's exact values; see `Values.values_of`.
+    gradients: Callable[[], Any]  # The `Gradients` of the present model.
     rest: Callable[[], Any]  # The parts for the present model, at rest, so that their planes can be rewritten.
     # (folder, names of values): inside they are rewritten; if that fails, only another load is allowed.
     loading: Callable[[str, frozenset[str]], AbstractContextManager[None]]

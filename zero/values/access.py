@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
@@ -11,9 +12,11 @@ from torch import nn
 
 from offload.errors import StateError
 from offload.system.interrupts import whole
+from zero.optim.gradients import Gradients
 from zero.params.binding import BoundUnit
 from zero.params.layout import Slot
 from zero.params.released import is_kept, name_of, unmark
+from zero.params.shown_gradient import ShownGradient
 from zero.params.tiles import engine_keeper
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
@@ -25,6 +28,57 @@ from zero.values.editor import UnitEditor
 from zero.values.gathered_values import runs_of
 
 logger = logging.getLogger("zero")
+
+
+@functools.cache
+def warn_of_hidden_gradients() -> None:
+    logger.warning(
+        "p.grad is None in a pipeline, so torch.nn.utils.clip_grad_norm_ and the like do nothing: set "
+        "gradient_clipping in the configuration, and read gradients with zero.utils.safe_get_full_grad"
+    )
+
+
+class CollectedGradient:
+    """See `Collected`.
+
+    `index`: of the parameter in the layout; `device`: where its values are used.
+    """
+
+    def __init__(
+        self, events: Events, gradients: Gradients, parameter: nn.Parameter, index: int, device: torch.device
+    ) -> None:
+        self._events, self._gradients, self._parameter, self._index = events, gradients, parameter, index
+        self._device, self._is_missing = device, False  # `_is_missing`: no rank has a gradient.
+
+    @property
+    def epoch(self) -> int:
+        return self._gradients.epoch
+
+    def read(self) -> torch.Tensor | None:
+        found: torch.Tensor | None = self._events.values_of(self._parameter).gradient()
+        self._is_missing = found is None
+        return None if found is None else (found / self._events.loss_scale()).to(self._device)
+
+    def write(self, values: torch.Tensor) -> None:
+        if self._is_missing and not values.any():
+            return  # other parameters of the unit have gradients: without one it is left as it is
+        access = self._events.values_of(self._parameter, to_change=True)
+        access.set_gradient(values.reshape(self._parameter.shape).float() * self._events.loss_scale())
+
+    def scale(self, factor: float) -> None:
+        factors = self._gradients.factors
+        before = factors.get(self._index, 1.0)
+        factors[self._index] = factor if before is None else before * factor
+
+    def norm(self) -> float | None:
+        found: float | None = self._events.values_of(self._parameter).gradient_norm()
+        return None if found is None else found / self._events.loss_scale()
+
+    def drop(self) -> None:
+        self._gradients.factors[self._index] = None
+
+    def shown(self) -> torch.Tensor:
+        return ShownGradient.of(self._parameter, self, self._device)
 
 
 class EngineKeeper:
@@ -101,6 +155,16 @@ class EngineKeeper:
                 "the device outside forward and backward; wrap the access in zero.GatheredParameters([parameter])"
             )
         self._coordinator.look(index)
+
+    def collected(self, parameter: nn.Parameter) -> CollectedGradient | None:
+        """See `Keeper`. A pipeline's stage has only a part of the parameters, so it shows none and says so once."""
+        places, gradients = self.places.get(id(parameter), []), self.events.gradients()
+        if not any(gradients.has(unit, slot) for unit, slot in places):
+            return None
+        if self.editor.is_stage:
+            warn_of_hidden_gradients()
+            return None
+        return CollectedGradient(self.events, gradients, parameter, places[0][1].index, self.device)
 
     def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
         """End the use that `touch` began, unless more than the operation's result needs the values."""

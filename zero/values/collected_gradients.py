@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from offload.archives import bytes_of, bytes_tensor
+from offload.kernels import kernels
+from offload.kernels.square_sums import SquareSum, rows_of
 from offload.sizes import BLOCK_NUMEL, align_up
 from zero.exchange.exchange import Exchange
 from zero.optim.gradients import Gradients, UnitGradient
@@ -66,6 +69,12 @@ class GradientValues:
         late = [rest.view(torch.float32)[-out.numel() :] for rest, has in zip(told, waits, strict=True) if has]
         if late:
             out += torch.stack(late).sum(dim=0) * self._exchange.share
+        out.mul_(self.factor_of(slot))
+
+    def factor_of(self, slot: Slot) -> float:
+        """What reading multiplies the stored values by; 0 for a dropped gradient."""
+        factor = self._gradients.factors.get(slot.index, 1.0)
+        return 0.0 if factor is None else factor
 
     def read_own(self, unit: Unit, slot: Slot, begin: int, end: int) -> torch.Tensor | None:
         """Elements [begin, end) of the slot, which are in this rank's slice, fp32; None if this rank has none."""
@@ -73,11 +82,55 @@ class GradientValues:
         # With several ranks, `contributions` counts only this rank's; parts without any gradient are stored as zeros.
         if state.empty or (self._placement.alone and not state.contributions[slot.position]):
             return None
-        return self._stored(state, slot, begin, end)
+        return self._stored(state, slot, begin, end) * self.factor_of(slot)
+
+    def square_sum(self, places: Sequence[tuple[Unit, Slot]]) -> SquareSum | None:
+        """Over all ranks, without the factor; from the block sums where they are of these slots alone.
+
+        All ranks call this together. None: some gradient is not reduced yet.
+        """
+        own = SquareSum.merged(part for unit, slot in places for part in self._own_sums(unit, slot))
+        waits = any(unit.index in self._gradients.waiting(unit.index) for unit, _ in places)
+        answers = self._exchange.agree(f"norm of the gradient of {places[0][1].name}", bytes([waits]) + own.pack())
+        if any(answer[0] for answer in answers):
+            return None
+        return SquareSum.merged(SquareSum.unpack(answers[rank][1:]) for rank in self._placement.shard_ranks)
+
+    def _own_sums(self, unit: Unit, slot: Slot) -> Iterator[SquareSum]:
+        state = self._gradients.state_of(unit)
+        lo, hi = (place - unit.begin for place in unit.within(slot))
+        if state.empty or lo >= hi:
+            return
+        begin = min(align_up(lo, BLOCK_NUMEL), hi)
+        end = hi if hi == unit.shard_numel else max(hi // BLOCK_NUMEL * BLOCK_NUMEL, begin)
+        if begin < end:
+            yield SquareSum.of(rows_of(state.sums, begin, end))
+        for first, last in ((lo, begin), (end, hi)):  # neighbours are in these blocks too
+            if first < last:
+                values = self._gradients.read_stored(state, unit.begin + first, unit.begin + last)
+                yield SquareSum.of(kernels.block_sumsq(values))
+
+    def apply_factor(self, unit: Unit, slot: Slot) -> None:
+        """Multiply what this rank has of the slot by its factor, which stays noted; a dropped gradient ends."""
+        factor, state = self._gradients.factors.get(slot.index, 1.0), self._gradients.state_of(unit)
+        self._gradients.scale_waiting(unit, slot, factor)
+        end = slot.first_numel + slot.numel
+        run = runs_of(self._placement, unit, slot, slot.first_numel, end)[self._placement.shard_index]
+        for lo in range(run.start, run.stop if not state.empty else run.start, CHUNK_NUMEL):
+            hi = min(lo + CHUNK_NUMEL, run.stop)
+            values = self._stored(state, slot, lo, hi)
+            self.write_own(unit, slot, lo, torch.zeros_like(values) if factor is None else values * factor)
+        if factor is None:
+            self._gradients.drop(unit, slot)
+
+    def forget_factor(self, slot: Slot) -> None:
+        """The slot's values contain its factor, or were replaced."""
+        self._gradients.factors.pop(slot.index, None)
+
 
     def drop_waiting(self, unit: Unit, slot: Slot) -> None:
         """Discard the slot's gradient that this rank has collected but not reduced yet."""
-        self._gradients.drop_waiting(unit, slot)
+        self._gradients.scale_waiting(unit, slot, None)
 
     def write_own(self, unit: Unit, slot: Slot, begin: int, values: torch.Tensor) -> None:
         """Replace elements of the slot from `begin` on, which are in this rank's slice; rounded to the stored dtype.

@@ -63,7 +63,7 @@ class UnitEditor:
     ) -> None:
         self._layout, self._bound, self._storage, self._coordinator = layout, bound, storage, coordinator
         self._events, self._exchange = events, exchange
-        self.placement = exchange.placement
+        self.placement, self.is_stage = exchange.placement, exchange.is_stage
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
         self._modifiers: dict[int, set[int | None]] = {}  # Unit -> those of the gathers inside the one that is open.

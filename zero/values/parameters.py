@@ -138,6 +138,21 @@ class ParameterValues:
         flat = _joined(parts, [slot.numel for _, slot in self._places])
         return None if flat is None else flat.view(self._parameter.shape)
 
+    def gradient_norm(self) -> float | None:
+        """The 2-norm of `gradient()`; None: it has to be read for that. All ranks call this together."""
+        self._gradients.settle()
+        total = self._gradients.square_sum(self._places)
+        if total is None or total.nonfinite:  # torch tells inf from NaN
+            return None
+        return total.norm() * self._gradients.factor_of(self._places[0][1])
+
+    def apply_factor(self) -> None:
+        """Multiply what this rank has collected by the factor that user code has given it."""
+        self._gradients.settle()
+        for unit, slot in self._places:
+            self._gradients.apply_factor(unit, slot)
+        self._gradients.forget_factor(self._places[0][1])
+
     def own_gradient(self) -> torch.Tensor | None:
         """This rank's part of the gradient, 1-D fp32; None if there is none."""
         self._gradients.settle()
@@ -190,6 +205,7 @@ class ParameterValues:
             self._gradients.drop_waiting(unit, slot)
         for run, part in self._parts_of(value):
             self._gradients.write_own(run.unit, run.slot, run.begin, part)
+        self._gradients.forget_factor(self._places[0][1])
 
     def _rewrite(self, value: torch.Tensor, put: Put) -> None:
         """Let `put` change this rank's records; `value` is whole or this rank's part."""

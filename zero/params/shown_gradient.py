@@ -1,0 +1,204 @@
+"""`p.grad` of a parameter whose gradient an engine has collected: a tensor without memory.
+
+It has the parameter's shape and dtype. What torch's gradient utilities do with it needs no memory either: its 2-norm
+comes from the sums that are kept for the step, and a factor is noted and applied in the step. Other operations read the
+one gradient that they are given, and store it if they have changed it. An operation whose result shares the gradient's
+memory (a view, `numpy()`) makes it torch's own `p.grad`, which the engine takes over as one that was assigned.
+
+On several ranks all ranks do the same, as the values are in slices; to ask whether `p.grad` is None needs no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import StateError
+from zero.params.kept import Collected, own_gradient, set_own_gradient
+from zero.params.released import ACCESSORS, ALIASING_ATTRIBUTES, METADATA_METHODS, name_of, names_of, writes
+
+_OF_MEMORY = frozenset(("data_ptr", "untyped_storage", "_typed_storage", "is_pinned", "is_shared"))
+_METADATA = METADATA_METHODS - _OF_MEMORY
+_COPIED = frozenset(("__deepcopy__", "__reduce_ex__", "__reduce__"))
+_PRODUCTS = frozenset(("mul_", "__imul__", "multiply_", "_foreach_mul_"))
+_QUOTIENTS = frozenset(("div_", "__itruediv__", "__idiv__", "divide_", "true_divide_", "_foreach_div_"))
+_NORMS = frozenset(("linalg_vector_norm", "_foreach_norm", "norm"))
+"""They compute the 2-norm if they are not asked for another."""
+_TELLING = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Results that are no tensors and do not refer to the gradient's memory."""
+
+
+class ShownGradient(torch.Tensor):
+    """See above.
+
+    Attributes:
+        parameter: whose gradient it is.
+        collected: the engine's access to it.
+        epoch: of `collected` when this was made; after a step there is another gradient, or none.
+    """
+
+    parameter: nn.Parameter
+    collected: Collected
+    epoch: int
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, collected: Collected, device: torch.device) -> ShownGradient:
+        """What `parameter.grad` is."""
+        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        shown: ShownGradient = make(cls, parameter.shape, dtype=parameter.dtype, device=device)
+        shown.parameter, shown.collected, shown.epoch = parameter, collected, collected.epoch
+        return shown
+
+    def is_gradient_of(self, parameter: nn.Parameter) -> bool:
+        """True if it is what `parameter.grad` is now."""
+        return self.parameter is parameter and self.epoch == self.collected.epoch
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run metadata operations directly; note factors; read the values for all others."""
+        kwargs = kwargs or {}
+        name, attribute = names_of(func)
+        if name.startswith("_foreach_") and isinstance(args[0], (list, tuple)):
+            return _one_by_one(func, args, kwargs)
+        first = args[0] if args else None
+        if isinstance(first, ShownGradient):
+            if name in _METADATA or (name in ACCESSORS and attribute not in ALIASING_ATTRIBUTES):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if name in ("detach", "detach_") or (name == "__get__" and attribute == "data"):
+                return first
+            if name == "__set__" and attribute == "data":
+                return None if args[1] is first else first.copy_(args[1])
+        return _computed(func, name, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse what no function of Python has asked for."""
+        raise StateError(f"p.grad: {func} cannot read a gradient that an engine keeps; give it p.grad.clone()")
+
+    def values(self, *, wide: bool) -> Tensor:  # type: ignore[override]
+        """A copy, or torch's own gradient; `wide`: in fp32. Raises StateError: a step has used it."""
+        own = own_gradient(self.parameter)
+        if own is not None:
+            return own
+        self.check()
+        found = self.collected.read()
+        if found is None:
+            found = torch.zeros(self.parameter.shape, dtype=torch.float32, device=self.device)
+        return found if wide else found.to(self.dtype)
+
+    def check(self) -> None:
+        """Raise StateError: a step has used it, or it was dropped."""
+        if self.epoch != self.collected.epoch:
+            raise StateError(
+                f"this p.grad of {name_of(self.parameter)} is from before a step or zero_grad(), and its values are "
+                "gone; read parameter.grad after the backward, and clone() what you keep"
+            )
+
+
+def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    known = _known(name, args, kwargs)
+    return _with_values(func, name, args, kwargs) if known is None else known
+
+
+def _known(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an operation that needs no values; None: it needs them."""
+    shown = args[0] if args else None
+    if not isinstance(shown, ShownGradient) or own_gradient(shown.parameter) is not None:
+        return None
+    factor = _factor(name, args, kwargs)
+    if factor is None:
+        return _norm(name, args, kwargs)
+    shown.check()
+    shown.collected.scale(factor)
+    return shown
+
+
+def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of lists for one gradient after the other: they need not be in memory together."""
+    name, count = func.__name__, len(args[0])
+    results = []
+    for at in range(count):
+        cut = [arg[at] if isinstance(arg, (list, tuple)) and len(arg) == count else arg for arg in args]
+        known = _known(name, tuple(cut), kwargs)
+        lists = tuple([one] if isinstance(arg, (list, tuple)) else one for one, arg in zip(cut, args, strict=True))
+        results.append([known] if known is not None else _with_values(func, name, lists, kwargs))
+    return None if name.endswith("_") else tuple(result[0] for result in results)
+
+
+def _factor(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """What the operation multiplies a gradient by; None: it does something else."""
+    if name not in _PRODUCTS and name not in _QUOTIENTS or len(args) != 2 or kwargs:
+        return None
+    other = args[1]
+    if isinstance(other, Tensor):
+        is_number = other.dim() == 0 and not isinstance(other, ShownGradient) and not other.is_complex()
+        other = other.item() if is_number else None
+    if not isinstance(other, (int, float)) or (name in _QUOTIENTS and not other):
+        return None
+    return float(other) if name in _PRODUCTS else 1.0 / other
+
+
+def _norm(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The 2-norm of a gradient, fp32; None: the operation is another, or the gradient has to be read."""
+    if name not in _NORMS or len(args) > 2:
+        return None
+    asked = {key: value for key, value in kwargs.items() if value is not None and value is not False}
+    if set(asked) - {"p", "ord"}:
+        return None
+    if [*args[1:], *asked.values()] not in ([], [2], ["fro"]):
+        return None
+    args[0].check()
+    norm = args[0].collected.norm()
+    return None if norm is None else torch.tensor(norm, dtype=torch.float32, device=args[0].device)
+
+
+def _with_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on the gradients' values; store what it has changed."""
+    found: dict[int, tuple[ShownGradient, Tensor]] = {}
+    wide = writes(name) or "out" in kwargs
+
+    def read(leaf: Any) -> Any:
+        if not isinstance(leaf, ShownGradient):
+            return leaf
+        if id(leaf) not in found:
+            found[id(leaf)] = leaf, leaf.values(wide=wide)
+        return found[id(leaf)][1]
+
+    args, kwargs = _mapped(args, read), _mapped(kwargs, read)
+    if name in _COPIED:
+        return func(args[0].clone(), *args[1:], **kwargs)
+    versions = {key: values._version for key, (_, values) in found.items()}
+    result = func(*args, **kwargs)
+    for key, (shown, values) in found.items():
+        if own_gradient(shown.parameter) is values:
+            continue
+        if values._version != versions[key]:
+            shown.collected.write(values)
+        elif name in _OF_MEMORY or _refers(result, values):
+            set_own_gradient(shown.parameter, values)
+    back = {id(values): shown for shown, values in found.values()}
+    return _mapped(result, lambda leaf: back.get(id(leaf), leaf))
+
+
+def _refers(result: Any, values: Tensor) -> bool:
+    """True if `result` may refer to the memory of `values`, and is not that tensor itself."""
+    if isinstance(result, Tensor):
+        storage = values.untyped_storage()._cdata
+        return result is not values and not result.is_sparse and result.untyped_storage()._cdata == storage
+    if isinstance(result, (list, tuple)):
+        return any(_refers(item, values) for item in result)
+    return not isinstance(result, _TELLING)
+
+
+def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, dict):
+        return {key: _mapped(item, change) for key, item in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_mapped(item, change) for item in tree)
+    return change(tree)
