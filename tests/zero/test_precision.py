@@ -74,6 +74,32 @@ def test_each_step_of_fp16_training_is_as_near_to_torchs_as_its_rounding_allows(
             assert (distance <= lr * 2.0**-14 + master.detach().abs() * 2.0**-22).all(), name
 
 
+@pytest.mark.parametrize(("stage", "pair"), [(0, TIERS[0]), *((3, pair) for pair in TIERS)])
+def test_fp16_weights_train_without_the_block_as_with_a_scale_of_one(
+    open_engine: Open, nvme_path: Path, caplog: pytest.LogCaptureFixture, stage: int, pair: tuple[str, str]
+) -> None:
+    zero_keys = {"stage": stage}
+    block = {"enabled": True, "loss_scale": 1.0}
+    with_block = open_engine(build("gpt"), configured(pair, nvme_path, fp16=block, zero=zero_keys))
+    assert not any("loss scale" in message for message in caplog.messages)
+    without = open_engine(build("gpt").half(), configured(pair, nvme_path, zero=zero_keys))
+    said = [message for message in caplog.messages if "without a loss scale" in message]
+    assert len(said) == 1 and '"fp16": {"enabled": true}' in said[0]
+    for name, _ in without.named_full_parameters():  # else masters begin with more digits than the fp16 weights
+        values = set_master(with_block, name, without.full_master(name))
+        assert torch.equal(values, without.full_master(name)) and without.full_parameter(name).dtype == torch.float16
+    for index in range(3):
+        one_step(with_block, index)
+        one_step(without, index)
+    names = trainability(build("gpt"))
+    assert differences(snapshot(without, names), snapshot(with_block, names)) == []
+
+
+def set_master(engine: Any, name: str, value: Tensor) -> Tensor:
+    zero.utils.safe_set_full_fp32_param(engine.module.get_parameter(name), value)
+    return engine.full_master(name)  # type: ignore[no-any-return]
+
+
 @in_pairs(pair=TIERS, clipping=(0.0, 0.3), accumulation=(1, 2))
 def test_a_checkpoint_of_fp16_weights_gives_masters_weights_and_moments_back(
     open_engine: Open, nvme_path: Path, tmp_path: Path, pair: tuple[str, str], clipping: float, accumulation: int

@@ -312,13 +312,17 @@ class Assembly:
 
 
 def _warn_of_range(leaves: Iterable[Leaf], trainable: Container[int], config: Config) -> None:
-    """Warn about bf16 weights in fp16 training: their values often exceed the range of fp16."""
-    if config.compute_dtype != torch.float16:
-        return
-    came = [
-        leaf.names[0] for leaf in leaves if id(leaf.parameter) in trainable and leaf.parameter.dtype == torch.bfloat16
-    ]
-    if came:
+    """Warn about trained weights whose values or gradients often leave the range of fp16."""
+    trained = [leaf for leaf in leaves if id(leaf.parameter) in trainable]
+    halves = [leaf.names[0] for leaf in trained if leaf.parameter.dtype == torch.float16]
+    if halves and config.compute_dtype is None:
+        logger.warning(
+            "%d parameters (%s, ...) are in fp16, and without a loss scale small gradients become zero; set "
+            '"fp16": {"enabled": true} for one',
+            *(len(halves), halves[0]),
+        )
+    came = [leaf.names[0] for leaf in trained if leaf.parameter.dtype == torch.bfloat16]
+    if came and config.compute_dtype == torch.float16:
         logger.warning(
             "fp16.enabled: %d parameters (%s, ...) are in bf16, and fp16 cannot hold all of its range; to keep it, set "
             '"bf16": {"enabled": true} instead',

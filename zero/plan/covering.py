@@ -14,6 +14,7 @@ from zero.params.opaque import is_packed, is_wrapper
 from zero.params.released import is_kept
 from zero.params.units import CoveredUnit, CoverRules, Leaf, cover
 
+TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 LIVE_UNITS = 4
 """An explicit live limit is cut into this many units at least."""
 
@@ -65,9 +66,9 @@ def cover_model(
     for leaf in leaves:
         p = leaf.parameter
         castable = rules.compute_dtype is not None and not is_packed(p) and p.is_floating_point()
-        if id(p) in trainable and not castable and p.dtype not in (torch.float32, torch.bfloat16):
+        if id(p) in trainable and not castable and p.dtype not in TRAINED:
             raise ConfigError(
-                f"parameter {leaf.names[0]}: training {p.dtype} weights is not available; use float32 or bfloat16, "
+                f"parameter {leaf.names[0]}: training {p.dtype} weights is not available; use float32, bfloat16 or float16, "
                 'or set "bf16" or "fp16": {"enabled": true}'
             )
     _refuse_shared_memory(leaves, trainable)
