@@ -91,10 +91,11 @@ def test_a_custom_schedule_is_asked_with_the_step_and_without_one_says_how_to_se
         assert [told["curriculum_seqlen"] for told in heard(engine)] == [10, 20, 30]
 
 
-def test_layers_stay_with_deepspeeds_probability() -> None:
-    with engine_of({"pld": {"enabled": True, "theta": 0.25, "gamma": 0.5}}) as engine:
+@pytest.mark.parametrize("theta", [0, 0.25, 1])
+def test_layers_stay_with_deepspeeds_probability(theta: float) -> None:
+    with engine_of({"pld": {"enabled": True, "theta": theta, "gamma": 0.5}}) as engine:
         train(engine, 5)
-        decayed = [0.75 * math.exp(-0.5 * step) + 0.25 for step in (0, 0, 1, 2, 3)]
+        decayed = [(1 - theta) * math.exp(-0.5 * step) + theta for step in (0, 0, 1, 2, 3)]
         assert heard(engine) == [{"progressive_layer_drop": True, "pld_theta": theta} for theta in decayed]
 
 
@@ -154,4 +155,4 @@ def test_the_classes_work_without_an_engine() -> None:
     scheduler.set_state({**scheduler.get_state(), "current_difficulty": 16})
     assert scheduler.get_current_difficulty() == 16
     with pytest.raises(ConfigError, match="theta"):
-        ProgressiveLayerDrop(theta=0.0)
+        ProgressiveLayerDrop(theta=-0.1)

@@ -90,7 +90,7 @@ class ProgressiveLayerDrop(ConfigBlock):
     is_open = True
 
     enabled: Flag = False
-    theta: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    theta: Annotated[Number, Field(ge=0, le=1)] = 1.0
     """What the probability falls to."""
     gamma: Annotated[Number, Field(ge=0)] = 0.001
-    """How fast: at step s it is (1 - theta) * exp(-gamma * s) + theta."""
+    """How fast: at step s, counted from 0, it is (1 - theta) * exp(-gamma * (s - 1)) + theta."""

@@ -93,13 +93,13 @@ class ProgressiveLayerDrop:
     """The probability to keep a layer, which falls from 1 to `theta`.
 
     Args:
-        theta: its limit, 0 < theta <= 1.
+        theta: its limit, 0 <= theta <= 1.
         gamma: rate of the fall.
     """
 
     def __init__(self, theta: float = 0.5, gamma: float = 0.001) -> None:
-        if not 0 < theta <= 1:
-            raise ConfigError(f"ProgressiveLayerDrop: theta: expected more than 0 and at most 1, got {theta}")
+        if not 0 <= theta <= 1:
+            raise ConfigError(f"ProgressiveLayerDrop: theta: expected at least 0 and at most 1, got {theta}")
         self.theta, self.gamma, self.current_theta = theta, gamma, 1.0
 
     def get_theta(self) -> float:
