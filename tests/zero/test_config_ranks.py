@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.config.fields import known_keys
+from zero.exchange.exchange import Wire
+from zero.exchange.partners import without_effect
 
 TIERS: dict[str, dict[str, Any]] = {
     "none": {"device": "none"},
@@ -199,6 +202,23 @@ def test_gradients_travel_in_one_of_three_types(bf16: bool, world_size: int) -> 
             assert config.sums_16_bit_in_fp32 is (meant == "fp32" and bf16)
     for wrong in ("int8", 16, True, ["fp16"]):
         assert 'expected "fp32" or "fp16" or "bf16"' in problem_of({key: wrong}, world_size=world_size)
+
+
+SENDING = {"communication_data_type": "bf16", "prescale_gradients": True, "gradient_predivide_factor": 2.0}
+WIRE_KEYS = dict(zip(("dtype", "prescale", "predivide_factor"), SENDING, strict=True))
+"""Field of `Wire` -> its key; the other fields act wherever gradients are added up."""
+
+
+@pytest.mark.parametrize("key", SENDING)
+def test_a_key_about_what_is_sent_says_that_it_does_nothing_in_shared_memory(key: str) -> None:
+    config = load_config({key: SENDING[key]}, world_size=2)
+    assert without_effect(config, 2, shares_memory=True) == [key]
+    assert without_effect(config, 2, shares_memory=False) == without_effect(config, 1, shares_memory=False) == []
+    assert without_effect(load_config({"communication_data_type": "fp32"}), 2, shares_memory=True) == []
+
+
+def test_every_field_of_what_is_sent_has_a_key_that_says_so_or_acts_everywhere() -> None:
+    assert {field.name for field in dataclasses.fields(Wire)} - WIRE_KEYS.keys() == {"averages", "overlaps"}
 
 
 def test_sums_in_fp32_can_be_asked_for() -> None:

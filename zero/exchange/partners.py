@@ -40,6 +40,13 @@ def open_exchange(config: Config, device: torch.device, stages: AllStages | None
     reason = why_not_near(config, comm.world_size, shares_memory=shares_memory)
     if reason:
         logger.info("zero_optimization.zero_hpz_partition_size has no effect here: %s", reason)
+    if comm.rank == 0:
+        for key in without_effect(config, comm.world_size, shares_memory=shares_memory):
+            logger.warning(
+                "%s has no effect here: the ranks share host memory, where gradients are not sent but added up in "
+                "fp32; to have them sent set zero_optimization.shared_host_memory to false",
+                key,
+            )
     if placement.alone:
         comm.close()
         return Alone(placement, stages)
@@ -55,6 +62,16 @@ def open_exchange(config: Config, device: torch.device, stages: AllStages | None
     if gathers_over_host(comm, config, device, placement):
         return HostGathers(comm, placement, wire)
     return Collectives(comm, placement, wire, stages)
+
+
+def without_effect(config: Config, world_size: int, *, shares_memory: bool) -> list[str]:
+    """Keys about how gradients are sent, which do nothing where none are; fp32 sums are made there anyway."""
+    asked = {
+        "communication_data_type": config.communication_data_type not in (None, "fp32"),
+        "prescale_gradients": config.prescale_gradients,
+        "gradient_predivide_factor": config.gradient_predivide_factor != 1.0,
+    }
+    return [key for key, is_asked in asked.items() if is_asked] if world_size > 1 and shares_memory else []
 
 
 def _can_share(comm: Comm, config: Config, device: torch.device, stages: AllStages | None) -> bool:

@@ -89,7 +89,8 @@ def _row(space: Space, plan: Plan, config: Config, placement: Placement, coded: 
     kept = torch.float32 if plan.gradient_wide else space.dtype
     added = torch.float32 if plan.accumulation == torch.float32 or plan.gradient_wide else space.dtype
     summed = plan.deferred_bytes or plan.passes < (config.gradient_accumulation_steps or 1)  # before the exchange
-    travel = NOTHING if placement.alone else _between(kept if summed else space.dtype, config)
+    sent = not (placement.alone or placement.shares_memory)
+    travel = _between(kept if summed else space.dtype, config) if sent else NOTHING
     narrow = plan.states_of(space) == ADAM_STATES
     states = _name(plan.state_dtype if narrow else torch.float32) if plan.states_of(space) else NOTHING
     return ("trained", numel, weights, master, _name(kept), _name(added), travel, states)

@@ -6,6 +6,7 @@ all-reduce. The model has no padding; that of others, and persistent units, are 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -118,3 +119,32 @@ def test_persistent_units_are_gathered_once_a_step_and_counted_apart(rank_pool: 
 def test_in_shared_memory_no_collective_moves_a_weight_or_a_gradient(rank_pool: Pool, stage: int) -> None:
     payload, _ = rank_pool(2).run(moved, Place(stage, shared=True, more=KEYS), 1, "even")[0]
     assert sum(payload.values()) == 0, payload
+
+
+def sent_with(keys: dict[str, Any], shared: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """Masters after a step, and lines of the log about keys that do nothing."""
+    import zero
+
+    lines: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("zero")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        config = engine_config(Run(), Place(2, shared=shared), "")
+        with seeded(dist.get_rank()), zero.initialize(model=Even(), config={**config, **keys})[0] as engine:
+            step(engine, 0)
+            masters = {name: engine.full_master(name) for name, _ in engine.named_full_parameters()}
+    finally:
+        logger.removeHandler(handler)
+    return masters, [line for line in lines if "no effect here" in line]
+
+
+def test_keys_about_what_is_sent_change_nothing_in_shared_memory_and_say_so(rank_pool: Pool) -> None:
+    keys = {"communication_data_type": "bf16", "gradient_predivide_factor": 3.0}
+    pool = rank_pool(2)
+    for shared in (True, False):
+        (with_keys, said), (_, by_others) = pool.run(sent_with, keys, shared)
+        without = pool.run(sent_with, {}, shared)[0][0]
+        assert all(torch.equal(without[name], value) for name, value in with_keys.items()) is shared
+        assert [line.split()[0] for line in said] == list(keys) * shared and by_others == []
