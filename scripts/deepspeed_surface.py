@@ -3,7 +3,8 @@
 The first source that has a name has its say: give the newest release first, then those with what it has lost.
 
 Module paths, public classes with their bases, functions, constants that are plain values, and what packages re-export
-go to `zero/compat/alias/deepspeed/surface.json`, one module a line. Nothing of it is imported.
+go to `zero/compat/alias/deepspeed/surface.json`, one module a line. What the objects of `OBJECTS` have, which scripts
+hold and ask, goes to `tests/data/deepspeed_objects.json`. Nothing of it is imported.
 """
 
 from __future__ import annotations
@@ -13,9 +14,16 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 OUT = Path(__file__).resolve().parent.parent / "zero/compat/alias/deepspeed/surface.json"
+OBJECTS_OUT = OUT.parents[4] / "tests/data/deepspeed_objects.json"
+OBJECTS = (
+    "runtime.config.DeepSpeedConfig runtime.engine.DeepSpeedEngine runtime.pipe.topology.ProcessTopology "
+    "runtime.utils.PartitionedTensor runtime.zero.config.DeepSpeedZeroConfig "
+    "utils.comms_logging.CommsLogger utils.timer.SynchronizedWallClockTimer utils.timer.ThroughputTimer"
+).split()
 CONSTRUCTORS = {"dict": dict, "frozenset": frozenset, "list": list, "set": set, "str": str, "tuple": tuple}
 
 
@@ -29,19 +37,22 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from statements([*node.body, *(one for handler in node.handlers for one in handler.body)])
 
 
-def constants(tree: ast.Module) -> dict[str, Any]:
+def constants(tree: ast.Module | ast.ClassDef) -> dict[str, Any]:
     """Names in capitals whose value is plain data, and can be computed from such."""
     known: dict[str, Any] = {}
     for node in statements(tree.body):
-        if not isinstance(node, ast.Assign):
+        if isinstance(node, ast.ClassDef) and not node.bases:
+            known[node.name] = SimpleNamespace(**constants(node))  # such as a class that only names values
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             continue
         try:
             value = eval(compile(ast.Expression(node.value), "", "eval"), {"__builtins__": CONSTRUCTORS}, dict(known))
         except Exception:  # it is computed from something else
             continue
-        known.update({target.id: value for target in node.targets if isinstance(target, ast.Name)})
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        known.update({target.id: value for target in targets if isinstance(target, ast.Name)})
     shown = {name: plain(value) for name, value in known.items() if name.isupper() and not name.startswith("_")}
-    return {name: value for name, value in shown.items() if value is not NotImplemented}
+    return {name: value for name, value in shown.items() if value not in (NotImplemented, {})}  # {}: filled later
 
 
 def plain(value: Any) -> Any:
@@ -91,6 +102,35 @@ def described(file: Path, package: str | None) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if value}
 
 
+def public_names(body: ast.ClassDef) -> dict[str, dict[str, str]]:
+    """What an object of a class has: methods with the names of their parameters, and attributes that it sets."""
+    methods: dict[str, str] = {}
+    stored: set[str] = set()
+    for node in body.body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        set_there = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+        stored |= {name.attr for name in set_there if ast.unparse(name.value) == "self"}
+        if any(ast.unparse(mark).endswith(("property", ".setter")) for mark in node.decorator_list):
+            stored.add(node.name)
+        elif not node.name.startswith("_"):
+            names = [arg.arg for arg in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
+            methods[node.name] = " ".join(name for name in names if name not in ("self", "cls"))
+    stored |= {node.target.id for node in body.body if isinstance(node, ast.AnnAssign) and node.value is not None}
+    shown = sorted(name for name in stored - {*methods} if not name.startswith("_"))
+    return {"methods": dict(sorted(methods.items())), "attributes": dict.fromkeys(shown, "")}
+
+
+def objects_of(source: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """Class of `OBJECTS` -> its public names."""
+    found = {}
+    for path in OBJECTS:
+        home, _, name = path.rpartition(".")
+        tree = ast.parse((source / "deepspeed" / f"{home.replace('.', '/')}.py").read_text(encoding="utf-8"))
+        found.update({path: public_names(n) for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name})
+    return found
+
+
 def modules_of(source: Path) -> dict[str, Any]:
     """Module below `deepspeed` -> its entry."""
     table = {}
@@ -128,7 +168,7 @@ def drop_foreign(entry: dict[str, Any], table: dict[str, Any]) -> None:
 
 
 def main(sources: list[Path]) -> None:
-    """Read source trees and write the file."""
+    """Read source trees and write the files."""
     table: dict[str, Any] = {}
     for source in sources:
         for name, entry in modules_of(source).items():
@@ -138,6 +178,12 @@ def main(sources: list[Path]) -> None:
     lines = [f"{json.dumps(name)}: {json.dumps(entry, sort_keys=True)}" for name, entry in sorted(table.items())]
     OUT.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     print(f"{len(table)} modules, {OUT.stat().st_size} bytes")
+    objects = {path: {kind: {} for kind in ("methods", "attributes")} for path in OBJECTS}
+    for source in reversed(sources):
+        for path, kinds in objects_of(source).items():
+            for kind, names in kinds.items():
+                objects[path][kind].update(names)
+    OBJECTS_OUT.write_text(json.dumps(objects, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

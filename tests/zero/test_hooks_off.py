@@ -16,7 +16,7 @@ from torch import Tensor
 
 import zero
 from offload.errors import StateError
-from zero.compat.initialize_for_clients import lend_names
+from zero.compat.engine_names import lend_names
 
 Open = Callable[..., Any]
 

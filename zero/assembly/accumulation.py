@@ -15,7 +15,7 @@ class Accumulation:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._boundary: bool | None = None
-        self._local_only = False
+        self.inside_no_sync = False
         self._buffers_differ = False  # Buffers may differ between ranks since the last training forward.
 
     @property
@@ -64,7 +64,7 @@ class Accumulation:
 
     def reduces(self) -> bool:
         """True if gradients of the running backward are to be reduced as soon as possible."""
-        return self.is_gradient_accumulation_boundary() and not self._local_only
+        return self.is_gradient_accumulation_boundary() and not self.inside_no_sync
 
     def begin_batch(self, what: str) -> None:
         """Begin a step whose micro-batches all follow. Raises StateError: backward has run for some of them."""
@@ -104,18 +104,18 @@ class Accumulation:
 
         Stages 2 and 3 have no room for whole gradients: they still reduce in each backward, with the same results.
         """
-        before, self._local_only = self._local_only, True
+        before, self.inside_no_sync = self.inside_no_sync, True
         try:
             yield
         finally:
-            self._local_only = before
+            self.inside_no_sync = before
 
     def share_buffers(self) -> None:
         """Before a forward: take the first rank's buffers (running statistics), as DistributedDataParallel does."""
         if self._run.module.training and torch.is_grad_enabled():
             if self._buffers_differ:
                 self._run.parts.buffers.share()
-            self._buffers_differ = not self._local_only
+            self._buffers_differ = not self.inside_no_sync
 
     def buffers_differ(self) -> None:
         """Note that each rank has its own buffers now."""

@@ -10,7 +10,7 @@ import functools
 import inspect
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from typing import Any
 
@@ -65,17 +65,39 @@ class CommsLogger:
             if value is not None:
                 setattr(self, name, value)
 
+    def configure(self, comms_config: Any) -> None:
+        """Take the settings of a configuration's `comms_config`, if the log is enabled there; else switch it off."""
+        self.enabled = comms_config.comms_logger_enabled
+        if self.enabled:
+            self.set(**{name: getattr(comms_config.comms_logger, name) for name in SETTINGS})
+
+    def start_profiling_comms(self) -> None:
+        """While the log is on, time all collectives."""
+        self.prof_all = True
+
+    def stop_profiling_comms(self) -> None:
+        """Time only calls with `prof=True`, and those whose names are in `prof_ops`."""
+        self.prof_all = False
+
+    def start_profiling_op(self, op_name_list: Iterable[str]) -> None:
+        """Time these collectives too."""
+        self.prof_ops = list(dict.fromkeys((*self.prof_ops, *op_name_list)))
+
+    def stop_profiling_op(self, op_name_list: Iterable[str]) -> None:
+        self.prof_ops = [name for name in self.prof_ops if name not in {*op_name_list}]
+
     def wants(self, name: str, *, asked: bool) -> bool:
         return self.enabled and (self.prof_all or asked or name in self.prof_ops)
 
-    def append(self, kind: str, name: str, milliseconds: float, nbytes: int) -> None:
-        self._kinds[name] = kind
-        self._times.setdefault(name, {}).setdefault(nbytes, []).append(milliseconds)
+    def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
+        """Note a call of the collective `raw_name`, under `record_name`: milliseconds, and bytes of its message."""
+        self._kinds[record_name] = raw_name
+        self._times.setdefault(record_name, {}).setdefault(msg_size, []).append(latency)
         if self.verbose and world.rank() == 0:
-            rate, bus = _gbps(kind, nbytes, milliseconds)
+            rate, bus = _gbps(raw_name, msg_size, latency)
             logger.info(
                 "comm op: %s | time (ms): %.2f | msg size: %s | algbw (Gbps): %.2f | busbw (Gbps): %.2f",
-                *(name, milliseconds, convert_size(nbytes), rate, bus),
+                *(record_name, latency, convert_size(msg_size), rate, bus),
             )
 
     def has_data(self) -> bool:
@@ -98,6 +120,11 @@ class CommsLogger:
                 rates = [_gbps(self._kinds[name], nbytes, each) for each in times]
                 raw.setdefault(name, {})[nbytes] = [len(times), [*times], *map(list, zip(*rates, strict=True))]
         return raw
+
+    @property
+    def comms_dict(self) -> dict[str, dict[int, list[Any]]]:
+        """As `get_raw_data()`."""
+        return self.get_raw_data()
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
         """Message bytes -> summary; means exclude the highest and the lowest tenth. None: there was no such call."""
@@ -136,6 +163,28 @@ class CommsLogger:
                     "msg_size_str": convert_size(nbytes),
                 }
         return found
+
+    def log_all(
+        self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
+    ) -> dict[str, Any] | None:
+        """Print the times on the first rank; all ranks call it.
+
+        Args:
+            print_log: False prints nothing.
+            show_straggler: also print how long each collective waited for its slowest rank.
+            return_dict: return `summary`, `straggler_analysis` and `metadata` (of this rank) too.
+        """
+        summary = {name: self.get_operation_summary(name) for name in self.get_operation_names()}
+        late = self.stragglers() if show_straggler and world.world_size() > 1 else None
+        if print_log and world.rank() == 0:
+            for title, table in (("collectives", summary), ("waits for the slowest rank", late)):
+                if table is not None:
+                    print(f"{title}\n" + ("\n".join(_lines(table)) or "none"), flush=True)
+        if not return_dict:
+            return None
+        now = datetime.now(timezone.utc).isoformat()
+        metadata = {"world_size": world.world_size(), "rank": world.rank(), "timestamp": now}
+        return {"summary": summary, "straggler_analysis": late, "metadata": metadata}
 
 
 def _mean(values: list[float]) -> float:
@@ -211,23 +260,8 @@ def use_block(block: Any) -> None:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Print the times on the first rank; all ranks call it.
-
-    Args:
-        show_straggler: also print how long each collective waited for its slowest rank.
-        return_dict: return `summary`, `straggler_analysis` and `metadata` (of this rank) too.
-    """
-    summary = {name: comms_logger.get_operation_summary(name) for name in comms_logger.get_operation_names()}
-    late = comms_logger.stragglers() if show_straggler and world.world_size() > 1 else None
-    if world.rank() == 0:
-        for title, table in (("collectives", summary), ("waits for the slowest rank", late)):
-            if table is not None:
-                print(f"{title}\n" + ("\n".join(_lines(table)) or "none"), flush=True)
-    if not return_dict:
-        return None
-    now = datetime.now(timezone.utc).isoformat()
-    metadata = {"world_size": world.world_size(), "rank": world.rank(), "timestamp": now}
-    return {"summary": summary, "straggler_analysis": late, "metadata": metadata}
+    """As `CommsLogger.log_all`, of the log of this process."""
+    return comms_logger.log_all(show_straggler=show_straggler, return_dict=return_dict)
 
 
 def _lines(table: dict[str, Any]) -> list[str]:

@@ -116,6 +116,12 @@ class ConfigGetters:
     global_rank = attribute(lambda c: world.rank(), "This rank, 0 <= rank < world_size.")
     local_rank = attribute(lambda c: world.local_rank(), "This rank on its node, as the launcher says; 0 without one.")
 
+    # ---- the engine's own counts, by DeepSpeed's names ----------------------------------------------
+
+    engine_timers_cache = property(lambda engine: engine.get_wall_clock_timers())
+    gas_boundary_ctr = property(lambda engine: engine.global_steps)
+    inside_no_sync_ctxt = property(lambda engine: engine.accumulation.inside_no_sync)
+
     # ---- batches and gradients --------------------------------------------------------------------
 
     train_batch_size = method(lambda c: c.train_batch_size, "Samples per optimizer step over all ranks.")

@@ -17,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from zero.assembly.state_kinds import OffloadStateTypeEnum
 from zero.compat.accelerator_names import get_accelerator
 from zero.moe.layer import MoE
+from zero.ops.adagrad import DeepSpeedCPUAdagrad
+from zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zero.ops.lion import DeepSpeedCPULion, FusedLion
 from zero.params.gathering import GatheredParameters
 from zero.params.released import is_kept
 from zero.ranks import world
@@ -171,6 +174,13 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 class ZeRORuntimeException(Exception):
     """DeepSpeed's exception for optimizers and settings that it does not support; it is never raised here."""
+
+
+# Those that DeepSpeed names; any other of torch works too.
+ZERO_SUPPORTED_OPTIMIZERS = [
+    *(torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam, torch.optim.Adagrad, DeepSpeedCPUAdagrad),
+    *(DeepSpeedCPULion, FusedLion),
+]
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:

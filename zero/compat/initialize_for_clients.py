@@ -5,29 +5,22 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
-from types import SimpleNamespace
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import zero
 from offload.errors import ConfigError
-from zero.compat import groups
 from zero.compat.comm_log import use_block
-from zero.compat.helpers import has_moe_layers
+from zero.compat.engine_names import lend_names
 from zero.compat.logs import logger
 from zero.compat.operators import VERSION
-from zero.compat.to_fp32 import TOOLS
-from zero.compat.unavailable import TIMERS, WRITERS, missing_function, refused
 from zero.config import reading_as_deepspeed
-from zero.engine.pipeline_engine import PipelineEngine
 from zero.optim.optimizer import ZeroOptimizer
-from zero.params.released import ReleasedAlias, name_of, save_released_as_empty, warn_of_empty_values
+from zero.params.released import save_released_as_empty
 from zero.ranks import world
 from zero.ranks.joining import init_distributed
-from zero.utils import safe_set_full_fp32_param
 
 SIGNATURE = inspect.signature(zero.initialize)
 
@@ -52,7 +45,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     with reading_as_deepspeed():
         engine, optimizer, loader, scheduler = zero.initialize(**given)
     save_released_as_empty()
-    lend_names(engine, given["optimizer"], given["mpu"])
+    lend_names(engine, given)
     if (log := engine.run.config.comms_logger) is not None:
         use_block(log)
     return engine, optimizer, loader, scheduler
@@ -83,22 +76,6 @@ def say_who_answers() -> None:
         logger.info("%s (this is zero-infinity %s, imported under the name deepspeed)", told, zero.__version__)
 
 
-class EpochTimer:
-    """DeepSpeed's `engine.tput_timer`: counts epochs that scripts report; `engine.statistics()` has the times."""
-
-    def __init__(self) -> None:
-        self.epoch_count = 0
-
-    def update_epoch_count(self) -> None:
-        self.epoch_count += 1
-
-    def start(self) -> None:
-        """Accepted."""
-
-    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Accepted."""
-
-
 def tell_local_rank(args: Any) -> None:
     """Set `args.local_rank` as the environment says, if the script has that argument: launchers may not pass it.
 
@@ -110,108 +87,6 @@ def tell_local_rank(args: Any) -> None:
     if isinstance(given, int) and given >= 0 and given != ours:
         raise ConfigError(f"initialize: args.local_rank: expected LOCAL_RANK of the environment, {ours}, got {given}")
     args.local_rank = ours
-
-
-def load_module_state_dict(
-    engine: Any,
-    checkpoint: Mapping[str, Any],
-    strict: bool = True,
-    custom_load_fn: Callable[..., Any] | None = None,
-    fetch_z3_params: bool = False,
-    z3_params_to_fetch: Iterable[torch.nn.Parameter] | None = None,
-    allowed_missing_keys: Iterable[str] | None = None,
-) -> None:
-    """Load `checkpoint["module"]`, a state dict of whole weights, as on the first rank.
-
-    Args:
-        custom_load_fn: called with `src` and `dst` instead of the module's `load_state_dict`.
-        fetch_z3_params, z3_params_to_fetch: no effect: all weights that are released are gathered.
-        allowed_missing_keys: with `strict`, names that may be missing.
-
-    Raises:
-        RuntimeError: `strict`, and names are missing or unexpected.
-    """
-    state, module = checkpoint["module"], engine.module
-    allowed = None if allowed_missing_keys is None else set(allowed_missing_keys)
-    with zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
-        if custom_load_fn is not None:
-            custom_load_fn(src=state, dst=module)
-            return
-        keys = module.load_state_dict(state, strict=strict and allowed is None)
-    missing = set(keys.missing_keys) - (allowed or set())
-    if strict and (missing or keys.unexpected_keys):
-        raise RuntimeError(
-            f"load_module_state_dict: missing {sorted(missing)}, unexpected {sorted(keys.unexpected_keys)}"
-        )
-
-
-def lend_names(engine: Any, client_optimizer: Any = None, mpu: Any = None) -> None:
-    """Give an engine DeepSpeed's attributes. `client_optimizer`, `mpu`: the arguments of `initialize`."""
-    if isinstance(engine, PipelineEngine):
-        mpu = engine.grid
-    groups.use(mpu)
-
-    def given(block: str, key: str) -> Any:
-        return (engine.config.get(block) or {}).get(key)
-
-    writer = {name: missing_function(f"checkpoint_engine.{name}", WRITERS) for name in ("save", "load", "commit")}
-    names = {
-        "_get_optimizer_ckpt_name": _optimizer_file,
-        "allreduce_gradients": _nothing_to_reduce,
-        "basic_optimizer": engine.updater,
-        "checkpoint_engine": SimpleNamespace(**writer),
-        "checkpoint_tools": TOOLS,
-        "client_optimizer": client_optimizer,
-        **({} if client_optimizer is None else {"optimizer_name": lambda: type(client_optimizer).__name__}),
-        "clip_fp32_gradients": missing_function(
-            "DeepSpeedEngine.clip_fp32_gradients", "step() clips to gradient_clipping from the configuration"
-        ),
-        "data_parallel_group": dist.group.WORLD if mpu is None else mpu.get_data_parallel_group(),
-        "has_moe_layers": has_moe_layers(engine.module)[0],
-        "hooks_for_optimizer": True,
-        "load_module_state_dict": functools.partial(load_module_state_dict, engine),
-        "mpu": mpu,
-        "optimizer_params": lambda: given("optimizer", "params"),
-        "param_names": {parameter: name for name, parameter in engine.module.named_parameters()},
-        "scheduler_name": lambda: given("scheduler", "type"),
-        "scheduler_params": lambda: given("scheduler", "params"),
-        "sparse_tensor_module_names": set(),
-        "timers": missing_function("DeepSpeedEngine.timers", TIMERS),
-        "tput_timer": EpochTimer(),
-    }
-    for name, value in names.items():
-        setattr(engine, name, value)
-    if not engine.run.exchange.placement.alone:
-        engine.module.register_state_dict_post_hook(_empty_where_released)
-    if engine.updater is not None:
-        engine.updater.__dict__["optimizer"] = engine.updater  # in DeepSpeed it is the wrapped optimizer
-        engine.updater.__dict__["refresh_fp32_params"] = functools.partial(_refresh_masters, engine)
-
-
-def _empty_where_released(module: Any, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """As in DeepSpeed: one rank of several cannot read these, and clients look whether such a value has elements."""
-    for name, value in state.items():
-        if isinstance(value, ReleasedAlias):
-            warn_of_empty_values()
-            state[name] = torch.empty(0, dtype=value.dtype, device="cpu")
-
-
-def _refresh_masters(engine: Any) -> None:
-    """Make each trained weight its own fp32 master: fp16 weights were changed in place. All ranks call this."""
-    for group in engine.updater.param_groups:
-        for parameter in group["params"]:
-            safe_set_full_fp32_param(parameter, engine.full_parameter(name_of(parameter)).float())
-
-
-def _nothing_to_reduce(bucket_size: int = 0) -> None:
-    """Does nothing, since backward has reduced the gradients."""
-
-
-def _optimizer_file(checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
-    raise refused(
-        "DeepSpeedEngine._get_optimizer_ckpt_name",
-        "checkpoints of zero-infinity have no such file; use load_checkpoint",
-    )
 
 
 class _Shows(type):

@@ -41,6 +41,11 @@ ASYNC_IO = (
 )
 COMPILE = "DeepCompile is not available; use engine.compile(), which calls torch.compile on the model"
 TIMERS = "use engine.statistics(), which has the same counts"
+REDUCED = (
+    "backward reduces the gradients itself; read them with safe_get_full_grad, and use torch.distributed for tensors "
+    "of your own"
+)
+INTERNAL = "it is an inner step of DeepSpeed's own engine, and leaving it out changes nothing here"
 SCALER = "the engine scales the loss itself; set fp16 in the configuration, and read optimizer.loss_scale"
 WRITERS = "DeepSpeed's checkpoint writers are not part of zero-infinity; use engine.save_checkpoint"
 CONFIG = "use DeepSpeedConfig(...), which has the blocks of the configuration as attributes"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ class ProcessTopology:
     Args:
         axes: names, such as ["pipe", "data"].
         dims: length of each axis.
+
+    Attributes:
+        ProcessCoord: the class of coordinates, a named tuple with a field for each axis.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -25,6 +29,7 @@ class ProcessTopology:
         if len(self.axes) != len(self.dims) or min(self.dims, default=0) < 1:
             raise ConfigError(f"ProcessTopology: expected a length of at least 1 for each of {axes!r}, got {dims!r}")
         self._coordinates = list(itertools.product(*map(range, self.dims)))
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)
 
     @property
     def mapping(self) -> dict[NamedTuple, int]:
@@ -54,8 +59,7 @@ class ProcessTopology:
         """The coordinates of a rank, with a field for each axis."""
         if not 0 <= rank < self.world_size():
             raise ConfigError(f"get_coord: rank: expected 0 to {self.world_size() - 1}, got {rank}")
-        kind: Any = NamedTuple("ProcessCoord", [(axis, int) for axis in self.axes])  # type: ignore[misc]
-        coordinate: NamedTuple = kind(*self._coordinates[rank])
+        coordinate: NamedTuple = self.ProcessCoord(*self._coordinates[rank])
         return coordinate
 
     def get_rank_repr(

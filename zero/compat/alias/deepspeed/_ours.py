@@ -39,7 +39,7 @@ DEBUGGING = (
     "debug_param2name_id_shape_device debug_param2name_id_shape_status module_names param_names"
 )
 CONFIGS = {
-    "zero.config.zero_block": "DeepSpeedZeroConfig=ZeroConfig",
+    "zero.compat.configs": "DeepSpeedZeroConfig",
     "zero.config.offload_block": (
         "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig=OffloadParamConfig"
     ),
@@ -129,7 +129,11 @@ OURS: dict[str, dict[str, str]] = {
         "torch.utils.data": "DeepSpeedDataLoader=DataLoader",
         "zero.data.resumable": "RepeatingLoader",
     },
-    "runtime.engine": {"zero.engine.engine": "DeepSpeedEngine=ZeroEngine"},
+    "runtime.constants": {"zero.compat.configs": "ValidationMode"},
+    "runtime.engine": {
+        "zero.compat.timers": "EngineTimers",
+        "zero.engine.engine": "DeepSpeedEngine=ZeroEngine",
+    },
     "runtime.hybrid_engine": {"zero.engine.engine": "DeepSpeedEngine=ZeroEngine DeepSpeedHybridEngine=ZeroEngine"},
     "runtime.lr_schedules": {
         "zero.compat.schedule_arguments": SCHEDULES,
@@ -138,6 +142,7 @@ OURS: dict[str, dict[str, str]] = {
             "get_torch_optimizer=torch_optimizer"
         ),
     },
+    "runtime.model_checkpointing.constants": {"zero.compat.configs": "ValidationMode"},
     "runtime.pipe.engine": {
         "zero.engine.engine": "DeepSpeedEngine=ZeroEngine",
         "zero.engine.pipeline_engine": "PipelineEngine",
@@ -161,13 +166,14 @@ OURS: dict[str, dict[str, str]] = {
         "zero.compat.helpers": (
             "call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_global_norm get_only_unique_item "
             "move_to_device required_torch_version see_memory_usage set_random_seed"
-        )
+        ),
+        "zero.compat.partitions": "PartitionedTensor partition_balanced partition_uniform prefix_sum_inc",
     },
     "runtime.zero": {"zero.compat.partition_parameters": "MiCS_Init unregister_external_parameter"},
     "runtime.zero.config": {
         **CONFIGS,
         "zero.assembly.state_kinds": "OffloadDeviceEnum",
-        "zero.compat.configs": "ZeroStageEnum",
+        "zero.compat.configs": "DeepSpeedZeroConfig ZeroStageEnum",
     },
     "runtime.zero.offload_config": {**CONFIGS, "zero.assembly.state_kinds": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "runtime.zero.offload_states": {"zero.compat.helpers": "get_state_devices"},
@@ -187,7 +193,7 @@ OURS: dict[str, dict[str, str]] = {
     },
     "runtime.zero.tiling": {"zero.params.tiled_linear": "TiledLinear TiledLinearReturnBias"},
     "runtime.zero.utils": {
-        "zero.compat.helpers": "ZeRORuntimeException is_zero_supported_optimizer",
+        "zero.compat.helpers": "ZERO_SUPPORTED_OPTIMIZERS ZeRORuntimeException is_zero_supported_optimizer",
         "zero.compat.partition_parameters": "is_zero_param",
     },
     "utils": {
@@ -202,6 +208,7 @@ OURS: dict[str, dict[str, str]] = {
     "utils.numa": {"zero.compat.plain": "parse_range parse_range_list"},
     "utils.nvtx": {"zero.compat.helpers": "instrument_w_nvtx"},
     "utils.tensor_fragment": {"zero.values.fragments": FRAGMENTS},
+    "utils.timer": {"zero.compat.timers": "NoopTimer SynchronizedWallClockTimer ThroughputTimer trim_mean"},
     "utils.torch": {"zero.compat.helpers": "required_torch_version"},
     "utils.z3_leaf_module": {"zero.params.leaf_modules": f"{LEAVES} apply_zero_leaf_module_config"},
     "utils.zero_to_fp32": {
