@@ -19,11 +19,16 @@ from typing import Any
 
 OUT = Path(__file__).resolve().parent.parent / "zero/compat/alias/deepspeed/surface.json"
 OBJECTS_OUT = OUT.parents[4] / "tests/data/deepspeed_objects.json"
-OBJECTS = (
-    "runtime.config.DeepSpeedConfig runtime.engine.DeepSpeedEngine runtime.pipe.topology.ProcessTopology "
-    "runtime.utils.PartitionedTensor runtime.zero.config.DeepSpeedZeroConfig "
-    "utils.comms_logging.CommsLogger utils.timer.SynchronizedWallClockTimer utils.timer.ThroughputTimer"
-).split()
+OBJECTS = [
+    "runtime.config.DeepSpeedConfig",
+    "runtime.engine.DeepSpeedEngine",
+    "runtime.pipe.topology.ProcessTopology",
+    "runtime.utils.PartitionedTensor",
+    "runtime.zero.config.DeepSpeedZeroConfig",
+    "utils.comms_logging.CommsLogger",
+    "utils.timer.SynchronizedWallClockTimer",
+    "utils.timer.ThroughputTimer",
+]
 CONSTRUCTORS = {"dict": dict, "frozenset": frozenset, "list": list, "set": set, "str": str, "tuple": tuple}
 
 

@@ -97,6 +97,10 @@ class NamedFiles:
         self._lent[whole.data_ptr()] = Lent(whole, [step for step in undo if step is not None])
         return whole[: numel * dtype.itemsize].view(dtype)
 
+    def has_memory(self, tensor: torch.Tensor) -> bool:
+        """True: the tensor views memory from `new_memory` that is not released."""
+        return tensor.untyped_storage().data_ptr() in self._lent
+
     def free_memory(self, memory: torch.Tensor) -> bool:
         """Release memory from `new_memory`; False: it is not such memory. It is freed with the last tensor over it."""
         lent = self._lent.pop(memory.data_ptr(), None)

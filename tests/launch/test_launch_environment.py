@@ -67,9 +67,7 @@ def test_a_file_that_is_no_text_names_file_and_line(content: bytes, words: str, 
         for_other_nodes({}, tmp_path, tmp_path)
 
 
-def test_a_file_that_cannot_be_read_or_searched_for_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_read_or_searched_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="DS_ENV_FILE: expected an existing file"):
         for_other_nodes({"DS_ENV_FILE": "x" * 300}, tmp_path, tmp_path)
     (tmp_path / ".deepspeed_env").write_text("A=1")

@@ -12,6 +12,7 @@ from torch import nn
 from offload.errors import ConfigError, StateError
 from zero.ops.adagrad import DeepSpeedCPUAdagrad
 from zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zero.ops.lamb import FusedLamb
 from zero.ops.lion import DeepSpeedCPULion, FusedLion, Lion
 from zero.ops.schedule_free import AdamWScheduleFree
 
@@ -186,6 +187,54 @@ def test_a_parameter_that_is_not_contiguous_is_updated_too() -> None:
     parameter.grad = torch.ones_like(parameter)
     FusedAdam([parameter], lr=0.5).step()
     assert torch.allclose(parameter, before - 0.5)
+
+
+def embedding_pair() -> tuple[nn.Embedding, nn.Embedding]:
+    first, second = nn.Embedding(20, 3, sparse=True), nn.Embedding(20, 3, sparse=True)
+    second.load_state_dict(first.state_dict())
+    return first, second
+
+
+def test_adagrad_steps_on_the_rows_of_a_sparse_gradient_as_torch_does() -> None:
+    ours, theirs = embedding_pair()
+    steppers = [
+        DeepSpeedCPUAdagrad(ours.parameters(), lr=0.1),
+        torch.optim.Adagrad(theirs.parameters(), lr=0.1, eps=1e-10),
+    ]
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        rows, scale = torch.randint(12, (9,), generator=generator), torch.randn(9, 3, generator=generator)
+        for model, stepper in zip((ours, theirs), steppers, strict=True):
+            stepper.zero_grad()
+            (model(rows) * scale).sum().backward()
+            stepper.step()
+        assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(steppers[0].state[ours.weight]["sum"], steppers[1].state[theirs.weight]["sum"])
+    narrow = nn.Embedding(4, 3, sparse=True, dtype=torch.bfloat16)
+    narrow(torch.tensor([1, 1])).sum().backward()
+    before = narrow.weight.detach().clone()
+    DeepSpeedCPUAdagrad(narrow.parameters(), lr=0.5).step()
+    changed = (narrow.weight != before).any(1)
+    assert changed.tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in (DeepSpeedCPUAdam, FusedAdam, DeepSpeedCPULion, FusedLion, FusedLamb)),
+        *((AdamWScheduleFree, {}), (DeepSpeedCPUAdagrad, {"weight_decay": 0.1})),
+    ],
+)
+def test_a_sparse_gradient_is_refused_by_name_before_anything_changes(kind: Any, options: dict[str, Any]) -> None:
+    model, dense = nn.Embedding(4, 3, sparse=True), nn.Parameter(torch.ones(2))
+    optimizer = kind([dense, model.weight], lr=0.1, **options)
+    model(torch.tensor([1])).sum().backward()
+    dense.grad = torch.ones(2)
+    before = model.weight.detach().clone()
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}: expected dense gradients, got a sparse one of shape \(4"):
+        optimizer.step()
+    assert torch.equal(model.weight, before) and dense.tolist() == [1.0, 1.0]
+    assert not any("step" in state for state in optimizer.state.values())
 
 
 def test_what_they_do_not_do_is_refused_by_name() -> None:

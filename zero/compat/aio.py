@@ -9,6 +9,7 @@ import torch
 
 from offload.disk.aio_base import AioOptions
 from offload.disk.named_files import NamedFiles, Where
+from offload.errors import ConfigError
 from offload.sizes import PAGE_BYTES, align_up
 
 THREADS_MAX = 64
@@ -93,10 +94,24 @@ class aio_handle:
     def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
         return self.pread(buffer, filename, False, True, file_offset)
 
-    def async_pwrite(self, buffer: torch.Tensor, filename: Where, file_offset: int = 0) -> int:
-        """Like `pwrite`; `filename` may be an open descriptor, which stays open."""
-        self._files.start("write", buffer, filename, file_offset)
+    def async_pwrite(
+        self, buffer: torch.Tensor, filename: Where | None = None, file_offset: int = 0, *, fd: int | None = None
+    ) -> int:
+        """Like `pwrite`. `filename`, or `fd`: a path or an open descriptor, which stays open.
+
+        Raises ConfigError: both are given, or neither.
+        """
+        where = filename if fd is None else fd
+        if where is None or (filename is not None and fd is not None):
+            raise ConfigError(
+                f"async_pwrite: expected a filename or a descriptor, got filename={filename!r} and fd={fd!r}"
+            )
+        self._files.start("write", buffer, where, file_offset)
         return 0
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """True: its memory is pinned, or of `new_cpu_locked_tensor`."""
+        return buffer.is_pinned() or self._files.has_memory(buffer)
 
     def wait(self) -> int:
         """Wait for all started transfers. Returns their number. Raises StorageError: the first that failed."""

@@ -10,7 +10,7 @@ import torch
 
 from offload.errors import ZeroInfinityError
 from zero.checkpoint import export
-from zero.checkpoint.export import Folder, Model, convert_zero_checkpoint_to_fp32_state_dict
+from zero.checkpoint.export import Folder, Model
 from zero.checkpoint.folder import open_folder
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE
 from zero.values.access import take_back
@@ -44,18 +44,45 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, t
     return export.load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag)
 
 
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: Folder,
+    output_dir: Folder,
+    dtype: torch.dtype | str = torch.float32,
+    max_shard_size: int | str | None = MAX_SHARD_SIZE,
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Like `zero.convert_zero_checkpoint_to_state_dict`, but it writes `pytorch_model.bin`, as DeepSpeed does."""
+    export.convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, dtype, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: Folder,
+    output_dir: Folder,
+    max_shard_size: int | str | None = MAX_SHARD_SIZE,
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """`convert_zero_checkpoint_to_state_dict` in fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write a checkpoint's fp32 weights. Returns the exit status. The arguments are DeepSpeed's."""
     parser = argparse.ArgumentParser(
         prog="zero_to_fp32.py",
-        description="Write the whole fp32 weights of a checkpoint, as safetensors or as the name of the output says.",
+        description="Write a checkpoint's whole fp32 weights, as pytorch_model.bin or as the name of the output says.",
     )
     parser.add_argument("checkpoint_dir", help="a folder of checkpoints, or one checkpoint")
-    parser.add_argument("output_dir", help="a folder for safetensors files, or a file such as pytorch_model.bin")
+    parser.add_argument("output_dir", help="a folder, or a file such as pytorch_model.bin")
     parser.add_argument("--max_shard_size", default=MAX_SHARD_SIZE, help="largest size of a file (%(default)s)")
-    parser.add_argument(
-        "--safe_serialization", action="store_true", help="no effect: a folder always gets safetensors files"
-    )
+    parser.add_argument("--safe_serialization", action="store_true", help="write model.safetensors into a folder")
     parser.add_argument("-t", "--tag", help="which checkpoint (the one that `latest` names)")
     parser.add_argument(
         "--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained"
@@ -67,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.checkpoint_dir,
             options.output_dir,
             options.max_shard_size,
+            options.safe_serialization,
             tag=options.tag,
             exclude_frozen_parameters=options.exclude_frozen_parameters,
         )

@@ -32,7 +32,6 @@ from zero.config.fields import (
 )
 
 
-
 def _parse_passes(value: object) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)):
         raise ValueError("a list")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero.ops.stepping import PlainOptimizer, refuse
@@ -11,6 +12,8 @@ from zero.ops.stepping import PlainOptimizer, refuse
 
 class DeepSpeedCPUAdagrad(PlainOptimizer):
     """DeepSpeed's CPU Adagrad; equals torch.optim.Adagrad bit for bit. Its state is `sum`, as in torch.
+
+    A sparse gradient updates the rows that it has, without `weight_decay`.
 
     Args:
         model_params: parameters or param groups.
@@ -37,11 +40,25 @@ class DeepSpeedCPUAdagrad(PlainOptimizer):
             refuse("DeepSpeedCPUAdagrad", fp32_optimizer_states="false")
         super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
+    def takes_sparse(self, group: dict[str, Any]) -> bool:
+        """Rows without a gradient stay, so they cannot decay."""
+        return not group["weight_decay"]
+
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """The same operations as in torch, in the same order."""
         decay = float(group["weight_decay"])
         if decay:
             grad = grad.add(weight, alpha=decay)
         total = self.plane(state, "sum", weight)
+        if grad.is_sparse:
+            indices, values = grad.indices(), grad.values()
+            total.add_(_sparse(indices, values.pow(2), grad))
+            roots = total.sparse_mask(grad).values().sqrt_().add_(float(group["eps"]))
+            weight.add_(_sparse(indices, values / roots, grad), alpha=-float(group["lr"]))
+            return
         total.addcmul_(grad, grad, value=1)
         weight.addcdiv_(grad, total.sqrt().add_(float(group["eps"])), value=-float(group["lr"]))
+
+
+def _sparse(indices: Tensor, values: Tensor, like: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False, is_coalesced=True)

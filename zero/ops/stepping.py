@@ -25,12 +25,28 @@ class PlainOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_sparse()
         for group in self.param_groups:
             self.begin(group)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step_one(parameter, parameter.grad, group)
         return loss
+
+    def _check_sparse(self) -> None:
+        """Raise ConfigError, before anything is changed: there is a sparse gradient that the rule does not take."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.is_sparse and not self.takes_sparse(group):
+                    raise ConfigError(
+                        f"{type(self).__name__}: expected dense gradients, got a sparse one of shape "
+                        f"{tuple(parameter.shape)}; use nn.Embedding without sparse=True, or DeepSpeedCPUAdagrad "
+                        "without weight_decay"
+                    )
+
+    def takes_sparse(self, group: dict[str, Any]) -> bool:
+        """True: `update` may get a sparse gradient, coalesced."""
+        return False
 
     def begin(self, group: dict[str, Any]) -> None:
         """Called when a step of this param group begins; classes that count steps in their groups do so here."""
@@ -41,7 +57,8 @@ class PlainOptimizer(torch.optim.Optimizer):
         whole = parameter.detach()
         exact = whole.dtype == torch.float32 and whole.is_contiguous()
         weight = whole if exact else whole.float().contiguous()
-        grad = gradient.detach().float().contiguous()
+        grad = gradient.detach().float()
+        grad = grad.coalesce() if grad.is_sparse else grad.contiguous()
         self.update(weight, grad, state, group)
         if not exact:
             whole.copy_(weight)

@@ -133,7 +133,7 @@ def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 def _factor(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     """What the operation multiplies a gradient by; None: it does something else."""
-    if name not in _PRODUCTS and name not in _QUOTIENTS or len(args) != 2 or kwargs:
+    if (name not in _PRODUCTS and name not in _QUOTIENTS) or len(args) != 2 or kwargs:
         return None
     other = args[1]
     if isinstance(other, Tensor):

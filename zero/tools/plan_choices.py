@@ -40,7 +40,9 @@ class Choice:
     def cells(self) -> list[str]:
         if self.refusal:
             return [self.name, self.refusal]
-        seconds = "not known" if self.expected_seconds is None else f"{'~' * self.is_assumed}{self.expected_seconds:.3g} s"
+        seconds = (
+            "not known" if self.expected_seconds is None else f"{'~' * self.is_assumed}{self.expected_seconds:.3g} s"
+        )
         moved = "" if self.moved_bytes is None else format_bytes(self.moved_bytes)
         return [self.name, *(format_bytes(self.tier_bytes[tier]) for tier in TIERS), moved, seconds]
 

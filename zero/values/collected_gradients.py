@@ -127,7 +127,6 @@ class GradientValues:
         """The slot's values contain its factor, or were replaced."""
         self._gradients.factors.pop(slot.index, None)
 
-
     def drop_waiting(self, unit: Unit, slot: Slot) -> None:
         """Discard the slot's gradient that this rank has collected but not reduced yet."""
         self._gradients.scale_waiting(unit, slot, None)

@@ -82,6 +82,24 @@ def test_a_descriptor_is_written_to_and_stays_open(handle: Any, nvme_path: Path)
     assert (nvme_path / "file").read_bytes() == bytes(4096) + data.numpy().tobytes()
 
 
+def test_a_descriptor_has_a_name_of_its_own_as_in_deepspeed(handle: Any, nvme_path: Path) -> None:
+    data, path = random_bytes(10000), nvme_path / "file"
+    with path.open("wb") as file:
+        assert handle.async_pwrite(data, fd=file.fileno(), file_offset=5) == 0 and handle.wait() == 1
+        assert handle.async_pwrite(buffer=data, filename=str(path), file_offset=20000) == 0 and handle.wait() == 1
+        for where in ({}, {"filename": str(path), "fd": file.fileno()}):
+            with pytest.raises(ConfigError, match="expected a filename or a descriptor"):
+                handle.async_pwrite(data, **where)
+    assert path.read_bytes() == bytes(5) + data.numpy().tobytes() + bytes(9995) + data.numpy().tobytes()
+
+
+def test_memory_of_its_own_is_pinned_until_it_is_freed(handle: Any) -> None:
+    made = handle.new_cpu_locked_tensor(5000, torch.empty(0))
+    assert handle.is_pinned(made) and handle.is_pinned(made[100:])
+    assert not handle.is_pinned(torch.zeros(8))
+    assert handle.free_cpu_locked_tensor(made) and not handle.is_pinned(made)
+
+
 def test_what_it_was_made_with_is_told(handle: Any) -> None:
     told = (handle.get_block_size(), handle.get_queue_depth(), handle.get_single_submit())
     more = (handle.get_overlap_events(), handle.get_intra_op_parallelism())

@@ -20,7 +20,7 @@ import zero
 from offload.disk import tuning
 from offload.disk.device import identify
 from offload.disk.probe import Setting
-from zero.compat import commands, disk_speed
+from zero.compat import commands, disk_speed, to_fp32
 from zero.compat.deepspeed import ALIAS
 from zero.compat.to_fp32 import main as zero_to_fp32
 
@@ -178,3 +178,11 @@ def test_zero_to_fp32_writes_the_pickled_file_that_is_named(
     assert (tmp_path / "pytorch_model.bin").is_file()
     read = torch.load("pytorch_model.bin", weights_only=True)
     assert list(read) == list(build("gpt").state_dict()) and all(v.dtype == torch.float32 for v in read.values())
+    assert zero_to_fp32([".", "plain"]) == 0 and zero_to_fp32([".", "safe", "--safe_serialization"]) == 0
+    to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "function")
+    to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "half", "float16")
+    made = {name: os.listdir(tmp_path / name) for name in ("plain", "safe", "function", "half")}
+    pickled = ["pytorch_model.bin"]
+    assert made == {"plain": pickled, "safe": ["model.safetensors"], "function": pickled, "half": pickled}
+    again = torch.load(tmp_path / "function" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(again[name], read[name]) for name in read)

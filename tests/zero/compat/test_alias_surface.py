@@ -83,7 +83,6 @@ def test_names_that_clients_import_are_there(said_with_torch: Said) -> None:
 
 OTHERS = {
     "launcher.launch": {"parse_args"},  # of the command, where ours has those of the launcher
-    "utils.zero_to_fp32": {"convert_zero_checkpoint_to_state_dict"},  # ours has other arguments
 }
 """Of names that a module of ours has too those that mean something else in DeepSpeed's."""
 

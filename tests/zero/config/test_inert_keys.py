@@ -15,7 +15,7 @@ from ranks import RankPool
 import zero
 from offload.errors import ConfigError
 from zero.config import Config, load_config
-from zero.config.fields import ConfigBlock, Key, known_keys, kinds_of, words_in
+from zero.config.fields import ConfigBlock, Key, kinds_of, known_keys, words_in
 
 INERT = [key for key in known_keys(Config) if key.role == "inert"]
 VALUES: dict[Any, list[Any]] = {

@@ -212,10 +212,11 @@ OURS: dict[str, dict[str, str]] = {
     "utils.torch": {"zero.compat.helpers": "required_torch_version"},
     "utils.z3_leaf_module": {"zero.params.leaf_modules": f"{LEAVES} apply_zero_leaf_module_config"},
     "utils.zero_to_fp32": {
-        "zero.checkpoint.export": (
-            "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint"
-        ),
+        "zero.checkpoint.export": "get_fp32_state_dict_from_zero_checkpoint",
         "zero.compat.checkpoint_files": "get_model_state_file get_model_state_files get_optim_files",
-        "zero.compat.to_fp32": "load_state_dict_from_zero_checkpoint main",
+        "zero.compat.to_fp32": (
+            "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
+            "load_state_dict_from_zero_checkpoint main"
+        ),
     },
 }
