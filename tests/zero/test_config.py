@@ -77,6 +77,12 @@ def test_a_key_in_the_wrong_block_is_sent_to_the_right_one() -> None:
     assert "it belongs in zero_optimization.offload_optimizer" in line
 
 
+@pytest.mark.parametrize("content", [{"offload_activations": True}, {"zero_optimization": {"offload_activations": {}}}])
+def test_a_wish_that_has_another_name_here_is_told_it(content: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="offload_activations: unknown key; set activation_checkpointing.activation"):
+        load_config(content)
+
+
 def test_an_unknown_key_that_resembles_nothing_lists_the_known_ones() -> None:
     (line,) = problems({"aio": {"zzz": 1}})
     assert "block_size" in line and "queue_depth" in line

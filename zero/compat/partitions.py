@@ -27,9 +27,9 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[Any], num_parts: int) -> list[int]:
-    """Bounds of the parts, such that the weight of the heaviest part is minimal; no part is empty, if there is one each.
+    """Bounds of the parts, such that the weight of the heaviest part is minimal. None is empty, if there is one each.
 
-    With several such partitions it need not be DeepSpeed's.
+    Of several such partitions it need not be DeepSpeed's.
     """
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)

@@ -52,6 +52,14 @@ CONFIG = "use DeepSpeedConfig(...), which has the blocks of the configuration as
 STAGES = (
     "DeepSpeed's internals of sharding are not part of zero-infinity; the engine shards behind the same public calls"
 )
+ZENFLOW = (
+    "ZenFlow changes the numbers and is not available; updates on the CPU run in the background here, with exact "
+    "results"
+)
+OFFLOADED = (
+    'set activation_checkpointing.activation_device to "cpu" or "nvme": inputs of checkpoints go there, and with '
+    "activation_offloading all that autograd saves"
+)
 LAUNCHER = "use `zero run`, which starts ranks on one node or several; see `zero run --help`"
 
 # Prefix of a name below `deepspeed` -> what a user can do instead; the longest matching prefix counts.
@@ -64,6 +72,7 @@ INSTEAD: dict[str, str] = {
     "comm": "use torch.distributed, which has the process group that init_distributed makes",
     "compile": COMPILE,
     "compression": COMPRESSION,
+    "datastates": WRITERS,
     "default_inference_config": INFERENCE,
     "elasticity": "use `zero run --max_restarts`, with which torchrun restarts ranks; checkpoints load on any number "
     "of ranks",
@@ -78,18 +87,27 @@ INSTEAD: dict[str, str] = {
     "module_inject.layers": TENSORS,
     "module_inject.tp": TENSORS,
     "moe": EXPERTS,
+    "monitor": "use the blocks tensorboard, wandb, csv_monitor and comet of the configuration, and MonitorMaster",
     "nebula": WRITERS,
     "nvme": ASYNC_IO,
     "ops": KERNELS,
+    "ops.adam.zenflow": ZENFLOW,
     "ops.op_builder": "the engine loads its own libraries; `zero doctor` shows them",
     "ops.random_ltd": "random layer drop is not implemented",
     "ops.sparse_attention": "sparse attention is not implemented; use torch.nn.attention.flex_attention",
     "profiling": "use the flops profiler, or engine.trace for a timeline",
     "runtime": STAGES,
     "runtime.activation_checkpointing": "use torch.utils.checkpoint or deepspeed.checkpointing.checkpoint",
+    "runtime.activation_checkpointing.offload_activations": OFFLOADED,
     "runtime.bf16_optimizer": "set bf16 in the configuration",
     "runtime.checkpoint_engine": WRITERS,
+    "runtime.chunked_cross_entropy": SLICES,
     "runtime.comm": ONE_BIT,
+    "runtime.comm.coalesced_collectives.all_to_all": "quantised collectives change the results and are not available; "
+    "communication_data_type moves fewer bytes",
+    "runtime.comm.coalesced_collectives.reduce_scatter": "use torch.distributed.reduce_scatter_tensor for each tensor; "
+    "the engine reduces gradients itself",
+    "runtime.compression": ONE_BIT,
     "runtime.compiler": COMPILE,
     "runtime.config": CONFIG,
     "runtime.data_pipeline": "the data efficiency library is not implemented; pass a sampler to the data loader",
@@ -110,17 +128,21 @@ INSTEAD: dict[str, str] = {
     "runtime.sequence_parallel.ulysses_sp.sequence_tiled": SLICES,
     "runtime.sparse_tensor": "gradients are reduced dense; use nn.Embedding without sparse=True",
     "runtime.state_dict_factory": INFERENCE,
+    "runtime.superoffload": "set offload_optimizer: updates on the CPU always run in the background here",
     "runtime.swap_tensor": SWAPPERS,
     "runtime.tensor_parallel": TENSORS,
     "runtime.torch_autocast": "set torch_autocast in the configuration, or use torch.autocast around the forward",
     "runtime.weight_quantizer": COMPRESSION,
+    "runtime.zenflow": ZENFLOW,
     "runtime.zero.leaf_module_config": "use utils.set_z3_leaf_modules to name leaf modules",
     "runtime.zero.linear": "torch.nn.functional.linear and nn.Linear need no replacement here",
+    "runtime.zero.mics": "set zero_optimization.mics_shard_size in the configuration",
+    "runtime.zero.muon": 'set optimizer.type to "Muon" in the configuration',
     "runtime.zero.partition_parameters.MultipleAllGatherHandles": "leave it out; the engine waits for its own "
     "transfers",
     "sequence": SEQUENCES,
     "tp_model_init": TENSORS,
-    "utils.comms_logging": TIMERS,
+    "utils.comms_logging": "use CommsLogger, whose get_raw_data() has the times and bandwidths of each call",
     "utils.config": CONFIG,
     "utils.groups.get_tensor": TENSORS,
     "utils.groups.set_tensor": TENSORS,
@@ -128,7 +150,7 @@ INSTEAD: dict[str, str] = {
     "utils.numa": "use `zero run --bind_cores_to_rank` to bind ranks to cores",
     "utils.pin_memory": "use torch's Tensor.pin_memory; the engine pins its own memory",
     "utils.tensor_fragment": "use the safe_get_ and safe_set_ functions to read and write a parameter's values",
-    "utils.timer": TIMERS,
+    "utils.timer": "use SynchronizedWallClockTimer, which runs on torch's events on a GPU",
     "utils.zero_to_fp32": "use get_fp32_state_dict_from_zero_checkpoint to get the whole weights",
     "utils.zero_to_torch": "use get_fp32_state_dict_from_zero_checkpoint to get the whole weights",
 }
@@ -180,12 +202,17 @@ def missing_class(name: str, instead: str, base: type = object) -> Any:
     return types.new_class(own, (base,), {}, lambda namespace: namespace.update(body))
 
 
+def instead_of(name: str) -> str:
+    """What to do instead of a name below `deepspeed`."""
+    return INSTEAD[max((begin for begin in INSTEAD if name.startswith(begin)), key=len)]
+
+
 def unavailable(name: str, base: type | None) -> Any:
     """The replacement of a name: a function, or a class with this base.
 
     `name`: below `deepspeed`; `base`: None: it is a function.
     """
-    instead = INSTEAD[max((begin for begin in INSTEAD if name.startswith(begin)), key=len)]
+    instead = instead_of(name)
     if base is None:
         return missing_function(name, instead)
     made = missing_class(name, instead, base)

@@ -8,6 +8,12 @@ from collections.abc import Collection, Iterable
 
 from zero.config.fields import ConfigBlock, block_of, known_keys
 
+# Keys that users wish for -> what they have another name for here.
+WISHES = dict.fromkeys(
+    ("activation_offload", "cpu_offload_activations", "offload_activations"),
+    'unknown key; set activation_checkpointing.activation_device to "cpu" or "nvme", and for all that autograd saves '
+    "activation_checkpointing.activation_offloading to true",
+)
 HOMES_SHOWN = 3
 KEYS_SHOWN = 8
 
@@ -25,6 +31,8 @@ def unknown_key(
         root: the whole configuration, searched for blocks that know the key.
         also_known: keys that the block accepts besides its declared ones.
     """
+    if key in WISHES:
+        return WISHES[key]
     parts = ["unknown key"]
     if nested := _known_below(key, block):
         return f'unknown key; dots do not nest keys: put "{nested[-1]}" into the block "{".".join(nested[:-1])}"'

@@ -190,6 +190,16 @@ REFUSED = {
     "accelerator.set_accelerator(None)": "ZERO_DEVICE",
     "comm.TorchBackend(None, None, None)": "torch.distributed",
     "moe.mappings.gather_tokens(None)": "experts",
+    "runtime.comm.coalesced_collectives.reduce_scatter_coalesced([])": "reduce_scatter_tensor",
+    "runtime.comm.coalesced_collectives.all_to_all_quant_reduce([], None)": "communication_data_type",
+    "ops.adam.zenflow_cpu_adam.ZenFlowCPUAdam([])": "ZenFlow",
+    "runtime.zenflow.engine.zenflow_step(None, None)": "in the background",
+    "runtime.activation_checkpointing.offload_activations.get_checkpoint_hidden_states_offloading_ctx_manager()": (
+        "activation_device"
+    ),
+    "runtime.zero.muon.muon_optimizer.MuonWithAuxAdam([])": "Muon",
+    "runtime.zero.mics.MiCS_Optimizer()": "mics_shard_size",
+    "runtime.chunked_cross_entropy.chunked_cross_entropy()": "slice of the sequence",
     "runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator()": "internals of sharding",
 }
 
@@ -210,6 +220,12 @@ def test_a_refusal_names_itself_and_what_to_do(said_with_torch: Said) -> None:
     for use, words in REFUSED.items():
         assert told[use].startswith("deepspeed.") and use.partition("(")[0].rpartition(".")[2] in told[use], told[use]
         assert words in told[use], told[use]
+
+
+def test_the_page_of_refused_names_is_current(said_with_torch: Said) -> None:
+    """If not: python scripts/alias_refusals.py > docs/alias-refused.md"""
+    text = f"import runpy; runpy.run_path({str(ROOT / 'scripts/alias_refusals.py')!r}, run_name='__main__')"
+    assert (ROOT / "docs/alias-refused.md").read_text(encoding="utf-8").strip() == said_with_torch(text)
 
 
 def test_what_is_refused_derives_from_what_clients_count_on(said_with_torch: Said) -> None:

@@ -175,6 +175,7 @@ OURS: dict[str, dict[str, str]] = {
         "zero.assembly.state_kinds": "OffloadDeviceEnum",
         "zero.compat.configs": "DeepSpeedZeroConfig ZeroStageEnum",
     },
+    "runtime.zero.mics": {"zero.compat.partition_parameters": "MiCS_Init"},
     "runtime.zero.offload_config": {**CONFIGS, "zero.assembly.state_kinds": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "runtime.zero.offload_states": {"zero.compat.helpers": "get_state_devices"},
     "runtime.zero.parameter_offload": {"zero.engine.parameter_offload": "DeepSpeedZeRoOffload=ParameterOffload"},
