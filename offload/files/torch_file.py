@@ -9,36 +9,18 @@ from __future__ import annotations
 import argparse
 import bisect
 import collections
-import datetime
-import pathlib
 import pickle
-import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy
 import torch
 
+from offload.archives import allow_harmless
 from offload.disk.provisional import read_into
 from offload.errors import ConfigError, StorageError
-
-# Classes that users save with their weights and that torch refuses by default: to make one runs no code of the file.
-HARMLESS: tuple[Any, ...] = (
-    *(frozenset, argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, pathlib.PurePosixPath),
-    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
-    *(numpy.ndarray, numpy.dtype, *(type(numpy.dtype(kind)) for kind in "?bhilqBHILQefdFDUS")),
-)
-_REBUILD: Any = numpy.zeros(0).__reduce__()[0]
-_SCALAR: Any = numpy.float64(0).__reduce__()[0]
-# numpy's own functions, under the names of its old and new versions.
-NUMPY = tuple(
-    (function, f"numpy.{core}.multiarray.{name}")
-    for core in ("core", "_core")
-    for function, name in ((_REBUILD, "_reconstruct"), (_SCALAR, "scalar"))
-)
 
 
 def _dict(*_factory: Any) -> dict[Any, Any]:
@@ -46,7 +28,6 @@ def _dict(*_factory: Any) -> dict[Any, Any]:
 
 
 PLAINER = ((_dict, "collections.defaultdict"),)  # Torch can set items only in plain dicts.
-_ALLOWING = threading.Lock()
 
 
 class Stranger:
@@ -158,13 +139,10 @@ COPY = "Copy the folder again, or load another tag"
 
 
 def _load(path: Path) -> Any:
-    # The allowed classes are a setting of the whole process, hence the lock. The user's own settings stay.
-    with _ALLOWING:
-        users = set(torch.serialization.get_safe_globals())
-        with torch.serialization.safe_globals([kind for kind in (*HARMLESS, *NUMPY, *PLAINER) if kind not in users]):
-            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-            with torch.serialization.safe_globals([(_stranger(name), name) for name in unknown]):
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    with allow_harmless(*PLAINER):
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with torch.serialization.safe_globals([(_stranger(name), name) for name in unknown]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _stranger(name: str) -> type[Stranger]:

@@ -424,8 +424,11 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _client(model: TorchFile) -> Callable[[], dict[str, Any]]:
-    """`Opened.client`. The values are read now, since the file does not stay mapped; an error is raised when called."""
+def _client(model: TorchFile) -> Callable[[bool], dict[str, Any]]:
+    """`Opened.client`, which never makes objects of unknown classes.
+
+    The values are read now, since the file does not stay mapped; an error is raised when called.
+    """
     users = {key: value for key, value in model.contents.items() if key not in OWN_KEYS}
     found: dict[str, Any] | ConfigError
     try:
@@ -436,7 +439,7 @@ def _client(model: TorchFile) -> Callable[[], dict[str, Any]]:
     except ConfigError as error:
         found = error
 
-    def client() -> dict[str, Any]:
+    def client(_trusted: bool) -> dict[str, Any]:
         if isinstance(found, ConfigError):
             raise found
         return found

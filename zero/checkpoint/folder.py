@@ -473,4 +473,4 @@ def _open_ours(folder: Path, manifest: Manifest, files: Files) -> Opened:
     except BaseException:
         source.close()
         raise
-    return Opened(folder, source, state, lambda: source.blob(CLIENT, trusted=True), rank_state)
+    return Opened(folder, source, state, lambda trusted: source.blob(CLIENT, trusted=trusted), rank_state)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,10 @@ from zero.exchange.together import Together
 from zero.optim.averages import EMA
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import owned
-from zero.params.buffers import persistent_buffers, set_extra_states
+from zero.params.buffers import persistent_buffers, set_extra_states, takes_extra_states
 from zero.params.layout import Slot, Unit
 from zero.reports.log import NOTICE
-from zero.snapshots.run_state import check_groups, restore_counters, restore_groups, restore_rank
+from zero.snapshots.run_state import check_groups, data_position, restore_counters, restore_groups, restore_rank
 from zero.store.adoption import Adoption, Piece
 
 logger = logging.getLogger("zero")
@@ -47,8 +48,8 @@ OF_ANOTHER = "train with the optimizer that was saved, or pass load_optimizer_st
 Small = dict[str, dict[str, torch.Tensor]]  # Name of a parameter -> its small states, by name.
 Numbers = dict[int, dict[str, torch.Tensor]]  # id(parameter) -> the numbers that belong to its states, by name.
 
-# (client state, this rank's state, this or else the first rank's state, what to load, numbers, small states).
-Checked = tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, "Wanted", Numbers, Small]
+# (objects, this rank's state, this or else the first rank's state, what to load, numbers, small states).
+Checked = tuple["_Objects", dict[str, Any] | None, dict[str, Any] | None, "Wanted", Numbers, Small]
 
 
 class Wanted:
@@ -285,6 +286,16 @@ def mismatch(what: str, missing: Sequence[str], unexpected: Sequence[str], advic
     return " ".join([*said, advice])
 
 
+@dataclass(frozen=True, slots=True)
+class _Objects:
+    """What may be of any class in a checkpoint."""
+
+    client_state: dict[str, Any] = field(default_factory=dict)
+    extra_states: dict[str, Any] = field(default_factory=dict)
+    lr_scheduler: Any = None
+    position: Any = None  # In the data.
+
+
 class LoadCheckpoints:
     """Loads checkpoints into one engine.
 
@@ -305,26 +316,29 @@ class LoadCheckpoints:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
+        allow_pickle: bool | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Continue from a checkpoint of any stage, tier and number of ranks. All ranks call this.
 
-        Everything is checked before a value changes. Gradients collected so far are dropped.
+        Everything is checked before a value changes. Collected gradients are dropped.
 
         Args:
             load_dir: folder of checkpoints.
-            tag: which; None: the one that `latest` names, or the newest complete one. If that proves to be damaged
-                while it is read, the next one is loaded, with a warning in the log.
+            tag: which; None: the one that `latest` names, or the newest complete one; if it is damaged, the next.
             load_module_strict: False loads what fits by name.
             load_optimizer_states: states, step counts, the options of param groups and the loss scale.
             load_lr_scheduler_states: of `engine.lr_scheduler`.
-            load_module_only: load weights and buffers, and nothing else.
+            load_module_only: load weights, buffers and extra states of modules; the returned client state is empty.
             custom_load_fn: not available: must be None.
+            allow_pickle: make objects of any class in the client state and in states of schedulers, loaders and
+                modules, which can run any code that the folder names. False: only plain values, tensors, and what
+                `torch.serialization.add_safe_globals` names. None: as `checkpoint.allow_pickle` says.
 
         Returns:
             (the folder, the client state); (None, {}) if there is no checkpoint in `load_dir`.
 
         Raises:
-            ConfigError: the checkpoint is damaged or does not fit; says what was expected and what was found.
+            ConfigError: it is damaged, does not fit, or has an object that is not loaded; says what was expected.
             StorageError: a read failed. Then some values may be the new ones, as after a ConfigError that names a
                 checksum, and every other call is refused until a checkpoint is loaded.
             StateError: inside forward, backward or `GatheredParameters`.
@@ -336,14 +350,14 @@ class LoadCheckpoints:
             self._saves.between_steps("load_checkpoint")
             self._steps.synchronize()
         together = Together(self._run.exchange.everyone)
-        states = load_optimizer_states and not load_module_only
         damaged: list[str] = []
         while (opened := self._open(folder, tag, together, damaged)) is not None:
             try:
-                client = self._load(opened, together, load_module_strict, states, load_module_only)
+                wish = load_module_strict, load_optimizer_states, load_module_only, allow_pickle
+                objects = self._load(opened, together, *wish)
                 if load_lr_scheduler_states and not load_module_only:
-                    _load_scheduler(self._run.lr_scheduler, client["lr_scheduler"])
-                return str(opened.folder), client["client_state"]
+                    _load_scheduler(self._run.lr_scheduler, objects.lr_scheduler)
+                return str(opened.folder), objects.client_state
             except DamagedError as error:
                 if tag is not None or not opened.tag:
                     raise
@@ -383,16 +397,18 @@ class LoadCheckpoints:
         return found[0] if found else None
 
     def _load(
-        self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool
-    ) -> dict[str, Any]:
-        run, parts, updater = self._run, self._run.parts, self._run.updater if states else None
+        self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool, trusted: bool | None
+    ) -> _Objects:
+        run, parts, updater = self._run, self._run.parts, self._run.updater if states and not only_module else None
         state, source = opened.state, opened.source
         elsewhere, state = of_stage(state, parts)
+        trusted = run.config.checkpoint.allow_pickle if trusted is None else trusted
 
         def check() -> Checked:
-            client, mine = opened.client(), opened.rank_state(parts.exchange.everyone.placement.rank)
+            mine = None if only_module else opened.rank_state(parts.exchange.everyone.placement.rank)
             # If fewer ranks have saved, the first rank's state (the position in the data) is used for the others.
-            told = mine if mine is not None else opened.rank_state(0)
+            told = mine if mine is not None or only_module else opened.rank_state(0)
+            objects = _objects_of(opened, mine, told, parts, only_module=only_module, trusted=trusted)
             left_out = not state["has_frozen"]
             wanted = Wanted(source, parts, strict=strict, optimizer=updater, known_frozen=left_out, elsewhere=elsewhere)
             if updater is not None:
@@ -402,9 +418,9 @@ class LoadCheckpoints:
                 self._check_scale(state.get("loss_scaler"), goes_on=updater is not None)
                 self._check_divisor(int(state["config"]["gradient_accumulation_steps"]))
             numbers = wanted.numbers(updater)
-            return client, mine, told, wanted, numbers, {} if updater is None else wanted.small(numbers, updater)
+            return objects, mine, told, wanted, numbers, {} if updater is None else wanted.small(numbers, updater)
 
-        client, mine, told, wanted, numbers, small = together.do("checking a checkpoint", check)
+        objects, mine, told, wanted, numbers, small = together.do("checking a checkpoint", check)
         if state["frozen_sums"]:
             sums = frozen_sums(parts)
             together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
@@ -413,9 +429,9 @@ class LoadCheckpoints:
 
         def fill() -> None:
             wanted.load()
-            if mine is not None and mine["accumulated"] is not None and not only_module:
+            if mine is not None and mine["accumulated"] is not None:
                 load_accumulated(parts, mine["accumulated"], source)
-            set_extra_states(parts.model, client.get("extra_states", {}))
+            set_extra_states(parts.model, objects.extra_states)
 
         with self._state.loading(str(opened.folder), wanted.replaced(), everything=wanted.is_everything):
             try:
@@ -428,13 +444,12 @@ class LoadCheckpoints:
             updater.take_small(small, {key: name for key, name in parts.names.items() if key in numbers})
             restore_groups(updater, state["groups"])
             run.scaler.load_state_dict(state.get("loss_scaler"))
-        client["lr_scheduler"] = _scheduler_of(client, mine, parts)
         if not only_module:
-            go_on = partial(_restore_small, run, state, told, own=mine is not None)
+            go_on = partial(_restore_small, run, state, told, objects.position, own=mine is not None)
             together.do("going on from a checkpoint", go_on)
         self._gather()
         self._say(opened, only_module=only_module)
-        return client
+        return objects
 
     def _gather(self) -> None:
         """Bring what only all ranks together can gather; later one rank may evaluate alone."""
@@ -463,18 +478,37 @@ class LoadCheckpoints:
             )
 
 
-def _restore_small(run: Run, state: dict[str, Any], told: dict[str, Any] | None, *, own: bool) -> None:
+def _restore_small(run: Run, state: dict[str, Any], told: dict[str, Any] | None, position: Any, *, own: bool) -> None:
     restore_counters(run, state)
     if told is not None:
-        restore_rank(run, told, own=own)
+        restore_rank(run, told, position, own=own)
 
 
-def _scheduler_of(client: dict[str, Any], mine: dict[str, Any] | None, parts: Assembly) -> Any:
-    """The scheduler's state: its stage's own if the rank has saved the same stage, since groups differ by stage."""
-    names, own = (mine or {}).get("lr_scheduler", (None, None))
-    if names != [leaf.names[0] for leaf in parts.leaves]:
-        return client["lr_scheduler"]
-    return unpack_any(own, "the scheduler of a stage")
+def _objects_of(
+    opened: Opened,
+    mine: dict[str, Any] | None,
+    told: dict[str, Any] | None,
+    parts: Assembly,
+    *,
+    only_module: bool,
+    trusted: bool,
+) -> _Objects:
+    """Of `client` and of the states of ranks; with `only_module` extra states alone, if the model's modules take any.
+
+    Raises ConfigError: there is an object that is not loaded; names its class.
+    """
+    if only_module and not takes_extra_states(parts.model):
+        return _Objects()
+    client = opened.client(trusted)
+    extra = client.get("extra_states", {})
+    if only_module:
+        return _Objects(extra_states=extra)
+    # A scheduler's state is its stage's own if the rank has saved the same stage, since groups differ by stage.
+    scheduler, (names, own) = client["lr_scheduler"], (mine or {}).get("lr_scheduler", (None, None))
+    if names == [leaf.names[0] for leaf in parts.leaves]:
+        scheduler = unpack_any(own, "the scheduler of a stage", trusted=trusted)
+    position = None if told is None else data_position(told, trusted=trusted)
+    return _Objects(client["client_state"], extra, scheduler, position)
 
 
 def _load_scheduler(scheduler: Any, state: Any) -> None:

@@ -70,7 +70,8 @@ class Opened:
     folder: Path
     source: Source
     state: dict[str, Any]  # The common state of all ranks.
-    client: Callable[[], dict[str, Any]]  # `client_state`, `lr_scheduler`; ours may have `extra_states`, and any class.
+    # `client_state`, `lr_scheduler`; ours may have `extra_states`. True: of any class, which runs code of the folder.
+    client: Callable[[bool], dict[str, Any]]
     rank_state: Callable[[int], dict[str, Any] | None]  # The state of one rank; None if there was no such rank.
     tag: str = ""  # Only of our own checkpoints.
 

@@ -63,6 +63,9 @@ class CheckpointConfig(ConfigBlock):
     """Ours: after a save older checkpoints in the folder are removed but so many; None: none is."""
     frozen: Word[Literal["always", "once", "reference"]] = "always"
     """Ours: whether weights that are not trained are in every checkpoint, in a file for all of them, or not at all."""
+    allow_pickle: Flag = False
+    """Ours: loading makes objects of any class in client_state, of schedulers, data loaders and modules, which can run
+    any code that the folder names; false: only plain values, tensors, and what add_safe_globals of torch names."""
     load_universal: Annotated[Flag | None, Inert("every checkpoint loads at any stage, tier and number of ranks")] = (
         None
     )

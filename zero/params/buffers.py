@@ -66,6 +66,11 @@ def packed_extra_states(model: nn.Module, what: str) -> Any:
         ) from error
 
 
+def takes_extra_states(model: nn.Module) -> bool:
+    none: Any = nn.Module.set_extra_state
+    return any(type(module).set_extra_state is not none for module in model.modules())
+
+
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
     """Set the results of `extra_states` again, on modules that have `set_extra_state`."""
     none: Any = nn.Module.set_extra_state

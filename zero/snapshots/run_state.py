@@ -1,7 +1,9 @@
 """State of an engine besides its planes: counters, hyper-parameters, random states, the position in the data.
 
 [Note: three parts] The state that is common to all ranks; the state of each rank; and objects of users and schedulers,
-which may be any picklable objects. The first two consist of types that torch.load(weights_only=True) accepts.
+which may be any picklable objects. The first two consist of types that torch.load(weights_only=True) accepts: what is
+any object in a rank's state is packed. Objects that torch's weights-only loader refuses are made only where a user
+allows it (`checkpoint.allow_pickle`).
 """
 
 from __future__ import annotations
@@ -96,11 +98,16 @@ def restore_counters(engine: Run, state: Mapping[str, Any]) -> None:
         setattr(engine.module, "micro_offset", int(state["forwards"]))  # noqa: B010 - a pipeline's, which seeds its layers
 
 
-def restore_rank(engine: Run, state: Mapping[str, Any], *, own: bool) -> None:
+def data_position(state: Mapping[str, Any], *, trusted: bool) -> Any:
+    """The position in the data in a rank's state. Raises ConfigError as `unpack_any`."""
+    return unpack_any(state["data"], "the position in the data", trusted=trusted)
+
+
+def restore_rank(engine: Run, state: Mapping[str, Any], position: Any, *, own: bool) -> None:
     """Restore random states and the position in the data. Raises ConfigError: the loader does not take the position.
 
-    `engine`: its `training_dataloader` gets the position. `own`: `state` is of this rank; False: only the position is
-    taken.
+    `engine`: its `training_dataloader` gets the position. `position`: see `data_position`. `own`: `state` is of this
+    rank; False: only the position is taken.
     """
     if own:
         restore_random_state(state["rng"], engine.device)
@@ -110,7 +117,7 @@ def restore_rank(engine: Run, state: Mapping[str, Any], *, own: bool) -> None:
     if engine.attention_logits is not None:
         engine.attention_logits.load_state_dict(state.get("attention_logits", {}) if own else {})
     loader: Any = engine.training_dataloader
-    engine.data_position = position = unpack_any(state["data"], "the position in the data")
+    engine.data_position = position
     if position is not None and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(position)
     elif position is not None:

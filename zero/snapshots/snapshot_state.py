@@ -11,6 +11,7 @@ from offload.archives import bytes_tensor, make_archive, pack_any, read_archive,
 from zero.params.buffers import packed_extra_states, set_extra_states
 from zero.snapshots.run_state import (
     check_groups,
+    data_position,
     rank_state,
     restore_counters,
     restore_groups,
@@ -61,9 +62,19 @@ def capture(run: Run, norm: float | None) -> Callable[[], bytes]:
 
 
 def check(run: Run, data: bytes) -> None:
-    """Raise ConfigError if the param groups are not the ones that `capture` has saved."""
+    """Raise ConfigError if the param groups are not the ones that `capture` has saved, or an object is not loaded."""
+    state = _opened(data)[0]
     if run.updater is not None:
-        check_groups(run.updater, _opened(data)[0]["groups"], run.parts.names, "load_snapshot", "the snapshot")
+        check_groups(run.updater, state["groups"], run.parts.names, "load_snapshot", "the snapshot")
+    _objects(run, state)
+
+
+def _objects(run: Run, state: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The states of the scheduler and of modules, and the position in the data, which may be of any class."""
+    trusted = run.config.checkpoint.allow_pickle
+    scheduler = unpack_any(state.get("lr_scheduler"), "the state of the scheduler in a snapshot", trusted=trusted)
+    extra = unpack_any(state.get("extra_states", {}), "the extra states of modules in a snapshot", trusted=trusted)
+    return scheduler, extra, data_position(state["rank"], trusted=trusted)
 
 
 def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -77,6 +88,7 @@ def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 def restore(run: Run, data: bytes) -> float | None:
     """Restore the state of `capture`, after `check`; returns the norm of the last step's gradients."""
     state, small = _opened(data)
+    scheduler, extra, position = _objects(run, state)
     names = run.parts.names
     restore_counters(run, state["counters"])
     run.scaler.load_state_dict(state.get("loss_scaler"))
@@ -90,15 +102,13 @@ def restore(run: Run, data: bytes) -> float | None:
                 optimizer.step_counts[key] = state["step_counts"][name]
         optimizer.take_small(small, names)
     if "lr_scheduler" in state and hasattr(run.lr_scheduler, "load_state_dict"):
-        # Classes are trusted, since a snapshot is of this very job, and its checksum was right.
-        run.lr_scheduler.load_state_dict(unpack_any(state["lr_scheduler"], "the state of the scheduler"))
+        run.lr_scheduler.load_state_dict(scheduler)
     buffers = dict(run.module.named_buffers())
     with torch.no_grad():
         for name, value in state["buffers"].items():
             if name in buffers:
                 buffers[name].copy_(value)
-    if "extra_states" in state:
-        set_extra_states(run.module, unpack_any(state["extra_states"], "the extra states of modules"))
-    restore_rank(run, state["rank"], own=True)
+    set_extra_states(run.module, extra)
+    restore_rank(run, state["rank"], position, own=True)
     norm: float | None = state["norm"]
     return norm

@@ -183,7 +183,7 @@ def test_a_loader_of_somebody_else_gets_its_state_back_whatever_it_is(open_engin
     engine.save_checkpoint(tmp_path)
     engine = open_engine(model(), config())
     engine.training_dataloader = OwnState()
-    engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path, allow_pickle=True)
     assert engine.training_dataloader.at.number == 7
 
 
