@@ -30,6 +30,7 @@ from offload.disk.device import DeviceIdentity, identify
 from offload.disk.probe import ProbeFile, Setting, alone, take_turns
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
+from offload.system.regular_files import open_regular
 
 FORMAT = 1
 PROBE_SECONDS_MAX = 22.0
@@ -270,7 +271,7 @@ def _alone_with(device: DeviceIdentity) -> Iterator[None]:
     """One process at a time enters, if the cache folder can be written."""
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
-        fd = os.open(cache_folder() / f"{device.key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_regular(cache_folder() / f"{device.key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     except (OSError, RuntimeError):
         yield
         return

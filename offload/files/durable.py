@@ -21,6 +21,7 @@ import torch
 from offload.disk.swapfile import free_bytes
 from offload.errors import StorageError
 from offload.system import linux
+from offload.system.regular_files import SMALL_BYTES_MAX, is_direct, open_regular, read_regular
 
 Operation = Literal[
     "create", "reserve", "write", "truncate", "sync", "rename", "unlink", "make folder", "remove folder", "sync folder"
@@ -97,12 +98,12 @@ class Files:
     def written(self, file: DurableFile, offset: int, data: torch.Tensor) -> None:
         """Call it after `data` was written to `file` at `offset` through its descriptor; tests record the write."""
 
-    def make_folder(self, path: Path) -> None:
+    def make_folder(self, path: Path, mode: int = 0o777) -> None:
         """Make a folder and its parents durably; does nothing if the folder exists."""
-        if path.is_dir():
+        if _telling("look at", path, path.is_dir):
             return
-        self.make_folder(path.parent)
-        self.perform("make folder", path, lambda: path.mkdir(exist_ok=True))
+        self.make_folder(path.parent, mode)
+        self.perform("make folder", path, lambda: path.mkdir(mode, exist_ok=True))
         self.sync_folder(path.parent)
 
     def create(self, path: Path, nbytes: int) -> DurableFile:
@@ -186,11 +187,12 @@ class Files:
 
     def open(self, path: Path) -> DurableFile:
         """An existing file, for reads through its descriptor, open with O_DIRECT if the file system allows it."""
-        flags = os.O_RDONLY | os.O_CLOEXEC
-        return DurableFile(self, path, *_telling("open", path, lambda: linux.open_direct(path, flags, 0)))
+        fd = _telling("open", path, lambda: open_regular(path, direct=True))
+        return DurableFile(self, path, fd, is_direct(fd))
 
-    def read_bytes(self, path: Path) -> bytes:
-        return _telling("read", path, path.read_bytes)
+    def read_bytes(self, path: Path, nbytes_max: int = SMALL_BYTES_MAX) -> bytes:
+        """All of a regular file. Raises StorageError: it is something else, or has more than `nbytes_max` bytes."""
+        return _telling("read", path, lambda: read_regular(path, nbytes_max))
 
     def listing(self, path: Path) -> list[str]:
         """The names in a folder, sorted; none if it does not exist."""
@@ -224,8 +226,12 @@ class Files:
         return _telling("look at", path, lambda: free_bytes(_existing(path)))
 
     def lock(self, path: Path, wait_seconds: float = 0.0) -> Lock | None:
-        """Lock a file, which is made if it is missing; None if another process keeps the lock during `wait_seconds`."""
-        fd = self.perform("create", path, lambda: os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        """Lock a file, which is made if it is missing; None if another process keeps the lock during `wait_seconds`.
+
+        A link is not followed: its target would be made.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        fd = self.perform("create", path, lambda: open_regular(path, flags, 0o644))
         return _lock(fd, wait_seconds)
 
     def lock_folder(self, path: Path, wait_seconds: float = 0.0) -> Lock | None:

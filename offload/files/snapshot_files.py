@@ -30,15 +30,19 @@ from offload.archives import bytes_tensor
 from offload.disk.stripes import StripeMap
 from offload.disk.swapfile import SwapFile, SwapSpace, check_folder, check_room, stripe_weights
 from offload.errors import ConfigError, StorageError
-from offload.files.durable import Files, write_all
+from offload.files.durable import Files, Operation, write_all
 from offload.kernels import kernels
 from offload.sizes import PAGE_BYTES, align_up
-from offload.system import linux
+from offload.system.regular_files import is_direct, open_own_file, open_own_folder
 
 FOLDER = "zero-snapshots"
 FORMAT = 3
 MANIFEST_BYTES = 64 << 10  # Manifests are padded to multiples of it, so that they seldom grow the file.
 LOCK_SECONDS = 15.0  # A killed job's lock lasts until its last child ends; loaders' workers notice it within 5 s.
+SHARED = (
+    "others could put links to files of yours there, or change what you load. Remove or mend the folder, or set "
+    "offload_optimizer.snapshot.shared_folder to true if you trust them"
+)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # Of a snapshot.
 
 
@@ -54,19 +58,23 @@ class Manifest:
 class SnapshotFiles:
     """One rank's part of a snapshot, locked by this process until `close`.
 
-    Raises ConfigError: a path is missing or not writable, the name is invalid, or another process holds the snapshot.
+    Raises ConfigError: a path is missing or not writable, the name is invalid, another process holds the snapshot, or
+    other users could have put files or links into its folders.
 
     Args:
         paths: existing folders; the first holds the manifests.
         name: of the snapshot, a plain file name.
         disk: writes the small files.
+        shared: other users may own its folders and files, or write to them.
 
     Attributes:
         committed: there is a snapshot that is valid, or may be; if not, `close` removes all files.
     """
 
-    def __init__(self, paths: Sequence[Path | str], name: str, rank: int, disk: Files | None = None) -> None:
-        self._disk = disk or Files()
+    def __init__(
+        self, paths: Sequence[Path | str], name: str, rank: int, disk: Files | None = None, *, shared: bool = False
+    ) -> None:
+        self._disk, self._shared = disk or Files(), shared
         if not NAME.fullmatch(name):
             raise ConfigError(f"snapshot name: expected letters, digits, '.', '_' and '-', got {name!r}")
         folders = [check_folder(path) for path in paths]
@@ -127,9 +135,10 @@ class SnapshotFiles:
 
     def _overwrite(self, path: Path, offset: int, data: bytes) -> None:
         """Overwrite bytes of a file durably; if it is long enough, no metadata is synced. Raises StorageError."""
-        grown = not path.exists() or path.stat().st_size < offset + len(data)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        descriptor = self._disk.perform("create" if grown else "write", path, lambda: os.open(path, flags, 0o600))
+        nbytes = self._disk.file_bytes(path)
+        grown = nbytes is None or nbytes < offset + len(data)
+        operation: Operation = "create" if grown else "write"
+        descriptor = self._disk.perform(operation, path, lambda: self._open_own(path, os.O_WRONLY | os.O_CREAT))
         try:
             self._disk.perform("write", path, lambda: write_all(descriptor, data, offset))
             self._disk.perform("sync", path, lambda: (os.fsync if grown else os.fdatasync)(descriptor))
@@ -183,7 +192,7 @@ class SnapshotFiles:
     def _take_part(self, path: Path, part: str) -> None:
         """Raise ConfigError if the files belong to a swap space over other folders: they must not be reused."""
         if not path.exists():
-            self._disk.write_bytes(path, part)
+            self._disk.write_bytes(path, part, 0o600)
         found = self._disk.read_bytes(path).decode(errors="replace")
         if found != part:
             raise ConfigError(
@@ -193,16 +202,25 @@ class SnapshotFiles:
             )
 
     def _open(self, path: Path) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._disk.make_folder(path.parent)  # a job that has just ended may have removed the folder
+        self._disk.make_folder(path.parent, 0o755)  # a job that has just ended may have removed the folder
         try:
-            descriptor, direct = linux.open_direct(path, flags, 0o600)
+            descriptor = self._open_own(path, os.O_RDWR | os.O_CREAT, direct=True)
         except FileNotFoundError:
             raise
         except OSError as error:
             raise ConfigError(f"nvme_path: cannot open {path}: {error.strerror}") from error
-        self.direct = self.direct and direct
+        self.direct = self.direct and is_direct(descriptor)
         return descriptor
+
+    def _open_own(self, path: Path, flags: int, *, direct: bool = False) -> int:
+        """A file in one of the folders, which nobody else has put there. Raises ConfigError, OSError."""
+        base = next(above for above in path.parents if above.name == FOLDER).parent
+        names = path.parent.relative_to(base).parts
+        folder = open_own_folder(base, names, shared=self._shared, advice=SHARED)
+        try:
+            return open_own_file(path.name, flags, folder=folder, path=path, shared=self._shared, direct=direct)
+        finally:
+            os.close(folder)
 
 
 class SnapshotSwap(SwapSpace):

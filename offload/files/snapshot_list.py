@@ -12,6 +12,7 @@ from typing import Any
 
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.snapshot_files import FOLDER, NAME, read_body, read_committed, remove_empty, remove_ranks
+from offload.system.regular_files import open_regular, reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,10 @@ def remove_snapshot(path: Path | str, name: str) -> int:
     Raises ConfigError: there is no snapshot of that name; StateError: a job uses it.
     """
     root = (Path(path) / FOLDER / name).resolve()  # manifests may name the same folder in another way
-    if not NAME.fullmatch(name) or not root.is_dir():
+    if not NAME.fullmatch(name) or not root.is_dir() or root.parts[-2:] != (FOLDER, name):
         names = ", ".join(listed.name for listed in list_snapshots(path)) or "none"
         raise ConfigError(f"there is no snapshot {name!r} below {path}; available: {names}")
-    parts = sorted({part for rank in root.glob("rank-*") for part in [rank, *_elsewhere(rank)]})
+    parts = sorted({part for rank in root.glob("rank-*") if _is_folder(rank) for part in [rank, *_elsewhere(rank)]})
     held: list[int] = []
     try:
         for part in parts:
@@ -64,14 +65,20 @@ def _elsewhere(rank: Path) -> list[Path]:
     """The folders of a rank's part below other paths, which its manifest names."""
     found: list[Path] = []
     for manifest in rank.glob("manifest-*"):
-        with contextlib.suppress(StorageError, ConfigError, KeyError, TypeError):
+        with contextlib.suppress(StorageError, ConfigError), reading(manifest):
             found += [Path(folder) for folder in read_body(manifest)["folders"]]
     # Do not trust the manifest: accept only folders that are parts of this snapshot and rank.
-    return [folder.resolve() for folder in found if folder.parts[-3:] == rank.parts[-3:] and folder.is_dir()]
+    whole = [folder.resolve() for folder in found]
+    return [folder for folder in whole if folder.parts[-3:] == rank.parts[-3:] and folder.is_dir()]
+
+
+def _is_folder(path: Path) -> bool:
+    """True for a folder itself; what a link leads to is not removed."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _listed(root: Path) -> Listed:
-    ranks = sorted(rank for rank in root.glob("rank-*") if rank.name[5:].isdigit() and rank.is_dir())
+    ranks = sorted(rank for rank in root.glob("rank-*") if rank.name[5:].isdigit() and _is_folder(rank))
     numbers = tuple(sorted(int(rank.name.removeprefix("rank-")) for rank in ranks))
     committed, head, trouble, when = root / "committed", None, "", None
     try:
@@ -81,8 +88,8 @@ def _listed(root: Path) -> Listed:
         trouble = str(error)
     try:
         in_use = any(_is_locked(rank / "swap") for rank in ranks)
-    except PermissionError as error:  # another user's
-        in_use, trouble = False, trouble or f"{error.filename}: {error.strerror}"
+    except OSError as error:  # another user's, or no file of ours
+        in_use, trouble = False, trouble or f"{root}: {error.strerror}"
     return Listed(root.name, head, numbers, sum(map(_allocated, ranks)), in_use, when, trouble)
 
 
@@ -102,7 +109,7 @@ def _is_locked(path: Path) -> bool:
 def _try_lock(path: Path) -> list[int]:
     """The descriptor that holds the lock; none if there is no such file. Raises StateError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path)
     except FileNotFoundError:
         return []
     try:

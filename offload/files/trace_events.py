@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError
+from offload.system.regular_files import open_regular
 from offload.timeline import COMPUTE, LANES, READS, STALLS, WRITES, Lane, Recording, Span
 
 ROWS_MAX = 1000  # Thread numbers reserved per lane.
@@ -55,7 +56,9 @@ def check_target(path: str | os.PathLike[str]) -> Path:
 
 def write_trace(path: Path, document: Mapping[str, Any]) -> None:
     """Write the file. Raises OSError."""
-    path.write_text(json.dumps(document, ensure_ascii=False) + "\n", encoding="utf-8")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # others may write to the folder, too
+    with os.fdopen(open_regular(path, flags, 0o666), "w", encoding="utf-8") as file:
+        file.write(json.dumps(document, ensure_ascii=False) + "\n")
 
 
 def assign_rows(spans: Sequence[Span], *, nested: bool) -> list[int]:

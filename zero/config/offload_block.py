@@ -62,6 +62,8 @@ class SnapshotConfig(ConfigBlock):
     """[steps] between two snapshots."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
     """Of its folder below nvme_path; jobs that share the path need different ones."""
+    shared_folder: Flag = False
+    """True: other users may own that folder and its files, or write to them; false: such a folder is refused."""
 
 
 class OffloadOptimizerConfig(_Offload):

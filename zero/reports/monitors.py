@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from offload.errors import ConfigError
+from offload.system.regular_files import open_regular
 from zero.config.logging_block import Comet, CsvMonitor, TensorBoard, Wandb
 
 Event = tuple[str, float, int]  # (tag, value, number of samples that steps have used so far).
@@ -34,7 +36,9 @@ class CsvFiles(Monitor):
 
     def write_events(self, events: Sequence[Event]) -> None:
         for tag, value, samples in events:
-            with (self.folder / f"{tag.replace('/', '_').replace(' ', '_')}.csv").open("a", newline="") as file:
+            path = self.folder / f"{tag.replace('/', '_').replace(' ', '_')}.csv"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # others may write to the folder, too
+            with os.fdopen(open_regular(path, flags, 0o666), "a", newline="") as file:
                 rows = csv.writer(file)
                 if file.tell() == 0:
                     rows.writerow(["step", tag.rpartition("/")[2]])

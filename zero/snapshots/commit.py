@@ -331,7 +331,7 @@ def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Exchang
     with ExitStack() as undo:
 
         def look() -> tuple[SnapshotFiles, dict[str, Any] | None]:
-            files = SnapshotFiles(ready_swap_paths(config), name, rank)
+            files = SnapshotFiles(ready_swap_paths(config), name, rank, shared=wish.shared_folder)
             undo.callback(_leave, files)
             return files, files.committed_head if rank == 0 else None
 

@@ -1,0 +1,174 @@
+"""Opening and reading files that others may have prepared.
+
+Whoever can write to a folder can put a pipe there, at which a reader waits for ever, a device or a huge file without
+blocks, which never ends, a link to somebody else's file, or contents that no writer of ours makes. So all readers open
+regular files only, and what contents make Python raise becomes one error that names the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from offload.errors import ConfigError, StorageError, ZeroInfinityError
+
+SMALL_BYTES_MAX = 1 << 30  # Of a file that is read whole: the manifest of a model with 10^12 parameters is a tenth.
+KINDS = {
+    **{stat.S_IFIFO: "a named pipe", stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"},
+    stat.S_IFSOCK: "a socket",
+}
+# Contents that are not what a reader expects make Python raise any of these.
+ODD = (ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+
+
+def open_regular(
+    path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o600, *, folder: int | None = None, direct: bool = False
+) -> int:
+    """Descriptor of a regular file, as of `os.open`; it waits for nobody, whatever lies at the path.
+
+    Raises OSError: it cannot be opened; StorageError (which is an OSError): it is not a regular file.
+
+    Args:
+        folder: descriptor of the folder that `path` is relative to.
+        direct: bypass the page cache, if the file system allows it.
+    """
+    waitless = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a pipe would wait for another process
+    descriptor = os.open(path, flags | waitless, mode, dir_fd=folder)
+    try:
+        kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+        if kind != stat.S_IFREG:
+            what = f"open: expected a regular file, got {KINDS.get(kind, 'something else')}"
+            raise StorageError(what, errno=errno.EINVAL, path=str(path), offset=0, free_bytes=None)
+        settled = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_NONBLOCK
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, settled)
+        if direct:
+            _bypass_cache(descriptor, settled)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _bypass_cache(descriptor: int, flags: int) -> None:
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+
+
+def is_direct(descriptor: int) -> bool:
+    """True if the file was opened so that transfers bypass the page cache."""
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def read_regular(path: Path | str, nbytes_max: int = SMALL_BYTES_MAX) -> bytes:
+    """The contents of a regular file. Raises as `open_regular`; StorageError: it has more than `nbytes_max` bytes."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        data = b"" if nbytes > nbytes_max else file.read(nbytes_max + 1)
+    if max(nbytes, len(data)) > nbytes_max:
+        what = f"read: expected at most {nbytes_max:,} bytes, got {max(nbytes, len(data)):,}"
+        raise StorageError(what, errno=errno.EFBIG, path=str(path), offset=0, free_bytes=None)
+    return data
+
+
+@contextmanager
+def reading(place: Path | str, advice: str = "copy or write it again") -> Iterator[None]:
+    """Whatever reading the file makes Python raise becomes an error that names it.
+
+    Raises StorageError: the file cannot be opened or read; ConfigError: its contents are not what is expected. Errors
+    of this project pass.
+    """
+    try:
+        yield
+    except ZeroInfinityError:
+        raise
+    except OSError as error:
+        raise StorageError.of(error, "read", Path(error.filename or place)) from error
+    except ODD as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{place} is damaged, or not what its name says ({why}); {advice}") from error
+
+
+def read_json(path: Path | str) -> Any:
+    """The JSON value in a file. Raises as `reading`."""
+    with reading(path):
+        return json.loads(read_regular(path))
+
+
+def open_own_folder(base: Path, names: Sequence[str], *, shared: bool, advice: str) -> int:
+    """Descriptor of the folder base/NAME/NAME...; no name below `base` may be a link, or be in the hands of others.
+
+    Raises ConfigError: one is no folder, belongs to another user, or others can write to it; ends with `advice`.
+
+    Args:
+        base: named by the user, so it may be a link, and anybody's.
+        names: of folders below it.
+        shared: folders may be of other users.
+    """
+    flags, path = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, base
+    descriptor = os.open(base, flags)
+    try:
+        for name in names:
+            path = path / name
+            above, descriptor = descriptor, _enter(descriptor, name, path, flags | os.O_NOFOLLOW)
+            os.close(above)
+            found = os.fstat(descriptor)
+            wrong = "" if shared else _in_other_hands(found)
+            if wrong:
+                raise ConfigError(f"{path}: expected a folder that only this user can write to, but {wrong}; {advice}")
+        return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _enter(descriptor: int, name: str, path: Path, flags: int) -> int:
+    try:
+        return os.open(name, flags, dir_fd=descriptor)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise ConfigError(f"{path}: expected a folder, got a link or a file; remove it") from error
+        raise
+
+
+def open_own_file(name: str, flags: int, *, folder: int, path: Path, shared: bool, direct: bool = False) -> int:
+    """Descriptor of a file of this user in a folder, made with mode 0600; links are not followed.
+
+    Raises ConfigError: it is a link, no regular file, has a second name, or belongs to another user; OSError: it cannot
+    be opened. `path`: of the file, for errors; `shared`: it may be another user's.
+    """
+    try:
+        descriptor = open_regular(name, flags | os.O_NOFOLLOW, 0o600, folder=folder, direct=direct)
+    except OSError as error:
+        if isinstance(error, StorageError) or error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise ConfigError(f"{path}: expected a regular file, got a link or something else; remove it") from error
+        raise
+    found = os.fstat(descriptor)
+    wrong = "it has a second name elsewhere (a hard link)" if found.st_nlink > 1 else ""
+    wrong = wrong or ("" if shared or _is_ours(found) else f"it belongs to the user {found.st_uid}")
+    if wrong:
+        os.close(descriptor)
+        raise ConfigError(f"{path}: expected a file that only this user can write to, but {wrong}; remove it")
+    return descriptor
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    return found.st_uid in (os.geteuid(), 0)
+
+
+def _in_other_hands(found: os.stat_result) -> str:
+    """Why others may have put files into a folder; empty if they cannot."""
+    if not _is_ours(found):
+        return f"it belongs to the user {found.st_uid}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+        return f"its mode is {stat.S_IMODE(found.st_mode):04o} (chmod go-w)"
+    return ""
