@@ -325,7 +325,7 @@ COMMUNICATION = (
 
 
 def test_a_key_without_effect_is_listed_with_its_reason() -> None:
-    paths = [f"zero_optimization.{key}" for key in COMMUNICATION] + ["checkpoint.load_universal"]
+    paths = [f"zero_optimization.{key}" for key in COMMUNICATION]
     reasons = {key.path: key.reason for key in known_keys(Config) if key.role == "inert"}
     for path in paths:
         for value in (1, 4) if path.endswith("_size") else (True, False):

@@ -1,14 +1,14 @@
-"""A checkpoint of DeepSpeed as a `Source`: ZeRO stages 1, 2 and 3, any number of ranks, read by range.
+"""A checkpoint of DeepSpeed as a `Source`: any stage, any number of ranks, universal ones too, read by range.
 
-Stages 1 and 2 (and BF16_Optimizer, which has the same form) flatten each param group and cut it into equal parts, one
-for each rank. Stage 3 cuts each parameter into equal parts; a rank's parts of a sub-group lie one after the other.
-Nothing is gathered: the position of an element follows from the shapes.
+`deepspeed_stage0` and `deepspeed_universal` know where values lie in theirs; here are the sharded ones. Stages 1 and 2
+(and BF16_Optimizer, which has the same form) flatten each param group and cut it into equal parts, one for each rank.
+Stage 3 cuts each parameter into equal parts; a rank's parts of a sub-group lie one after the other. Nothing is
+gathered: the position of an element follows from the shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,112 +19,43 @@ from offload.files.torch_file import COPY, Region, TorchFile, replace_strangers
 from zero.checkpoint.dcp_format import MODEL, STEP, state_name
 from zero.checkpoint.deepspeed_files import (
     KINDS,
+    UNSHARDED,
     Contents,
     RankFile,
+    check_kind,
     known,
-    model_path,
     number,
     optim_paths,
+    read_model,
     read_rank,
-    require,
 )
-from zero.checkpoint.source import Opened, Saved
+from zero.checkpoint.deepspeed_stage0 import read_stage0
+from zero.checkpoint.deepspeed_universal import COMMON, read_universal
+from zero.checkpoint.deepspeed_values import (
+    EXTRA,
+    Found,
+    Same,
+    Shapes,
+    Spread,
+    SpreadSource,
+    Trained,
+    named_groups,
+    shapes_of,
+    shared_names,
+    whole,
+)
+from zero.checkpoint.source import Opened
 
-EXTRA = "_extra_state"  # End of the names under which modules add other things than parameters to a state dict.
-Shapes = Mapping[str, torch.Size]
 # Keys of model_states that are DeepSpeed's; the others are the user's client state.
 OWN_KEYS = frozenset(
     [
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
         *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
         *("global_samples", "dp_world_size", "mp_world_size", "num_experts", "checkpoint_parallel_dimensions"),
+        *("sparse_tensor_module_names", "csr_tensor_module_names"),
         *("ds_config", "ds_version", "universal_checkpoint_info"),
     ]
 )
-# Keys of param groups that choose between implementations, or are not options.
-SWITCHES = frozenset(
-    [
-        *("step", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
-        *("decoupled_weight_decay", "bias_correction"),
-    ]
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A tensor that is sharded over the parts of several ranks.
-
-    Element i is in part `(first + i) // part_numel`, there at `base + (first + i) % part_numel`. Tensors that were
-    flattened together and then sharded have a common `part_numel`, and a `first` each. Tensors that were sharded one by
-    one have a `base` each, and `first` is 0.
-
-    `parts`: one region for each rank. `dtype`: the dtype that `read` gives; at least as wide as the regions.
-    """
-
-    parts: Sequence[Region]
-    part_numel: int
-    dtype: torch.dtype
-    first: int = 0
-    base: int = 0
-
-    def read(self, begin: int, out: torch.Tensor) -> None:
-        """Fill `out` with the elements from `begin` on, in row-major order. Raises StorageError."""
-        position, done = self.first + begin, 0
-        while done < out.numel():
-            rank, offset = divmod(position + done, self.part_numel)
-            count = min(self.part_numel - offset, out.numel() - done)
-            part, target = self.parts[rank], out[done : done + count]
-            if part.dtype == self.dtype:
-                part.read(self.base + offset, target)
-            else:
-                narrow = torch.empty(count, dtype=part.dtype, device="cpu")
-                part.read(self.base + offset, narrow)
-                target.copy_(narrow)
-            done += count
-
-
-@dataclass(frozen=True, slots=True)
-class Same:
-    """A tensor whose elements are all `value`."""
-
-    value: float
-    dtype: torch.dtype
-
-    def read(self, begin: int, out: torch.Tensor) -> None:
-        out.fill_(self.value)
-
-
-Values = Spread | Same
-
-
-class SpreadSource:
-    """A `Source` of such tensors. `found`: name -> (shape, values); `where`: the folder, for errors."""
-
-    def __init__(self, found: Mapping[str, tuple[torch.Size, Values]], where: str) -> None:
-        self._found, self._where = found, where
-        self.tensors: Mapping[str, Saved] = {
-            name: Saved(shape, values.dtype) for name, (shape, values) in found.items()
-        }
-
-    def read(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Elements [begin, end) of the flattened tensor. Raises StorageError."""
-        if name not in self._found:
-            raise ConfigError(f"{self._where}: it has no tensor {name}; it has {len(self._found)} tensors")
-        shape, values = self._found[name]
-        if not 0 <= begin <= end <= shape.numel():
-            raise IndexError(f"{name}: elements [{begin}, {end}) of {shape.numel()}")
-        out = torch.empty(end - begin, dtype=values.dtype, device="cpu")
-        values.read(begin, out)
-        return out
-
-    def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
-        """Does nothing: there is no read-ahead."""
-
-    def close(self) -> None:
-        """Does nothing: no file is open between two reads."""
-
-
-Found = dict[str, tuple[torch.Size, Values]]  # Name of our logical form -> shape and values.
 
 
 def trained_values(ranks: Sequence[RankFile], shapes: Sequence[Shapes], head: Contents) -> Found:
@@ -256,12 +187,7 @@ def _fragment(model: TorchFile, name: str, numel: int) -> Region:
     return model.region(fragment)
 
 
-def whole(file: TorchFile, tensor: torch.Tensor) -> Spread:
-    """A tensor that lies unsharded in one file."""
-    return Spread([file.region(tensor)], max(tensor.numel(), 1), tensor.dtype)
-
-
-def open_deepspeed_folder(path: Path | str) -> Opened:
+def open_deepspeed_folder(path: Path | str, groups: Sequence[Sequence[str]] | None = None) -> Opened:
     """Open the folder of a tag; only its description is read, no values.
 
     Its `source` has the same names as our own checkpoints, its `state` the same keys, and also `loss_scaler` (a dict,
@@ -269,47 +195,64 @@ def open_deepspeed_folder(path: Path | str) -> Opened:
     weights, and no state of single ranks. `client` raises ConfigError if there is an object of a class that is not
     loaded. Raises ConfigError: a file is missing or damaged, ranks do not agree, or it is a kind of checkpoint that is
     not read.
+
+    `groups`: the names of the parameters in each param group of the optimizer that goes on, in order; at stage 0, where
+    DeepSpeed saves no names, states belong to them by position. None: none goes on.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(
             f"{folder}: expected the folder of one tag of a DeepSpeed checkpoint, got something that is not a folder"
         )
-    ranks = _ranks(folder)
+    trained = _trained(folder, groups)
+    head = trained.models[0].contents
+    buffers = [name for name in head["buffer_names"] if name in head["module"]]
+    others = {*trained.names, *buffers, *trained.aliases}
+    frozen = frozen_values(trained.models, trained.stage, others)
+    found = {**trained.found, **frozen}
+    for name in buffers:
+        buffer = head["module"][name]
+        found[MODEL + name] = (buffer.shape, whole(trained.models[0], buffer))
+    aliases = trained.aliases
+    found.update({MODEL + name: found[MODEL + first] for name, first in aliases.items() if MODEL + first in found})
+    state = {
+        **{"accumulating": None, "frozen_sums": {}, "buffers": buffers, "aliases": dict(aliases)},
+        **{**_counters(head), **_described(head, set(trained.names), frozen, aliases), "groups": trained.groups},
+        "loss_scaler": trained.loss_scaler,
+    }
+    return Opened(folder, SpreadSource(found, str(folder)), state, _client(trained.models[0]), lambda rank: None)
+
+
+def _trained(folder: Path, groups: Sequence[Sequence[str]] | None) -> Trained:
+    """What the folder has of trained parameters; finds out which kind of checkpoint it is."""
+    check_kind(folder)
+    if paths := optim_paths(folder):
+        return _sharded(folder, paths)
+    if (folder / COMMON.parent).is_dir():
+        return read_universal(folder)
+    if (folder / UNSHARDED).is_file():
+        found = read_stage0(folder, groups)
+        if found is not None:
+            return found
+    raise ConfigError(
+        f"{folder}: expected *zero_pp_rank_0_mp_rank_00_optim_states.pt, or {COMMON} of a universal checkpoint, or an "
+        f"optimizer in {UNSHARDED} as of stage 0; found none of them. {COPY}"
+    )
+
+
+def _sharded(folder: Path, paths: Mapping[int, Path]) -> Trained:
+    ranks = _ranks(folder, paths)
     stage = ranks[0].stage
-    models = [_model(folder, stage, rank) for rank in range(len(ranks) if stage == 3 else 1)]
-    head = models[0].contents
-    shapes = [{str(name): torch.Size(shape) for name, shape in group.items()} for group in head["param_shapes"]]
+    models = [read_model(folder, stage, rank) for rank in range(len(ranks) if stage == 3 else 1)]
+    head, shapes = models[0].contents, shapes_of(models[0].contents)
     _check_agreement(ranks, models, len(shapes))
     if stage == 3:
         check_sub_groups(ranks, shapes)
     found = trained_values(ranks, shapes, head)
-    trained = {name for group in shapes for name in group}
-    buffers = [name for name in head["buffer_names"] if name in head["module"]]
-    aliases = _aliases(head, stage)
-    frozen = frozen_values(models, stage, {*trained, *buffers, *aliases})
-    found.update(frozen)
-    for name in buffers:
-        buffer = head["module"][name]
-        found[MODEL + name] = (buffer.shape, whole(models[0], buffer))
-    found.update({MODEL + name: found[MODEL + first] for name, first in aliases.items() if MODEL + first in found})
-    state = {
-        **{"accumulating": None, "frozen_sums": {}, "buffers": buffers, "aliases": aliases},
-        **{**_counters(head), **_described(head, trained, frozen, aliases), "groups": _groups(ranks[0], shapes)},
-        "loss_scaler": replace_strangers(ranks[0].loss_scaler, f"{ranks[0].path}: loss_scaler", known),
-    }
-    source = SpreadSource(found, str(folder))
-    return Opened(folder, source, state, _client(models[0]), lambda rank: None)
-
-
-def _aliases(head: Contents, stage: int) -> dict[str, str]:
-    """Tied name -> first name.
-
-    Below stage 3 DeepSpeed finds tied tensors by address. Tensors without elements share one, so they are left out.
-    """
-    tied = {str(name): str(first) for name, first in (head.get("shared_params") or {}).items()}
-    module = head["module"]
-    return {name: first for name, first in tied.items() if stage == 3 or name not in module or module[name].numel()}
+    scaler = replace_strangers(ranks[0].loss_scaler, f"{ranks[0].path}: loss_scaler", known)
+    names = [name for group in shapes for name in group]
+    groups = named_groups(ranks[0].groups, ranks[0].path, shapes)
+    return Trained(found, names, groups, shared_names(head, stage), stage, models, scaler)
 
 
 def _described(head: Contents, trained: set[str], frozen: Found, aliases: Mapping[str, str]) -> dict[str, Any]:
@@ -330,9 +273,8 @@ def _described(head: Contents, trained: set[str], frozen: Found, aliases: Mappin
     }
 
 
-def _ranks(folder: Path) -> list[RankFile]:
+def _ranks(folder: Path, paths: Mapping[int, Path]) -> list[RankFile]:
     """Every rank's optim_states, in rank order."""
-    paths = optim_paths(folder)
     first = read_rank(folder, min(paths), paths[min(paths)])
     if sorted(paths) != list(range(first.ranks)):
         missing = [rank for rank in range(first.ranks) if rank not in paths]
@@ -348,16 +290,6 @@ def _ranks(folder: Path) -> list[RankFile]:
             "another run with the same tag: remove them"
         )
     return [first, *(read_rank(folder, rank, paths[rank]) for rank in range(1, first.ranks))]
-
-
-def _model(folder: Path, stage: int, rank: int) -> TorchFile:
-    file = TorchFile(model_path(folder, stage, rank), f"the model states of rank {rank} at stage {stage}")
-    require(file, "module", "param_shapes", "buffer_names", "global_steps", "skipped_steps")
-    if file.contents["module"] is None or file.contents["param_shapes"] is None:
-        raise ConfigError(
-            f"{file.path}: it has no module or no param_shapes: checkpoints of DeepSpeed's pipelines cannot be read"
-        )
-    return file
 
 
 def _check_agreement(ranks: Sequence[RankFile], models: Sequence[TorchFile], flat_groups: int) -> None:
@@ -403,25 +335,6 @@ def _counters(head: Contents) -> dict[str, Any]:
         samples = steps * batch if isinstance(batch, int) else 0
     counted = {"global_steps": steps, "micro_steps": micro_steps, "global_samples": samples}
     return {**counted, "skipped_steps": number(head["skipped_steps"])}
-
-
-def _groups(rank: RankFile, shapes: Sequence[Shapes]) -> list[dict[str, Any]]:
-    """The param groups, with names; at stage 3 one param group consists of several flat groups."""
-    if not rank.groups:
-        return [{"params": list(group)} for group in shapes]
-    groups = []
-    for index, group in enumerate(rank.groups):
-        options = replace_strangers(dict(group), f"{rank.path}: param_groups[{index}]", known)
-        names = [name for place in options.pop("params") for name in shapes[place]]
-        kept = {str(key): _plain(value) for key, value in options.items() if key not in SWITCHES}
-        groups.append({**kept, "params": names})
-    return groups
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _client(model: TorchFile) -> Callable[[bool], dict[str, Any]]:

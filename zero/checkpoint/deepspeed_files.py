@@ -1,7 +1,7 @@
 """The files of a DeepSpeed checkpoint: which are required, and the content of each rank's, as 0.19.8 writes them.
 
-A folder has `[zero_pp_rank_K_]mp_rank_00_model_states.pt` (one; at stage 3 one for each rank), `[bf16_]zero_pp_rank_K_
-mp_rank_00_optim_states.pt` (one for each rank) and, with the optimizer on NVMe,
+A folder has `[zero_pp_rank_K_]mp_rank_00_model_states.pt` (one; at stage 3 one for each rank). A sharded optimizer is
+in `[bf16_]zero_pp_rank_K_mp_rank_00_optim_states.pt` (one for each rank) and, if it is on NVMe, in
 `offloaded_tensors/rankK/*.tensor.swp`.
 """
 
@@ -20,6 +20,7 @@ from offload.files.torch_file import COPY, Region, Stranger, TorchFile
 
 OPTIM_FILE = re.compile(r"(?P<kind>|bf16_|fp16_)zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
 MODEL_FILE = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+UNSHARDED = "mp_rank_00_model_states.pt"  # The model states below stage 3.
 OTHER_FILES = {
     "expp_rank_": "expert parallelism (expp_rank_* files)",
     "expert_": "expert parallelism (expert_* files)",
@@ -66,30 +67,26 @@ def is_deepspeed_folder(path: Path | str) -> bool:
     )
 
 
-def optim_paths(folder: Path) -> dict[int, Path]:
-    """Rank -> its optim_states file.
-
-    Raises:
-        ConfigError: there are none, the folder has files of two runs, or it is a kind of checkpoint that is not read.
-    """
+def check_kind(folder: Path) -> None:
+    """Raise ConfigError if it is a checkpoint of parts of a model (experts, pipelines, tensors), which is not read."""
     names = sorted(entry.name for entry in folder.iterdir())
     for prefix, what in OTHER_FILES.items():
         found = next((name for name in names if name.startswith(prefix) and name.endswith(".pt")), None)
         if found is not None:
             raise ConfigError(f"{folder}: {found}: checkpoints with {what} cannot be read; only data-parallel ones can")
-    matches = [match for match in map(OPTIM_FILE.fullmatch, names) if match]
-    models = [match for match in map(MODEL_FILE.fullmatch, names) if match]
-    parallel = next((match.string for match in (*matches, *models) if int(match["mp"])), None)
+    matches = [match for pattern in (OPTIM_FILE, MODEL_FILE) for match in map(pattern.fullmatch, names) if match]
+    parallel = next((match.string for match in matches if int(match["mp"])), None)
     if parallel is not None:
         raise ConfigError(
             f"{folder}: {parallel}: checkpoints with tensor parallelism cannot be read; only those with "
             "mp_rank_00 alone can"
         )
-    if not matches:
-        raise ConfigError(
-            f"{folder}: expected *zero_pp_rank_0_mp_rank_00_optim_states.pt, found none: checkpoints of ZeRO stages "
-            f"1, 2 and 3 can be read, not those of stage 0 or universal ones. {COPY}"
-        )
+
+
+def optim_paths(folder: Path) -> dict[int, Path]:
+    """Rank -> its optim_states file. Raises ConfigError: the folder has files of two runs."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    matches = [match for match in map(OPTIM_FILE.fullmatch, names) if match]
     kinds = {match["kind"] for match in matches}
     if len(kinds) > 1:
         files = ", ".join(sorted({f"{kind}zero_pp_rank_*" for kind in kinds}))
@@ -101,7 +98,7 @@ def optim_paths(folder: Path) -> dict[int, Path]:
 
 def model_path(folder: Path, stage: int, rank: int) -> Path:
     """The file of a rank's model_states; below stage 3 it is the same file for all ranks."""
-    return folder / (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt")
+    return folder / (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else UNSHARDED)
 
 
 def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
@@ -124,7 +121,7 @@ def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
     elastic = isinstance(base, list)
     states = dict(enumerate(base)) if elastic else base["state"]
     groups = [] if elastic else base["param_groups"]
-    steps = _group_steps(groups, len(saved[masters]), saved.get("base_optimizer_state_step"))
+    steps = group_steps(groups, len(saved[masters]), saved.get("base_optimizer_state_step"))
     # BF16_Optimizer saves `group_paddings` too, but does not cut the padding off.
     paddings = saved.get("group_paddings", []) if "zero_stage" in saved and stage < 3 else []
     swap = folder / "offloaded_tensors" / f"rank{rank:02d}"
@@ -140,7 +137,7 @@ def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
     return RankFile(path, stage, counts.pop(), parts, groups, alignment, saved.get("loss_scaler"))
 
 
-def _group_steps(groups: Sequence[Contents], flat_groups: int, common: Any) -> list[int | None]:
+def group_steps(groups: Sequence[Contents], flat_groups: int, common: Any) -> list[int | None]:
     """Number of steps of each flat group: some optimizers keep it in the param group."""
     steps: list[int | None] = [None if common is None else number(common)] * flat_groups
     for group in groups:
@@ -189,3 +186,14 @@ def known(stranger: Stranger) -> Any:
     if not stranger.name.startswith("deepspeed."):
         return stranger
     return stranger.state if stranger.state is not None else stranger.args[0] if stranger.args else None
+
+
+def read_model(folder: Path, stage: int, rank: int) -> TorchFile:
+    """A rank's model_states. Raises ConfigError."""
+    file = TorchFile(model_path(folder, stage, rank), f"the model states of rank {rank} at stage {stage}")
+    require(file, "module", "param_shapes", "buffer_names", "global_steps", "skipped_steps")
+    if file.contents["module"] is None or file.contents["param_shapes"] is None:
+        raise ConfigError(
+            f"{file.path}: it has no module or no param_shapes: checkpoints of DeepSpeed's pipelines cannot be read"
+        )
+    return file

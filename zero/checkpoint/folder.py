@@ -18,7 +18,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from zero.checkpoint.source import CLIENT, RANK, STATE, FolderSource, Opened
 logger = logging.getLogger("zero")
 
 LATEST, LOCK = "latest", ".lock"
+LATEST_UNIVERSAL = "latest_universal"  # DeepSpeed's converter writes it.
 PARTIAL, REPLACED, REMOVED = "partial", "replaced", "removed"
 OWNER = "lock"  # In a partial folder: locked by the job that writes there.
 LOCK_SECONDS = 60.0  # Names change within milliseconds, but an old checkpoint may be removed meanwhile.
@@ -101,9 +102,9 @@ class Checkpoints:
     def __init__(self, save_dir: Path | str, files: Files | None = None) -> None:
         self.save_dir, self._files = Path(save_dir), files if files is not None else Files()
 
-    def read_latest(self) -> str | None:
+    def read_latest(self, name: str = LATEST) -> str | None:
         """The tag in the file `latest`, which need not be the tag of an existing checkpoint; None without the file."""
-        path = self.save_dir / LATEST
+        path = self.save_dir / name
         return self._files.read_bytes(path).decode(errors="replace").strip() if self._files.exists(path) else None
 
     def tags(self) -> list[str]:
@@ -410,7 +411,13 @@ class Checkpoints:
 
 
 def open_checkpoint(
-    load_dir: Path, tag: Any = None, files: Files | None = None, without: Collection[str] = ()
+    load_dir: Path,
+    tag: Any = None,
+    files: Files | None = None,
+    without: Collection[str] = (),
+    groups: Sequence[Sequence[str]] | None = None,
+    *,
+    universal: bool = False,
 ) -> Opened | None:
     """The checkpoint of a save_dir that is to be loaded; None if there is none and none was requested.
 
@@ -420,12 +427,15 @@ def open_checkpoint(
         load_dir: folder of checkpoints.
         tag: which; None: the one that `latest` names, or the newest complete one.
         without: tags that are known to be damaged.
+        groups: names in the param groups of the optimizer that goes on, see `open_deepspeed_folder`.
+        universal: of several, the universal checkpoint of DeepSpeed that `latest_universal` names.
     """
     disk = files if files is not None else Files()
     folders = Checkpoints(load_dir, disk)
-    named = folders.read_latest() if tag is None else check_tag(tag)
+    latest = (LATEST_UNIVERSAL, LATEST) if universal else (LATEST, LATEST_UNIVERSAL)
+    named = next(filter(None, map(folders.read_latest, latest)), None) if tag is None else check_tag(tag)
     if named and not disk.exists(load_dir / named / MANIFEST_FILE) and is_deepspeed_folder(load_dir / named):
-        return open_deepspeed_folder(load_dir / named)
+        return open_deepspeed_folder(load_dir / named, groups)
     found = folders.newest_valid(tag, without)
     if found is None:
         return None
@@ -437,7 +447,7 @@ def open_checkpoint(
         if tag is not None:
             raise
         logger.warning("load_checkpoint: %s", error)
-        return open_checkpoint(load_dir, None, disk, {*without, found.tag})
+        return open_checkpoint(load_dir, None, disk, {*without, found.tag}, groups, universal=universal)
 
 
 def open_folder(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Opened:

@@ -38,7 +38,14 @@ from zero.optim.small_states import owned
 from zero.params.buffers import persistent_buffers, set_extra_states, takes_extra_states
 from zero.params.layout import Slot, Unit
 from zero.reports.log import NOTICE
-from zero.snapshots.run_state import check_groups, data_position, restore_counters, restore_groups, restore_rank
+from zero.snapshots.run_state import (
+    check_groups,
+    data_position,
+    restore_counters,
+    restore_groups,
+    restore_rank,
+    saved_groups,
+)
 from zero.store.adoption import Adoption, Piece
 
 logger = logging.getLogger("zero")
@@ -351,9 +358,10 @@ class LoadCheckpoints:
             self._steps.synchronize()
         together = Together(self._run.exchange.everyone)
         damaged: list[str] = []
-        while (opened := self._open(folder, tag, together, damaged)) is not None:
+        states = load_optimizer_states and not load_module_only
+        while (opened := self._open(folder, tag, together, damaged, states)) is not None:
             try:
-                wish = load_module_strict, load_optimizer_states, load_module_only, allow_pickle
+                wish = load_module_strict, states, load_module_only, allow_pickle
                 objects = self._load(opened, together, *wish)
                 if load_lr_scheduler_states and not load_module_only:
                     _load_scheduler(self._run.lr_scheduler, objects.lr_scheduler)
@@ -374,11 +382,17 @@ class LoadCheckpoints:
             what = "weights only" if only_module else f"step {self._run.global_steps}"
             logger.log(NOTICE, "zero: continuing from %s: %s", opened.folder, what)
 
-    def _open(self, load_dir: Path, tag: Any, together: Together, without: Collection[str]) -> Opened | None:
+    def _open(
+        self, load_dir: Path, tag: Any, together: Together, without: Collection[str], states: bool
+    ) -> Opened | None:
         found: list[Opened] = []
+        run, groups = self._run, None
+        if states and run.updater is not None:
+            groups = [group["params"] for group in saved_groups(run.updater, run.parts.names)]
+        universal = bool(run.config.checkpoint.load_universal)
 
         def look() -> None:
-            opened = open_checkpoint(load_dir, tag, self._saves.files, without)
+            opened = open_checkpoint(load_dir, tag, self._saves.files, without, groups, universal=universal)
             found.extend([] if opened is None else [opened])
 
         try:
@@ -399,7 +413,7 @@ class LoadCheckpoints:
     def _load(
         self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool, trusted: bool | None
     ) -> _Objects:
-        run, parts, updater = self._run, self._run.parts, self._run.updater if states and not only_module else None
+        run, parts, updater = self._run, self._run.parts, self._run.updater if states else None
         state, source = opened.state, opened.source
         elsewhere, state = of_stage(state, parts)
         trusted = run.config.checkpoint.allow_pickle if trusted is None else trusted

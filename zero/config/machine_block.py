@@ -66,9 +66,8 @@ class CheckpointConfig(ConfigBlock):
     allow_pickle: Flag = False
     """Ours: loading makes objects of any class in client_state, of schedulers, data loaders and modules, which can run
     any code that the folder names; false: only plain values, tensors, and what add_safe_globals of torch names."""
-    load_universal: Annotated[Flag | None, Inert("every checkpoint loads at any stage, tier and number of ranks")] = (
-        None
-    )
+    load_universal: Flag = False
+    """Where a folder has a `latest_universal` of DeepSpeed, that checkpoint is loaded, and not the one of `latest`."""
     use_node_local_storage: Flag = False
     """True is for ranks of one node only, where it changes nothing: a checkpoint is one folder that all ranks see."""
     parallel_write: features.parallel_write | None = None

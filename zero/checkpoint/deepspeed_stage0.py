@@ -1,0 +1,239 @@
+"""DeepSpeed's checkpoints of stage 0: one file has the module and the optimizer's state dict, unsharded.
+
+In fp32 that is the state dict of the torch optimizer, and the module has the weights. In fp16 and bf16 there are fp32
+masters besides: flattened group by group (`fp32_groups_flat`, whose states are flat too), or one for each parameter
+(`fp32_groups`).
+
+[Note: names] No parameter is named: states belong to the parameters of the param groups by position, so they need the
+optimizer that goes on. Without one, masters are found by their values, which the module has in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+from offload.files.torch_file import Region, TorchFile
+from zero.checkpoint.dcp_format import MODEL, STEP, state_name
+from zero.checkpoint.deepspeed_files import KINDS, UNSHARDED, Contents, group_steps, number, require
+from zero.checkpoint.deepspeed_values import EXTRA, Found, Same, Spread, Trained, named_groups, whole
+
+FLAT, APART = "fp32_groups_flat", "fp32_groups"
+PROBED_NUMEL = 2048  # Elements at each end of a parameter that are compared with the module's.
+GROUPS = "make the param groups of the run that saved, in the same order"
+NO_STATES = "or pass load_optimizer_states=False"
+
+
+@dataclass(frozen=True, slots=True)
+class _Optimizer:
+    """The optimizer in a file. `masters`: for each param group; None: the module's weights are the masters."""
+
+    file: TorchFile
+    state: Mapping[int, Contents]
+    groups: Sequence[Contents]
+    masters: Sequence[Sequence[torch.Tensor]] | None
+    is_flat: bool
+    steps: Sequence[int]
+
+
+def read_stage0(folder: Path, groups: Sequence[Sequence[str]] | None) -> Trained | None:
+    """What a checkpoint of stage 0 has; None: its optimizer was sharded, and the files of that are not there.
+
+    Raises ConfigError: the file is missing or damaged, it is a checkpoint of a pipeline, or `groups` (the names in each
+    param group; None: there is no optimizer) are not those of the optimizer that was saved.
+    """
+    file = TorchFile(folder / UNSHARDED, "the model states of stage 0")
+    require(file, "module", "buffer_names", "global_steps", "skipped_steps")
+    head, module = file.contents, file.contents["module"]
+    if module is None:
+        raise ConfigError(f"{file.path}: it has no module: checkpoints of DeepSpeed's pipelines cannot be read")
+    if head.get("param_shapes") is not None:
+        return None
+    left_out = set(head["buffer_names"])
+    aliases = _ties(file, {name: value for name, value in module.items() if name not in left_out})
+    weights = {
+        name: value
+        for name, value in module.items()
+        if isinstance(value, torch.Tensor) and name not in left_out | aliases.keys() and not name.endswith(EXTRA)
+    }
+    optimizer = None if head.get("optimizer") is None else _optimizer(file)
+    if optimizer is not None and groups is not None:
+        groups = [[aliases.get(name, name) for name in names] for names in groups]
+        _check_names(file.path, optimizer, groups, weights)
+    elif optimizer is not None and optimizer.masters is not None:
+        groups = _names_by_value(file.path, optimizer, weights)
+    if optimizer is None or groups is None:
+        found: Found = {MODEL + name: (value.shape, whole(file, value)) for name, value in weights.items()}
+        return Trained(found, list(weights), [], aliases, 0, [file], None)
+    found = {}
+    for place, names in enumerate(groups):
+        found.update(_group_values(optimizer, place, names, weights))
+    options = [{**group, "params": [place]} for place, group in enumerate(optimizer.groups)]
+    named = named_groups(options, file.path, groups)
+    trained = [name for names in groups for name in names]
+    return Trained(found, trained, named, aliases, 0, [file], _loss_scaler(head["optimizer"]))
+
+
+def _ties(file: TorchFile, module: Mapping[str, Any]) -> dict[str, str]:
+    """Tied name -> first name: tensors that share their elements in the file."""
+    first: dict[tuple[Region, torch.Size], str] = {}
+    ties = {}
+    for name, value in module.items():
+        if isinstance(value, torch.Tensor) and value.numel():
+            known = first.setdefault((file.region(value), value.shape), name)
+            if known != name:
+                ties[name] = known
+    return ties
+
+
+def _optimizer(file: TorchFile) -> _Optimizer:
+    saved: Contents = file.contents["optimizer"]
+    inner = saved.get("optimizer_state_dict", saved)
+    masters = next((saved[key] for key in (FLAT, APART) if key in saved), None)
+    if not {"state", "param_groups"} <= inner.keys() or (inner is not saved and masters is None):
+        raise ConfigError(
+            f"{file.path}: optimizer: expected the state dict of a torch optimizer, alone or with {FLAT} or {APART}, "
+            f"got {', '.join(map(str, saved))}; save the weights with DeepSpeed's save_16bit_model and begin from them"
+        )
+    is_flat = FLAT in saved
+    if is_flat:
+        masters = [[master] for master in saved[FLAT]]
+    groups = [{**group, "params": [place]} for place, group in enumerate(inner["param_groups"])]
+    taken = number(file.contents["global_steps"]) - number(file.contents["skipped_steps"])
+    steps = [taken if step is None else step for step in group_steps(groups, len(groups), None)]
+    return _Optimizer(file, inner["state"], inner["param_groups"], masters, is_flat, steps)
+
+
+def _check_names(
+    path: Path, optimizer: _Optimizer, groups: Sequence[Sequence[str]], weights: Mapping[str, torch.Tensor]
+) -> None:
+    if len(groups) != len(optimizer.groups):
+        raise ConfigError(
+            f"{path}: expected {len(optimizer.groups)} param groups as in the checkpoint, got {len(groups)}; {GROUPS}, "
+            f"{NO_STATES}"
+        )
+    unknown = [name for names in groups for name in names if name not in weights]
+    if unknown:
+        raise ConfigError(
+            f"{path}: the optimizer has {', '.join(unknown[:3])}, which the checkpoint's module lacks; build the model "
+            f"that was saved, {NO_STATES}"
+        )
+
+
+def _group_values(
+    optimizer: _Optimizer, place: int, names: Sequence[str], weights: Mapping[str, torch.Tensor]
+) -> Found:
+    """Weights, states and step counts of a param group."""
+    found: Found = {}
+    numbers = list(optimizer.groups[place]["params"])
+    if optimizer.is_flat:
+        master, first = optimizer.masters[place][0], 0  # type: ignore[index]
+        total = sum(weights[name].numel() for name in names)
+        if total != master.numel():
+            raise ConfigError(
+                f"{optimizer.file.path}: param group {place}: expected {master.numel():,} elements as in the "
+                f"checkpoint, got {total:,}; {GROUPS}, {NO_STATES}"
+            )
+        for name in names:
+            found.update(_values(optimizer, place, name, weights[name], master, numbers[0], first))
+            first += weights[name].numel()
+        return found
+    if len(numbers) != len(names):  # DeepSpeed may have listed frozen parameters too
+        numbers = [index for index in numbers if index in optimizer.state]
+    if len(numbers) != len(names) and optimizer.state:
+        raise ConfigError(
+            f"{optimizer.file.path}: param group {place}: expected {len(numbers)} parameters as in the checkpoint, "
+            f"got {len(names)}; {GROUPS}, {NO_STATES}"
+        )
+    for position, name in enumerate(names):
+        master = weights[name] if optimizer.masters is None else optimizer.masters[place][position]
+        index = numbers[position] if position < len(numbers) else -1
+        found.update(_values(optimizer, place, name, weights[name], master, index, 0))
+    return found
+
+
+def _values(
+    optimizer: _Optimizer, place: int, name: str, weight: torch.Tensor, master: torch.Tensor, index: int, first: int
+) -> Found:
+    """A parameter's master, states and step count; it begins at element `first` of its master's and states' tensors.
+
+    Raises ConfigError: they are those of another parameter.
+    """
+    file, shape = optimizer.file, weight.shape
+    state = optimizer.state.get(index, {})
+    tensors = {str(kind): value for kind, value in state.items() if kind != STEP and isinstance(value, torch.Tensor)}
+    wanted = master.shape if optimizer.is_flat else shape
+    for value in (master, *(tensors[kind] for kind in KINDS if kind in tensors)):
+        if value.shape != wanted:
+            raise ConfigError(
+                f"{file.path}: {name}: expected shape {tuple(wanted)}, got {tuple(value.shape)}; {GROUPS}, {NO_STATES}"
+            )
+    states = {kind: value for kind, value in tensors.items() if value.shape == wanted}
+    if optimizer.masters is not None and not _is_rounded(weight, master, first):
+        raise ConfigError(
+            f"{file.path}: {name}: its fp32 values in param group {place} are not those of the module; {GROUPS}, "
+            f"{NO_STATES}"
+        )
+
+    def spread(tensor: torch.Tensor) -> Spread:
+        return Spread([file.region(tensor)], max(tensor.numel(), 1), torch.float32, first)
+
+    found: Found = {MODEL + name: (shape, spread(master))}
+    found.update({state_name(name, kind): (shape, spread(value)) for kind, value in states.items()})
+    if states:
+        step = number(state[STEP]) if STEP in state else optimizer.steps[place]
+        found[state_name(name, STEP)] = torch.Size(), Same(step, torch.int64)
+    return found
+
+
+def _is_rounded(weight: torch.Tensor, master: torch.Tensor, first: int) -> bool:
+    """True if the module's weight may be the elements of the master from `first` on, by the elements at both ends."""
+    flat, numel = weight.reshape(-1), weight.numel()
+    exact = master.detach().reshape(-1)[first : first + numel]
+    ends = (slice(0, PROBED_NUMEL), slice(max(numel - PROBED_NUMEL, 0), numel))
+    return exact.numel() == numel and all(
+        torch.equal(torch.nan_to_num(exact[end].to(flat.dtype)), torch.nan_to_num(flat[end])) for end in ends
+    )
+
+
+def _names_by_value(path: Path, optimizer: _Optimizer, weights: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """The names of each group's parameters; of several that fit, the largest, then the first in the model."""
+    by_first: dict[float, list[str]] = {}
+    for name, weight in weights.items():
+        if weight.numel():
+            by_first.setdefault(float(weight.reshape(-1)[0]), []).append(name)
+    groups: list[list[str]] = []
+    for place, masters in enumerate(optimizer.masters or ()):
+        groups.append([])
+        for master in masters:
+            flat, first = master.detach().reshape(-1), 0
+            while first < flat.numel():
+                fitting = [
+                    name
+                    for dtype in {weight.dtype for weight in weights.values()}
+                    for name in by_first.get(float(flat[first].to(dtype)), ())
+                    if weights[name].dtype == dtype and _is_rounded(weights[name], master, first)
+                ]
+                if not fitting:
+                    raise ConfigError(
+                        f"{path}: the fp32 values of param group {place} are not those of the module from element "
+                        f"{first:,} on, and DeepSpeed saves no names at stage 0: load the checkpoint with an engine "
+                        "whose optimizer has the same param groups"
+                    )
+                name = max(fitting, key=lambda each: weights[each].numel())
+                by_first[float(weights[name].reshape(-1)[0])].remove(name)
+                groups[-1].append(name)
+                first += weights[name].numel()
+    return groups
+
+
+def _loss_scaler(saved: Contents) -> dict[str, Any] | None:
+    if "cur_scale" not in saved:
+        return None
+    kept = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+    return {"dynamic": bool(saved.get("dynamic_loss_scale")), **{key: saved[key] for key in kept if key in saved}}

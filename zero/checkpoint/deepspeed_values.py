@@ -1,0 +1,166 @@
+"""What a checkpoint of DeepSpeed has, as a `Source` that is read by range: tensors, param groups, names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+from offload.files.torch_file import Region, TorchFile, replace_strangers
+from zero.checkpoint.deepspeed_files import Contents, known
+from zero.checkpoint.source import Saved
+
+EXTRA = "_extra_state"  # End of the names under which modules add other things than parameters to a state dict.
+Shapes = Mapping[str, torch.Size]
+# Keys of param groups that choose between implementations, or are not options.
+SWITCHES = frozenset(
+    [
+        *("step", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
+        *("decoupled_weight_decay", "bias_correction", "param_names"),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A tensor that is sharded over the parts of several ranks.
+
+    Element i is in part `(first + i) // part_numel`, there at `base + (first + i) % part_numel`. Tensors that were
+    flattened together and then sharded have a common `part_numel`, and a `first` each. Tensors that were sharded one by
+    one have a `base` each, and `first` is 0.
+
+    `parts`: one region for each rank. `dtype`: the dtype that `read` gives; at least as wide as the regions.
+    """
+
+    parts: Sequence[Region]
+    part_numel: int
+    dtype: torch.dtype
+    first: int = 0
+    base: int = 0
+
+    def read(self, begin: int, out: torch.Tensor) -> None:
+        """Fill `out` with the elements from `begin` on, in row-major order. Raises StorageError."""
+        position, done = self.first + begin, 0
+        while done < out.numel():
+            rank, offset = divmod(position + done, self.part_numel)
+            count = min(self.part_numel - offset, out.numel() - done)
+            part, target = self.parts[rank], out[done : done + count]
+            if part.dtype == self.dtype:
+                part.read(self.base + offset, target)
+            else:
+                narrow = torch.empty(count, dtype=part.dtype, device="cpu")
+                part.read(self.base + offset, narrow)
+                target.copy_(narrow)
+            done += count
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """A tensor whose elements are all `value`."""
+
+    value: float
+    dtype: torch.dtype
+
+    def read(self, begin: int, out: torch.Tensor) -> None:
+        out.fill_(self.value)
+
+
+Values = Spread | Same
+
+
+class SpreadSource:
+    """A `Source` of such tensors. `found`: name -> (shape, values); `where`: the folder, for errors."""
+
+    def __init__(self, found: Mapping[str, tuple[torch.Size, Values]], where: str) -> None:
+        self._found, self._where = found, where
+        self.tensors: Mapping[str, Saved] = {
+            name: Saved(shape, values.dtype) for name, (shape, values) in found.items()
+        }
+
+    def read(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end) of the flattened tensor. Raises StorageError."""
+        if name not in self._found:
+            raise ConfigError(f"{self._where}: it has no tensor {name}; it has {len(self._found)} tensors")
+        shape, values = self._found[name]
+        if not 0 <= begin <= end <= shape.numel():
+            raise IndexError(f"{name}: elements [{begin}, {end}) of {shape.numel()}")
+        out = torch.empty(end - begin, dtype=values.dtype, device="cpu")
+        values.read(begin, out)
+        return out
+
+    def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
+        """Does nothing: there is no read-ahead."""
+
+    def close(self) -> None:
+        """Does nothing: no file is open between two reads."""
+
+
+Found = dict[str, tuple[torch.Size, Values]]  # Name of our logical form -> shape and values.
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a folder has of the parameters that are trained, and the files that have the rest.
+
+    Attributes:
+        found: weights, states and step counts.
+        names: of the parameters.
+        groups: the param groups, with names.
+        aliases: tied name -> first name.
+        stage: of ZeRO.
+        models: every rank's model_states at stage 3, else the only one.
+        loss_scaler: its state, or None.
+    """
+
+    found: Found
+    names: Sequence[str]
+    groups: list[dict[str, Any]]
+    aliases: Mapping[str, str]
+    stage: int
+    models: Sequence[TorchFile]
+    loss_scaler: Any
+
+
+def shapes_of(head: Contents) -> list[Shapes]:
+    """For each flat group, its parameters in order."""
+    return [{str(name): torch.Size(shape) for name, shape in group.items()} for group in head["param_shapes"]]
+
+
+def shared_names(head: Contents, stage: int) -> dict[str, str]:
+    """Tied name -> first name.
+
+    Below stage 3 DeepSpeed finds tied tensors by address. Tensors without elements share one, so they are left out.
+    """
+    tied = {str(name): str(first) for name, first in (head.get("shared_params") or {}).items()}
+    module = head["module"]
+    return {name: first for name, first in tied.items() if stage == 3 or name not in module or module[name].numel()}
+
+
+def whole(file: TorchFile, tensor: torch.Tensor) -> Spread:
+    """A tensor that lies unsharded in one file."""
+    return Spread([file.region(tensor)], max(tensor.numel(), 1), tensor.dtype)
+
+
+def named_groups(
+    saved: Sequence[Contents], path: Path, shapes: Sequence[Sequence[str] | Shapes]
+) -> list[dict[str, Any]]:
+    """The param groups, with names; at stage 3 one param group consists of several flat groups."""
+    if not saved:
+        return [{"params": list(group)} for group in shapes]
+    groups = []
+    for index, group in enumerate(saved):
+        options = replace_strangers(dict(group), f"{path}: param_groups[{index}]", known)
+        names = [name for place in options.pop("params") for name in shapes[place]]
+        kept = {str(key): _plain(value) for key, value in options.items() if key not in SWITCHES}
+        groups.append({**kept, "params": names})
+    return groups
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return tuple(value) if isinstance(value, list) else value
