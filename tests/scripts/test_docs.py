@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import importlib.util
 import re
 import shlex
@@ -13,6 +14,10 @@ from urllib.parse import unquote
 
 import pytest
 
+from zero.config.features import FEATURES
+from zero.config.fields import Key, Only, known_keys
+from zero.config.optimizer_block import OptimizerParams
+from zero.config.schema import Config
 from zero.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +73,33 @@ def test_a_documented_command_is_one(page: str, line: str) -> None:
 def test_documented_python_is_python(page: Path) -> None:
     for block in blocks(page, "python"):
         compile(block.replace(", ...", ""), page.name, "exec")
+
+
+def refusals() -> dict[str, list[str]]:
+    """Feature -> keys, of the table of docs/migration.md."""
+    text = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8").partition("## What is refused")[2]
+    rows = [line.split(" | ") for line in text.partition("These are accepted")[0].splitlines() if line[:2] == "| "]
+    return {row[0].removeprefix("| "): re.findall(r"`([^`]+)`", row[1]) for row in rows[1:]}
+
+
+def test_the_limits_name_every_feature_that_coming_from_deepspeed_finds_refused() -> None:
+    text = " ".join((ROOT / "docs" / "limits.md").read_text(encoding="utf-8").split())
+    named = re.search(r"\[What is refused\]\(migration\.md#what-is-refused\)[^:]*: (.+?)\. - ", text)
+    assert named is not None
+    assert named[1].split("; ") == list(refusals())
+
+
+def test_every_key_that_is_refused_because_something_is_not_available_is_in_the_table() -> None:
+    keys = [key for row in refusals().values() for key in row]
+    blocks = [name for name, feature in FEATURES.items() if feature.unless is not None]
+    paths = [key.path for key in known_keys(Config) if key.block is not OptimizerParams and is_unavailable(key)]
+    assert len(paths) > 20
+    for path in (*paths, *blocks):
+        assert [key for key in keys if fnmatch.fnmatch(f".{path}.", f"*.{key}.*")], path
+
+
+def is_unavailable(key: Key) -> bool:
+    return any(isinstance(mark, Only) and "not available" in mark.fix for mark in key.field.metadata)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs: pip install -e '.[docs]'")
