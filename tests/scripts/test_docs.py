@@ -102,6 +102,23 @@ def is_unavailable(key: Key) -> bool:
     return any(isinstance(mark, Only) and "not available" in mark.fix for mark in key.field.metadata)
 
 
+def test_the_front_page_shows_the_first_table_and_the_picture_of_the_readme() -> None:
+    readme, front = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/index.md"))
+    (table,) = re.findall(r"<!-- table: front -->.*?<!-- end -->", readme, flags=re.DOTALL)
+    (picture,) = re.findall(r"^!\[.*$", readme, flags=re.MULTILINE)
+    assert table in front and picture.replace("(docs/", "(") in front
+
+
+def test_the_site_is_light_and_dark_and_wraps_code() -> None:
+    """As looked at in a browser, 1300 and 400 pixels wide."""
+    settings = (ROOT / "scripts" / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "extra_css: [site.css]" in settings
+    for scheme, choice in (("light", "default"), ("dark", "slate")):
+        assert f'"(prefers-color-scheme: {scheme})"\n      scheme: {choice}' in settings
+    style = (ROOT / "docs" / "site.css").read_text(encoding="utf-8")
+    assert re.search(r"pre > code \{[^}]*white-space: pre-wrap", style)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs: pip install -e '.[docs]'")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "mkdocs.yml"]
