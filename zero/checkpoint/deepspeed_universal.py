@@ -73,9 +73,8 @@ def _values(folder: Path, name: str, shape: torch.Size, step: int | None, head: 
         raise ConfigError(f"{own / WEIGHT}.pt: missing; expected the weight of {name}. {COPY}")
     found: Found = {}
     for kind, path in paths.items():
-        contents = TorchFile(path, f"{kind} of {name}").contents if kind == STEP else None
         if kind == STEP:
-            step = number(contents)
+            step = number(TorchFile(path, f"{kind} of {name}").contents)
         else:
             found[MODEL + name if kind == WEIGHT else state_name(name, kind)] = shape, _tensor(path, name, shape)
     if len(found) > 1:

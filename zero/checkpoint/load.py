@@ -38,14 +38,7 @@ from zero.optim.small_states import owned
 from zero.params.buffers import persistent_buffers, set_extra_states, takes_extra_states
 from zero.params.layout import Slot, Unit
 from zero.reports.log import NOTICE
-from zero.snapshots.run_state import (
-    check_groups,
-    data_position,
-    restore_counters,
-    restore_groups,
-    restore_rank,
-    saved_groups,
-)
+from zero.snapshots.run_state import check_groups, data_position, restore_counters, restore_groups, restore_rank
 from zero.store.adoption import Adoption, Piece
 
 logger = logging.getLogger("zero")
@@ -388,7 +381,9 @@ class LoadCheckpoints:
         found: list[Opened] = []
         run, groups = self._run, None
         if states and run.updater is not None:
-            groups = [group["params"] for group in saved_groups(run.updater, run.parts.names)]
+            names = run.parts.names
+            trained = ([p for p in group["params"] if p.requires_grad] for group in run.updater.param_groups)
+            groups = [[names[id(p)] for p in group if id(p) in names] for group in trained]
         universal = bool(run.config.checkpoint.load_universal)
 
         def look() -> None:

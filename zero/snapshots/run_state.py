@@ -137,12 +137,14 @@ def restore_rank(engine: Run, state: Mapping[str, Any], position: Any, *, own: b
 def check_groups(
     optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of: Mapping[int, str], what: str, where: str
 ) -> None:
-    """Raise ConfigError unless the param groups have the same parameters as the saved ones.
+    """Raise ConfigError unless the param groups have the same parameters as the saved ones, but for frozen ones.
 
     `what`, `where`: the call and its source, for the error.
     """
-    mine = [[name_of[id(p)] for p in group["params"] if id(p) in name_of] for group in optimizer.param_groups]
-    theirs = [list(group["params"]) for group in saved]
+    live = [[p for p in group["params"] if id(p) in name_of] for group in optimizer.param_groups]
+    frozen = {name_of[id(p)] for group in live for p in group if not p.requires_grad}  # DeepSpeed saves none
+    mine = [[name_of[id(p)] for p in group if p.requires_grad] for group in live]
+    theirs = [[name for name in group["params"] if name not in frozen] for group in saved]
     if [set(names) for names in mine] == [set(names) for names in theirs]:
         check_flags(optimizer, saved, what, where)
         return

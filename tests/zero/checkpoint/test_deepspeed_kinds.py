@@ -215,7 +215,7 @@ def test_before_the_first_step_of_stage_0_there_are_weights_and_groups(tmp_path:
     assert torch.equal(whole(checkpoint, "model.scale"), held["model.scale"])
 
 
-def test_frozen_parameters_that_the_optimizer_lists_have_no_states(tmp_path: Path) -> None:
+def test_frozen_parameters_that_the_saved_optimizer_lists_have_no_states(tmp_path: Path) -> None:
     def list_frozen(contents: dict[str, Any]) -> None:
         contents["optimizer"]["param_groups"][0]["params"] += [100, 101]
 
@@ -341,3 +341,19 @@ def test_what_older_versions_add_is_no_client_state(tmp_path: Path) -> None:
     tag = copy_of("stage1", tmp_path)
     change(model_file(tag), lambda contents: contents.update(sparse_tensor_module_names=set()))
     assert "sparse_tensor_module_names" not in open_deepspeed_folder(tag).client()["client_state"]
+
+
+@pytest.mark.parametrize("kind", ["stage 0, fp32", "stage 0, bf16, fused", "stage 0, bf16", "stage 1"])
+def test_param_groups_of_the_engine_may_list_frozen_parameters(kind: str, tmp_path: Path, nvme_path: Path) -> None:
+    tag = copy_of("stage1", tmp_path) if kind == "stage 1" else make(kind, tmp_path)[0]
+    held = load_file(tag.parent / "expected.safetensors")
+    model = sample.build()
+    groups = sample.groups(model)
+    groups[0]["params"][1:1] = model.base.parameters()
+    config = config_of(kind, nvme_path, "none")
+    del config["optimizer"]
+    optimizer = torch.optim.AdamW(groups)
+    with zero.initialize(model=model, optimizer=optimizer, config=config)[0] as engine:
+        engine.load_checkpoint(tag.parent)
+        for name in TRAINED:
+            assert torch.equal(engine.full_state(name)["exp_avg"], held[f"optim.state.{name}.exp_avg"]), name
