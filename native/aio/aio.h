@@ -70,10 +70,10 @@ typedef enum { ZN_FAULT_NONE, ZN_FAULT_FAIL, ZN_FAULT_SHORT, ZN_FAULT_DELAY } zn
 bool zn_fault_is_valid(const zn_aio_fault *plan);
 void zn_fault_reset(zn_fault_state *state, const zn_aio_fault *plan);
 
-/* Decides what happens to the next transfer of `nbytes`. A short transfer moves only `*asked_bytes`, and
+/* Decides what happens to the next transfer of `nbytes` at `offset`. A short transfer moves only `*asked_bytes`, and
  * the caller subtracts `*hidden_bytes` from the count that the kernel reports. `is_direct`: the file was
  * opened with O_DIRECT. */
-zn_fault_kind zn_fault_draw(zn_fault_state *state, int32_t op, int64_t nbytes, bool is_direct,
+zn_fault_kind zn_fault_draw(zn_fault_state *state, int32_t op, int64_t offset, int64_t nbytes, bool is_direct,
                             int64_t *asked_bytes, int64_t *hidden_bytes);
 
 /* ---- the engine --------------------------------------------------------------------------- */
@@ -97,7 +97,7 @@ typedef struct zn_chunk {
   int64_t done_bytes;    /* where the next transfer begins */
   int64_t reached_bytes; /* moved so far; O_DIRECT resumes below it, on an aligned byte */
   int64_t asked_bytes, hidden_bytes; /* of the transfer in flight */
-  int64_t due_ns;                    /* a held chunk starts at this time */
+  int64_t due_ns;                    /* a held chunk starts at this time; INT64_MAX: with the next fault plan */
   int64_t result;                    /* of a transfer that was not passed to the backend */
   int32_t tries;                     /* since the last byte moved */
   bool is_exempt;                    /* was delayed by a fault: the transfer itself gets no further fault */

@@ -231,6 +231,7 @@ int32_t zn_aio_inject(zn_aio *aio, const zn_aio_fault *fault) {
   pthread_mutex_lock(&aio->lock);
   aio->new_fault = plan;
   aio->has_new_fault = true;
+  wake_pump(aio);
   pthread_mutex_unlock(&aio->lock);
   return 0;
 }

@@ -23,6 +23,7 @@ static bool is_rate(int32_t rate) { return rate >= 0 && rate <= RATE_ONE; }
 bool zn_fault_is_valid(const zn_aio_fault *plan) {
   if (!is_rate(plan->fail_rate) || !is_rate(plan->short_rate) || !is_rate(plan->delay_rate)) return false;
   if (plan->fail_rate > 0 && plan->status >= 0) return false;
+  if (plan->begin < 0 || (plan->end != 0 && plan->end <= plan->begin)) return false;
   return plan->delay_us >= 0 && plan->skip >= 0 && plan->count_max >= 0;
 }
 
@@ -46,10 +47,15 @@ static bool cut(zn_fault_state *state, int64_t nbytes, bool is_direct, int64_t *
   return true;
 }
 
-zn_fault_kind zn_fault_draw(zn_fault_state *state, int32_t op, int64_t nbytes, bool is_direct,
+static bool is_hit(const zn_aio_fault *plan, int32_t op, int64_t offset, int64_t nbytes) {
+  if ((plan->op_mask >> op & 1) == 0) return false;
+  return plan->end == 0 || (offset < plan->end && offset + nbytes > plan->begin);
+}
+
+zn_fault_kind zn_fault_draw(zn_fault_state *state, int32_t op, int64_t offset, int64_t nbytes, bool is_direct,
                             int64_t *asked_bytes, int64_t *hidden_bytes) {
   const zn_aio_fault *plan = &state->plan;
-  if ((plan->op_mask >> op & 1) == 0 || state->seen++ < plan->skip) return ZN_FAULT_NONE;
+  if (!is_hit(plan, op, offset, nbytes) || state->seen++ < plan->skip) return ZN_FAULT_NONE;
   if (plan->count_max > 0 && state->hits >= plan->count_max) return ZN_FAULT_NONE;
   int64_t dice = (int64_t)(draw(state) >> 48);
   zn_fault_kind kind = ZN_FAULT_NONE;

@@ -180,8 +180,8 @@ static zn_fault_kind draw_fault(zn_aio *aio, zn_chunk *chunk) {
     return ZN_FAULT_NONE;
   }
   const zn_aio_request *spec = &chunk->request->spec;
-  return zn_fault_draw(&aio->fault, spec->op, chunk->asked_bytes, is_direct(spec->fd), &chunk->asked_bytes,
-                       &chunk->hidden_bytes);
+  return zn_fault_draw(&aio->fault, spec->op, chunk->offset + chunk->done_bytes, chunk->asked_bytes,
+                       is_direct(spec->fd), &chunk->asked_bytes, &chunk->hidden_bytes);
 }
 
 static void start(zn_aio *aio, zn_chunk *chunk) {
@@ -200,6 +200,7 @@ static void start(zn_aio *aio, zn_chunk *chunk) {
     case ZN_FAULT_DELAY:
       chunk->is_exempt = true;
       hold(aio, chunk, (int64_t)aio->fault.plan.delay_us * 1000);
+      if (aio->fault.plan.delay_us == ZN_FAULT_HELD) chunk->due_ns = INT64_MAX;
       return;
     default:
       break;
@@ -255,7 +256,11 @@ static bool exchange(zn_aio *aio) {
   }
   if (has_news) zn_raise_event_locked(aio);
   TAILQ_CONCAT(&aio->active, &aio->incoming, link);
-  if (aio->has_new_fault) zn_fault_reset(&aio->fault, &aio->new_fault);
+  if (aio->has_new_fault) {
+    zn_fault_reset(&aio->fault, &aio->new_fault);
+    zn_chunk *chunk;
+    TAILQ_FOREACH(chunk, &aio->held, link) if (chunk->due_ns == INT64_MAX) chunk->due_ns = 0;
+  }
   aio->has_new_fault = false;
   aio->is_asleep = true;
   const bool goes_on = !aio->is_stopping;

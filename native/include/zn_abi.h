@@ -108,6 +108,8 @@ typedef struct {
   int64_t busy_ns, read_ns, write_ns;    /* time with any transfer / a read / a write in flight */
 } zn_aio_stats;
 
+enum { ZN_FAULT_HELD = 0x7FFFFFFF };
+
 /* Faults injected below the chunk logic, so that tests exercise the real code that resumes, retries and
  * reports. Rates are per chunk, in 1/65536; faults are drawn from a generator seeded with `seed`, so a
  * run can be repeated. All zero: no faults. */
@@ -118,10 +120,11 @@ typedef struct {
   int32_t short_rate;    /* transfers cut short after a page or more (by less than a page when the
                             file allows it) */
   int32_t delay_rate;    /* transfers delayed by delay_us */
-  int32_t delay_us;
+  int32_t delay_us;      /* ZN_FAULT_HELD: until the plan is replaced */
   int32_t op_mask;       /* bit ZN_AIO_READ / WRITE / SYNC: which operations get faults */
   int64_t skip;          /* let this many matching transfers pass first */
   int64_t count_max;     /* stop after this many faults; 0: no limit */
+  int64_t begin, end;    /* only transfers that touch these bytes of their file match; end 0: any */
 } zn_aio_fault;
 
 /* 0 when `backend` works on this kernel, else the -errno of the failure (-ENOSYS: not compiled in,
@@ -157,7 +160,7 @@ int32_t zn_aio_stats_get(zn_aio *aio, zn_aio_stats *out);
 int32_t zn_aio_register_memory(zn_aio *aio, void *ptr, int64_t nbytes);
 int32_t zn_aio_unregister_memory(zn_aio *aio, void *ptr, int64_t nbytes);
 
-/* Replace the fault plan (NULL: none). Takes effect with the next chunk. */
+/* Replace the fault plan (NULL: none). Takes effect with the next chunk; held chunks go on. */
 int32_t zn_aio_inject(zn_aio *aio, const zn_aio_fault *fault);
 
 /* Free the engine. -EBUSY, and nothing freed, while a request's completion has not been taken. */

@@ -73,16 +73,21 @@ class AioStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AioFault:
-    """Faults for tests, injected below the chunk logic. Rates are probabilities per transfer."""
+    """Faults for tests, injected below the chunk logic. Rates are probabilities per transfer.
+
+    A test that wants to hit something says what: by the operation, and by the bytes of the file.
+    """
 
     errno: int = errno_names.EIO  # Positive errno that a failing transfer reports.
     fail_rate: float = 0.0
     short_rate: float = 0.0  # Transfers that move fewer bytes than requested.
     delay_rate: float = 0.0
-    delay_seconds: float = 0.0
+    delay_seconds: float = 0.0  # Infinite: until the next `inject`.
     ops: tuple[Op, ...] = OPS
     skip: int = 0  # Matching transfers that pass before the first fault.
     count_max: int = 0  # The most faults; 0: no limit.
+    begin: int = 0  # Only transfers that touch bytes [begin, end) of their file match; end 0: all.
+    end: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -91,6 +96,8 @@ class AioFault:
             raise ConfigError(f"AioFault: rates must be from 0 to 1, got {rates}")
         if self.errno <= 0 or min(self.skip, self.count_max, self.delay_seconds) < 0:
             raise ConfigError(f"AioFault: errno must be positive, counts and delays not negative: {self}")
+        if self.begin < 0 or 0 != self.end <= self.begin:
+            raise ConfigError(f"AioFault: expected 0 <= begin < end, or end 0, got {self.begin} and {self.end}")
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ import contextlib
 import errno as errno_names
 import fcntl
 import itertools
+import math
 import os
 import random
 from collections.abc import Awaitable, Callable, Iterator
@@ -28,6 +29,7 @@ from offload.timeline import Stopwatch
 TRIES_MAX = 100
 RETRIED = (errno_names.EINTR, errno_names.EAGAIN)
 AGAIN_PAUSE_SECONDS = 50e-6
+HELD_SECONDS = 0.002  # Between two looks whether a transfer that a fault holds may go on.
 
 _preadv = wrap(os.preadv)
 _pwritev = wrap(os.pwritev)
@@ -56,11 +58,12 @@ class _Faults:
         self.plan = plan
         self._random = random.Random(plan.seed)
         self._seen = self._hits = 0
+        self.replaced = False
 
-    async def strike(self, op: Op, nbytes: int, is_direct: bool) -> int:
-        """Raise OSError, wait, or return how many of `nbytes` the transfer may move."""
+    async def strike(self, op: Op, offset: int, nbytes: int, is_direct: bool) -> int:
+        """Raise OSError, wait, or return how many of `nbytes` the transfer at `offset` may move."""
         plan = self.plan
-        if op not in plan.ops:
+        if op not in plan.ops or (plan.end and not (offset < plan.end and plan.begin < offset + nbytes)):
             return nbytes
         self._seen += 1
         if self._seen <= plan.skip or (plan.count_max and self._hits >= plan.count_max):
@@ -75,8 +78,13 @@ class _Faults:
             return unit * self._random.randint(1, (nbytes - 1) // unit)
         if 0 <= dice - plan.fail_rate - plan.short_rate < plan.delay_rate:
             self._hits += 1
-            await settle(asyncio.ensure_future(asyncio.sleep(plan.delay_seconds)))
+            await settle(asyncio.ensure_future(self._delay(plan.delay_seconds)))
         return nbytes
+
+    async def _delay(self, seconds: float) -> None:
+        while seconds == math.inf and not self.replaced:
+            await asyncio.sleep(HELD_SECONDS)
+        await asyncio.sleep(seconds if seconds < math.inf else 0.0)
 
 
 class AiofilesAio(Aio):
@@ -115,6 +123,8 @@ class AiofilesAio(Aio):
         )
 
     def inject(self, fault: AioFault | None) -> None:
+        if self._faults is not None:
+            self._faults.replaced = True
         self._faults = None if fault is None else _Faults(fault)
 
     async def _move(self, request: Request) -> None:
@@ -175,7 +185,7 @@ class AiofilesAio(Aio):
         """One system call on a worker thread: (bytes moved, bytes requested)."""
         asked = len(data)
         if self._faults is not None:
-            asked = await self._faults.strike(request.op, asked, is_direct)
+            asked = await self._faults.strike(request.op, offset, asked, is_direct)
         how = {"loop": _SettlingLoop, "executor": self._pool}
         if request.op == "sync":
             await _fdatasync(request.fd, **how)

@@ -121,10 +121,12 @@ class NativeAio(Aio):
                 "fail_rate": round(fault.fail_rate * RATE_ONE),
                 "short_rate": round(fault.short_rate * RATE_ONE),
                 "delay_rate": round(fault.delay_rate * RATE_ONE),
-                "delay_us": round(fault.delay_seconds * 1e6),
+                "delay_us": round(min(fault.delay_seconds * 1e6, self._lib.ZN_FAULT_HELD)),
                 "op_mask": sum(1 << OPS.index(op) for op in set(fault.ops)),
                 "skip": fault.skip,
                 "count_max": fault.count_max,
+                "begin": fault.begin,
+                "end": fault.end,
             }
             plan = self._ffi.new("zn_aio_fault *", fields)
         self._check("zn_aio_inject", self._lib.zn_aio_inject(self._handle, plan))

@@ -466,6 +466,8 @@ def test_an_option_out_of_range_is_refused(zn: Any, wrong: dict[str, int]) -> No
         {"delay_us": -1},
         {"skip": -1},
         {"count_max": -1},
+        {"begin": -1, "end": 1},
+        {"begin": 4096, "end": 4096},
     ],
 )
 def test_a_fault_plan_that_makes_no_sense_is_refused(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import math
 import os
 import re
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ ABSORBED = {
         errno=errno.EINTR, fail_rate=0.2, short_rate=0.25, delay_rate=0.2, delay_seconds=0.0002, seed=5
     ),
 }
-SLOW = AioFault(delay_rate=1.0, delay_seconds=0.3)
+HELD = AioFault(delay_rate=1.0, delay_seconds=math.inf)
 
 
 def opened(backend: str, **options: Any) -> Aio:
@@ -177,6 +179,32 @@ def test_errors_of_the_system_and_of_sync_are_storage_errors(aio: Aio, tmp_path:
         run(aio.read(-1, 0, noise(10), "swap"))
 
 
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_a_fault_hits_the_bytes_that_it_names_and_no_others(aio: Aio, file: int, op: str) -> None:
+    os.pwrite(file, bytes(12 * CHUNK), 0)
+    aio.inject(AioFault(fail_rate=1.0, ops=(op,), begin=5 * CHUNK - 1, end=6 * CHUNK))  # type: ignore[arg-type]
+    move, other = (aio.read, aio.write)[:: 1 if op == "read" else -1]
+    for begin, nbytes in ((0, 4 * CHUNK), (6 * CHUNK, 6 * CHUNK)):
+        run(move(file, begin, noise(nbytes), "swap"))
+    for begin in (4, 5):
+        run(other(file, begin * CHUNK, noise(CHUNK), "swap"))
+        with pytest.raises(StorageError) as caught:
+            run(move(file, begin * CHUNK, noise(CHUNK), "swap"))
+        assert caught.value.offset == begin * CHUNK
+
+
+def test_a_held_transfer_goes_on_when_the_plan_is_replaced(aio: Aio, file: int) -> None:
+    async def job() -> None:
+        aio.inject(HELD)
+        tasks = [asyncio.create_task(aio.write(file, begin * CHUNK, noise(CHUNK), "swap")) for begin in range(3)]
+        done, _ = await asyncio.wait(tasks, timeout=0.05)
+        assert not done and len(aio.in_flight()) == 3
+        aio.inject(replace(HELD, ops=("read",)))
+        await asyncio.gather(*tasks)
+
+    run(job())
+
+
 def test_retries_end_and_report_the_errno(aio: Aio, file: int) -> None:
     aio.inject(AioFault(errno=errno.EINTR, fail_rate=1.0))
     with pytest.raises(StorageError) as caught:
@@ -189,7 +217,7 @@ def test_retries_end_and_report_the_errno(aio: Aio, file: int) -> None:
 
 
 def test_a_cancelled_transfer_keeps_its_buffer_until_it_has_ended(aio: Aio, file: int) -> None:
-    aio.inject(SLOW)
+    aio.inject(HELD)
     data = noise(CHUNK)
     expected, watched = bytes(data.numpy()), weakref.ref(data)
 
@@ -197,11 +225,12 @@ def test_a_cancelled_transfer_keeps_its_buffer_until_it_has_ended(aio: Aio, file
         nonlocal data
         task = asyncio.create_task(aio.write(file, 0, data, "swap"))
         del data
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0)
         for _ in range(3):
             task.cancel()
             await asyncio.sleep(0.001)
             assert not task.done() and watched() is not None and len(aio.in_flight()) == 1
+        aio.inject(None)
         with pytest.raises(asyncio.CancelledError):
             await task
         assert aio.in_flight() == []
@@ -215,13 +244,14 @@ def test_a_cancelled_transfer_keeps_its_buffer_until_it_has_ended(aio: Aio, file
 
 
 def test_what_is_in_flight_can_be_listed(aio: Aio, file: int) -> None:
-    aio.inject(SLOW)
+    aio.inject(HELD)
 
     async def job() -> list[str]:
         moves = [aio.write(file, 4096, noise(5000), "/mnt/swap"), aio.sync(file, "/mnt/swap")]
         tasks = [asyncio.create_task(move) for move in moves]
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0)
         lines = aio.in_flight()
+        aio.inject(None)
         await asyncio.gather(*tasks)
         return lines
 
@@ -234,13 +264,14 @@ def test_what_is_in_flight_can_be_listed(aio: Aio, file: int) -> None:
 
 
 def test_closing_with_transfers_in_flight_is_an_error_that_lists_them(aio: Aio, file: int) -> None:
-    aio.inject(SLOW)
+    aio.inject(HELD)
 
     async def job() -> None:
         task = asyncio.create_task(aio.write(file, 0, noise(10), "/mnt/swap"))
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0)
         with pytest.raises(StateError, match="/mnt/swap"):
             aio.close()
+        aio.inject(None)
         await task
         aio.close()
         aio.close()
