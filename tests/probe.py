@@ -42,6 +42,36 @@ def storage_of(engine: Any) -> Any:
     return engine.run.parts.storage
 
 
+@contextmanager
+def counted_transfers(engine: Any, operation: str) -> Iterator[list[int]]:
+    """Yields a list whose item is the number of reads or writes of the swap space so far."""
+    aio, count = storage_of(engine).disk.aio, [0]
+    move = getattr(aio, operation)
+
+    def counted(*args: Any) -> Any:
+        count[0] += 1
+        return move(*args)
+
+    with mock.patch.object(aio, operation, counted):
+        yield count
+
+
+def swapped_range(engine: Any, kind: str) -> dict[str, int]:
+    """Which bytes of the swap file hold the "weights", "records" or "gradients": `begin` and `end` of an `AioFault`."""
+    storage = storage_of(engine)
+    assert len(storage.disk.swap.paths) == 1, "offsets of the swap space and of its only file are the same"
+    planes = [plane for plane in getattr(storage, kind) if plane is not None]
+    spans = [
+        (home.swap_offset, home.swap_offset + plane.nbytes(home.begin, home.end))
+        for plane in planes
+        for home in plane.homes
+        if home.memory is None
+    ]
+    begin, end = min(begin for begin, _ in spans), max(end for _, end in spans)
+    assert sum(last - first for first, last in spans) == end - begin, "something else lies between"
+    return {"begin": begin, "end": end}
+
+
 def mover_of(engine: Any) -> Any:
     return engine.run.parts.storage.mover
 

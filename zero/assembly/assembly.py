@@ -140,7 +140,8 @@ class Assembly:
             else ReducedGradients(layout, storage, device, owner.threads, exchange)
         )
         pipeline = SubGroupPipeline(layout, storage, self.gradients, owner.rules)
-        updates = DueUpdates(layout, storage, pipeline, update_threads(layout.numel, owner.threads))
+        threads = update_threads(layout.numel, owner.threads)
+        updates = DueUpdates(layout, storage, pipeline, threads, alone=exchange.placement.alone)
         exchange.attach(layout, storage, updates)
         self.stepper = Stepper(
             *(storage, self.gradients, pipeline, updates, exchange, owner.scaler),

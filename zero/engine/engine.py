@@ -252,8 +252,8 @@ class ZeroEngine(ConfigGetters, nn.Module):
             lr_kwargs: given to the scheduler's `step`, if this call takes a step and it is not skipped.
 
         Raises:
-            StorageError: a transfer failed. The step stays pending, and the next call of the engine completes it; a
-                second `step()` is such a call too, and takes no second step.
+            StorageError: a transfer failed, on this rank or on another. The step stays pending, and the next call of
+                the engine completes it; a second `step()` is such a call too, and takes no second step.
             LossScaleError: the gradients are not finite at the smallest loss scale; nothing has changed.
         """
         self.steps.step(lr_kwargs)

@@ -152,7 +152,8 @@ class SharedMemory(AmongRanks):
             begin, end = self._copies[unit.index]
             into.copy_(self._slices[rank].data[begin:end])
         elif unit.index not in self._storage.plan.whole:
-            await self._planes[rank][self._layout.space_of(unit)].read(unit.begin, unit.end, into)
+            plane = self._planes[rank][self._layout.space_of(unit)]
+            await self._updates.repeat(lambda: plane.read(unit.begin, unit.end, into))
 
     async def _awaited(self, rank: int, epoch: int, unit: Unit) -> None:
         """Return when another rank's slice has reached the epoch."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offload.errors import StateError
+from offload.errors import StateError, StorageError
 from offload.kernels import kernels
 from offload.kernels.square_sums import SquareSum, rows_in, rows_of
 from offload.memory.arena import Block
@@ -87,6 +87,7 @@ class Gradients:
     Attributes:
         deferred: gradients of an earlier backward of this step wait to be reduced.
         lost: since `clear`, a gradient could not be reduced, and cannot be again.
+        failure: with several ranks, the first failed transfer since `clear`; the next step reports it to all ranks.
         together: in this backward several micro-batches pass each unit before it is `passed`.
         update: called with a unit whose sealed gradient occupies its place; must not return before an update used it.
         reclaim: called with a unit whose gradient needs its memory now; must not return before the memory is free.
@@ -98,6 +99,7 @@ class Gradients:
 
     deferred = together = lost = False
     epoch = 0
+    failure: StorageError | None = None
 
     def __init__(self, layout: Layout, storage: Storage, device: torch.device, in_place: bool, threads: int) -> None:
         self._storage, self._device, self._in_place = storage, device, in_place
@@ -262,7 +264,7 @@ class Gradients:
             self._begin_anew(state)
         self._storing.clear()
         self._forget_order()
-        self.lost = False
+        self.lost, self.failure = False, None
 
     def seal(self) -> None:
         """A step takes the present gradients; the caller has flushed and settled all."""

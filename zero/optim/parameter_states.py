@@ -154,6 +154,9 @@ class ParameterStates:
         await self.storage.rewrite_stranded()
         due, failed = remaining.due, False
 
+        async def begin() -> None:
+            pass
+
         async def update(group: SubGroup) -> None:
             changed = False
 
@@ -162,7 +165,7 @@ class ParameterStates:
                 changed = True
 
             try:
-                told = Told(lambda: None, applied, lambda: None, lambda: None)
+                told = Told(begin, applied, lambda: None, lambda: None)
                 await self._pipeline.update(group, remaining.arguments, {}, told, self._threads)
             except ZeroInfinityError:  # a read or write failed, before or after the update of all elements
                 if not changed:

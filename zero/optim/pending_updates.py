@@ -8,6 +8,10 @@ weights. A sub-group that no forward needs is updated when its values are read, 
 memory, and no update starts until they are on the disk: on a failing disk each further update would strand a block.
 The next call of the engine raises the error, which names the step.
 
+[Note: failure among ranks] A forward or backward that ends on one rank alone leaves the others waiting in the next
+collective. So with several ranks a read or write that fails is repeated at once, and the next step reports it on all
+ranks. Only if it fails again, this rank's forward fails.
+
 [Note: threads] Only the mover's thread writes this state, except in `begin_step`, which is called while nothing is due.
 Other threads ask whether sub-groups are pending; the mover only takes some out, so an answer can only become "no".
 """
@@ -15,8 +19,10 @@ Other threads ask whether sub-groups are pending; the mover only takes some out,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -43,12 +49,16 @@ class Running:
 class DueUpdates:
     """The sub-groups of the last step that are not updated yet.
 
-    `threads`: of the kernel on the host inside `finish`. During a forward or backward that computes on the host too,
-    the kernel has one thread.
+    Args:
+        threads: of the kernel on the host inside `finish`. During a forward or backward that computes on the host too,
+            the kernel has one thread.
+        alone: there are no other ranks.
     """
 
-    def __init__(self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int) -> None:
-        self._storage, self._pipeline, self._threads = storage, pipeline, threads
+    def __init__(
+        self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int, *, alone: bool
+    ) -> None:
+        self._storage, self._pipeline, self._threads, self.alone = storage, pipeline, threads, alone
         self._threads_beside = 1 if storage.streams.shared else threads
         self.arguments = StepArguments({}, 1.0, 0)  # The last step's.
         self._due: set[SubGroup] = set()
@@ -57,7 +67,10 @@ class DueUpdates:
         self._unstored: set[SubGroup] = set()
         # Called on the mover's loop with a unit when its weights of the last step are stored in their home.
         self.stored: Callable[[int], None] = lambda index: None
-        self.failure: StorageError | None = None  # A result could not be stored since the last `retry`.
+        self.failure: StorageError | None = None  # A result could not be stored, and is not on the disk yet.
+        self.unreported: StorageError | None = None  # With several ranks: what the next step has to report to all.
+        self._stranded: set[SubGroup] = set()  # Updated, and not completely on the disk because a write has failed.
+        self._rewriting = asyncio.Lock()
         self.stopped = False  # The engine closes: no further update begins.
         self._layout = layout
         self._groups: dict[int, list[SubGroup]] = {unit.index: [] for unit in layout.units}
@@ -109,13 +122,7 @@ class DueUpdates:
             into: memory for its weights.
             fences: after the last uses of that memory on the device.
         """
-        groups = self._groups[unit.index]
-        if any(group in self._due or group in self._running for group in groups):
-            delivery = Delivery(into, fences)
-            # Make tasks even for a single sub-group: units fetched at the same moment are then updated in that order.
-            await settle_all([asyncio.create_task(self._fetch_part(unit, group, delivery)) for group in groups])
-        else:
-            await self._read(unit, unit.begin, unit.end, Delivery(into, fences))
+        await self.repeat(lambda: self._fetch(unit, Delivery(into, fences)))
         return self._storage.streams.behind_copies_in()
 
     async def fetch_rows(
@@ -138,7 +145,8 @@ class DueUpdates:
         await self._settle(groups)  # until then the disk holds the old weights
         plane = storage.weights[self._layout.space_of(unit)]
         parts = [(begin, end, into[at * width : (at + end - begin) * width]) for begin, end, at in rows]
-        await settle_all([fetch_range(plane, *part, storage.arena, storage.streams, fences) for part in parts])
+        read = partial(fetch_range, plane)
+        await self.repeat(lambda: settle_all([read(*p, storage.arena, storage.streams, fences) for p in parts]))
         return storage.streams.behind_copies_in()
 
     async def bring(self, groups: Iterable[SubGroup]) -> None:
@@ -146,7 +154,8 @@ class DueUpdates:
 
         Raises StorageError: at least one of them is still due.
         """
-        await settle_all([self._bring(group) for group in groups])
+        groups = list(groups)
+        await self.repeat(lambda: settle_all([self._bring(group) for group in groups]))
 
     async def bring_unit(self, unit: Unit) -> None:
         await self.bring(self._groups[unit.index])
@@ -163,21 +172,18 @@ class DueUpdates:
         Raises StorageError: sub-groups not updated stay due, results not stored stay in memory.
         """
         groups = list(groups)
-        results = await asyncio.gather(*(self._bring(g, self._threads) for g in groups), return_exceptions=True)
-        await self._settle(groups)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if self.failure is not None or errors:
-            raise self.failure or errors[0]
+        await self.repeat(lambda: self._finish(groups))
 
     async def retry(self) -> None:
         """Repeat the writes that failed. Raises StorageError if one fails again."""
         await self._settle(list(self._running))
-        try:
-            await self._storage.rewrite_stranded()
-        except StorageError as error:
-            raise error.within(f"update of step {self.arguments.number}") from error
-        self.failure = None
-        self._at_home(self._unstored - self._unapplied)  # applied results that were stranded are on the disk now
+        await self._rewrite()
+
+    def fail(self, error: StorageError) -> None:
+        """What could not be written is kept in memory; no update starts until it is on the disk."""
+        self.failure = self.failure or error
+        if not self.alone:
+            self.unreported = self.unreported or error
 
     def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
         """The sub-groups of these units (None: all) that are due or running, in coordinate order. For any thread."""
@@ -188,12 +194,43 @@ class DueUpdates:
 
     # ---- inside -------------------------------------------------------------------------------
 
+    async def _finish(self, groups: list[SubGroup]) -> None:
+        results = await asyncio.gather(*(self._bring(g, self._threads) for g in groups), return_exceptions=True)
+        await self._settle(groups)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if self.failure is not None or errors:
+            raise self.failure or errors[0]
+
     def _at_home(self, groups: Iterable[SubGroup]) -> None:
         for group in list(groups):
             self._unstored.discard(group)
             for unit in self._layout.units_in(group):
                 if self.at_home(unit.index):
                     self.stored(unit.index)
+
+    async def repeat(self, transfer: Callable[[], Awaitable[None]]) -> None:
+        """Run `transfer`, and with several ranks run it again if it fails. Raises StorageError."""
+        try:
+            await transfer()
+        except StorageError as error:
+            if self.alone:
+                raise
+            self.unreported = self.unreported or error
+            await transfer()
+
+    async def _rewrite(self) -> None:
+        """Write what is kept in memory, while other updates may run. Raises StorageError if a write fails again."""
+        async with self._rewriting:
+            while self.failure is not None:
+                groups = set(self._stranded)
+                try:
+                    await self._storage.rewrite_stranded()
+                except StorageError as error:
+                    raise error.within(f"update of step {self.arguments.number}") from error
+                self._stranded -= groups
+                self._at_home(groups & self._unstored)
+                if not self._stranded:  # else another update has failed meanwhile
+                    self.failure = None
 
     async def _settle(self, groups: list[SubGroup]) -> None:
         """Wait until all transfers of these sub-groups have ended."""
@@ -207,6 +244,14 @@ class DueUpdates:
             running = self._start(group, {}, threads or self._threads_beside)
         if running is not None:
             await asyncio.shield(running.applied)
+
+    async def _fetch(self, unit: Unit, delivery: Delivery) -> None:
+        groups = self._groups[unit.index]
+        if any(group in self._due or group in self._running for group in groups):
+            # Make tasks even for a single sub-group: units fetched at the same moment are then updated in that order.
+            await settle_all([asyncio.create_task(self._fetch_part(unit, group, delivery)) for group in groups])
+        else:
+            await self._read(unit, unit.begin, unit.end, delivery)
 
     async def _fetch_part(self, unit: Unit, group: SubGroup, delivery: Delivery) -> None:
         if group in self._due:
@@ -227,8 +272,6 @@ class DueUpdates:
         await fetch_plane(plane, begin, end, part, storage.arena, storage.streams, delivery.fences)
 
     def _start(self, group: SubGroup, wanted: dict[int, Delivery], threads: int) -> Running:
-        if self.failure is not None:
-            raise self.failure
         self._due.discard(group)  # so that it is not begun twice; `_run` adds it again if it fails before it is applied
         on_host = frozenset(index for index, delivery in wanted.items() if delivery.into.device.type == "cpu")
         loop = asyncio.get_running_loop()
@@ -238,9 +281,10 @@ class DueUpdates:
         return running
 
     async def _run(self, group: SubGroup, wanted: dict[int, Delivery], running: Running, threads: int) -> None:
-        def turn() -> None:
-            if self.failure is not None:
+        async def turn() -> None:
+            if self.failure is not None and self.alone:
                 raise self.failure
+            await self._rewrite()
             if self.stopped:
                 raise StateError("update: the engine is closed")
 
@@ -253,7 +297,7 @@ class DueUpdates:
             running.returned.set_result(None)
 
         try:
-            turn()
+            await turn()
             told = Told(turn, applied, returned, lambda: self._at_home([group]))
             await self._pipeline.update(group, self.arguments, wanted, told, threads)
         except BaseException as error:
@@ -261,7 +305,11 @@ class DueUpdates:
             if isinstance(error, StorageError) and error is not self.failure:
                 named = error.within(f"update of step {self.arguments.number}")
             if running.applied.done():
-                self.failure = self.failure or named  # type: ignore[assignment]
+                self._stranded.add(group)
+                self.fail(named)  # type: ignore[arg-type]
+                if not self.alone:
+                    with suppress(StorageError):  # the next update to begin tries again, and raises it
+                        await self._rewrite()
             else:
                 self._due.add(group)
                 running.applied.set_exception(named)

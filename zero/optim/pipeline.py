@@ -69,7 +69,7 @@ class Delivery:
 class Told:
     """Functions that an update calls while it runs."""
 
-    turn: Callable[[], None]  # The update is about to begin; if this raises, nothing happens.
+    turn: Callable[[], Awaitable[None]]  # The update is about to begin; if this raises, nothing happens.
     # The update is done, and these units' weights were delivered; nothing is stored yet.
     applied: Callable[[frozenset[int]], None]
     returned: Callable[[], None]  # The update does not read the caller's memory any more.
@@ -134,7 +134,7 @@ class SubGroupPipeline:
         work = StagedGroup(self._storage, self._layout, group, units, given, self._plane_of)
         streams = self._storage.streams
         async with self._places.take(work.host_nbytes) as lent:
-            told.turn()  # only now: another update may have failed while this one waited for memory
+            await told.turn()  # only now: another update may have failed while this one waited for memory
             streams.wait(arguments.fence)
             if self._storage.compute(group) != self._storage.device:
                 # The host overwrites weights that a forward's copies may still read.

@@ -15,6 +15,10 @@ every rank has reduced zeros, the unit counts as one without a gradient.
 
 [Note: whole gradients] Stages 0 and 1 reduce once per step: until then each rank adds up whole gradients in fp32.
 
+[Note: failure] A rank whose disk fails goes on reducing, because the others wait for it. A sum that could not be
+written is kept in memory until a later write succeeds; if its disk fails again before that, or a sum cannot be made,
+the gradient is lost. The step reports both, on all ranks.
+
 [Note: dtype] All ranks reduce a unit in one dtype: in fp32 in the cases above, and always if backwards of this step
 were deferred; otherwise in the unit's dtype.
 """
@@ -118,6 +122,7 @@ class Reduction:
     """A gradient that is being reduced and stored in its planes on all ranks."""
 
     block: Block | None
+    stores: bool  # False: there is no place for the sum, and only the other ranks need this reduction.
     transfer: Transfer[None] | None = None
     done: bool = False
 
@@ -236,7 +241,7 @@ class ReducedGradients(Gradients):
         self.flush_all()
         if self._placement.gradients_deferred and not self._completed:
             self._reduce_rest("gradients not reduced yet", [])
-            self._completed = True  # if storing fails below, this rank alone tries again: the others have gone on
+            self._completed = True  # an interrupt below is this rank's alone: the others have gone on
         self.settle()
         self._begin_step()
 
@@ -316,6 +321,13 @@ class ReducedGradients(Gradients):
         block = block or pool.lease(nbytes, f"gradient of {state.unit.name}")
         self._streams.wait(*block.fences)
         return block
+
+    def _settle(self, state: UnitGradient) -> None:
+        """See `Gradients`. Raises no StorageError; see the note on failure."""
+        try:
+            super()._settle(state)
+        except StorageError as error:
+            self.failure = self.failure or error
 
     def _settle_all(self, state: UnitGradient) -> None:
         """Wait for the running reductions."""
@@ -435,11 +447,12 @@ class ReducedGradients(Gradients):
         dtype = torch.float32 if wide or self.deferred else state.unit.dtype
         try:
             waiting = self._ready(state, dtype)
-        except (StorageError, BudgetError) as error:  # the other ranks wait for this reduction: report why it fails
+            stores = self._free_home(state, dtype)
+        except BudgetError as error:  # the other ranks wait for this reduction: report why it fails
             self._exchange.give_up(self._exchange.turn("reduce", state.unit), error)
             raise
         turn = self._exchange.turn("reduce", state.unit)
-        item = Reduction(waiting.block)
+        item = Reduction(waiting.block, stores)
         rounds = state.dtype != dtype  # a mean added in fp32 is rounded before, as it would be if it were the first
         job = self._run(state, item, waiting, turn, self._streams.fence(), first=state.empty, rounds=rounds)
         self._busy.add(index)
@@ -449,27 +462,35 @@ class ReducedGradients(Gradients):
             self._settle(state)
 
     def _ready(self, state: UnitGradient, dtype: torch.dtype) -> Waiting:
-        """The gradient to be reduced, in memory that the exchange can use; makes its home free for it."""
+        """The gradient to be reduced, in memory that the exchange can use."""
         index = state.unit.index
         self._settle(state)
         if state.empty and index not in self._waiting:
             self._blank.append(index)
         held = self._waiting.pop(index, None)
         waiting = self._in_dtype(state, None if held is None else self._made(held), dtype)
-        if not state.empty and (self._widens(state) or dtype != state.dtype != torch.float32):
-            self._widen(state)
-        elif dtype == torch.float32:
-            self.make_wide(state)
-        if state.sealed is not None:
-            self.update(index)
-            self._streams.wait(self._streams.behind_updates())
-            state.sealed = None
-        self.reclaim(state.unit)
         if waiting.flat.device.type != self._device.type or not self._exchange.sees(waiting.flat):
             block = self._lease(state, waiting.flat.nbytes)
             copied = block.view(waiting.flat.dtype, waiting.flat.numel())
             waiting = Waiting(copied.copy_(waiting.flat), block)
         return waiting
+
+    def _free_home(self, state: UnitGradient, dtype: torch.dtype) -> bool:
+        """Make the place of the sum free for it. False: the disk has failed, and the gradient is lost."""
+        try:
+            if not state.empty and (self._widens(state) or dtype != state.dtype != torch.float32):
+                self._widen(state)
+            elif dtype == torch.float32:
+                self.make_wide(state)
+            if state.sealed is not None:
+                self.update(state.unit.index)
+                self._streams.wait(self._streams.behind_updates())
+                state.sealed = None
+            self.reclaim(state.unit)
+        except StorageError as error:
+            self.failure, self.lost = self.failure or error, True
+            return False
+        return True
 
     def _in_dtype(self, state: UnitGradient, held: Waiting | None, dtype: torch.dtype) -> Waiting:
         """The gradient to be reduced, in `dtype`: zeros if none waits."""
@@ -521,7 +542,9 @@ class ReducedGradients(Gradients):
             async with self._exchange.reduce(turn, unit, waiting.flat, made) as sources:
                 home = state.plane, state.dtype
                 try:
-                    await self._store.store_sum(unit, home, sources, scale, state.sums, first=first, rounds=rounds)
+                    if item.stores:
+                        await home[0].rewrite_stranded()  # on a failing disk each further sum would stay in memory
+                        await self._store.store_sum(unit, home, sources, scale, state.sums, first=first, rounds=rounds)
                 finally:
                     if waiting.blank:
                         waiting.flat.zero_()  # the exchange may have made sums in this memory

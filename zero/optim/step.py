@@ -33,6 +33,7 @@ from offload.errors import ConfigError, StateError, StorageError, tell, was_told
 from offload.kernels.square_sums import PACKED_BYTES, SquareSum, nonfinite_of
 from offload.sizes import BLOCK_NUMEL
 from zero.exchange.exchange import Exchange
+from zero.exchange.together import Relay
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.optim.loss_scale import LossScaleError, LossScaler
 from zero.optim.optimizer import ZeroOptimizer
@@ -43,8 +44,9 @@ from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 
-HEAD = struct.Struct(f"<q?I{PACKED_BYTES}s")
-"""Number of the step, whether a backward was aborted, checksum of the settings, sum of squares."""
+HEAD = struct.Struct(f"<qBI{PACKED_BYTES}s")
+"""Number of the step, what is wrong with its gradients, checksum of the settings, sum of squares."""
+UNSTORED, TORN = 1, 2  # What is wrong: a write has failed, and nothing is lost; a backward was aborted.
 AGREED = ("lr", "betas", "momentum", "weight_decay", "eps")
 """Options by which each rank updates its part of a weight; a class may change others as it likes."""
 NAMES_MAX = 3  # More names would not help: gradients that come later in backward are computed from earlier ones.
@@ -74,12 +76,13 @@ def agree_on_step(
     contributed: set[int],
     *,
     torn: bool,
+    failure: StorageError | None,
     settings: list[dict[str, Any]],
 ) -> tuple[float, set[int]]:
     """The norm of all gradients, and the parameters that have a gradient on any rank. Collective.
 
     Raises StateError: the ranks are at different steps; TornBackward: a backward was aborted on one of them;
-    ConfigError: their settings differ.
+    StorageError: a write has failed on one of them; ConfigError: their settings differ.
 
     Args:
         exchange: with the other ranks.
@@ -87,18 +90,22 @@ def agree_on_step(
         square_sum: of this rank's slices.
         contributed: indices of parameters that have a gradient on this rank.
         torn: a backward was aborted on this rank.
+        failure: a transfer of this rank that has failed since the last step.
         settings: of the whole step, and of each param group.
     """
     mask = bytes(index in contributed for index in range(max(contributed, default=-1) + 1))
     said = json.dumps(settings).encode()
-    answers = exchange.agree(f"step {number}", HEAD.pack(number, torn, zlib.crc32(said), square_sum.pack()) + mask)
+    wrong = TORN if torn else UNSTORED if failure is not None else 0
+    answers = exchange.agree(f"step {number}", HEAD.pack(number, wrong, zlib.crc32(said), square_sum.pack()) + mask)
     heads = [HEAD.unpack_from(answer) for answer in answers]
     if any(head[0] != number for head in heads):
         steps = ", ".join(f"rank {rank}: {head[0]}" for rank, head in enumerate(heads))
         raise StateError(f"step: the ranks are at different steps ({steps}); every rank must call step() equally often")
-    if any(head[1] for head in heads):
-        ranks = ", ".join(str(rank) for rank, head in enumerate(heads) if head[1])
-        raise TornBackward.behind(f" on rank {ranks}")
+    if any(head[1] == TORN for head in heads):
+        ranks = ", ".join(str(rank) for rank, head in enumerate(heads) if head[1] == TORN)
+        raise TornBackward.behind(f" on rank {ranks}") from failure
+    if any(head[1] == UNSTORED for head in heads):
+        Relay(exchange).exchange(f"step {number}, which can be tried again,", failure=failure)
     if len({head[2] for head in heads}) > 1:
         raise _unlike([json.loads(answer) for answer in exchange.agree(f"settings of step {number}", said)])
     # Only the slices of one shard group: replicas have the same ones.
@@ -293,8 +300,9 @@ class Stepper:
         """Decide everything about the step that was asked for. No weight has changed when this returns or raises.
 
         Raises UnusedParameters: see `needs_all`; no step is taken. Raises LossScaleError: the gradients are not finite,
-        and the loss scale is at its minimum; no step is taken. Raises StorageError: a gradient could not be stored, or
-        the previous step cannot be completed; the next attempt continues where this one stopped.
+        and the loss scale is at its minimum; no step is taken. Raises StorageError: a gradient or a result of the
+        previous step could not be stored, on this or another rank, or the previous step cannot be completed; the next
+        attempt continues where this one stopped.
 
         Args:
             number: of the step, from 1.
@@ -311,9 +319,13 @@ class Stepper:
         if factor is None:
             raise StateError("step: gradients have different factors that were not applied before it")
         settings = [{"gradient_clipping": norm_max, "factor of p.grad": factor}, *agreed_options(optimizer)]
+        failure = self._failure(number)
         try:
             scaled_norm, contributed = agree_on_step(
-                self._exchange, number, square_sum, self._contributed(), torn=torn, settings=settings
+                *(self._exchange, number, square_sum, self._contributed()),
+                torn=torn,
+                failure=failure,
+                settings=settings,
             )
         except (TornBackward, ConfigError):
             self._move(StepState.NONE)
@@ -336,6 +348,12 @@ class Stepper:
         self._arguments, self.applied = arguments, True
         self._move(StepState.DECIDED)
         self._scaler.update(overflow=False)
+
+    def _failure(self, number: int) -> StorageError | None:
+        """What has failed on this rank since the last step, and is reported only once. None with a single rank."""
+        mine, before = self._gradients.failure, self.updates.unreported
+        self._gradients.failure = self.updates.unreported = None
+        return before if mine is None else mine.within(f"gradients of step {number}")
 
     def _contributed(self) -> set[int]:
         """Indices of the parameters that have a gradient on this rank."""
@@ -408,12 +426,13 @@ class Stepper:
     def check(self) -> None:
         """Raise the error of an update if it was not reported yet; otherwise repeat the writes that failed.
 
-        Raises StorageError: names the step. Nothing is lost; the next call tries again.
+        With several ranks the next step reports it. Raises StorageError: names the step. Nothing is lost; the next call
+        tries again.
         """
         failure = self.updates.failure
         if failure is None:
             return
-        if not was_told(failure):
+        if self.updates.alone and not was_told(failure):
             tell(failure)
             raise failure
         self._storage.mover.run("storing the results of a step", self.updates.retry())

@@ -400,13 +400,15 @@ class Loader:
             streams.wait(*modified)
             await streams.reached(*modified, streams.behind_copies_in())
             await self._updates.settle_weights(unit)  # its update writes to the same place
+            kept = self._near.keep(unit, data, None)  # no fence: the device has reached all of them
             try:
-                kept = self._near.keep(unit, data, None)  # no fence: the device has reached all of them
                 await write_plane(plane, unit.begin, unit.end, unit.own(data), self._storage.arena)
                 return kept
             except StorageError as error:
                 plane.strand(unit.begin, unit.end, aligned_copy(unit.own(data).cpu()))
-                self._updates.failure = self._updates.failure or error
-                raise
+                self._updates.fail(error)
+                if self._updates.alone:
+                    raise
+                return kept
 
         return self._storage.mover.post(f"storing what forward has modified in {unit.name}", store())

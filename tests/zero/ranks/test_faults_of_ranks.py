@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from harness import micro_batch
 from models import make_config, seeded
-from probe import storage_of
+from probe import storage_of, swapped_range
 from ranks import RankPool
 from ranks_model import batch, motley
 from ranks_runs import Place, Run, on_batch, opened, quiet
 from torch import nn
 
 import zero
+from offload.disk.aio import AioFault
 from offload.errors import BudgetError
 
 Pool = Callable[[int], RankPool]
@@ -77,8 +78,6 @@ def test_all_ranks_learn_that_one_could_not_initialize(fresh: RankPool, nvme_pat
 
 
 def train_on_a_disk_that_fails(place: Place, nvme_path: str, op: str) -> tuple[str, float, str]:
-    from offload.disk.aio import AioFault
-
     engine = opened(place, nvme_path)
 
     def train() -> None:
@@ -105,10 +104,8 @@ def test_all_ranks_end_soon_when_the_disk_of_one_fails(fresh: RankPool, nvme_pat
     assert [path for path in nvme_path.rglob("*") if path.is_file()] == []
 
 
-def step_twice_after_a_failed_write(nvme_path: str) -> tuple[str, str, int]:
-    """(where gradients are, what the first attempt of the second step says, steps at the end)."""
-    from offload.disk.aio import AioFault
-
+def step_twice_after_a_failed_write(nvme_path: str) -> tuple[str, str, int, dict[str, torch.Tensor]]:
+    """(where gradients are, what the first attempt of the second step says, steps and weights at the end)."""
     quiet()
     place, run = Place(1, "none", "nvme"), Run()
     with pytest.raises(BudgetError, match="at least") as refusal:
@@ -116,22 +113,27 @@ def step_twice_after_a_failed_write(nvme_path: str) -> tuple[str, str, int]:
     least = int(re.findall(r"at least ([\d,]+)", str(refusal.value))[0].replace(",", ""))
     with zero.initialize(model=motley(), config=place.config(run, nvme_path, host_bytes=least))[0] as engine:
         micro_batch(engine, 0, on_batch)
-        engine.synchronize()
         engine.backward(on_batch(engine, 1))
         if dist.get_rank() == 0:
-            engine.inject(AioFault(fail_rate=1.0, count_max=1, ops=("write",)))
+            where = swapped_range(engine, "gradients")
+            engine.inject(AioFault(fail_rate=1.0, count_max=1, ops=("write",), **where))
         error, _ = told(engine.step)
         if error != "no error":
             engine.step()
         micro_batch(engine, 2, on_batch)
-        return str(set(engine.plan.gradient_tiers.values())), error, engine.global_steps
+        weights = {name: value.clone() for name, value in engine.named_full_parameters()}
+        return str(set(engine.plan.gradient_tiers.values())), error, engine.global_steps, weights
 
 
-def test_a_step_that_one_rank_tries_again_is_the_others_step(fresh: RankPool, nvme_path: Path) -> None:
-    """At stage 1 the gradients are reduced in it; the others do not reduce them a second time."""
+def test_a_step_whose_gradient_one_rank_could_not_store_is_tried_again_by_all(
+    fresh: RankPool, nvme_path: Path
+) -> None:
+    """At stage 1 the gradients are reduced in it, and not a second time."""
     first, second = fresh.run(step_twice_after_a_failed_write, str(nvme_path))
-    assert first[0] == "{'nvme'}" and "StorageError" in first[1] and second[1] == "no error"
+    assert first[0] == "{'nvme'}" and first[1].startswith("StorageError: gradients of step 2: write of")
+    assert second[1].startswith("StorageError") and "rank 0 has failed (StorageError: gradients of step 2" in second[1]
     assert first[2] == second[2] == 3
+    assert all(torch.equal(value, second[3][name]) for name, value in first[3].items())
 
 
 # ---- leaks ------------------------------------------------------------------------------------
