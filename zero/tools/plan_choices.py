@@ -40,9 +40,8 @@ class Choice:
     def cells(self) -> list[str]:
         if self.refusal:
             return [self.name, self.refusal]
-        seconds = (
-            "not known" if self.expected_seconds is None else f"{'~' * self.is_assumed}{self.expected_seconds:.3g} s"
-        )
+        mark = "~" if self.is_assumed else ""
+        seconds = "not known" if self.expected_seconds is None else f"{mark}{self.expected_seconds:.3g} s"
         moved = "" if self.moved_bytes is None else format_bytes(self.moved_bytes)
         return [self.name, *(format_bytes(self.tier_bytes[tier]) for tier in TIERS), moved, seconds]
 
@@ -61,7 +60,8 @@ def find_choices(
     Args:
         content: the configuration as a JSON object.
         make: a configuration -> its plan; raises ConfigError or BudgetError.
-        cost: a plan -> (bytes that a step transfers to and from NVMe, seconds of a step if known, whether at assumed rates).
+        cost: a plan -> (bytes that a step transfers to and from NVMe, seconds of a step if known, whether these are at
+            assumed rates).
     """
     found = []
     for name, change in CHANGES.items():
