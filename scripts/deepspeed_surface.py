@@ -54,7 +54,7 @@ def constants(tree: ast.Module | ast.ClassDef) -> dict[str, Any]:
             value = eval(compile(ast.Expression(node.value), "", "eval"), {"__builtins__": CONSTRUCTORS}, dict(known))
         except Exception:  # it is computed from something else
             continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        targets: list[ast.expr] = node.targets if isinstance(node, ast.Assign) else [node.target]
         known.update({target.id: value for target in targets if isinstance(target, ast.Name)})
     shown = {name: plain(value) for name, value in known.items() if name.isupper() and not name.startswith("_")}
     return {name: value for name, value in shown.items() if value not in (NotImplemented, {})}  # {}: filled later
@@ -114,14 +114,15 @@ def public_names(body: ast.ClassDef) -> dict[str, dict[str, str]]:
     for node in body.body:
         if not isinstance(node, ast.FunctionDef):
             continue
-        set_there = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
-        stored |= {name.attr for name in set_there if ast.unparse(name.value) == "self"}
+        stores = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+        stored |= {name.attr for name in stores if ast.unparse(name.value) == "self"}
         if any(ast.unparse(mark).endswith(("property", ".setter")) for mark in node.decorator_list):
             stored.add(node.name)
         elif not node.name.startswith("_"):
             names = [arg.arg for arg in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
             methods[node.name] = " ".join(name for name in names if name not in ("self", "cls"))
-    stored |= {node.target.id for node in body.body if isinstance(node, ast.AnnAssign) and node.value is not None}
+    fields = (node.target for node in body.body if isinstance(node, ast.AnnAssign) and node.value is not None)
+    stored |= {target.id for target in fields if isinstance(target, ast.Name)}
     shown = sorted(name for name in stored - {*methods} if not name.startswith("_"))
     return {"methods": dict(sorted(methods.items())), "attributes": dict.fromkeys(shown, "")}
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
+import psutil
+
 from offload.accelerator import compute_device, is_accelerator, module_of, synchronize
 from zero.compat.accelerator_names import get_accelerator
 from zero.compat.logs import logger, print_dist
@@ -268,8 +270,6 @@ class ThroughputTimer:
             f"MaxMemAllocated={there.max_memory_allocated() / GIB:.2f}GB"
         )
         if self.monitor_memory:
-            import psutil
-
             self.logging(f"{place}, vm %: {psutil.virtual_memory().percent}, swap %: {psutil.swap_memory().percent}")
 
     def avg_samples_per_sec(self) -> float:

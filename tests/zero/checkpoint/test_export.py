@@ -310,7 +310,7 @@ def test_what_from_pretrained_needs_beside_weights_is_copied_from_around_the_che
     assert main(["export", str(folder), str(out)]) == 0
     assert (out / "config.json").read_text() == "the user's", "what nobody has named replaces nothing"
     assert to_fp32.main([str(folder), str(tmp_path / "fp32")]) == 0
-    assert set(os.listdir(tmp_path / "fp32")) == {"model.safetensors", *around}
+    assert set(os.listdir(tmp_path / "fp32")) == {"pytorch_model.bin", *around}
     model = tmp_path / "model"
     model.mkdir()
     assert main(["export", str(folder), str(out), "--model", str(model)]) == 1
