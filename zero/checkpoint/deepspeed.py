@@ -196,8 +196,8 @@ def open_deepspeed_folder(path: Path | str, groups: Sequence[Sequence[str]] | No
     loaded. Raises ConfigError: a file is missing or damaged, ranks do not agree, or it is a kind of checkpoint that is
     not read.
 
-    `groups`: the names of the trained parameters in each param group of the optimizer that goes on, in order; at stage 0, where
-    DeepSpeed saves no names, states belong to them by position. None: none goes on.
+    `groups`: the names of the trained parameters in each param group of the optimizer that goes on, in order; at stage
+    0, where DeepSpeed saves no names, states belong to them by position. None: none goes on.
     """
     folder = Path(path)
     if not folder.is_dir():
