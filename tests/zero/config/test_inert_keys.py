@@ -145,6 +145,7 @@ def test_no_key_without_effect_changes_what_ranks_exchange(
     [
         ("compile.passes", ["autosp"], ["z1", "z3"]),
         ("compile.passes", ["z3", "autotp"], []),
+        ("compile.passes", [["z3"]], ["z3"]),
         ("zero_optimization.load_from_fp32_weights", False, True),
         ("data_efficiency.data_sampling.curriculum_learning.enabled", True, False),
         ("data_efficiency.data_sampling.dynamic_batching.enabled", True, False),
