@@ -17,6 +17,8 @@ from offload.sizes import BLOCK_NUMEL
 from zero import utils
 from zero.optim.gradients import Gradients
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*clip_grad_norm:FutureWarning")
+
 Open = Callable[..., Any]
 SGD = {"type": "SGD", "params": {"lr": LR}}
 PLACES = [(0, ("none", "none")), (3, ("nvme", "nvme"))]
