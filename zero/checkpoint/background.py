@@ -6,7 +6,8 @@ values are first read into blocks of memory, from which they are written to the 
 before. So nothing is written twice, and an update waits at most for memory that is being written.
 
 [Note: several ranks] Collectives run only when a save begins, and when the next one begins. In between each rank makes
-a file that says that its part is written, or has failed, and the first rank looks for these files.
+a file that says that its part is written, or has failed, and the first rank looks for these files. The other ranks look
+whether the folder gets its name. Whoever waits also asks the board whether the ranks that it waits for still live.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from typing_extensions import override
@@ -35,11 +36,14 @@ logger = logging.getLogger("zero")
 
 AT_ONCE = 2  # Extents in flight: while one is written the next is read.
 LOOK_SECONDS = 0.05
+ALIVE_SECONDS = 1.0  # Between two questions whether the ranks that this one waits for still live.
 PATIENCE_SECONDS = 600.0  # Once its own part is written the first rank waits so long for a sign of the other ranks.
 
 
 class BackgroundSave:
     """One save in progress; its room on the disk is reserved. `describe`: the text that is logged at the end."""
+
+    _asked = 0.0  # When the ranks that this one waits for were last looked at.
 
     def __init__(self, save: CheckpointSave, parts: Assembly, *, save_latest: bool, describe: str) -> None:
         self._save, self._part, self._updates = save, save.part, parts.stepper.updates
@@ -77,10 +81,12 @@ class BackgroundSave:
                 raise
             finally:
                 self._pipeline.before = None
-            if self._save.placement.rank == 0:
-                await self._assemble()
+            await (self._assemble() if self._save.placement.rank == 0 else self._await_first())
             logger.info("%s in %.1f s, in the background", self._describe, time.perf_counter() - self._began)
         except BaseException as error:
+            why = error
+            if self._save.placement.rank == 0:  # the others wait for it, and the folder may outlast this
+                await worker.run(lambda: self._save.say_failed(why))
             # Logged as well, since the error is only raised by the next call of the engine, which may never happen.
             logger.warning("checkpoint %s could not be saved: %s", self._save.tag, error)
             raise
@@ -125,8 +131,9 @@ class BackgroundSave:
         await asyncio.wait([self._take(extent)])  # if it fails, the save fails, and not the step
 
     async def _assemble(self) -> None:
-        until, seen = 0.0, None
+        until, seen, left = 0.0, None, dict[int, str]()
         while missing := await self._worker.run(self._save.missing_parts):
+            self._refuse({rank: why for rank, why in left.items() if rank in missing})
             if missing != seen:
                 until, seen = time.monotonic() + PATIENCE_SECONDS, missing
             if time.monotonic() > until:
@@ -134,8 +141,26 @@ class BackgroundSave:
                     f"saving a checkpoint: ranks {list(missing)} have written nothing for {PATIENCE_SECONDS:.0f} s, "
                     f"and their parts of {self._save.tag} are not complete"
                 )
+            left = await self._who_left(missing)
             await asyncio.sleep(LOOK_SECONDS)
         await self._worker.run(lambda: self._save.assemble(save_latest=self._save_latest))
+
+    async def _await_first(self) -> None:
+        left = dict[int, str]()
+        while not await self._worker.run(self._save.is_completed):
+            self._refuse(left)
+            left = await self._who_left([0])
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _who_left(self, ranks: Collection[int]) -> dict[int, str]:
+        if time.monotonic() < self._asked + ALIVE_SECONDS:
+            return {}
+        self._asked = time.monotonic()
+        return await self._worker.run(lambda: self._save.gone(ranks))
+
+    def _refuse(self, left: Mapping[int, str]) -> None:
+        for rank, why in left.items():  # known before the last look, so what it wrote before its end was seen
+            raise StateError(f"saving a checkpoint: rank {rank} {why}, and {self._save.tag} is not complete")
 
 
 class CheckpointState(StepListener):

@@ -8,7 +8,7 @@ name. A failure on one rank fails the save on all ranks, and older checkpoints a
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class CheckpointSave:
         self._parts, self.placement, self.tag = parts, everyone.placement, tag
         self.keep_last: int | None = None  # The number of checkpoints to keep; None: all.
         self.tools: Mapping[str, str] = {}  # Name -> text of scripts to write into the folder that has `latest`.
-        self._files, self._together = files, Together(everyone)
+        self._files, self._together, self._exchange = files, Together(everyone), everyone
         self._folders = Checkpoints(save_dir, files)
         self._aliases: dict[str, str] = {}
         self.beside: Mapping[str, WrittenFile] = {}  # Files in other folders that are also part of this checkpoint.
@@ -100,13 +100,41 @@ class CheckpointSave:
 
         Raises StateError: a rank's part has failed.
         """
-        folder, ranks = self._folders.partial_folder(self.tag), range(self.placement.world_size)
+        folder, names = self._folders.partial_folder(self.tag), self._names()
+        ranks = [rank for rank in range(self.placement.world_size) if list_file(rank) not in names]
+        return {rank: self._files.stamp(folder / data_file(rank)) for rank in ranks}
+
+    def is_completed(self) -> bool:
+        """On another rank, whose part is written: has the first rank completed the checkpoint?
+
+        Then this file is in the folder of that name. Raises StateError: the first rank, or another's part, has failed.
+        """
+        if self._names():
+            return False
+        path = self._folders.save_dir / self.tag / data_file(self.placement.rank)
+        if self._files.file_bytes(path) is None or self._files.stamp(path) != self.part.stamp:
+            left = [f"rank {rank} {why}" for rank, why in self.gone(range(self.placement.world_size)).items()]
+            raise StateError(
+                f"saving a checkpoint: the first rank could not complete {self.tag}: "
+                f"{'; '.join(left) or 'its own error says why'}; older checkpoints are as they were"
+            )
+        return True
+
+    def gone(self, ranks: Collection[int]) -> dict[int, str]:
+        """Those of these ranks that have ended, and what is known of it. Blocks."""
+        return self._exchange.gone([rank for rank in ranks if rank != self.placement.rank])
+
+    def _names(self) -> set[str]:
+        """What is in the folder so far; nothing once it has got its name, or is removed."""
+        folder = self._folders.partial_folder(self.tag)
         names = set(self._files.listing(folder))
-        for rank in ranks:
+        for rank in range(self.placement.world_size):
             if failure_file(rank) in names:
-                why = self._files.read_bytes(folder / failure_file(rank)).decode()
+                why = ""
+                with suppress(StorageError):  # the first rank may be removing the folder
+                    why = self._files.read_bytes(folder / failure_file(rank)).decode()
                 raise StateError(f"saving a checkpoint: it failed on rank {rank}: {why}")
-        return {rank: self._files.stamp(folder / data_file(rank)) for rank in ranks if list_file(rank) not in names}
+        return names
 
     def assemble(self, *, save_latest: bool) -> None:
         """On the first rank, once all parts are written: complete the checkpoint. Raises StorageError, ConfigError."""

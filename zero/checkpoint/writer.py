@@ -405,6 +405,7 @@ class RankPart:
     def finish(self) -> None:
         """After all writes: sync the file and write its list. Blocks; any thread. Raises StorageError."""
         self.file.sync()
+        self.stamp = self._files.stamp(self._folder / data_file(self._rank))  # the list lets the first rank go on
         boxes = list(written_boxes(self.extents, self.writer.checksums))
         self._files.write_bytes(self._folder / list_file(self._rank), json.dumps([self.file.nbytes, boxes]))
 

@@ -63,6 +63,9 @@ class AllStages(Exchange):
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         return self._comm.agree(what, payload)
 
+    def gone(self, ranks: Sequence[int]) -> dict[int, str]:
+        return self._comm.gone(ranks)
+
     def over_stages(self, what: str, payload: bytes) -> list[bytes]:
         answers = self._comm.agree(what, payload)
         return [answers[rank] for rank in self.column.ranks]

@@ -137,6 +137,10 @@ class Exchange:
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
         """Give every rank the values of `source_rank`, in place, in few messages. Blocks."""
 
+    def gone(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Those of these other ranks that have ended or closed their engine, and what is known of it. Any thread."""
+        return {}
+
     def payload(self) -> Mapping[str, Payload]:
         """The amounts that collectives have handled so far, by purpose."""
         return {}
@@ -188,6 +192,9 @@ class AmongRanks(Exchange):
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         return self._comm.agree(what, payload)
+
+    def gone(self, ranks: Sequence[int]) -> dict[int, str]:
+        return self._comm.gone(ranks)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
         self._comm.broadcast(tensors, source_rank)

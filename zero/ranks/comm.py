@@ -216,6 +216,10 @@ class Comm:
         """Raise if the ranks no longer work together, or the engine is closed."""
         self._fate.check()
 
+    def gone(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Those of these ranks that will do nothing any more, and why. Any thread."""
+        return {} if self._watch is None else self._watch.gone(ranks)
+
     def waiting(self, what: str) -> AbstractContextManager[Any]:
         """A context in which this rank waits for others by other means, such as shared memory.
 

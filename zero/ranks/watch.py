@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -114,6 +114,20 @@ class Watch:
     def meet(self, others: dict[int, Position]) -> None:
         """Take the processes of other ranks, as found when they met."""
         self._met = others
+
+    def gone(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Those of these ranks that have closed their engine, or whose process has ended, and what is known of it.
+
+        Blocks for an answer of the store. Where there is none, the first rank, which has it, counts as gone.
+        """
+        dead = {rank: "its process has died" for rank in ranks if rank in self._met and has_died(self._met[rank])}
+        if dead:
+            return dead
+        try:
+            positions = self._board.positions(ranks)
+        except Exception:
+            return {rank: "and the store of the process group do not answer" for rank in ranks if rank == 0}
+        return {rank: str(position) for rank, position in positions.items() if position.state == GONE}
 
     @property
     def under_way(self) -> bool:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +293,9 @@ class SlowRank:
     def missing_parts(self) -> dict[int, object]:
         self._looks += 1
         return {} if self._looks > self._end else {1: self._looks // self._pause}
+
+    def gone(self, ranks: Collection[int]) -> dict[int, str]:
+        return {}
 
     def assemble(self, *, save_latest: bool) -> None:
         self.complete = True
