@@ -144,6 +144,61 @@ VALUES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+MORE: dict[str, Callable[[Tensor], Any]] = {
+    "pad by nothing": lambda p: F.pad(p.data, (0, 0), "constant", 0),
+    "replace the data by a view of itself": lambda p: setattr(p, "data", p.data),
+    "replace the data by its half": lambda p: setattr(p, "data", p.data * 0.5),
+    "views in a list": lambda p: torch.cat(p.chunk(4)),
+    "write to a view in a list": lambda p: p.data.split(64)[1].fill_(7),
+    "reshape that copies": lambda p: p.data.t().reshape(-1),
+    "another dtype": lambda p: p.data.view(torch.int16).bitwise_xor_(1).sum(),
+    "written by out": lambda p: torch.add(p.data, 1, out=p.data),
+    "numpy of fp32": lambda p: p.detach().float().numpy().sum(),
+    "two of one": lambda p: torch.dot(p.view(-1), p.data.view(-1)),
+    "backward through a product": lambda p: p * p,
+    "index with a tensor": lambda p: p[torch.tensor([1, 2])],
+    "foreach": lambda p: tuple(torch._foreach_mul([p.data], 2.0)),
+    "pickle": lambda p: pickle.loads(pickle.dumps(p.data)),
+    "save": lambda p: torch.save({"p": p.data}, io.BytesIO()),
+}
+"""More than `VALUES`, for parameters that no engine has."""
+
+
+def outcome(read: Callable[[Tensor], Any], parameter: Tensor) -> Any:
+    """The result, or the class of the error; random numbers are the same."""
+    torch.manual_seed(3)
+    try:
+        result = read(parameter)
+        return torch.stack(list(result)) if isinstance(result, tuple) else result
+    except RuntimeError as error:  # as torch: a leaf that requires grad is written to
+        return type(error)
+
+
+@pytest.mark.parametrize("name", [*VALUES, *ALIASES, *MORE])
+def test_before_there_is_an_engine_an_operation_finds_the_values_and_puts_them_back(nvme_path: Path, name: str) -> None:
+    do = (VALUES | MORE)[name] if name in VALUES or name in MORE else ALIASES[name][0]
+    torch.manual_seed(1)
+    plain = nn.Parameter(torch.randn(128, 32).bfloat16())
+    model = nn.Linear(32, 128)
+    model.weight = nn.Parameter(plain.detach().clone())
+    zero.Init(model, config_dict_or_path=make_config(("nvme", "nvme"), nvme_path))
+    expected, found = outcome(do, plain), outcome(do, model.weight)
+    assert is_released(model.weight) and model.weight.dtype == plain.dtype
+    if isinstance(expected, Tensor):
+        assert found.requires_grad == expected.requires_grad
+        assert torch.equal(found.clone(), expected) and found.dtype == expected.dtype
+    else:
+        assert repr(found) == repr(expected)
+    if isinstance(expected, Tensor) and expected.requires_grad:
+        ours, theirs = ((value.double() ** 2).sum() for value in (found, expected))
+        ours.backward()
+        theirs.backward()
+        assert torch.equal(model.weight.grad, plain.grad)
+    assert is_released(model.weight)
+    with zero.GatheredParameters([model.weight]):
+        assert torch.equal(model.weight, plain), "what it has written is stored"
+
+
 @pytest.mark.parametrize("name", METADATA)
 def test_metadata_is_free_and_true(parameter: nn.Parameter, name: str, swaps: bool) -> None:
     if name == "storage" and not swaps:

@@ -7,7 +7,7 @@ until the engine takes it over.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +104,7 @@ class Mixin:
         word: prefix for the names of the mixed classes.
     """
 
-    _own: dict[type, type] = {}
+    _own: ClassVar[dict[type, type]] = {}
     """Mixed class, of any mixin -> the class that the parameter had."""
 
     def __init__(self, mixed: type, word: str) -> None:

@@ -11,16 +11,19 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import TensorWeakRef
 
 from offload.accelerator import KINDS
 from offload.errors import StateError
 from offload.memory.flat_storage import viewable
+from offload.saved.saved_views import AsIs, storage_key
 from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, has_face, put_on_face
 from zero.params.kept import KEEPER, KEPT, Collected, KeptParameter, Mixin
 from zero.params.watched import WatchedParameter, note
@@ -32,9 +35,14 @@ _METADATA_WORDS = """
     size dim ndimension numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex
     is_signed is_set_to get_device requires_grad_ register_hook register_post_accumulate_grad_hook untyped_storage
     data_ptr is_pinned is_shared is_inference dim_order __hash__ __len__ _is_view is_same_size
-    _has_compatible_shallow_copy_type has_names _typed_storage is_sparse
+    _has_compatible_shallow_copy_type has_names _typed_storage is_sparse result_type
 """
 METADATA_METHODS = frozenset(_METADATA_WORDS.split())
+_MAKING_WORDS = """
+    empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full
+    new_tensor
+"""
+_WITHOUT_VALUES = METADATA_METHODS | frozenset(_MAKING_WORDS.split())
 _ALIASING_WORDS = """
     detach view view_as reshape t transpose permute unsqueeze squeeze flatten narrow expand expand_as swapaxes
 """
@@ -50,10 +58,6 @@ _CONVERSIONS: dict[str, torch.dtype | None] = {
     "bfloat16": torch.bfloat16,
 }
 """Name -> the dtype it converts to; None: an argument has the dtype, or the dtype stays."""
-_COPIES = frozenset(("cpu", "clone"))
-"""Operations on an alias that only copy its values."""
-
-_IN_PLACE_OPERATORS = frozenset(f"__i{word}__" for word in ("add", "sub", "mul", "truediv", "div"))
 
 
 class Keeper(Protocol):
@@ -96,14 +100,17 @@ class Keeper(Protocol):
 
 
 @runtime_checkable
-class Unplaced(Protocol):
-    """A keeper whose parameters are not in a plan yet: they may be copied, and their `.data` may be replaced."""
+class Unplaced(Keeper, Protocol):
+    """A keeper whose parameters are in no plan yet: any operation may read and write them, and replace `.data`."""
 
     def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
         """An independent parameter with the same values."""
 
-    def read(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
-        """Values [begin, end), 1-D, on the CPU."""
+    def drop(self, parameters: list[nn.Parameter]) -> None:
+        """End `open` of parameters that were only read."""
+
+    def replace(self, parameter: nn.Parameter, data: torch.Tensor) -> None:
+        """As `parameter.data = data`: shape and dtype may change."""
 
 
 class ReleasedParameter(KeptParameter):
@@ -118,7 +125,7 @@ class ReleasedParameter(KeptParameter):
         name, attribute = names_of(func)
         if name == "__set__" and attribute == "data" and isinstance(args[0], ReleasedParameter):
             return _set_data(args[0], args[1])
-        if name in METADATA_METHODS or (name in ACCESSORS and attribute not in ALIASING_ATTRIBUTES):
+        if name in _WITHOUT_VALUES or (name in ACCESSORS and attribute not in ALIASING_ATTRIBUTES):
             return _untouched(func, args, kwargs)
         if name in _CONVERSIONS and _keeps_dtype(name, args, kwargs):
             return args[0]  # the engine decides about the device
@@ -151,9 +158,9 @@ class ReleasedParameter(KeptParameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise, or pickle an empty tensor: see `save_released_as_empty`."""
-        empty: Any = nn.Parameter(_saved(self, self.dtype), self.requires_grad)
-        return empty.__reduce_ex__(protocol)
+        """Pickle the values if no engine has them; else raise, or pickle an empty tensor: `save_released_as_empty`."""
+        saved: Any = nn.Parameter(_saved(self, self), self.requires_grad)
+        return saved.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Say that the values are elsewhere, without fetching them."""
@@ -176,19 +183,15 @@ class ReleasedAlias(torch.Tensor):
         """As for its source parameter."""
         kwargs = kwargs or {}
         name, attribute = names_of(func)
-        if name in METADATA_METHODS or (name in ACCESSORS and attribute not in ALIASING_ATTRIBUTES):
+        if name in _WITHOUT_VALUES or (name in ACCESSORS and attribute not in ALIASING_ATTRIBUTES):
             return _untouched(func, args, kwargs)
-        if name in _COPIES and isinstance(args[0], ReleasedAlias) and isinstance(args[0].source, ReleasedParameter):
-            keeper = keeper_of(args[0].source)
-            if isinstance(keeper, Unplaced):
-                return _copied(args[0], keeper)
         return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in ALIASING_ATTRIBUTES)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the values if they are present; else raise, or pickle an empty tensor."""
+        """Pickle the values if they are present, or no engine has them; else raise, or pickle an empty tensor."""
         if isinstance(self.source, ReleasedParameter):
-            empty: Any = _saved(self.source, self.dtype)
-            return empty.__reduce_ex__(protocol)
+            saved: Any = _saved(self, self.source)
+            return saved.__reduce_ex__(protocol)
         return _untouched(torch.Tensor.detach, (self,), {}).as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -235,12 +238,17 @@ def warn_of_empty_values() -> None:
     )
 
 
-def _saved(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """The empty tensor that is saved for a released parameter or its alias. Raises StateError: this is not enabled."""
+def _saved(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """What is saved for a released parameter or its alias: a copy of the values, if they are in a file, or nothing.
+
+    Raises StateError: an engine has the values, and saving nothing is not enabled.
+    """
+    if not _saved_as_empty and _is_unplaced(parameter):
+        return tensor.detach().clone()
     if not _saved_as_empty:
         raise _cannot(parameter, "pickled or saved")
     warn_of_empty_values()
-    return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.empty(0, dtype=tensor.dtype, device="cpu")
 
 
 def keeper_of(parameter: nn.Parameter) -> Keeper:
@@ -299,9 +307,10 @@ def set_present(parameter: nn.Parameter, *, edited: bool = False) -> None:
     `edited`: it is gathered for its user, who sees the class itself, unless there is a gradient to show.
     """
     KEPT.take_off(parameter)
-    if is_kept(parameter) and parameter.is_floating_point():  # codes of quantised weights are not trained
-        if not edited or keeper_of(parameter).collected(parameter) is not None:
-            KEPT.put_on(parameter)
+    if not is_kept(parameter) or not parameter.is_floating_point():  # codes of quantised weights are not trained
+        return
+    if not edited or keeper_of(parameter).collected(parameter) is not None:
+        KEPT.put_on(parameter)
 
 
 ACCESSORS = ("__get__", "__set__", "__delete__")
@@ -322,7 +331,9 @@ def _untouched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool) -> Any:
     """Run `func` after the keepers have fetched the values it needs; if they cannot, an alias stays released."""
     given = _tensors((args, kwargs))
-    sources = [t.source if isinstance(t, ReleasedAlias) else t for t in given]
+    if any(isinstance(t, ReleasedAlias) and _is_unplaced(t.source) for t in given):
+        return _with_fetched(func, args, kwargs, aliasing=aliasing)
+    sources = [_source_of(tensor) for tensor in given]
     keepers: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
     result: Any = None
     try:
@@ -332,12 +343,10 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                 try:
                     keeper.touch(parameter)
                 except StateError:
-                    unplaced, name = isinstance(keeper, Unplaced), names_of(func)[0]
-                    if aliasing or (unplaced and name == "__getitem__" and _is_basic(args[1])):
-                        with torch._C.DisableTorchFunctionSubclass(), viewable(tensor):
-                            return _alias(func(*args, **kwargs), parameter)
-                    if unplaced and writes(name) and parameter is sources[0]:
-                        return _written(func, args, kwargs)
+                    if _is_unplaced(parameter):
+                        return _with_fetched(func, args, kwargs, aliasing=aliasing)
+                    if aliasing and (alias := _aliased(func, args, kwargs, tensor)) is not None:
+                        return alias
                     raise
                 keepers.setdefault(id(keeper), (keeper, []))[1].append(parameter)
                 unseen = tensor is not parameter or names_of(func)[1] == "data"
@@ -350,9 +359,8 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return result
 
 
-def writes(name: str) -> bool:
-    """True for a function that changes its first argument."""
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+def _is_unplaced(tensor: torch.Tensor) -> bool:
+    return is_kept(tensor) and isinstance(tensor.__dict__[KEEPER], Unplaced)
 
 
 def _is_basic(index: Any) -> bool:
@@ -361,38 +369,87 @@ def _is_basic(index: Any) -> bool:
     return all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)
 
 
-def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an in-place operation on a parameter without an engine, or on its alias; the values are fetched for it.
+def _aliased(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensor: torch.Tensor
+) -> torch.Tensor | None:
+    """The result of an aliasing operation on a released tensor; None: it would copy, as `reshape` does at times."""
+    source: Any = _source_of(tensor)
+    with torch._C.DisableTorchFunctionSubclass(), viewable(tensor):
+        result = func(*args, **kwargs)
+        return _alias(result, source) if storage_key(result) == storage_key(tensor) else None
 
-    Models initialise themselves in this way, some of them after the `Init` context in which they were built.
+
+def _with_fetched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool) -> Any:
+    """Run an operation on parameters without an engine, or on aliases of them: their values are fetched for it.
+
+    They are stored again if the operation has written to them: models initialise themselves in this way, some of them
+    after the `Init` context in which they were built. Results that are views become aliases.
     """
-    target = _tensors((args, kwargs))[0]
-    parameter = target.source if isinstance(target, ReleasedAlias) else target
-    keeper = keeper_of(parameter)
-    keeper.open([parameter])
+    name, given = names_of(func)[0], _tensors((args, kwargs))
+    if (aliasing or (name == "__getitem__" and _is_basic(args[1]))) and is_kept(_source_of(given[0])):
+        alias = _aliased(func, args, kwargs, given[0])
+        if alias is not None:
+            return alias
+    sources = {id(source): source for tensor in given if _is_unplaced(source := _source_of(tensor))}
+    opened: list[tuple[nn.Parameter, int]] = []
     try:
-        there: Any = parameter
-        if target is not parameter:
-            with torch._C.DisableTorchFunctionSubclass():
-                there = parameter.data.as_strided(target.size(), target.stride(), target.storage_offset())
-        func(
-            *(there if a is target else a for a in args), **{k: there if v is target else v for k, v in kwargs.items()}
-        )
+        for source in sources.values():
+            if isinstance(source, ReleasedParameter):
+                keeper_of(source).open([source])
+                opened.append((source, source._version))
+        there = {id(t): _placed(t, t.source) for t in given if isinstance(t, ReleasedAlias) and id(t.source) in sources}
+        owners = {storage_key(source): source for source, _ in opened}
+        with _saving_copies(owners):
+            present, named = _mapped(lambda tensor: there.get(id(tensor), tensor), (args, kwargs))
+            result = func(*present, **named)
     finally:
-        keeper.close([parameter])
-    return target
+        for source, version in opened:
+            keeper: Any = keeper_of(source)
+            (keeper.drop if source._version == version else keeper.close)([source])
+    originals = {id(there[id(tensor)]): tensor for tensor in given if id(tensor) in there}
+
+    def as_alias(tensor: torch.Tensor) -> torch.Tensor:
+        owner = owners.get(storage_key(tensor)) if tensor.layout == torch.strided else None
+        if owner is None or id(tensor) in originals:
+            return originals.get(id(tensor), tensor)
+        with viewable(owner):
+            return _alias(_placed(tensor, owner), owner)
+
+    return _mapped(as_alias, result)
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    return tree_map_only(torch.Tensor, change, tree)
+
+
+def _source_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.source if isinstance(tensor, ReleasedAlias) else tensor
+
+
+def _placed(tensor: torch.Tensor, source: nn.Parameter) -> torch.Tensor:
+    """A view of the source's present memory, of the geometry of `tensor`; it counts as the source's when written to."""
+    with torch._C.DisableTorchFunctionSubclass():
+        base = source if tensor.requires_grad else source.detach()
+        typed = base if tensor.dtype == base.dtype else base.view(-1).view(tensor.dtype)
+        return typed.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _saving_copies(owners: Collection[int]) -> AbstractContextManager[Any]:
+    """Inside, autograd saves copies of tensors on these storages, whose values are released before a backward."""
+    hooks: Any = torch._C._autograd  # type: ignore[attr-defined]
+    if not (torch.is_grad_enabled() and hooks._saved_tensors_hooks_is_enabled()):
+        return nullcontext()
+
+    def save(tensor: torch.Tensor) -> AsIs:
+        owned = tensor.layout == torch.strided and storage_key(tensor) in owners
+        return AsIs.of(tensor.detach().clone() if owned else tensor)
+
+    return torch.autograd.graph.saved_tensors_hooks(save, AsIs.restore)
 
 
 def _needs_face(parameter: nn.Parameter, name: str) -> None:
     if not has_face(parameter):
         raise AttributeError(f"{type(parameter).__name__!r} object has no attribute {name!r}")
-
-
-def _copied(alias: ReleasedAlias, keeper: Unplaced) -> torch.Tensor:
-    """The alias's values, read into new memory: the caller copies a state dict and does not edit the model."""
-    whole = keeper.read(alias.source, 0, alias.source.numel())
-    with torch._C.DisableTorchFunctionSubclass():
-        return whole.as_strided(alias.size(), alias.stride(), alias.storage_offset()).contiguous()
 
 
 def _shard(parameter: nn.Parameter) -> torch.Tensor:
@@ -423,8 +480,7 @@ def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
             f"parameter {name_of(parameter)} is released: its .data cannot be replaced; edit its values inside "
             "zero.GatheredParameters([parameter])"
         )
-    keeper.touch(parameter)
-    parameter.data = data
+    keeper.replace(parameter, data.clone() if isinstance(data, (ReleasedAlias, ReleasedParameter)) else data)
 
 
 def _keeps_dtype(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

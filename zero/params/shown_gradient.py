@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from offload.errors import StateError
 from zero.params.kept import Collected, own_gradient, set_own_gradient
-from zero.params.released import ACCESSORS, ALIASING_ATTRIBUTES, METADATA_METHODS, name_of, names_of, writes
+from zero.params.released import ACCESSORS, ALIASING_ATTRIBUTES, METADATA_METHODS, name_of, names_of
 
 _OF_MEMORY = frozenset(("data_ptr", "untyped_storage", "_typed_storage", "is_pinned", "is_shared"))
 _METADATA = METADATA_METHODS - _OF_MEMORY
 _COPIED = frozenset(("__deepcopy__", "__reduce_ex__", "__reduce__"))
 _PRODUCTS = frozenset(("mul_", "__imul__", "multiply_", "_foreach_mul_"))
 _QUOTIENTS = frozenset(("div_", "__itruediv__", "__idiv__", "divide_", "true_divide_", "_foreach_div_"))
+_IN_PLACE_OPERATORS = frozenset(f"__i{word}__" for word in ("add", "sub", "mul", "truediv", "div"))
 _NORMS = frozenset(("linalg_vector_norm", "_foreach_norm", "norm"))
 """They compute the 2-norm if they are not asked for another."""
 _TELLING = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -161,7 +162,8 @@ def _norm(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
 def _with_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on the gradients' values; store what it has changed."""
     found: dict[int, tuple[ShownGradient, Tensor]] = {}
-    wide = writes(name) or "out" in kwargs
+    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    wide = is_in_place or name in _IN_PLACE_OPERATORS or "out" in kwargs
 
     def read(leaf: Any) -> Any:
         if not isinstance(leaf, ShownGradient):

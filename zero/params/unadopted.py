@@ -115,13 +115,10 @@ class ProvisionalKeeper:
         """Fetch the values until the running constructor returns.
 
         Raises:
-            StateError: no `Init` context is open.
+            StateError: no `Init` context is open, so values are fetched for one operation at a time.
         """
         if not self.fetches:
-            raise StateError(
-                f"parameter {name_of(parameter)}, is released: its values moved to disk when the context ended; wrap "
-                "the access in zero.GatheredParameters([parameter])"
-            )
+            raise StateError(f"parameter {name_of(parameter)}: its values are in a file, and no context is open")
         if isinstance(parameter, ReleasedParameter):
             self.open([parameter])
             self._fetched.append(parameter)
@@ -180,6 +177,25 @@ class ProvisionalKeeper:
                 self._release(parameter)
         if modifier_rank is not None and isinstance(self._file, CommonFile):
             self._file.agree()
+
+    def drop(self, parameters: list[nn.Parameter]) -> None:
+        """End `open` of parameters that were only read: their values in the file are the same."""
+        for parameter in parameters:
+            self._open[parameter] -= 1
+            if self._open[parameter] == 0:
+                self._release(parameter)
+
+    def replace(self, parameter: nn.Parameter, data: torch.Tensor) -> None:
+        """As `parameter.data = data`. In an open context the client may go on writing to `data`."""
+        if self.fetches:
+            self.touch(parameter)
+        set_present(parameter)
+        with torch.no_grad():
+            parameter.data = data
+        if not self.fetches:
+            self._store(parameter)
+            mark(parameter, self, _provisional_name(parameter))
+            self._release(parameter)
 
     def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
         """An independent parameter with the same values, spilled too."""
