@@ -21,6 +21,8 @@ from torch import Tensor, nn
 import zero
 from offload.disk.provisional import ProvisionalFile
 from offload.errors import ConfigError
+from zero.compat.partition_parameters import Init as AliasInit
+from zero.params import initialisation
 from zero.params.released import ReleasedParameter, is_kept
 from zero.pipe import PipelineModule
 
@@ -281,6 +283,41 @@ def test_a_model_that_no_engine_has_yet_computes_what_one_in_memory_does(nvme_pa
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
     assert torch.equal(model(tokens(1)), plain(tokens(1)))
+
+
+COMPUTED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": lambda module: nn.utils.parametrizations.spectral_norm(module),
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "the old weight_norm": nn.utils.weight_norm,
+    "the old spectral_norm": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("kind", COMPUTED)
+@pytest.mark.parametrize("device", ["none", "nvme"])
+def test_a_weight_that_is_computed_is_drawn_where_the_client_draws_all_others_late(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, device: str
+) -> None:
+    """As transformers builds a model at stage 3: what it writes to a computed weight in the end is dropped."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with seeded(3):
+            plain = COMPUTED[kind](nn.Linear(8, 6))
+        with pytest.MonkeyPatch.context() as off:
+            off.setattr(nn.init, "kaiming_uniform_", lambda *args, **kwargs: None)
+            off.setattr(nn.init, "uniform_", lambda *args, **kwargs: None)
+            with seeded(3), AliasInit(config_dict_or_path=make_config((device, device), nvme_path)):
+                model, left = COMPUTED[kind](nn.Linear(8, 6)), nn.Linear(8, 6)
+            assert nn.init.uniform_ is not initialisation.INITIALISERS["uniform_"], "the client's way is back"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with zero.GatheredParameters([*model.parameters(), *left.parameters()]):
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+        assert left.weight.isnan().all(), "all others are left to the client"
 
 
 def test_reading_writes_nothing(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

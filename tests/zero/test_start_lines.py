@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import build, make_config
+import torch
+from models import build, make_config, tokens
 
+import zero
 from zero.reports import precision_table
 from zero.reports.log import NOTICE, format_count
 
@@ -55,6 +57,33 @@ def test_the_tables_come_at_level_info_and_nothing_above_warnings(tmp_path: Path
     assert {"zero-infinity plan (this rank)", "what is kept in which dtype", NOTE} <= set(told)
     assert LINE.fullmatch(told[-1])
     assert said(tmp_path, log_level="Warning") == []
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("tiers", [("none", "none"), ("nvme", "nvme")], ids="-".join)
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_parameters_that_hold_inf_or_nan_are_named_once(
+    open_engine: Any, nvme_path: Path, caplog: pytest.LogCaptureFixture, cut: bool, tiers: tuple[str, str], bad: float
+) -> None:
+    model: Any = build("gpt")
+    with torch.no_grad():
+        model.blocks[1].up.weight[-1, -1] = bad
+        model.norm.bias[3] = bad
+    model.norm.bias.requires_grad_(False)
+    config = make_config(tiers, nvme_path)
+    if cut:
+        zero.Init(model, config_dict_or_path=config)
+    engine = open_engine(model, config)
+    engine(tokens(0))
+    (line,) = [record.getMessage() for record in caplog.records if "inf or NaN" in record.getMessage()]
+    assert line.startswith("2 parameters hold inf or NaN before the first step (blocks.1.up.weight, norm.bias)")
+
+
+def test_where_all_values_are_finite_no_parameter_is_named(
+    open_engine: Any, nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
+    assert not [record for record in caplog.records if "inf or NaN" in record.getMessage()]
 
 
 def test_a_level_holds_until_an_engine_comes_that_sets_none(open_engine: Any, nvme_path: Path) -> None:

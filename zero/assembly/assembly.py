@@ -6,6 +6,7 @@ old one and continues with it.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Container, Iterable, Mapping
@@ -195,7 +196,9 @@ class Assembly:
         from_memory, spilled = (sum(p.numel() * p.element_size() for p in kind) for kind in self._by_source())
         _warn_of_channels_last(self.leaves)
         take_first_ranks_values(self.exchange, self.parameters())
-        Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take, fresh=True).run()
+        adoption = Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take, fresh=True)
+        adoption.run()
+        self._warn_of_nonfinite(adoption.nonfinite)
         if self.storage.disk is not None:
             self.storage.disk.swap.reserve()
         self.exchange.adopted()
@@ -212,6 +215,16 @@ class Assembly:
             parts = self._config, self.layout, self.plan, self.storage, self.exchange, self._coded
             logger.log(NOTICE, "%s", start_line(*parts))
             warn_of_slow_matmuls(self.layout, self._config, self._owner.device)
+
+    def _warn_of_nonfinite(self, mine: set[int]) -> None:
+        """Name the parameters that hold inf or NaN, on the first rank, in a line. All ranks call this together."""
+        answers = self.exchange.agree("initial values that are not finite", json.dumps(sorted(mine)).encode())
+        names = [self.leaves[index].names[0] for index in sorted({i for answer in answers for i in json.loads(answer)})]
+        if names and self.exchange.placement.rank == 0:
+            logger.warning(
+                "%d parameters hold inf or NaN before the first step (%s%s): was every value loaded or initialised?",
+                *(len(names), ", ".join(names[:5]), ", ..." * (len(names) > 5)),
+            )
 
     def _by_source(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         kinds: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []

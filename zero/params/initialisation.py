@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from offload.errors import ConfigError
 from zero.config import Config, load_config
@@ -36,6 +38,16 @@ DEEPSPEED_ONLY = {
     *("zero_param_parallel_group", "zero_quantized_weights", "zero_quantized_nontrainable_weights"),
     *("sequence_data_parallel_group", "param_swapper"),
 }
+
+INITIALISERS = {name: drawn for name, drawn in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
+"""torch's own; clients switch them off while they build a model whose values they load, or draw at the end."""
+COMPUTED: tuple[tuple[Any, str], ...] = (
+    (parametrize, "register_parametrization"),
+    (parametrizations, "spectral_norm"),  # it looks at the values before it registers anything
+    (sys.modules["torch.nn.utils.weight_norm"].WeightNorm, "apply"),  # the package has a function of the same name
+    (sys.modules["torch.nn.utils.spectral_norm"].SpectralNorm, "apply"),
+)
+"""What makes a weight a computed one, from the values that it has; called with (module, name of the weight, ...)."""
 
 
 class Init:
@@ -89,7 +101,7 @@ class Init:
         source = config_dict_or_path if config_dict_or_path is not None else config
         self._paths = _spill_folders(source, remote_device) if enabled else None
         self._dtype = dtype if enabled else None
-        self._replaced: list[tuple[type, str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
         """(owner, attribute, original value; None: the owner had none of its own)."""
         self._keeper: ProvisionalKeeper | None = None
         self._made: list[weakref.ref[nn.Module]] = []
@@ -126,6 +138,8 @@ class Init:
         for kind in _module_classes():
             self._patch(kind)
         self._replace(nn.Module, "apply", _gathering_apply)
+        for owner, name in COMPUTED:
+            self._replace(owner, name, _drawing_first(getattr(owner, name), isinstance(owner, type)))
         if self._keeper is not None:
             self._replace(nn.Module, "register_parameter", self._cutting_register())
         watcher = self
@@ -175,7 +189,7 @@ class Init:
                     elif not is_kept(parameter):
                         parameter.data = parameter.data.to(self._dtype)
 
-    def _replace(self, owner: type, name: str, new: Any) -> None:
+    def _replace(self, owner: Any, name: str, new: Any) -> None:
         self._replaced.append((owner, name, owner.__dict__.get(name)))
         setattr(owner, name, new)
 
@@ -311,6 +325,31 @@ def _module_classes() -> list[type]:
                 found.append(kind)
                 pending.append(kind)
     return found
+
+
+def _drawing_first(original: Callable[..., Any], is_static: bool) -> Any:
+    """One of `COMPUTED`, which first draws a weight that its constructor did not, because that was switched off.
+
+    It is too late once the weight is computed: a client that draws all values at the end writes to the result, which is
+    dropped. In memory as well what the constructor has drawn stays.
+    """
+
+    @functools.wraps(original)
+    def computed(module: nn.Module, name: str = "weight", *args: Any, **kwargs: Any) -> Any:
+        parameter, draw = module._parameters.get(name), getattr(module, "reset_parameters", None)
+        switched_off = {key: now for key, now in vars(nn.init).items() if INITIALISERS.get(key, now) is not now}
+        if parameter is not None and draw is not None and switched_off and parameter._version == 0:
+            from zero.params.gathering import GatheredParameters
+
+            vars(nn.init).update({key: INITIALISERS[key] for key in switched_off})
+            try:
+                with GatheredParameters(module.parameters(recurse=False)):
+                    draw()
+            finally:
+                vars(nn.init).update(switched_off)
+        return original(module, name, *args, **kwargs)
+
+    return staticmethod(computed) if is_static else computed
 
 
 def _gathering_apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:

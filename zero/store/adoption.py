@@ -21,7 +21,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from offload.kernels import masters
+from offload.kernels import kernels, masters
+from offload.kernels.kernel_checks import FLOATS
+from offload.kernels.square_sums import nonfinite_of
 from offload.memory.pinned import return_freed_memory
 from offload.planes.copies import CHUNK_BYTES, clear_alone, copy_alone
 from offload.planes.planes import settle_all
@@ -105,6 +107,8 @@ class Adoption:
         self._slices, self._fresh = slices, fresh
         # On a full drive the release of one sub-group's source may have to make room for the next sub-group.
         self._behind = STORES if storage.disk is None or storage.disk.swap.reserved else 0
+        self.nonfinite: set[int] = set()
+        """Indices of the parameters that came without states and hold inf or NaN, of those that this rank stores."""
         self._stored_numel = 0
         """Elements stored since freed memory was last returned."""
         self._stores: deque[asyncio.Task[None]] = deque()
@@ -224,10 +228,11 @@ class Adoption:
             target = stored[at : at + numel]
             front_bytes = _front_for(piece, staged, record, front_bytes)
             if not front_bytes:
-                target.copy_(piece.weight)
+                self._note(slot, _copy(target, piece.weight))
                 continue
             remainder = None if record.remainder is None else record.remainder[shift + at : shift + at + numel]
-            _store_weight(target, remainder, piece)
+            finite = _store_weight(target, remainder, piece)
+            self._note(slot, finite or piece.states is not None)
             if piece.states is not None and record.states.planes:
                 for plane, given in zip(record.states.planes, piece.states, strict=True):
                     copy_alone(plane[shift + at : shift + at + numel], given)
@@ -240,6 +245,10 @@ class Adoption:
         if states is not None:
             record.states.part(shift, shift + hi - lo).store(states)
         return front_bytes
+
+    def _note(self, slot: Slot, finite: bool) -> None:
+        if not finite:
+            self.nonfinite.add(slot.index)
 
     async def _adopt_frozen(self, index: int, unit: Unit) -> None:
         plane = self._storage.weights[index]
@@ -256,7 +265,7 @@ class Adoption:
                 first = unit.first_numel + lo
                 for slot, piece in self._pieces(unit, first, unit.first_numel + hi, state=False):
                     at = slot.offset_numel + piece.first - slot.first_numel - first
-                    stored[at : at + piece.weight.numel()].copy_(piece.weight)
+                    self._note(slot, _copy(stored[at : at + piece.weight.numel()], piece.weight))
                 await part.write()
             finally:
                 staging.release()
@@ -323,16 +332,29 @@ def _front_for(piece: Piece, staged: StagedGroup, record: Record, front_bytes: i
     return max(front_bytes, needed_bytes)
 
 
-def _store_weight(target: torch.Tensor, remainder: torch.Tensor | None, piece: Piece) -> None:
-    """Store weights, and the remainders of their masters."""
+def _store_weight(target: torch.Tensor, remainder: torch.Tensor | None, piece: Piece) -> bool:
+    """Store weights, and the remainders of their masters; True if all weights are finite."""
     if remainder is not None and piece.remainder is None and piece.weight.dtype != target.dtype:
         masters.part(target, remainder, piece.weight.to(target.device, torch.float32))
-        return
-    target.copy_(piece.weight)
+        return _is_finite(kernels.block_sumsq(target))
+    finite = _copy(target, piece.weight)
     if remainder is not None and piece.remainder is not None:
         remainder.copy_(piece.remainder)
     elif remainder is not None:
         masters.forget(target, remainder)
+    return finite
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Copy values, and convert them; True if all are finite: the kernel that casts sees this in the same pass."""
+    if target.dtype not in FLOATS or source.dtype not in FLOATS or target.device != source.device:
+        target.copy_(source)
+        return target.dtype not in FLOATS or _is_finite(kernels.block_sumsq(target))
+    return _is_finite(kernels.cast_sumsq(target, source.detach()))
+
+
+def _is_finite(sums: torch.Tensor) -> bool:
+    return not bool(nonfinite_of(sums).any())
 
 
 def _clear_gaps(unit: Unit, lo: int, states: tuple[torch.Tensor, ...]) -> None:
