@@ -19,6 +19,7 @@ import torch
 
 from offload.disk.provisional import read_once
 from offload.errors import ConfigError
+from offload.system.regular_files import open_regular, read_json, reading
 
 DTYPES = {
     "F64": torch.float64,
@@ -62,13 +63,14 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_regular(path)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be opened: {error.strerror}") from error
         closing = weakref.finalize(self, os.close, self._fd)
         closing.atexit = False  # a function that runs at exit may still read
         try:
-            self.entries = self._read_header()
+            with reading(path, REREAD):
+                self.entries = self._read_header()
         except BaseException:
             closing()
             raise
@@ -91,11 +93,19 @@ class SafetensorsFile:
             raise ConfigError(f"{self.path}: its header is not valid JSON ({error}); {REREAD}") from error
         try:
             header.pop("__metadata__", None)
-            return {name: self._entry(name, told, 8 + length, file_bytes) for name, told in header.items()}
-        except (AttributeError, KeyError, TypeError) as error:
+            entries = {name: self._entry(name, told, 8 + length, file_bytes) for name, told in header.items()}
+        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(
                 f"{self.path}: its header is JSON, but not of safetensors ({error!r}); {REREAD}"
             ) from error
+        position = 0
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].offset_bytes):
+            if entry.offset_bytes < position:
+                raise ConfigError(f"{name} in {self.path}: its bytes are also those of another tensor; {REREAD}")
+            position = entry.offset_bytes + entry.shape.numel() * entry.dtype.itemsize
+        return entries
 
     def _entry(self, name: str, told: dict[str, Any], origin: int, file_bytes: int) -> Entry:
         if told["dtype"] not in DTYPES:
@@ -105,7 +115,7 @@ class SafetensorsFile:
         dtype, shape = DTYPES[told["dtype"]], torch.Size(told["shape"])
         begin, end = told["data_offsets"]
         expected_bytes = math.prod(shape) * dtype.itemsize
-        if begin < 0 or end - begin != expected_bytes:
+        if begin < 0 or min(shape, default=0) < 0 or end - begin != expected_bytes:
             raise ConfigError(
                 f"{name} in {self.path}: shape {tuple(shape)} of {dtype} takes {expected_bytes:,} bytes, but its "
                 f"place in the file has {end - begin:,}; {REREAD}"
@@ -123,10 +133,8 @@ def open_checkpoint(folder: Path) -> dict[str, SafetensorsFile]:
 
     Raises ConfigError: there is nothing to load, a shard is missing, or a file is damaged.
     """
-    if folder.is_file():
-        paths: list[Path] = [folder]
-    else:
-        paths = _shards(folder)
+    with reading(folder, REREAD):
+        paths = [folder] if folder.is_file() else _shards(folder)
     files = {path: SafetensorsFile(path) for path in paths}
     return {name: file for file in files.values() for name in file.entries}
 
@@ -148,9 +156,9 @@ def _shards(folder: Path) -> list[Path]:
             )
         return whole
     try:
-        weight_map: dict[str, str] = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
+        weight_map: dict[str, str] = read_json(indices[0])["weight_map"]
         paths = [folder / name for name in sorted(set(weight_map.values()))]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{indices[0]}: not an index of safetensors ({error!r}); {REREAD}") from error
     missing = [path.name for path in paths if not path.is_file()]
     if missing:

@@ -33,10 +33,12 @@ from offload.errors import ConfigError, StorageError
 from offload.files.durable import Files, Operation, write_all
 from offload.kernels import kernels
 from offload.sizes import PAGE_BYTES, align_up
-from offload.system.regular_files import is_direct, open_own_file, open_own_folder
+from offload.system.regular_files import is_direct, open_own_file, open_own_folder, reading
 
 FOLDER = "zero-snapshots"
 FORMAT = 3
+COMMITTED_BYTES_MAX = 4 * PAGE_BYTES  # Two copies for even numbers, two for odd ones.
+REMOVE = "load a checkpoint, or remove the snapshot (zero snapshots rm)"
 MANIFEST_BYTES = 64 << 10  # Manifests are padded to multiples of it, so that they seldom grow the file.
 LOCK_SECONDS = 15.0  # A killed job's lock lasts until its last child ends; loaders' workers notice it within 5 s.
 SHARED = (
@@ -84,8 +86,9 @@ class SnapshotFiles:
         self._descriptors: list[int] = []
         try:
             for number, folder in enumerate(self.folders, 1):
-                self._descriptors.append(self._lock(folder / "swap"))
-                self._take_part(folder / "part", f"{number} of {len(folders)}")
+                with reading(folder, REMOVE):
+                    self._descriptors.append(self._lock(folder / "swap"))
+                    self._take_part(folder / "part", f"{number} of {len(folders)}")
             self.committed = any(True for _ in self.folders[0].glob("manifest-*"))
         except BaseException:
             self._let_go()
@@ -102,9 +105,12 @@ class SnapshotFiles:
     def manifest(self, number: int) -> Manifest | None:
         """This rank's manifest of that number; None if it has none. Raises StorageError: it is damaged."""
         path = self._manifest(number)
-        if not path.exists():
-            return None
-        data = self._disk.read_bytes(path)
+        with reading(path, REMOVE):
+            if not path.exists():
+                return None
+            return self._manifest_in(self._disk.read_bytes(path), number, path)
+
+    def _manifest_in(self, data: bytes, number: int, path: Path) -> Manifest | None:
         body, begin = _unpacked(data, path)
         if body["number"] != number:
             return None
@@ -293,16 +299,17 @@ def read_committed(root: Path) -> dict[str, Any] | None:
 
     Raises StorageError: it cannot be read, or is damaged; ConfigError: it is of another version.
     """
-    path = root / "committed"
-    if not path.exists():
-        return None
-    data, found = Files().read_bytes(path), []
-    for begin in range(0, len(data), PAGE_BYTES):
-        with contextlib.suppress(StorageError):  # torn
-            found.append(_unpacked(data[begin : begin + PAGE_BYTES], path)[0])
-    if not found:
-        raise _damaged(path)
-    return max(found, key=lambda head: int(head["number"]))
+    path, found = root / "committed", []
+    with reading(path, REMOVE):
+        if not path.exists():
+            return None
+        data = Files().read_bytes(path, COMMITTED_BYTES_MAX)
+        for begin in range(0, len(data), PAGE_BYTES):
+            with contextlib.suppress(StorageError):  # torn
+                found.append(_unpacked(data[begin : begin + PAGE_BYTES], path)[0])
+        if not found:
+            raise _damaged(path)
+        return max(found, key=lambda head: [int(head[key]) for key in ("number", "step", "ranks")])
 
 
 def read_body(path: Path) -> dict[str, Any]:
@@ -324,7 +331,8 @@ def _unpacked(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
     checksum = rest.partition(b"\n")[0]
     if checksum != _checksum(text).encode():
         raise _damaged(path)
-    body: dict[str, Any] = json.loads(text)
+    with reading(path, REMOVE):
+        body = dict(json.loads(text))
     if body.get("format") != FORMAT:
         raise ConfigError(
             f"snapshot: {path} has format {body.get('format')}, and this version reads {FORMAT}; use the version that "
@@ -338,6 +346,5 @@ def _checksum(data: bytes) -> str:
 
 
 def _damaged(path: Path) -> StorageError:
-    advice = "load a checkpoint, or remove the snapshot (zero snapshots rm)"
-    what = f"snapshot: a file is damaged (its checksum differs); {advice}"
+    what = f"snapshot: a file is damaged (its checksum differs); {REMOVE}"
     return StorageError(what, errno=5, path=str(path), offset=0, free_bytes=None)

@@ -29,12 +29,13 @@ class Listed:
 
 
 def list_snapshots(path: Path | str) -> list[Listed]:
-    """Those below a folder of nvme_path. Raises ConfigError: there is no such folder."""
+    """Those below a folder of nvme_path. Raises ConfigError: there is no such folder; StorageError: no right to it."""
     if not Path(path).is_dir():
         raise ConfigError(
             f"snapshots: expected a folder of nvme_path, got {path}, which is none; is its drive mounted?"
         )
-    return [_listed(folder) for folder in sorted((Path(path) / FOLDER).glob("*")) if folder.is_dir()]
+    with reading(path):
+        return [_listed(folder) for folder in sorted((Path(path) / FOLDER).glob("*")) if folder.is_dir()]
 
 
 def remove_snapshot(path: Path | str, name: str) -> int:
@@ -94,7 +95,7 @@ def _listed(root: Path) -> Listed:
 
 
 def _allocated(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.glob("*"))
+    return sum(path.lstat().st_blocks * 512 for path in folder.glob("*"))
 
 
 def _is_locked(path: Path) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import collections
+import os
 import pickle
 import types
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 from offload.archives import allow_harmless
 from offload.disk.provisional import read_into
 from offload.errors import ConfigError, StorageError
+from offload.system.regular_files import open_regular, reading
 
 
 def _dict(*_factory: Any) -> dict[Any, Any]:
@@ -89,7 +91,7 @@ class Region:
 def read_range(path: Path, offset: int, out: torch.Tensor) -> None:
     """Fill `out`, contiguous, from byte `offset` of a file. Raises StorageError."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
             read_into(file.fileno(), offset, out, "reading a checkpoint", path)
     except StorageError:
         raise
@@ -110,8 +112,10 @@ class TorchFile:
 
     def __init__(self, path: Path, wanted: str) -> None:
         self.path = path
-        if not path.is_file():
-            raise ConfigError(f"{path}: missing; expected {wanted}. {COPY}")
+        with reading(path, COPY):
+            if not path.is_file():
+                raise ConfigError(f"{path}: missing; expected {wanted}. {COPY}")
+            self._nbytes = path.stat().st_size
         try:
             self.contents = _load(path)
         except Exception as error:
@@ -128,7 +132,11 @@ class TorchFile:
         self._mapped = _Mapped(path)
 
     def region(self, tensor: torch.Tensor) -> Region:
-        """The place of a tensor of `contents` in the file."""
+        """The place of a tensor of `contents` in the file. Raises ConfigError: it is larger than the file."""
+        if tensor.numel() * tensor.element_size() > self._nbytes:  # a view can repeat an element any number of times
+            raise ConfigError(
+                f"{self.path}: it has {self._nbytes:,} bytes, but a tensor of shape {tuple(tensor.shape)}. {COPY}"
+            )
         if tensor.numel() == 0:
             return Region(self.path, 0, 0, tensor.dtype)
         layout = None if tensor.is_contiguous() else (tensor.shape, tensor.stride())

@@ -13,18 +13,20 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from offload.archives import bytes_tensor
 from offload.errors import ConfigError, StorageError
 from offload.files.durable import Files
 from offload.kernels import kernels
+from offload.system.regular_files import reading
 
 MODEL = "model."  # Prefix of a parameter's or a buffer's name: its value, the fp32 master where there is one.
 # Prefix of a parameter's name and the name of one of its states: a plane (`exp_avg`, ...) or a number (`STEP`, ...).
@@ -36,6 +38,7 @@ RUN_BYTES = (16 << 20) + (64 << 10)  # A write, or a read, has at most so many b
 FORMAT: Literal["zero-infinity checkpoint"] = "zero-infinity checkpoint"
 SHARED = "../.frozen/"  # Prefix of a digest and a file's name: weights that several checkpoints share.
 CHECKSUM = "crc32c"  # Key of the checksum over all other keys.
+NAME_BYTES_MAX = 255  # Of a file; no file system of Linux has longer ones.
 VERSION = 1  # Raised when an older reader would misread what a newer one writes.
 
 
@@ -209,6 +212,13 @@ def read_metadata(data: bytes, path: str) -> list[tuple[str, WrittenBox]]:
         raise ConfigError(f"{path}: not the metadata of a checkpoint, or damaged: {error}") from error
     if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
         raise ConfigError(f"{path}: expected torch.distributed.checkpoint's Metadata, got {type(metadata).__name__}")
+    with reading(path):
+        return _boxes_in(metadata, path)
+
+
+def _boxes_in(metadata: Any, path: str) -> list[tuple[str, WrittenBox]]:
+    from torch.distributed.checkpoint import metadata as dcp
+
     found: list[tuple[str, WrittenBox]] = []
 
     def note(index: dcp.MetadataIndex, dtype: str | None, shape: Sequence[int], sizes: Sequence[int]) -> None:
@@ -216,6 +226,9 @@ def read_metadata(data: bytes, path: str) -> list[tuple[str, WrittenBox]]:
         if info is None:
             raise ConfigError(f"{path} is damaged: it does not say where {index.fqn} is")
         where = tuple(shape), tuple(index.offset or ()), tuple(sizes), info.offset, info.length
+        numbers = (*where[0], *where[1], *where[2], info.offset, info.length)
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise ConfigError(f"{path} is damaged: {index.fqn} has sizes or a place that are no numbers of elements")
         found.append((info.relative_path, WrittenBox(index.fqn, dtype, *where, 0, 0, 0)))
 
     for name, told in metadata.state_dict_metadata.items():
@@ -223,6 +236,8 @@ def read_metadata(data: bytes, path: str) -> list[tuple[str, WrittenBox]]:
             note(dcp.MetadataIndex(name), None, (), ())
             continue
         for chunk in told.chunks:
+            if not isinstance(told.properties.dtype, torch.dtype):
+                raise ConfigError(f"{path} is damaged: {name} has the dtype {told.properties.dtype!r:.40}")
             dtype = str(told.properties.dtype).removeprefix("torch.")
             note(dcp.MetadataIndex(name, chunk.offsets), dtype, told.size, chunk.sizes)
     return found
@@ -232,7 +247,19 @@ class FileEntry(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     nbytes: int = Field(alias="bytes", ge=0)
-    boxes: tuple[tuple[int, int, int], ...] = ()  # (offset in the file, bytes, crc32c) of every payload.
+    boxes: tuple[tuple[int, int, int], ...] = ()  # (offset in the file, bytes, crc32c) of every payload, ascending.
+
+    @model_validator(mode="after")
+    def _lie_in_the_file(self) -> FileEntry:
+        """So no size that a checkpoint names is larger than its files."""
+        position = 0
+        for offset, nbytes, _ in self.boxes:
+            if offset < position or nbytes < 0:
+                raise ValueError("payloads overlap, or are not in ascending order")
+            position = offset + nbytes
+        if position > self.nbytes:
+            raise ValueError(f"payloads end at byte {position:,} of {self.nbytes:,}")
+        return self
 
 
 WrittenFile = tuple[FileEntry, list[WrittenBox]]  # A data file as the manifest has it, and its boxes.
@@ -243,7 +270,7 @@ class Manifest(BaseModel):
 
     tag: str
     global_steps: int
-    time: float  # When the save began, in seconds since 1970; later than the time of every checkpoint then there.
+    time: FiniteFloat  # When the save began, in seconds since 1970; later than the time of every checkpoint then there.
     world_size: int
     files: dict[str, FileEntry]  # By name; the manifest is not among them.
 
@@ -270,13 +297,15 @@ def read_manifest(files: Files, folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        content = json.loads(files.read_bytes(path))
+        with reading(path):
+            return _manifest_of(json.loads(files.read_bytes(path)), path)
     except StorageError as error:
         raise ConfigError(
             f"{folder} is not a complete checkpoint of this engine: cannot read {MANIFEST_FILE}: {error}"
         ) from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is damaged: {error}") from error
+
+
+def _manifest_of(content: Any, path: Path) -> Manifest:
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         raise ConfigError(
@@ -308,7 +337,7 @@ def _is_ours(name: str) -> bool:
         digest, _, inside = inside.partition("/")
         if not digest.isalnum():
             return False
-    return "/" not in inside and inside not in ("", ".", "..")
+    return not set("/\0") & set(inside) and inside not in ("", ".", "..") and len(os.fsencode(inside)) <= NAME_BYTES_MAX
 
 
 def check_files(files: Files, folder: Path, manifest: Manifest) -> None:

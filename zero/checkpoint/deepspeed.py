@@ -16,6 +16,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.files.torch_file import COPY, Region, TorchFile, replace_strangers
+from offload.system.regular_files import reading
 from zero.checkpoint.dcp_format import MODEL, STEP, state_name
 from zero.checkpoint.deepspeed_files import (
     KINDS,
@@ -204,6 +205,11 @@ def open_deepspeed_folder(path: Path | str, groups: Sequence[Sequence[str]] | No
         raise ConfigError(
             f"{folder}: expected the folder of one tag of a DeepSpeed checkpoint, got something that is not a folder"
         )
+    with reading(folder, COPY):
+        return _open(folder, groups)
+
+
+def _open(folder: Path, groups: Sequence[Sequence[str]] | None) -> Opened:
     trained = _trained(folder, groups)
     head = trained.models[0].contents
     buffers = [name for name in head["buffer_names"] if name in head["module"]]
@@ -276,11 +282,11 @@ def _described(head: Contents, trained: set[str], frozen: Found, aliases: Mappin
 def _ranks(folder: Path, paths: Mapping[int, Path]) -> list[RankFile]:
     """Every rank's optim_states, in rank order."""
     first = read_rank(folder, min(paths), paths[min(paths)])
-    if sorted(paths) != list(range(first.ranks)):
-        missing = [rank for rank in range(first.ranks) if rank not in paths]
+    if len(paths) != first.ranks or max(paths) >= first.ranks:
+        missing = next((rank for rank in range(first.ranks) if rank not in paths), None)
         extra = [path.name for rank, path in paths.items() if rank >= first.ranks]
-        if missing:
-            name = first.path.name.replace(f"pp_rank_{min(paths)}_", f"pp_rank_{missing[0]}_")
+        if missing is not None:
+            name = first.path.name.replace(f"pp_rank_{min(paths)}_", f"pp_rank_{missing}_")
             raise ConfigError(
                 f"{folder / name}: missing; expected the optimizer states of {first.ranks} ranks, found those of "
                 f"{sorted(paths)}. {COPY}"

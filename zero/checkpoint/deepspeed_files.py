@@ -17,6 +17,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.files.torch_file import COPY, Region, Stranger, TorchFile
+from offload.system.regular_files import reading
 
 OPTIM_FILE = re.compile(r"(?P<kind>|bf16_|fp16_)zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
 MODEL_FILE = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -62,9 +63,10 @@ class RankFile:
 def is_deepspeed_folder(path: Path | str) -> bool:
     """True if the folder looks like one that `save_checkpoint` of DeepSpeed wrote: the folder of a tag."""
     folder = Path(path)
-    return folder.is_dir() and any(
-        OPTIM_FILE.fullmatch(name) or MODEL_FILE.fullmatch(name) for name in (entry.name for entry in folder.iterdir())
-    )
+    with reading(folder):
+        return folder.is_dir() and any(
+            OPTIM_FILE.fullmatch(entry.name) or MODEL_FILE.fullmatch(entry.name) for entry in folder.iterdir()
+        )
 
 
 def check_kind(folder: Path) -> None:
@@ -134,7 +136,10 @@ def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
     if len(counts) != 1:
         raise ConfigError(f"{path}: partition_count {count}: checkpoints with expert parallelism cannot be read")
     alignment = saved.get("param_alignment_paddings")
-    return RankFile(path, stage, counts.pop(), parts, groups, alignment, saved.get("loss_scaler"))
+    ranks = counts.pop()
+    if ranks < 1:
+        raise ConfigError(f"{path}: partition_count: expected a number of ranks, got {ranks}. {COPY}")
+    return RankFile(path, stage, ranks, parts, groups, alignment, saved.get("loss_scaler"))
 
 
 def group_steps(groups: Sequence[Contents], flat_groups: int, common: Any) -> list[int | None]:

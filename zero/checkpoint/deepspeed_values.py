@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.files.torch_file import Region, TorchFile, replace_strangers
+from offload.files.torch_file import COPY, Region, TorchFile, replace_strangers
+from offload.system.regular_files import reading
 from zero.checkpoint.deepspeed_files import Contents, known
 from zero.checkpoint.source import Saved
 
@@ -88,8 +89,9 @@ class SpreadSource:
         shape, values = self._found[name]
         if not 0 <= begin <= end <= shape.numel():
             raise IndexError(f"{name}: elements [{begin}, {end}) of {shape.numel()}")
-        out = torch.empty(end - begin, dtype=values.dtype, device="cpu")
-        values.read(begin, out)
+        with reading(self._where, COPY):
+            out = torch.empty(end - begin, dtype=values.dtype, device="cpu")
+            values.read(begin, out)
         return out
 
     def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
@@ -127,7 +129,14 @@ class Trained:
 
 def shapes_of(head: Contents) -> list[Shapes]:
     """For each flat group, its parameters in order."""
-    return [{str(name): torch.Size(shape) for name, shape in group.items()} for group in head["param_shapes"]]
+    return [{str(name): _size(name, shape) for name, shape in group.items()} for group in head["param_shapes"]]
+
+
+def _size(name: str, shape: Iterable[int]) -> torch.Size:
+    size = torch.Size(shape)
+    if min(size, default=0) < 0:
+        raise ConfigError(f"param_shapes: {name}: expected sizes of at least 0, got {tuple(size)}. {COPY}")
+    return size
 
 
 def shared_names(head: Contents, stage: int) -> dict[str, str]:

@@ -19,6 +19,7 @@ from torch import nn
 from offload.errors import ConfigError
 from offload.files.safetensors_writer import PICKLED, SUFFIX, Tensor
 from offload.kernels import kernels
+from offload.system.regular_files import reading
 from zero.checkpoint.dcp_format import MODEL, PIECE_NUMEL
 from zero.checkpoint.folder import folder_named, open_folder
 from zero.checkpoint.model_files import copy_model_files, find_model_files
@@ -56,7 +57,12 @@ class SavedWeights:
     """
 
     def __init__(self, opened: Opened, dtype: torch.dtype, *, exclude_frozen: bool = False) -> None:
-        self._source = source = opened.source
+        self._source = opened.source
+        with reading(opened.folder):
+            self._take(opened, dtype, exclude_frozen=exclude_frozen)
+
+    def _take(self, opened: Opened, dtype: torch.dtype, *, exclude_frozen: bool) -> None:
+        source = opened.source
         state: Mapping[str, Any] = opened.state
         held = {name.removeprefix(MODEL): saved for name, saved in source.tensors.items() if name.startswith(MODEL)}
         aliases: dict[str, str] = dict(state.get("aliases", {}))

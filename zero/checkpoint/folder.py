@@ -38,6 +38,7 @@ PARTIAL, REPLACED, REMOVED = "partial", "replaced", "removed"
 OWNER = "lock"  # In a partial folder: locked by the job that writes there.
 LOCK_SECONDS = 60.0  # Names change within milliseconds, but an old checkpoint may be removed meanwhile.
 NEXT_SECONDS = 1e-3  # A checkpoint's time is later than all existing ones by at least this, even if the clock is wrong.
+LATEST_BYTES_MAX = 1024
 TAG_BYTES_MAX = 200  # File systems allow 255 for a name, and we add to the tag.
 
 
@@ -92,6 +93,13 @@ def check_tag(tag: object) -> str:
     return name
 
 
+def is_tag(name: str) -> bool:
+    """True for what can be the name of a checkpoint's folder."""
+    with contextlib.suppress(ConfigError):
+        return check_tag(name) == name
+    return False
+
+
 class Checkpoints:
     """The checkpoints of one `save_dir`.
 
@@ -105,7 +113,9 @@ class Checkpoints:
     def read_latest(self, name: str = LATEST) -> str | None:
         """The tag in the file `latest`, which need not be the tag of an existing checkpoint; None without the file."""
         path = self.save_dir / name
-        return self._files.read_bytes(path).decode(errors="replace").strip() if self._files.exists(path) else None
+        if not self._files.exists(path):
+            return None
+        return self._files.read_bytes(path, LATEST_BYTES_MAX).decode(errors="replace").strip()
 
     def tags(self) -> list[str]:
         """Tags of this engine's checkpoints, complete or not, the newest first. No other folders."""
@@ -434,8 +444,10 @@ def open_checkpoint(
     folders = Checkpoints(load_dir, disk)
     latest = (LATEST_UNIVERSAL, LATEST) if universal else (LATEST, LATEST_UNIVERSAL)
     named = next(filter(None, map(folders.read_latest, latest)), None) if tag is None else check_tag(tag)
-    if named and not disk.exists(load_dir / named / MANIFEST_FILE) and is_deepspeed_folder(load_dir / named):
-        return open_deepspeed_folder(load_dir / named, groups)
+    if named and is_tag(named):  # `latest` may name anything
+        folder = load_dir / named
+        if not disk.exists(folder / MANIFEST_FILE) and is_deepspeed_folder(folder):
+            return open_deepspeed_folder(folder, groups)
     found = folders.newest_valid(tag, without)
     if found is None:
         return None

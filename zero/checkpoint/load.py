@@ -19,6 +19,7 @@ from torch import nn
 from offload.archives import unpack_any
 from offload.errors import ConfigError, DamagedError, names_file_limit
 from offload.system.garbage import no_collection
+from offload.system.regular_files import reading
 from zero.assembly.assembly import Assembly
 from zero.assembly.run import Run
 from zero.assembly.steps import Steps
@@ -381,9 +382,9 @@ class LoadCheckpoints:
         found: list[Opened] = []
         run, groups = self._run, None
         if states and run.updater is not None:
-            names = run.parts.names
+            known = run.parts.names
             trained = ([p for p in group["params"] if p.requires_grad] for group in run.updater.param_groups)
-            groups = [[names[id(p)] for p in group if id(p) in names] for group in trained]
+            groups = [[known[id(p)] for p in group if id(p) in known] for group in trained]
         universal = bool(run.config.checkpoint.load_universal)
 
         def look() -> None:
@@ -406,12 +407,13 @@ class LoadCheckpoints:
         return found[0] if found else None
 
     def _load(
-        self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool, trusted: bool | None
+        self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool, wish: bool | None
     ) -> _Objects:
         run, parts, updater = self._run, self._run.parts, self._run.updater if states else None
         state, source = opened.state, opened.source
-        elsewhere, state = of_stage(state, parts)
-        trusted = run.config.checkpoint.allow_pickle if trusted is None else trusted
+        with reading(opened.folder):
+            elsewhere, state = of_stage(state, parts)
+        trusted = run.config.checkpoint.allow_pickle if wish is None else wish
 
         def check() -> Checked:
             mine = None if only_module else opened.rank_state(parts.exchange.everyone.placement.rank)
@@ -429,7 +431,8 @@ class LoadCheckpoints:
             numbers = wanted.numbers(updater)
             return objects, mine, told, wanted, numbers, {} if updater is None else wanted.small(numbers, updater)
 
-        objects, mine, told, wanted, numbers, small = together.do("checking a checkpoint", check)
+        checked = reading(opened.folder)(check)
+        objects, mine, told, wanted, numbers, small = together.do("checking a checkpoint", checked)
         if state["frozen_sums"]:
             sums = frozen_sums(parts)
             together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
@@ -488,7 +491,8 @@ class LoadCheckpoints:
 
 
 def _restore_small(run: Run, state: dict[str, Any], told: dict[str, Any] | None, position: Any, *, own: bool) -> None:
-    restore_counters(run, state)
+    with reading("the counters of a checkpoint"):
+        restore_counters(run, state)
     if told is not None:
         restore_rank(run, told, position, own=own)
 

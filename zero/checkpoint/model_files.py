@@ -67,6 +67,6 @@ def _say_dtype(config: Path, dtype: str) -> None:
             return value
         return {key: dtype if key in DTYPE_KEYS and part else said(part) for key, part in value.items()}
 
-    with suppress(ValueError):  # no JSON: whoever reads it will say so
+    with suppress(ValueError, RecursionError):  # no JSON: whoever reads it will say so
         content = json.loads(config.read_text(encoding="utf-8"))
         config.write_text(json.dumps(said(content), indent=2) + "\n", encoding="utf-8")

@@ -16,6 +16,7 @@ from offload.errors import ConfigError, DamagedError
 from offload.files.box_reader import BoxReader, StoredBox
 from offload.files.durable import Files
 from offload.kernels import kernels
+from offload.system.regular_files import reading
 from zero.checkpoint.dcp_format import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -102,6 +103,13 @@ class FolderSource:
 
     def __init__(self, folder: Path, manifest: Manifest, files: Files) -> None:
         self.folder, self._manifest = folder, manifest
+        with reading(folder):
+            largest = self._take(files)
+        self._reader = BoxReader([folder / name for name in self._names], min(largest, RUN_BYTES), files)
+
+    def _take(self, files: Files) -> int:
+        """Read and check the metadata; returns the bytes of the largest box."""
+        folder, manifest = self.folder, self._manifest
         path = folder / METADATA_FILE
         data = files.read_bytes(path)
         for offset, nbytes, crc in manifest.files[METADATA_FILE].boxes if METADATA_FILE in manifest.files else ():
@@ -117,13 +125,18 @@ class FolderSource:
             if box.dtype is None:
                 self._blobs[box.name] = stored
                 continue
-            tensors[box.name] = Saved(torch.Size(box.shape), getattr(torch, box.dtype))
-            self._boxes.setdefault(box.name, []).append(self._flat(box, stored))
+            tensors[box.name] = saved = Saved(torch.Size(box.shape), getattr(torch, box.dtype))
+            flat = self._flat(box, stored)
+            if stored.nbytes != (flat.end - flat.begin) * saved.dtype.itemsize:
+                raise ConfigError(
+                    f"{folder}: {box.name}: {flat.end - flat.begin:,} elements of {saved.dtype} do not take the "
+                    f"{stored.nbytes:,} bytes that the manifest names"
+                )
+            self._boxes.setdefault(box.name, []).append(flat)
         self.tensors: Mapping[str, Saved] = tensors
         for name in tensors:
             self._check_whole(name)
-        largest = max((box[1] for name in self._names for box in manifest.files[name].boxes), default=0)
-        self._reader = BoxReader([folder / name for name in self._names], min(largest, RUN_BYTES), files)
+        return max((box[1] for name in self._names for box in manifest.files[name].boxes), default=0)
 
     @property
     def blobs(self) -> frozenset[str]:
@@ -152,8 +165,12 @@ class FolderSource:
         """
         if name not in self._blobs:
             raise ConfigError(f"{self.folder}: the checkpoint has no {name!r}; it has {', '.join(sorted(self._blobs))}")
-        data = self._reader.get(self._blobs[name])
-        return read_archive(data, f"{name} in {self.folder}", trusted=trusted)
+        with reading(self.folder):
+            data = self._reader.get(self._blobs[name])
+            found = read_archive(data, f"{name} in {self.folder}", trusted=trusted)
+        if not isinstance(found, dict):
+            raise ConfigError(f"{name} in {self.folder}: expected a dict, got {type(found).__name__}")
+        return found
 
     def close(self) -> None:
         self._reader.close()

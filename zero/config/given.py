@@ -12,10 +12,10 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError
+from offload.system.regular_files import read_regular
 from zero.config.fields import AUTO, ConfigBlock, block_of, shown
 from zero.config.schema import Config, plain
 
@@ -98,7 +98,7 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
 
 def _text_of(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return read_regular(path).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: expected a readable JSON file, got: {error.strerror or error}") from error
     except ValueError as error:

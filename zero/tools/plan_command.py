@@ -30,6 +30,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.kernels.threads import scratch_update
 from offload.sizes import format_bytes
 from offload.streams import shares_host_memory
+from offload.system.regular_files import read_regular
 from zero.assembly.model_plan import plan_model
 from zero.config import Config, load_config
 from zero.config.given import read_json, refuse_deep, too_deep
@@ -309,7 +310,7 @@ def _config_file(source: str) -> Path:
 
 def _from_json(path: Path) -> Any:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path))
     except OSError as error:
         raise ConfigError(f"MODEL: {path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:

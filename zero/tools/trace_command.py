@@ -21,6 +21,7 @@ from typing import Any
 import zero
 from offload.errors import ConfigError
 from offload.files.trace_events import check_target
+from offload.system.regular_files import read_regular
 from zero.reports.tracing import PATH_VARIABLE, STEPS_VARIABLE
 from zero.tools.synthetic import Shape, SyntheticGPT, random_tokens
 from zero.tools.trace_plot import draw, require_matplotlib, summary
@@ -111,8 +112,8 @@ def _check(options: argparse.Namespace) -> None:
 
 def _draw(source: Path, target: Path | None) -> None:
     try:
-        document = json.loads(source.read_text(encoding="utf-8"))
-    except ValueError as error:  # also bytes that are not UTF-8
+        document = json.loads(read_regular(source))
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
         raise ConfigError(f"zero trace: --draw {source}: expected a recording in JSON, got {error}") from error
     print(summary(document))
     if target is not None:

@@ -321,9 +321,9 @@ class CountedFiles(Files):
 
     manifests = 0
 
-    def read_bytes(self, path: Path) -> bytes:
+    def read_bytes(self, path: Path, *limit: int) -> bytes:
         self.manifests += path.name == "manifest.json"
-        return super().read_bytes(path)
+        return super().read_bytes(path, *limit)
 
 
 @pytest.mark.parametrize("save_latest", [True, False])
