@@ -129,11 +129,13 @@ def public_names(body: ast.ClassDef) -> dict[str, dict[str, str]]:
 
 def objects_of(source: Path) -> dict[str, dict[str, dict[str, str]]]:
     """Class of `OBJECTS` -> its public names."""
-    found = {}
+    found: dict[str, dict[str, dict[str, str]]] = {}
     for path in OBJECTS:
         home, _, name = path.rpartition(".")
         tree = ast.parse((source / "deepspeed" / f"{home.replace('.', '/')}.py").read_text(encoding="utf-8"))
-        found.update({path: public_names(n) for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name})
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                found[path] = public_names(node)
     return found
 
 
@@ -184,7 +186,7 @@ def main(sources: list[Path]) -> None:
     lines = [f"{json.dumps(name)}: {json.dumps(entry, sort_keys=True)}" for name, entry in sorted(table.items())]
     OUT.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     print(f"{len(table)} modules, {OUT.stat().st_size} bytes")
-    objects = {path: {kind: {} for kind in ("methods", "attributes")} for path in OBJECTS}
+    objects: dict[str, dict[str, dict[str, str]]] = {path: {"methods": {}, "attributes": {}} for path in OBJECTS}
     for source in reversed(sources):
         for path, kinds in objects_of(source).items():
             for kind, names in kinds.items():

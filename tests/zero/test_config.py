@@ -79,7 +79,7 @@ def test_a_key_in_the_wrong_block_is_sent_to_the_right_one() -> None:
 
 @pytest.mark.parametrize("content", [{"offload_activations": True}, {"zero_optimization": {"offload_activations": {}}}])
 def test_a_wish_that_has_another_name_here_is_told_it(content: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="offload_activations: unknown key; set activation_checkpointing.activation"):
+    with pytest.raises(ConfigError, match=r"offload_activations: unknown key; set activation_checkpointing.activation"):
         load_config(content)
 
 

@@ -632,6 +632,7 @@ def test_what_a_constructor_still_looks_at_is_not_spilled_under_it(
 ) -> None:
     """It holds `.data` of one parameter while it works on others that do not fit beside it."""
     from zero.params import unadopted
+
     class Holds(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -650,6 +651,7 @@ def test_what_a_constructor_has_edited_is_spilled_again_while_it_goes_on(
 ) -> None:
     """Else a root that initialises all of its parts would have the whole model in memory."""
     from zero.params import unadopted
+
     present: list[int] = []
 
     class Edits(nn.Module):

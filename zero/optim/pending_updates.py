@@ -301,20 +301,24 @@ class DueUpdates:
             told = Told(turn, applied, returned, lambda: self._at_home([group]))
             await self._pipeline.update(group, self.arguments, wanted, told, threads)
         except BaseException as error:
-            named = error
-            if isinstance(error, StorageError) and error is not self.failure:
-                named = error.within(f"update of step {self.arguments.number}")
-            if running.applied.done():
-                self._stranded.add(group)
-                self.fail(named)  # type: ignore[arg-type]
-                if not self.alone:
-                    with suppress(StorageError):  # the next update to begin tries again, and raises it
-                        await self._rewrite()
-            else:
-                self._due.add(group)
-                running.applied.set_exception(named)
-                running.applied.exception()  # mark it as retrieved: a prefetch may have no waiter, which is no error
+            await self._on_failed_update(group, running, error)
         finally:
             if not running.returned.done():
                 running.returned.set_result(None)
             del self._running[group]  # last: a reader that finds no running update reads the planes
+
+    async def _on_failed_update(self, group: SubGroup, running: Running, error: BaseException) -> None:
+        """Keep the sub-group due, if its values did not change, or its new values in memory; tell who waits."""
+        named = error
+        if isinstance(error, StorageError) and error is not self.failure:
+            named = error.within(f"update of step {self.arguments.number}")
+        if not running.applied.done():
+            self._due.add(group)
+            running.applied.set_exception(named)
+            running.applied.exception()  # mark it as retrieved: a prefetch may have no waiter, which is no error
+            return
+        self._stranded.add(group)
+        self.fail(named)  # type: ignore[arg-type]
+        if not self.alone:
+            with suppress(StorageError):  # the next update to begin tries again, and raises it
+                await self._rewrite()

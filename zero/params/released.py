@@ -411,7 +411,8 @@ def _with_fetched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     def as_alias(tensor: torch.Tensor) -> torch.Tensor:
         owner = owners.get(storage_key(tensor)) if tensor.layout == torch.strided else None
         if owner is None or id(tensor) in originals:
-            return originals.get(id(tensor), tensor)
+            original: torch.Tensor = originals.get(id(tensor), tensor)
+            return original
         with viewable(owner):
             return _alias(_placed(tensor, owner), owner)
 
@@ -436,7 +437,7 @@ def _placed(tensor: torch.Tensor, source: nn.Parameter) -> torch.Tensor:
 
 def _saving_copies(owners: Collection[int]) -> AbstractContextManager[Any]:
     """Inside, autograd saves copies of tensors on these storages, whose values are released before a backward."""
-    hooks: Any = torch._C._autograd  # type: ignore[attr-defined]
+    hooks: Any = torch._C._autograd
     if not (torch.is_grad_enabled() and hooks._saved_tensors_hooks_is_enabled()):
         return nullcontext()
 

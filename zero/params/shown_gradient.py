@@ -48,7 +48,7 @@ class ShownGradient(torch.Tensor):
     @classmethod
     def of(cls, parameter: nn.Parameter, collected: Collected, device: torch.device) -> ShownGradient:
         """What `parameter.grad` is."""
-        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        make: Any = torch.Tensor._make_wrapper_subclass
         shown: ShownGradient = make(cls, parameter.shape, dtype=parameter.dtype, device=device)
         shown.parameter, shown.collected, shown.epoch = parameter, collected, collected.epoch
         return shown
@@ -78,7 +78,9 @@ class ShownGradient(torch.Tensor):
         return _computed(func, name, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse what no function of Python has asked for."""
         raise StateError(f"p.grad: {func} cannot read a gradient that an engine keeps; give it p.grad.clone()")
 

@@ -29,7 +29,8 @@ class ProcessTopology:
         if len(self.axes) != len(self.dims) or min(self.dims, default=0) < 1:
             raise ConfigError(f"ProcessTopology: expected a length of at least 1 for each of {axes!r}, got {dims!r}")
         self._coordinates = list(itertools.product(*map(range, self.dims)))
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)
+        kind: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        self.ProcessCoord = kind
 
     @property
     def mapping(self) -> dict[NamedTuple, int]:

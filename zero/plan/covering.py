@@ -68,8 +68,8 @@ def cover_model(
         castable = rules.compute_dtype is not None and not is_packed(p) and p.is_floating_point()
         if id(p) in trainable and not castable and p.dtype not in TRAINED:
             raise ConfigError(
-                f"parameter {leaf.names[0]}: training {p.dtype} weights is not available; use float32, bfloat16 or float16, "
-                'or set "bf16" or "fp16": {"enabled": true}'
+                f"parameter {leaf.names[0]}: training {p.dtype} weights is not available; use float32, bfloat16 or "
+                'float16, or set "bf16" or "fp16": {"enabled": true}'
             )
     _refuse_shared_memory(leaves, trainable)
     return cover(model, leaves, trainable, rules)

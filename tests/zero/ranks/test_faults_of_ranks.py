@@ -125,9 +125,7 @@ def step_twice_after_a_failed_write(nvme_path: str) -> tuple[str, str, int, dict
         return str(set(engine.plan.gradient_tiers.values())), error, engine.global_steps, weights
 
 
-def test_a_step_whose_gradient_one_rank_could_not_store_is_tried_again_by_all(
-    fresh: RankPool, nvme_path: Path
-) -> None:
+def test_a_step_whose_gradient_one_rank_could_not_store_is_tried_again_by_all(fresh: RankPool, nvme_path: Path) -> None:
     """At stage 1 the gradients are reduced in it, and not a second time."""
     first, second = fresh.run(step_twice_after_a_failed_write, str(nvme_path))
     assert first[0] == "{'nvme'}" and first[1].startswith("StorageError: gradients of step 2: write of")
