@@ -33,6 +33,7 @@ from zero.compat.unavailable import (
     missing_function,
     refused,
 )
+from zero.engine.engine import ZeroEngine
 from zero.engine.pipeline_engine import PipelineEngine
 from zero.moe.layer import MoE, MOELayer, TopKGate
 from zero.params.released import ReleasedAlias, name_of, warn_of_empty_values
@@ -100,7 +101,8 @@ def load_module_state_dict(
 def lend_names(engine: Any, arguments: Mapping[str, Any] | None = None) -> None:
     """Give an engine DeepSpeed's names. `arguments`: those of `initialize`."""
     arguments = arguments or {}
-    mpu = engine.grid if isinstance(engine, PipelineEngine) else arguments.get("mpu")
+    is_pipeline = isinstance(engine, PipelineEngine)
+    mpu = engine.grid if is_pipeline else arguments.get("mpu")
     groups.use(mpu)
     names = {
         **{
@@ -117,13 +119,15 @@ def lend_names(engine: Any, arguments: Mapping[str, Any] | None = None) -> None:
         **_of_model(engine),
         **_of_groups(mpu),
         **_of_engine(engine),
+        **({} if is_pipeline else {"destroy": functools.partial(ZeroEngine.destroy, engine, keeps_shards=True)}),
     }
     for name, value in names.items():
         setattr(engine, name, value)
     client = arguments.get("optimizer")
     if client is not None:
         engine.optimizer_name = lambda: type(client).__name__
-    if not engine.run.exchange.placement.alone:
+    known = engine.module._state_dict_hooks.values()  # of an engine of this model before
+    if not engine.run.exchange.placement.alone and _empty_where_released not in known:
         engine.module.register_state_dict_post_hook(_empty_where_released)
     if engine.updater is not None:
         engine.updater.__dict__["optimizer"] = engine.updater  # in DeepSpeed it is the wrapped optimizer

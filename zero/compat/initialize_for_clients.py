@@ -16,6 +16,7 @@ from zero.compat.comm_log import use_block
 from zero.compat.engine_names import lend_names
 from zero.compat.logs import logger
 from zero.compat.operators import VERSION
+from zero.compat.trainers import adapt_trainer
 from zero.config import reading_as_deepspeed
 from zero.optim.optimizer import ZeroOptimizer
 from zero.params.released import save_released_as_empty
@@ -45,6 +46,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     with reading_as_deepspeed():
         engine, optimizer, loader, scheduler = zero.initialize(**given)
     save_released_as_empty()
+    adapt_trainer()
     lend_names(engine, given)
     if (log := engine.run.config.comms_logger) is not None:
         use_block(log)

@@ -46,6 +46,7 @@ from zero.optim.loss_scale import make_scaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import AdamRule, Rules, Trained
 from zero.optim.scheduling import scheduler_for
+from zero.params.initialisation import open_keeper
 from zero.params.layout import Unit
 from zero.plan.plan import Plan
 from zero.reports.tracing import traced
@@ -409,16 +410,23 @@ class ZeroEngine(ConfigGetters, nn.Module):
             raise unsaved
         logger.debug("engine closed after %d steps", run.global_steps)
 
-    def destroy(self) -> None:
+    def destroy(self, *, keeps_shards: bool = False) -> None:
         """As `close`, but a model whose weights are not sharded keeps them, as with DeepSpeed. Idempotent.
 
         At stages 0 to 2 every rank has all weights: clients free memory with this call, and wrap the model again later.
         All ranks call it together.
+
+        Args:
+            keeps_shards: the model keeps sharded weights too, as if it had just been built under `zero.Init`.
         """
         parts = self.run.parts
         try:
-            if not (self.run.closed or parts.exchange.placement.weights_sharded):
-                parts.keeper.give_back()
+            if not self.run.closed:
+                if not parts.exchange.placement.weights_sharded:
+                    parts.keeper.give_back()
+                elif keeps_shards:
+                    parts.exchange.agree("destroy", b"")  # all ranks live and are here
+                    parts.keeper.give_back(open_keeper(self.run.config))
         finally:
             self.close()
 

@@ -127,10 +127,7 @@ class Init:
 
     def _opened(self) -> ProvisionalKeeper | None:
         """The keeper for cut parameters; None: values stay in memory. All ranks call this together."""
-        if self._paths is None:
-            return None
-        file, everywhere = open_waiting_file(self._paths)
-        return None if file is None else ProvisionalKeeper(file, everywhere=everywhere)
+        return _open_keeper(self._paths)
 
     def _watch(self) -> None:
         if self._keeper is not None:
@@ -238,6 +235,21 @@ class Init:
             self._keeper.cut(parameter)
         elif self.announces and not is_kept(parameter) and not is_wrapper(parameter) and parameter.numel():
             announce(parameter)
+
+
+def open_keeper(config: Config) -> ProvisionalKeeper | None:
+    """A keeper for a model that waits for its next engine; None: its values have to stay in memory.
+
+    All ranks call this together.
+    """
+    return _open_keeper(_spill_folders(config, None))
+
+
+def _open_keeper(folders: tuple[str, ...] | None) -> ProvisionalKeeper | None:
+    if folders is None:
+        return None
+    file, everywhere = open_waiting_file(folders)
+    return None if file is None else ProvisionalKeeper(file, everywhere=everywhere)
 
 
 _open: list[Init] = []

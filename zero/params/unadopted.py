@@ -91,6 +91,16 @@ class ProvisionalKeeper:
         mark(parameter, self, _provisional_name(parameter))
         self._release(parameter)
 
+    def store(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """Store values of a parameter that another keeper still has; `take` follows."""
+        offset = self._file.append(values)
+        self._places[parameter] = InFile(self._file, offset, values.dtype, values.nbytes)
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Release an ordinary parameter whose values `store` has stored; it gets their dtype."""
+        mark(parameter, self, _provisional_name(parameter))
+        self.convert(parameter, self._places[parameter].dtype)
+
     def read(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
         """Values [begin, end) of a cut parameter, 1-D."""
         return self._places[parameter].read(begin, end).to(parameter.dtype)
@@ -103,7 +113,8 @@ class ProvisionalKeeper:
         """Give a released parameter another dtype; its values are rounded when they are read."""
         set_present(parameter)
         with torch.no_grad():
-            parameter.data = torch.empty_like(parameter.data, dtype=dtype)  # freed below, before anything is in it
+            # Freed below, before anything is in it.
+            parameter.data = torch.empty(parameter.shape, dtype=dtype, device="cpu")
         self._release(parameter)
 
     @property

@@ -15,9 +15,11 @@ from offload.system.interrupts import whole
 from zero.optim.gradients import Gradients
 from zero.params.binding import BoundUnit
 from zero.params.layout import Slot
+from zero.params.opaque import is_wrapper
 from zero.params.released import is_kept, name_of, unmark
 from zero.params.shown_gradient import ShownGradient
 from zero.params.tiles import engine_keeper
+from zero.params.unadopted import ProvisionalKeeper
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
 from zero.schedule.hooks import ModuleHooks, in_backward
@@ -192,14 +194,16 @@ class EngineKeeper:
         """`GatheredParameters` ends."""
         self.editor.close(self._units_of(parameters), modifier_rank)
 
-    def give_back(self) -> None:
+    def give_back(self, waiting: ProvisionalKeeper | None = None) -> None:
         """Make every parameter an ordinary one with its values, and close the engine.
+
+        `waiting`: it keeps the values instead, as if the model had just been built under `Init`.
 
         Raises StateError: the engine is closed already; the values are lost.
         """
         if not self.events.states_are_away():  # else values can be read where they are, and no update is due
             self.events.current("taking the model back from the engine that keeps its values")
-        self.return_values(self.events.close)
+        self.return_values(self.events.close, waiting)
 
     def warn_of_others(self, shared: nn.Parameter, wrapped: Container[int]) -> None:
         """Log that the engine ends though its model is not the one that is wrapped again."""
@@ -211,20 +215,29 @@ class EngineKeeper:
                 *(name_of(shared), other, name_of(shared)),
             )
 
-    def return_values(self, close: Callable[[], None] | None = None) -> None:
-        """Read the values from the planes, then call `close`, then make the parameters ordinary ones.
+    def return_values(self, close: Callable[[], None] | None = None, waiting: ProvisionalKeeper | None = None) -> None:
+        """Read the values from the planes, then call `close`, then give the parameters up.
 
-        A parameter that was fp32 in the model gets its fp32 master, so nothing is rounded.
+        They become ordinary ones, or those of `waiting`. A parameter that was fp32 in the model gets its fp32 master,
+        so nothing is rounded.
         """
         values: list[tuple[nn.Parameter, torch.Tensor]] = []
+        stored: list[tuple[nn.Parameter, ProvisionalKeeper]] = []
         for slot in (slot for bound in self._bound for slot in bound.unit.slots if slot.first_numel == 0):
             parameter = self._wholes[slot.index]
             if is_kept(parameter) and engine_keeper(parameter) is self:
-                values.append((parameter, self.exact(slot.name)))
+                if waiting is None or is_wrapper(parameter):
+                    values.append((parameter, self.exact(slot.name)))
+                else:
+                    waiting.store(parameter, self.exact(slot.name))
+                    stored.append((parameter, waiting))
         if close is not None:
             close()
         for parameter, value in values:
             self.release(parameter, value)
+        for parameter, keeper in stored:
+            unmark(parameter)
+            keeper.take(parameter)
 
     def release(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Make one an ordinary parameter with these values."""
