@@ -14,6 +14,7 @@ from models import build, make_config, seeded, tokens, trainability
 from probe import room_of_generation
 from reference import differences, snapshot
 
+import zero
 import zero.engine.generation as generation
 from zero.engine import fused_adapters
 from zero.engine.generation import cache_bytes, sequences_of
@@ -308,3 +309,68 @@ def test_an_error_while_adapters_are_folded_in_leaves_none(
     assert not any(merged_of(engine.module))
     assert differences(snapshot(engine, names), before) == []
     train(engine, 0)
+
+
+def test_a_rollout_with_adapters_reads_nothing_after_the_first(nvme_path: Any, open_engine: Open) -> None:
+    """Until a forward asks for the weights themselves: it reads them, and the call after it has them."""
+    model = adapted(6)
+    wanted = generated(copy.deepcopy(model), "greedy")
+    engine = open_engine(model, config_for(nvme_path, model.base_model.model))
+    assert read_by(engine, lambda: generated(engine, "greedy", 3)) > 0
+    for kind in ("greedy", "beams", "greedy"):
+        assert read_by(engine, lambda kind=kind: generated(engine, kind, 3)) == 0
+    assert not any(merged_of(engine.module))
+    assert torch.equal(generated(engine, "greedy"), wanted)
+    with torch.no_grad():
+        assert read_by(engine, lambda: engine(tokens(0))) > 0
+    assert torch.equal(generated(engine, "greedy"), wanted)
+    assert read_by(engine, lambda: generated(engine, "greedy", 3)) == 0
+    assert torch.equal(generated(engine, "greedy"), wanted)
+
+
+def test_a_forward_between_two_rollouts_sees_the_weights_themselves(nvme_path: Any, open_engine: Open) -> None:
+    model = adapted(6)
+    names = trainability(model)
+    engine = open_engine(model, config_for(nvme_path, model.base_model.model))
+    engine.eval()
+    found = []
+    for generates in (False, True, True):
+        if generates:
+            generated(engine, "greedy", 2)
+        with torch.no_grad():
+            found.append([engine(tokens(0)).logits])
+            with engine.module.disable_adapter():
+                found[-1].append(engine(tokens(0)).logits)
+        found[-1] += snapshot(engine, names).values()
+    for row in found[1:]:
+        for ours, before in zip(row, found[0], strict=True):
+            assert torch.equal(ours, before) if isinstance(ours, torch.Tensor) else str(ours) == str(before)
+
+
+def test_a_rollout_follows_adapters_that_were_edited(nvme_path: Any, open_engine: Open) -> None:
+    model = adapted()
+    plain = copy.deepcopy(model)
+    engine = open_engine(model, config_for(nvme_path, model.base_model.model))
+    first = generated(engine, "greedy")
+    for each in (plain, engine.module):
+        for name, parameter in each.named_parameters():
+            if "lora_B" in name:
+                with zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+                    parameter.mul_(-2.0)
+    wanted = generated(plain, "greedy")
+    assert torch.equal(generated(engine, "greedy"), wanted) and not torch.equal(first, wanted)
+
+
+def test_training_between_rollouts_with_adapters_keeps_its_bits(nvme_path: Any, open_engine: Open) -> None:
+    model = adapted()
+    names = trainability(model)
+    held = []
+    for generates in (False, True):
+        engine = open_engine(copy.deepcopy(model), config_for(nvme_path, model.base_model.model))
+        for index in range(3):
+            for _ in range(2 * generates):
+                generated(engine, "greedy", 2)
+            train(engine, index)
+        held.append(snapshot(engine, names))
+        engine.close()
+    assert differences(held[1], held[0]) == []

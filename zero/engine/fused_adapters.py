@@ -2,7 +2,8 @@
 
 A token then costs one product per layer instead of three. Only the device copies that a generation keeps are altered.
 Weights that are used in the memory that owns them, and streamed weights, are left alone: their adapters are computed as
-usual. The copies are dropped afterwards. The trained weights never change, so nothing has to be subtracted.
+usual. While a generation rests the copies stay too, out of sight of the parameters: only the next call of `generate`
+uses them, if the adapters are still the same. The trained weights never change, so nothing has to be subtracted.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,22 +26,100 @@ from zero.params.layout import Slot
 LAYERS = "peft.tuners.lora.layer"
 
 
-@contextmanager
-def fused(run: Run) -> Iterator[None]:
-    """Inside, adapters are added to the weight copies that a generation keeps. The generation has begun before."""
-    parts = run.parts
-    shared = {id(leaf.parameter) for leaf in parts.leaves if len(leaf.names) > 1}
-    try:
-        for layer in layers_of(run.module):
+class Folds:
+    """The adapters in the copies of units, by unit: they are compared before a copy that has rested is used again."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._inputs: dict[int, list[Inputs]] = {}
+
+    @contextmanager
+    def folded(self, *, rests: bool) -> Iterator[None]:
+        """Inside, adapters are added to the weight copies that a generation keeps. The generation has begun before.
+
+        `rests`: afterwards the copies stay for the next call.
+        """
+        coordinator = self._run.parts.coordinator
+        try:
+            for index, layers in self._by_unit().items():
+                if not self._fold(index, layers):
+                    break  # the memory for kept copies is full
+            yield
+            if rests:
+                coordinator.park_altered()
+        finally:
+            coordinator.drop_altered()
+
+    def _by_unit(self) -> dict[int, list[Folding]]:
+        parts = self._run.parts
+        shared = {id(leaf.parameter) for leaf in parts.leaves if len(leaf.names) > 1}
+        found: dict[int, list[Folding]] = {}
+        for layer in layers_of(self._run.module):
             weight = layer.get_base_layer().weight
             held = parts.keeper.bound_at(weight)
             if held is None or id(weight) in shared:
                 continue  # the weight is cut into tiles, or other modules compute with it too
-            if not _fuse(run, layer, *held):
-                break  # the memory for kept copies is full
-        yield
-    finally:
-        parts.coordinator.drop_altered()
+            bound, slot = held
+            found.setdefault(bound.unit.index, []).append(Folding(layer, bound, slot))
+        return found
+
+    def _fold(self, index: int, foldings: list[Folding]) -> bool:
+        """Add the adapters of a unit's layers, or use the copy that has them. False: there is no kept copy."""
+        coordinator, known = self._run.parts.coordinator, self._inputs.pop(index, [])
+        if coordinator.is_parked(index) and [each.inputs(self._run) for each in foldings] == known:
+            undo = [partial(_unfuse, each.layer) for each in foldings]
+            if coordinator.resume_altered(index, undo):
+                for each in foldings:
+                    each.layer.merged_adapters = each.names
+                self._inputs[index] = known
+                return True
+        self._inputs[index] = made = []
+        return all(_fuse(self._run, each, made) for each in foldings)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a layer's delta is made of: copies."""
+
+    place: tuple[int, int]
+    scaling: dict[str, float]
+    weights: list[torch.Tensor]
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Inputs) and (self.place, self.scaling) == (other.place, other.scaling)
+        return same and all(torch.equal(a, b) for a, b in zip(self.weights, other.weights, strict=True))
+
+
+class Folding(NamedTuple):
+    """A layer with adapters, and where its weight is."""
+
+    layer: Any
+    bound: BoundUnit
+    slot: Slot
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in self.layer.active_adapters if name in self.layer.lora_A]
+
+    @property
+    def weights(self) -> list[Any]:
+        layer = self.layer
+        return [side[name].weight for name in self.names for side in (layer.lora_A, layer.lora_B)]
+
+    def inputs(self, run: Run) -> Inputs:
+        scaling = {name: self.layer.scaling[name] for name in self.names}
+        copies = [_copy_of(run, weight) for weight in self.weights]
+        return Inputs((self.slot.offset_numel, self.slot.end_numel), scaling, copies)
+
+
+def _copy_of(run: Run, weight: nn.Parameter) -> torch.Tensor:
+    """Its values; out of the unit that the generation keeps, if it does."""
+    place = run.parts.keeper.bound_at(weight)
+    if place is not None and run.parts.coordinator.is_kept(place[0].unit.index):
+        bound, slot = place
+        return bound.flat.data[slot.offset_numel : slot.end_numel].view(slot.shape).clone()
+    with GatheredParameters([weight]), torch.no_grad():
+        return weight.detach().clone()
 
 
 def layers_of(model: nn.Module) -> list[Any]:
@@ -61,11 +141,16 @@ def _is_plain(layer: Any) -> bool:
     )
 
 
-def _fuse(run: Run, layer: Any, bound: BoundUnit, slot: Slot) -> bool:
-    """Add the layer's adapters to the copy of its weight. False: there is no kept copy, and nothing has changed."""
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
-    weights = [side[name].weight for name in names for side in (layer.lora_A, layer.lora_B)]
-    delta = _delta_of(layer, names, weights)
+def _fuse(run: Run, folding: Folding, made: list[Inputs]) -> bool:
+    """Add the layer's adapters to the copy of its weight. False: there is no kept copy, and nothing has changed.
+
+    `made`: gets what the delta is made of.
+    """
+    layer, bound, slot = folding
+    names = folding.names
+    with GatheredParameters(folding.weights):
+        made.append(folding.inputs(run))
+        delta = _delta_of(layer, names, folding.weights)
     if not run.parts.coordinator.alter(bound.unit.index, partial(_unfuse, layer)):
         return False
     weight = bound.flat.data[slot.offset_numel : slot.end_numel].view(slot.shape)

@@ -18,7 +18,7 @@ from offload.accelerator import is_accelerator
 from offload.sizes import format_bytes
 from zero.assembly.run import Run
 from zero.assembly.steps import Steps
-from zero.engine.fused_adapters import fused
+from zero.engine.fused_adapters import Folds
 from zero.exchange.first_rank import agree_on_machine
 from zero.plan.machine import read_machine
 from zero.plan.plan import DEVICE
@@ -34,7 +34,7 @@ class Generation:
     """Args: `run`: the state that the collaborators share; `steps`: the engine's steps."""
 
     def __init__(self, run: Run, steps: Steps) -> None:
-        self._run, self._steps = run, steps
+        self._run, self._steps, self._folds = run, steps, Folds(run)
 
     @property
     def generate(self) -> Callable[..., Any]:
@@ -51,7 +51,8 @@ class Generation:
                 with self.generation():
                     return generate(*args, **kwargs)
             room_bytes = self._room_bytes(block.max_out_tokens, sequences_of(args, kwargs))
-            with self._generation(room_bytes, rests=not block.release_inference_cache), fused(self._run):
+            rests = not block.release_inference_cache
+            with self._generation(room_bytes, rests=rests), self._folds.folded(rests=rests):
                 return generate(*args, **kwargs)
 
         return inside

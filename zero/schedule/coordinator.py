@@ -20,6 +20,7 @@ from offload.streams import Fence
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit, siblings
 from zero.plan.plan import Limits
+from zero.schedule.altered import AlteredCopies
 from zero.schedule.loader import Arrival, Loader
 from zero.schedule.policy import HORIZON, HotUnits, first_positions, is_reused_soon, make_room, plan_prefetch, until
 from zero.schedule.residency import FetchCounters, Residency, UnitOnDevice, UnitState
@@ -27,7 +28,7 @@ from zero.schedule.trace import GENERATE, Trace
 from zero.store.storage import Storage
 
 
-class Coordinator:
+class Coordinator(AlteredCopies):
     """Owner of residency on the device.
 
     `relieve`: called when there is no room; ends uses that are held only because further uses may follow. False: none.
@@ -58,6 +59,7 @@ class Coordinator:
         self._lent_numel = 0  # Elements of the rows of packed experts that are in use.
         self._more_numel = 0  # Elements that a generation may hold beyond the limit, in memory of its own.
         self._undo: dict[int, list[Callable[[], None]]] = {}  # For units whose copies were altered.
+        self._parked: set[int] = set()  # COMING units with altered copies, which only `resume_altered` may show.
         self._generation_rests = False  # The generation is over, and the units it kept stay for the next one.
 
     @property
@@ -95,30 +97,8 @@ class Coordinator:
         self._generation_rests = False
         for index in self._hot.end():
             if not self._units[index].used:
-                self._release(self._units[index])
+                self._evict(self._units[index])
         self._leave_room()
-
-    def alter(self, index: int, undo: Callable[[], None]) -> bool:
-        """Fetch a unit that the generation keeps in a copy of its own, so that its values may be altered there.
-
-        False: there is no such copy, or no room for one. `undo` is called before the copy is released.
-        """
-        one = self._units[index]
-        if one.used or one.state in (UnitState.HOME, UnitState.EDITED):
-            return False
-        self._bring(one)
-        self._hot.used(index)
-        self._keep_or_release(one, iter(()))
-        if index not in self._hot.kept or one.arrival is None or one.arrival.block is None:
-            return False
-        self._loader.follow_uses(one.arrival)
-        self._undo.setdefault(index, []).append(undo)
-        return True
-
-    def drop_altered(self) -> None:
-        """Release every altered copy, used or not: a call that raised has left them."""
-        for index in [*self._undo]:
-            self._release(self._units[index])
 
     def end_rest(self) -> None:
         """Release the units that the last generation has kept for the next one."""
@@ -428,8 +408,8 @@ class Coordinator:
     def _bring(self, one: UnitOnDevice) -> None:
         """Bind the unit now; wait for its values if they are not here yet."""
         counters, arrival = self.counters, one.arrival
-        if one.state == UnitState.COMING and arrival is not None and arrival.outdated:
-            self._discard(one)  # its failure was already reported: this call tries again
+        if one.state == UnitState.COMING and arrival is not None and (arrival.outdated or one.index in self._parked):
+            self._discard(one)  # its failure was already reported: this call tries again; or the values are altered
             arrival = None
         if one.state == UnitState.EDITED:
             counters.hits += 1
@@ -526,7 +506,7 @@ class Coordinator:
     def _is_pinned(self, index: int) -> bool:
         """A prefetch must not evict it: it is in use, kept, or in flight (ranks in step: even if it has arrived)."""
         one, arrival = self._units[index], self._units[index].arrival
-        if one.state == UnitState.COMING:
+        if one.state == UnitState.COMING and index not in self._parked:
             return self._loader.in_step or arrival is None or not arrival.settled
         return (one.stays and not (one.waits and one.returned)) or index in self._hot.kept
 
@@ -560,7 +540,7 @@ class Coordinator:
         colder = self._hot.offer(one.index, lambda other: self._units[other].stays) if live else None
         if colder is not None:
             for other in colder:
-                self._release(self._units[other])
+                self._evict(self._units[other])
             return
         if not is_reused_soon(one.index, upcoming, self._numel, self._limits_now):
             self._release(one)
@@ -595,4 +575,7 @@ class Coordinator:
         if one.state != UnitState.COMING or arrival is None:
             return
         self._units.move(one, UnitState.AWAY)
+        if one.index in self._parked:
+            self._parked.discard(one.index)
+            self._hot.forget(one.index)
         self._loader.end(one.unit, arrival, modified=False)
