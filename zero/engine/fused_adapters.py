@@ -9,7 +9,7 @@ uses them, if the adapters are still the same. The trained weights never change,
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -67,13 +67,14 @@ class Folds:
         """Add the adapters of a unit's layers, or use the copy that has them. False: there is no kept copy."""
         coordinator, known = self._run.parts.coordinator, self._inputs.pop(index, [])
         if coordinator.is_parked(index) and [each.inputs(self._run) for each in foldings] == known:
-            undo = [partial(_unfuse, each.layer) for each in foldings]
+            undo: list[Callable[[], None]] = [partial(_unfuse, each.layer) for each in foldings]
             if coordinator.resume_altered(index, undo):
                 for each in foldings:
                     each.layer.merged_adapters = each.names
                 self._inputs[index] = known
                 return True
-        self._inputs[index] = made = []
+        made: list[Inputs] = []
+        self._inputs[index] = made
         return all(_fuse(self._run, each, made) for each in foldings)
 
 
@@ -86,8 +87,9 @@ class Inputs:
     weights: list[torch.Tensor]
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, Inputs) and (self.place, self.scaling) == (other.place, other.scaling)
-        return same and all(torch.equal(a, b) for a, b in zip(self.weights, other.weights, strict=True))
+        if not isinstance(other, Inputs) or (self.place, self.scaling) != (other.place, other.scaling):
+            return False
+        return all(torch.equal(a, b) for a, b in zip(self.weights, other.weights, strict=True))
 
 
 class Folding(NamedTuple):
