@@ -7,6 +7,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -203,20 +204,34 @@ def test_the_watchdog_warns_then_raises_with_what_is_in_flight(monkeypatch: pyte
 def test_the_watchdog_waits_for_kernels_and_for_bytes_of_other_engines(
     monkeypatch: pytest.MonkeyPatch, mover: Mover
 ) -> None:
+    """Its clock advances with its looks, by less than it warns after; between two looks bytes move."""
     monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.1)
     monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.2)
+    now, writes = 0.0, False
+
+    def perf_counter() -> float:
+        nonlocal now
+        if writes:
+            mover.moved()
+        now += 0.03
+        return now
+
+    async def until_late() -> str:
+        until = now + 2.0
+        while now < until:
+            await asyncio.sleep(0.001)
+        return "done"
 
     async def computing() -> str:
         with mover.working():
-            await asyncio.sleep(0.5)
-        return "done"
+            return await until_late()
 
     async def writing() -> str:
-        for _ in range(25):
-            await asyncio.sleep(0.02)
-            mover.moved()
-        return "done"
+        nonlocal writes
+        writes = True
+        return await until_late()
 
+    monkeypatch.setattr(offload.mover, "time", SimpleNamespace(perf_counter=perf_counter))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert mover.run("updating", computing()) == "done"

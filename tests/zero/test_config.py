@@ -206,7 +206,7 @@ def test_a_missing_or_broken_file_is_a_config_error_with_path_and_position(tmp_p
         load_config(broken)
     with pytest.raises(ConfigError, match=r"array\.json: expected an object"):
         load_config(array)
-    with pytest.raises(ConfigError, match="directory"):
+    with pytest.raises(ConfigError, match="got a folder"):
         load_config(tmp_path)
 
 

@@ -219,7 +219,8 @@ class Assembly:
     def _warn_of_nonfinite(self, mine: set[int]) -> None:
         """Name the parameters that hold inf or NaN, on the first rank, in a line. All ranks call this together."""
         answers = self.exchange.agree("initial values that are not finite", json.dumps(sorted(mine)).encode())
-        names = [self.leaves[index].names[0] for index in sorted({i for answer in answers for i in json.loads(answer)})]
+        found = sorted({index for answer in answers for index in json.loads(answer)})
+        names = [self.leaves[index].names[0] for index in found if not self.leaves[index].opaque]
         if names and self.exchange.placement.rank == 0:
             logger.warning(
                 "%d parameters hold inf or NaN before the first step (%s%s): was every value loaded or initialised?",

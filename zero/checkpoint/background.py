@@ -78,6 +78,7 @@ class BackgroundSave:
             except BaseException as error:
                 self._part.writer.stopped, why = True, error
                 await worker.run(lambda: self._save.say_failed(why))
+                await worker.run(self._save.refuse_removed)
                 raise
             finally:
                 self._pipeline.before = None

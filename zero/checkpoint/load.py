@@ -355,8 +355,7 @@ class LoadCheckpoints:
         states = load_optimizer_states and not load_module_only
         while (opened := self._open(folder, tag, together, damaged, states)) is not None:
             try:
-                wish = load_module_strict, states, load_module_only, allow_pickle
-                objects = self._load(opened, together, *wish)
+                objects = self._load(opened, together, load_module_strict, states, load_module_only, allow_pickle)
                 if load_lr_scheduler_states and not load_module_only:
                     _load_scheduler(self._run.lr_scheduler, objects.lr_scheduler)
                 return str(opened.folder), objects.client_state

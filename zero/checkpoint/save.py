@@ -113,12 +113,20 @@ class CheckpointSave:
             return False
         path = self._folders.save_dir / self.tag / data_file(self.placement.rank)
         if self._files.file_bytes(path) is None or self._files.stamp(path) != self.part.stamp:
-            left = [f"rank {rank} {why}" for rank, why in self.gone(range(self.placement.world_size)).items()]
-            raise StateError(
-                f"saving a checkpoint: the first rank could not complete {self.tag}: "
-                f"{'; '.join(left) or 'its own error says why'}; older checkpoints are as they were"
-            )
+            raise self._given_up()
         return True
+
+    def refuse_removed(self) -> None:
+        """On another rank, whose part has failed: raise StateError if that is because the first rank has given up."""
+        if self.placement.rank and not self._files.exists(self._folders.partial_folder(self.tag)):
+            raise self._given_up()
+
+    def _given_up(self) -> StateError:
+        left = [f"rank {rank} {why}" for rank, why in self.gone(range(self.placement.world_size)).items()]
+        return StateError(
+            f"saving a checkpoint: the first rank could not complete {self.tag}: "
+            f"{'; '.join(left) or 'its own error says why'}; older checkpoints are as they were"
+        )
 
     def gone(self, ranks: Collection[int]) -> dict[int, str]:
         """Those of these ranks that have ended, and what is known of it. Blocks."""

@@ -118,9 +118,9 @@ class ConfigGetters:
 
     # ---- the engine's own counts, by DeepSpeed's names ----------------------------------------------
 
-    engine_timers_cache = property(lambda engine: engine.get_wall_clock_timers())
-    gas_boundary_ctr = property(lambda engine: engine.global_steps)
-    inside_no_sync_ctxt = property(lambda engine: engine.accumulation.inside_no_sync)
+    engine_timers_cache = property(lambda engine: engine.get_wall_clock_timers(), doc="Milliseconds by timer.")
+    gas_boundary_ctr = property(lambda engine: engine.global_steps, doc="Steps since the beginning.")
+    inside_no_sync_ctxt = property(lambda engine: engine.accumulation.inside_no_sync, doc="True inside `no_sync`.")
 
     # ---- batches and gradients --------------------------------------------------------------------
 

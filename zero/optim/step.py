@@ -322,10 +322,7 @@ class Stepper:
         failure = self._failure(number)
         try:
             scaled_norm, contributed = agree_on_step(
-                *(self._exchange, number, square_sum, self._contributed()),
-                torn=torn,
-                failure=failure,
-                settings=settings,
+                self._exchange, number, square_sum, self._contributed(), torn=torn, failure=failure, settings=settings
             )
         except (TornBackward, ConfigError):
             self._move(StepState.NONE)

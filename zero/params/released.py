@@ -307,8 +307,8 @@ def set_present(parameter: nn.Parameter, *, edited: bool = False) -> None:
     `edited`: it is gathered for its user, who sees the class itself, unless there is a gradient to show.
     """
     KEPT.take_off(parameter)
-    if not is_kept(parameter) or not parameter.is_floating_point():  # codes of quantised weights are not trained
-        return
+    if not is_kept(parameter) or _is_unplaced(parameter) or not parameter.is_floating_point():
+        return  # no engine has it yet, or it has codes of a quantised weight: there will be no gradient
     if not edited or keeper_of(parameter).collected(parameter) is not None:
         KEPT.put_on(parameter)
 
@@ -402,6 +402,8 @@ def _with_fetched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         with _saving_copies(owners):
             present, named = _mapped(lambda tensor: there.get(id(tensor), tensor), (args, kwargs))
             result = func(*present, **named)
+            if name == "cpu" and result is present[0]:  # asks for the values, as a copy from a device
+                result = result.clone()
     finally:
         for source, version in opened:
             keeper: Any = keeper_of(source)

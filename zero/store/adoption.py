@@ -35,6 +35,8 @@ from zero.store.storage import Storage
 
 STORES = 1
 """Sub-groups that are being written to the disk while another is made."""
+CACHED_NUMEL = 1 << 16
+"""Elements of a part that is still in the processor's cache when its sums are made."""
 SHOWN_AFTER_SECONDS = 5.0
 """After this time a progress bar appears."""
 RETURN_NUMEL = 16 << 20
@@ -347,10 +349,18 @@ def _store_weight(target: torch.Tensor, remainder: torch.Tensor | None, piece: P
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Copy values, and convert them; True if all are finite: the kernel that casts sees this in the same pass."""
-    if target.dtype not in FLOATS or source.dtype not in FLOATS or target.device != source.device:
+    floats = target.dtype in FLOATS and source.dtype in FLOATS
+    if floats and target.dtype != source.dtype and target.device == source.device:
+        return _is_finite(kernels.cast_sumsq(target, source.detach()))
+    if not floats or target.device != source.device:
         target.copy_(source)
         return target.dtype not in FLOATS or _is_finite(kernels.block_sumsq(target))
-    return _is_finite(kernels.cast_sumsq(target, source.detach()))
+    finite, flat = True, source.detach().reshape(-1)
+    for begin in range(0, target.numel(), CACHED_NUMEL):  # the kernel would give codes of NaN the same bits
+        part = target[begin : begin + CACHED_NUMEL]
+        part.copy_(flat[begin : begin + CACHED_NUMEL])
+        finite &= _is_finite(kernels.block_sumsq(part))
+    return finite
 
 
 def _is_finite(sums: torch.Tensor) -> bool:
