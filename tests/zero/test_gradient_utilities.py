@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from gradient_utilities import ACTS, LR, UTILITIES, Small, compare, gradient_fun
 from models import make_config
 from torch import nn
 
+from offload.errors import StateError, StorageError
 from offload.sizes import BLOCK_NUMEL
 from zero import utils
 from zero.optim.gradients import Gradients
+from zero.optim.step import TornBackward
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*clip_grad_norm:FutureWarning")
 
@@ -156,3 +159,111 @@ def test_a_pipelines_stage_says_once_that_it_shows_none(
     assert float(nn.utils.clip_grad_norm_(engine.parameters(), 1.0)) == 0
     said = [message for message in caplog.messages if "p.grad" in message]
     assert len(said) == 1 and "gradient_clipping" in said[0] and "safe_get_full_grad" in said[0]
+
+
+LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "view": lambda gradient: gradient.view(-1),
+    "flatten": lambda gradient: gradient.flatten(),
+    "item": lambda gradient: gradient[0],
+    "rows": lambda gradient: [float(row.sum()) for row in gradient],
+    "numpy": lambda gradient: gradient.float().numpy() if gradient.dtype == torch.bfloat16 else gradient.numpy(),
+    "address": lambda gradient: gradient.data_ptr(),
+    "in inference mode": torch.inference_mode()(lambda gradient: gradient.abs().max()),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_looking_at_a_gradient_changes_no_bit(open_engine: Open, nvme_path: Path, dtype: str, look: str) -> None:
+    """Its copy is rounded to the parameter's dtype, and in fp16 most of it is 0 without the loss scale."""
+    block = {"enabled": True, **({"initial_scale_power": 16} if dtype == "fp16" else {})}
+    masters = []
+    for looks in (False, True):
+        engine = opened(
+            open_engine, PLACES[1], nvme_path, Small(unused=False), accumulation=2, **{"bf16": False, dtype: block}
+        )
+        for index in range(2):
+            engine.backward(engine(tokens(index)) * 1e-4)
+            if looks:
+                _ = [LOOKS[look](p.grad) for p in engine.parameters() if p.grad is not None]
+            engine.step()
+        masters.append([utils.safe_get_full_fp32_param(p) for p in engine.parameters() if p.requires_grad])
+        engine.close()
+    assert all(torch.equal(seen, unseen) for seen, unseen in zip(*masters, strict=True))
+
+
+def test_what_writes_without_a_new_version_acts(open_engine: Open, nvme_path: Path) -> None:
+    engine = opened(open_engine, PLACES[1], nvme_path, Small(unused=False))
+    engine.backward(engine(tokens(0)))
+    gradients = [p.grad for p in engine.parameters() if p.grad is not None]
+    before = [gradient.clone() for gradient in gradients]
+    for gradient in gradients:  # what GradScaler.unscale_ calls
+        torch._amp_foreach_non_finite_check_and_unscale_([gradient], torch.zeros(1), torch.full((1,), 0.25))
+    assert all(torch.equal(now, old * 0.25) for now, old in zip(gradients, before, strict=True))
+
+
+def test_a_negative_factor_leaves_the_norm_positive(open_engine: Open, nvme_path: Path) -> None:
+    engine = opened(open_engine, PLACES[1], nvme_path, Small(unused=False))
+    engine.backward(engine(tokens(0)))
+    for p in engine.parameters():
+        if p.grad is not None:
+            norm = p.grad.norm()
+            p.grad.mul_(-1)
+            assert torch.equal(p.grad.norm(), norm)
+
+
+def failing_at_third(write: Callable[..., None]) -> Callable[..., None]:
+    calls = itertools.count(1)
+
+    def write_or_fail(*args: Any) -> None:
+        if next(calls) == 3:
+            raise StorageError("write", errno=5, path="swap", offset=0, free_bytes=None)
+        write(*args)
+
+    return write_or_fail
+
+
+def test_a_factor_whose_write_fails_voids_the_step_and_is_not_applied_twice(open_engine: Open, nvme_path: Path) -> None:
+    weights = []
+    for fails in (False, True):
+        engine = opened(open_engine, PLACES[1], nvme_path, Small(unused=False), accumulation=2)
+        engine.backward(engine(tokens(0)))
+        engine.step()
+        if fails:
+            for p in engine.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Gradients, "write_stored", failing_at_third(Gradients.write_stored))
+                with pytest.raises(StorageError):
+                    engine(tokens(1))
+            with pytest.raises(TornBackward):
+                engine.step()
+            with pytest.warns(UserWarning, match="run forward and backward of all of them again"):
+                engine.zero_grad()
+            engine.backward(engine(tokens(0)))
+        engine.backward(engine(tokens(1)))
+        engine.step()
+        weights.append([engine.full_parameter(name) for name, _ in engine.module.named_parameters()])
+        engine.close()
+    assert all(torch.equal(ours, clean) for ours, clean in zip(*weights, strict=True))
+
+
+def test_gradients_that_are_dropped_inside_a_step_are_warned_of(open_engine: Open, nvme_path: Path) -> None:
+    engine = opened(open_engine, PLACES[1], nvme_path, Small(unused=False), accumulation=2)
+    engine.backward(engine(tokens(0)))
+    engine.step()
+    engine.module.zero_grad()
+    with pytest.warns(UserWarning, match="discards the gradients of micro-batches whose step is not complete"):
+        engine.backward(engine(tokens(1)))
+
+
+def test_a_gradient_from_before_a_change_of_the_model_is_refused(open_engine: Open, nvme_path: Path) -> None:
+    engine = opened(open_engine, PLACES[1], nvme_path, Small(unused=False), accumulation=2)
+    engine.backward(engine(tokens(0)))
+    engine.step()
+    kept = next(p.grad for p in engine.parameters() if p.grad is not None)
+    engine.module.frozen.requires_grad_(True)
+    engine.backward(engine(tokens(1)))
+    with pytest.raises(StateError, match="from before a step"):
+        kept.mul_(0)

@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from offload.errors import StateError
+from offload.errors import StateError, StorageError
 from offload.system.interrupts import whole
 from offload.timeline import Stopwatch
 from zero.assembly.accumulation import Accumulation
@@ -28,8 +29,14 @@ from zero.optim.scheduling import step_scheduler
 from zero.optim.step import StepState, TornBackward, UnusedParameters
 from zero.params.kept import own_gradient, set_own_gradient
 from zero.params.released import name_of
+from zero.params.shown_gradient import LOOKED_AT
 from zero.values.editor import EDIT
 from zero.values.parameters import ParameterValues
+
+DISCARDS = (
+    "zero_grad() discards the gradients of micro-batches whose step is not complete, and that step will take the later "
+    "ones only; call it after step(), or leave it out (DeepSpeed's does nothing here at stages 2 and 3)"
+)
 
 
 class StepListener:
@@ -137,12 +144,7 @@ class Steps:
                 stacklevel=3,
             )
         elif not self._run.closed and not torn and self._accumulation.collected:
-            warnings.warn(
-                "zero_grad() discards the gradients of micro-batches whose step is not complete, and that step will "
-                "take the later ones only; call it after step(), or leave it out (DeepSpeed's does nothing here at "
-                "stages 2 and 3)",
-                stacklevel=3,
-            )
+            warnings.warn(DISCARDS, stacklevel=3)
         self._forget(forwards=False)
 
     @whole
@@ -226,7 +228,10 @@ class Steps:
             run.parts.coordinator.release_all()
             for listener in self._listeners:
                 listener.released()
-            self._apply_factors(if_alike=False)
+            if run.parts.gradients.factors:
+                stepper.finish()  # updates of the last step read the gradients that it has sealed
+                run.parts.gradients.complete()  # until then ranks differ in which gradients there are
+                self._apply_factors(if_alike=False)
             try:
                 stepper.fix(
                     *(number, optimizer, run.parts.index_of, run.config.gradient_clipping),
@@ -291,10 +296,16 @@ class Steps:
 
     def _take_gradient(self, parameter: nn.Parameter) -> None:
         gradient = own_gradient(parameter)
-        if gradient is not None:
-            set_own_gradient(parameter, None)
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            self.values_of(parameter, to_change=True).set_gradient(dense.float() * self._run.scaler.cur_scale)
+        if gradient is None:
+            return
+        set_own_gradient(parameter, None)
+        scale = self._run.scaler.cur_scale
+        if LOOKED_AT in gradient.__dict__:  # it is rounded, so what was collected stays unless it was changed
+            found = self.values_of(parameter).gradient()
+            if found is not None and torch.equal((found / scale).to(gradient), gradient):
+                return
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        self.values_of(parameter, to_change=True).set_gradient(dense.float() * scale)
 
     def _assigned(self) -> list[nn.Parameter]:
         """Parameters with a `.grad` of torch's own: backward leaves none, since the engine collects the gradients."""
@@ -309,10 +320,21 @@ class Steps:
         factors = parts.gradients.factors
         if not factors or not (if_alike or parts.gradients.common_factor() is None):
             return
+        if if_alike and None in factors.values() and self._accumulation.collected:
+            warnings.warn(DISCARDS, stacklevel=3)
         self.edit_begins()
         parameters = parts.parameters()
         for index in list(factors):
-            ParameterValues(parts, parts.exchange, parameters[index], run.updater).apply_factor()
+            try:
+                ParameterValues(parts, parts.exchange, parameters[index], run.updater).apply_factor()
+            except StorageError as error:  # a part of it is multiplied, so no second attempt could be right
+                gradients = parts.gradients
+                gradients.lost, gradients.failure = True, gradients.failure or error
+                factors.clear()
+                if parts.exchange.placement.alone:
+                    parts.watch.torn = True
+                    raise
+                return  # the other ranks have not failed: the step raises, on all of them
 
     def check_open(self, what: str) -> None:
         """Raise StateError if the engine is closed. `what`: the call, for the message."""

@@ -10,6 +10,7 @@ the place of a sealed one waits until its update has read it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,6 +30,8 @@ from zero.optim.contributions import CHUNK_NUMEL, Contribution, ContributionStor
 from zero.params.layout import Layout, Slot, Unit
 from zero.plan.pools import gradient_sums_bytes
 from zero.store.storage import Storage
+
+EPOCHS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +97,10 @@ class Gradients:
         order: (unit, position of the slot), in the order in which the first gradients since the last step arrived.
         factors: parameter index -> factor that user code has given its gradient (None: it was dropped) and that the
             collected values do not contain yet. The same on all ranks.
-        epoch: counts the times that all gradients were used or dropped.
+        epoch: another number, of all engines, each time that all gradients were used or dropped.
     """
 
     deferred = together = lost = False
-    epoch = 0
     failure: StorageError | None = None
 
     def __init__(self, layout: Layout, storage: Storage, device: torch.device, in_place: bool, threads: int) -> None:
@@ -108,6 +110,7 @@ class Gradients:
         self.reclaim: Callable[[Unit], None] = lambda unit: None
         self.order: dict[tuple[int, int], None] = {}
         self.factors: dict[int, float | None] = {}
+        self.epoch = next(EPOCHS)
         self._filling: set[Any] = set()  # Streams that have written gradients since the last step.
         self._units: dict[int, UnitGradient] = {}
         self._storing: dict[int, None] = {}  # Units that the mover is storing, in the order in which it was asked.
@@ -277,7 +280,7 @@ class Gradients:
     def _forget_order(self) -> None:
         self.order.clear()
         self.factors.clear()
-        self.epoch += 1
+        self.epoch = next(EPOCHS)
 
     def _begin_anew(self, state: UnitGradient) -> None:
         state.summed, state.contributions = False, [0] * len(state.unit.slots)

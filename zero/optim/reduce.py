@@ -284,9 +284,15 @@ class ReducedGradients(Gradients):
             part = self._made(self._waiting[unit.index]).flat[slot.offset_numel : slot.end_numel]
             part.zero_() if factor is None else part.mul_(factor)
 
+    def drop(self, unit: Unit, slot: Slot) -> None:
+        # Other ranks may have gradients of the unit's other slots, so its sum stays.
+        self._units[unit.index].contributions[slot.position] = 0
+
     def _has(self, state: UnitGradient, slot: Slot) -> bool:
-        # `contributions` counts only this rank's. Of a reduced unit all slots are shown, some perhaps as zeros.
-        return super()._has(state, slot) or state.summed
+        # `contributions` counts only this rank's. Of a reduced unit all slots are shown, some perhaps as zeros; of one
+        # that is reduced in the step too, since other ranks may have what this one has not.
+        waits = self._placement.gradients_deferred and bool(self.order)
+        return super()._has(state, slot) or state.summed or waits
 
     def take_up(self, index: int, flat: torch.Tensor) -> None:
         held = flat.to(self._device)

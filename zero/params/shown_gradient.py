@@ -26,6 +26,7 @@ _COPIED = frozenset(("__deepcopy__", "__reduce_ex__", "__reduce__"))
 _PRODUCTS = frozenset(("mul_", "__imul__", "multiply_", "_foreach_mul_"))
 _QUOTIENTS = frozenset(("div_", "__itruediv__", "__idiv__", "divide_", "true_divide_", "_foreach_div_"))
 _IN_PLACE_OPERATORS = frozenset(f"__i{word}__" for word in ("add", "sub", "mul", "truediv", "div"))
+LOOKED_AT = "_zero_looked_at"  # Of a gradient that is torch's own because a view or an address of it was taken.
 _NORMS = frozenset(("linalg_vector_norm", "_foreach_norm", "norm"))
 """They compute the 2-norm if they are not asked for another."""
 _TELLING = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -90,10 +91,11 @@ class ShownGradient(torch.Tensor):
         if own is not None:
             return own
         self.check()
-        found = self.collected.read()
-        if found is None:
-            found = torch.zeros(self.parameter.shape, dtype=torch.float32, device=self.device)
-        return found if wide else found.to(self.dtype)
+        with torch.inference_mode(False), torch.no_grad():
+            found = self.collected.read()
+            if found is None:
+                found = torch.zeros(self.parameter.shape, dtype=torch.float32, device=self.device)
+            return found if wide else found.to(self.dtype)
 
     def check(self) -> None:
         """Raise StateError: a step has used it, or it was dropped."""
@@ -166,6 +168,7 @@ def _with_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     found: dict[int, tuple[ShownGradient, Tensor]] = {}
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     wide = is_in_place or name in _IN_PLACE_OPERATORS or "out" in kwargs
+    may_write = wide or getattr(func, "__module__", "").startswith("torch.distributed")
 
     def read(leaf: Any) -> Any:
         if not isinstance(leaf, ShownGradient):
@@ -177,14 +180,19 @@ def _with_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     args, kwargs = _mapped(args, read), _mapped(kwargs, read)
     if name in _COPIED:
         return func(args[0].clone(), *args[1:], **kwargs)
-    versions = {key: values._version for key, (_, values) in found.items()}
+    # Collectives and the kernels of GradScaler write without a new version, so what may write is compared.
+    before = {key: values.clone() if may_write else values._version for key, (_, values) in found.items()}
     result = func(*args, **kwargs)
+    if may_write and hasattr(result, "wait"):
+        result.wait()
     for key, (shown, values) in found.items():
         if own_gradient(shown.parameter) is values:
             continue
-        if values._version != versions[key]:
+        known = before[key]
+        if not torch.equal(values, known) if isinstance(known, Tensor) else values._version != known:
             shown.collected.write(values)
         elif name in _OF_MEMORY or _refers(result, values):
+            values.__dict__[LOOKED_AT] = True
             set_own_gradient(shown.parameter, values)
     back = {id(values): shown for shown, values in found.values()}
     return _mapped(result, lambda leaf: back.get(id(leaf), leaf))

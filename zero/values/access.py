@@ -46,15 +46,14 @@ class CollectedGradient:
     `index`: of the parameter in the layout; `device`: where its values are used.
     """
 
-    def __init__(
-        self, events: Events, gradients: Gradients, parameter: nn.Parameter, index: int, device: torch.device
-    ) -> None:
-        self._events, self._gradients, self._parameter, self._index = events, gradients, parameter, index
+    def __init__(self, events: Events, parameter: nn.Parameter, index: int, device: torch.device) -> None:
+        self._events, self._parameter, self._index = events, parameter, index
+        self._gradients: Callable[[], Gradients] = events.gradients  # of the model as it is: it may change
         self._device, self._is_missing = device, False  # `_is_missing`: no rank has a gradient.
 
     @property
     def epoch(self) -> int:
-        return self._gradients.epoch
+        return self._gradients().epoch
 
     def read(self) -> torch.Tensor | None:
         found: torch.Tensor | None = self._events.values_of(self._parameter).gradient()
@@ -68,7 +67,7 @@ class CollectedGradient:
         access.set_gradient(values.reshape(self._parameter.shape).float() * self._events.loss_scale())
 
     def scale(self, factor: float) -> None:
-        factors = self._gradients.factors
+        factors = self._gradients().factors
         before = factors.get(self._index, 1.0)
         factors[self._index] = factor if before is None else before * factor
 
@@ -77,7 +76,7 @@ class CollectedGradient:
         return None if found is None else found / self._events.loss_scale()
 
     def drop(self) -> None:
-        self._gradients.factors[self._index] = None
+        self._gradients().factors[self._index] = None
 
     def shown(self) -> torch.Tensor:
         return ShownGradient.of(self._parameter, self, self._device)
@@ -166,7 +165,7 @@ class EngineKeeper:
         if self.editor.is_stage:
             warn_of_hidden_gradients()
             return None
-        return CollectedGradient(self.events, gradients, parameter, places[0][1].index, self.device)
+        return CollectedGradient(self.events, parameter, places[0][1].index, self.device)
 
     def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
         """End the use that `touch` began, unless more than the operation's result needs the values."""

@@ -119,7 +119,7 @@ class GradientValues:
         for lo in range(run.start, run.stop if not state.empty else run.start, CHUNK_NUMEL):
             hi = min(lo + CHUNK_NUMEL, run.stop)
             values = self._stored(state, slot, lo, hi)
-            self.write_own(unit, slot, lo, torch.zeros_like(values) if factor is None else values * factor)
+            self._store(unit, slot, lo, torch.zeros_like(values) if factor is None else values * factor)
         if factor is None:
             self._gradients.drop(unit, slot)
 
@@ -138,10 +138,15 @@ class GradientValues:
         """
         state = self._gradients.state_of(unit)
         fresh = state.empty
+        state.contributions[slot.position] = max(state.contributions[slot.position], 1)
+        self._store(unit, slot, begin, values, fresh=fresh)
+
+    def _store(self, unit: Unit, slot: Slot, begin: int, values: torch.Tensor, *, fresh: bool = False) -> None:
+        """As `write_own`; `fresh`: the unit has nothing yet. Whether the slot has a gradient stays as it is."""
+        state = self._gradients.state_of(unit)
         self._gradients.reclaim(unit)
         first = unit.origin + slot.offset_numel + begin
         last = first + values.numel()
-        state.contributions[slot.position] = max(state.contributions[slot.position], 1)
         # A new gradient is zero elsewhere; of an existing one only the blocks that change are rewritten.
         lo, hi = first // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(last, BLOCK_NUMEL), unit.end)
         if fresh:

@@ -144,7 +144,7 @@ class ParameterValues:
         total = self._gradients.square_sum(self._places)
         if total is None or total.nonfinite:  # torch tells inf from NaN
             return None
-        return total.norm() * self._gradients.factor_of(self._places[0][1])
+        return total.norm() * abs(self._gradients.factor_of(self._places[0][1]))
 
     def apply_factor(self) -> None:
         """Multiply what this rank has collected by the factor that user code has given it."""

@@ -11,6 +11,7 @@ import torch
 from gradient_utilities import ACTS, LR, Small, compare, tokens
 from ranks import RankPool
 from ranks_runs import Place, Run, opened, quiet
+from torch import nn
 
 Pool = Callable[[int], RankPool]
 PLACES = (Place(1, "none", "cpu"), Place(3, "nvme", "nvme"))
@@ -55,3 +56,67 @@ def looking_alone(place: Place, nvme_path: str) -> list[bool]:
 def test_one_rank_alone_may_ask_whether_there_is_a_gradient(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
     found = rank_pool(2).run(looking_alone, place, str(nvme_path))[0]
     assert found == [p.requires_grad for p in Small(unused=False).parameters()]
+
+
+class Branches(nn.Module):
+    """One unit, of which each forward uses some parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b = nn.Parameter(torch.randn(5000)), nn.Parameter(torch.randn(5000))
+        self.c = nn.Parameter(torch.ones(5000))
+
+    def forward(self, factor: float, used: str) -> torch.Tensor:
+        return sum(factor * getattr(self, name).sum() for name in used)  # type: ignore[return-value]
+
+
+def unlike(place: Place, nvme_path: str) -> None:
+    """Ranks use different parameters, and one is used by none; what each does with gradients is torch's."""
+    import zero
+
+    quiet()
+    rank, plain = torch.distributed.get_rank(), Branches()
+    config = place.config(Run(accumulation=2), nvme_path)
+    config |= {"optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.5}}}
+    config |= {"train_micro_batch_size_per_gpu": 1}
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=0.5)
+    with zero.initialize(model=copy.deepcopy(plain), config=config)[0] as engine:
+        for index in range(4):
+            factor = 0.25 * (index + 1)
+            engine.backward(engine(factor, "ab"[rank]))
+            (plain(factor, "ab") / 4).backward()
+            for model in (engine, plain):
+                parameters = dict(model.named_parameters()).items()
+                a = next(p for name, p in parameters if name.endswith("a"))
+                if index == 0:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                elif index == 2:
+                    a.grad = None
+            engine.step()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(engine.full_parameter(name), parameter.detach(), rtol=2e-5, atol=2e-6, msg=name)
+
+
+def averaging(place: Place, nvme_path: str) -> None:
+    """The loop that averages gradients over ranks, as of code for plain torch, changes nothing here."""
+    with opened(place, nvme_path, Small(unused=False)) as engine:
+        engine.backward(engine(tokens(0, torch.distributed.get_rank())))
+        before = [p.grad.clone() for p in engine.parameters() if p.grad is not None]
+        for p in engine.parameters():
+            if p.grad is not None:
+                torch.distributed.all_reduce(p.grad.data)
+                p.grad.data /= torch.distributed.get_world_size()
+        after = [p.grad.clone() for p in engine.parameters() if p.grad is not None]
+        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+@everywhere
+@pytest.mark.parametrize("job", [unlike, averaging], ids=lambda job: job.__name__)
+def test_ranks_that_use_different_parameters_and_average_gradients_step_as_torch(
+    rank_pool: Pool, nvme_path: Any, place: Place, job: Any
+) -> None:
+    rank_pool(2).run(job, place, str(nvme_path))
