@@ -18,6 +18,7 @@ from unittest import mock
 
 from torch import Tensor
 
+import offload.mover
 from offload.system.worker import Worker
 from zero.checkpoint import load
 from zero.checkpoint.background import BackgroundSave
@@ -74,6 +75,35 @@ def swapped_range(engine: Any, kind: str) -> dict[str, int]:
 
 def mover_of(engine: Any) -> Any:
     return engine.run.parts.storage.mover
+
+
+@contextmanager
+def at_each_look(engine: Any, action: Callable[[], None]) -> Iterator[None]:
+    """Inside, `action` is called when a wait for the mover begins, and every few milliseconds while it lasts."""
+    mover, ended = mover_of(engine), offload.mover._ended
+    reached = mover._reached
+
+    def look() -> Any:
+        action()
+        return reached()
+
+    with (
+        mock.patch.object(mover, "_reached", look),
+        mock.patch.object(offload.mover, "_ended", lambda future, seconds: ended(future, 0.002)),
+    ):
+        yield
+
+
+def let_mover_idle(engine: Any) -> None:
+    """Return when the mover's loop has nothing left to run but what waits for transfers."""
+
+    async def idle() -> None:
+        loop: Any = asyncio.get_running_loop()
+        await asyncio.sleep(0)
+        while loop._ready:
+            await asyncio.sleep(0)
+
+    mover_of(engine).run("running what can run", idle())
 
 
 def collected_by(mover: Any, thing: list[Any]) -> bool:

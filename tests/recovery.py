@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import re
 import signal
@@ -14,12 +15,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from harness import HYPER, train
 from models import build, make_config, tokens
-from probe import disk_of, is_waiting, put_disk, storage_of, updates_of
+from probe import disk_of, is_waiting, mover_of, put_disk, storage_of, swapped_range, updates_of
 from reference import Hyper, Reference
 from torch import Tensor
 
@@ -30,7 +32,8 @@ from zero.params.released import ReleasedParameter
 
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")
-SLOW = AioFault(delay_rate=1.0, delay_seconds=0.1)
+HELD = AioFault(delay_rate=1.0, delay_seconds=math.inf)
+"""Transfers wait until the next `inject`."""
 
 
 def failing(operation: Any, **more: Any) -> AioFault:
@@ -185,13 +188,46 @@ def waiting(engine: Any) -> Callable[[], bool]:
     return lambda: is_waiting(engine)
 
 
+@contextmanager
+def interrupted_in_hold(engine: Any, fault: AioFault | None = None) -> Iterator[None]:
+    """Inside, transfers are held and the wait for them is interrupted; then only those of `fault` stay held."""
+
+    def ready() -> bool:
+        if is_waiting(engine):
+            engine.inject(fault)
+            return True
+        return False
+
+    with interrupted_when(ready):
+        yield
+
+
 def interrupted_while_waiting(engine: Any, action: Callable[[], Any]) -> None:
-    """Interrupt `action` while it waits for updates of the last step; the updates continue."""
-    engine.inject(replace(SLOW, delay_seconds=0.4))  # a busy machine may be late with the interrupt
-    with interrupted_when(waiting(engine)):
+    """Interrupt `action` while it waits for updates of the last step, which `HELD` holds; they continue afterwards.
+
+    What cleans up after the interrupt may wait too, but not for the last record.
+    """
+    end = swapped_range(engine, "records")["end"]
+    with interrupted_in_hold(engine, replace(HELD, begin=end - 1, end=end)):
         action()
-    assert not updates_of(engine).all_settled, "the delays are to outlast the interrupt"
+    assert not updates_of(engine).all_settled
     engine.inject(None)
+
+
+@contextmanager
+def held_until_awaited(engine: Any) -> Iterator[None]:
+    """Inside, transfers that `HELD` holds go on as soon as the training thread waits for the mover; it must wait."""
+    mover, waits = mover_of(engine), list[str]()
+    block = mover.block
+
+    def release(what: str, *more: Any) -> None:
+        waits.append(what)
+        engine.inject(None)
+        block(what, *more)
+
+    with mock.patch.object(mover, "block", release):
+        yield
+    assert waits, "nothing has waited for a transfer"
 
 
 # ---- forks -----------------------------------------------------------------------------------------------------------

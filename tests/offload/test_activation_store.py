@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -296,7 +297,7 @@ def test_what_cannot_be_read_is_told_and_can_be_read_later(open_place: Open, sma
 
 def test_what_is_dropped_while_it_is_written_gives_its_place_back_only_then(open_place: Open) -> None:
     place = open_place("disk", nbytes=1 << 16)
-    place.inject(AioFault(delay_rate=1.0, delay_seconds=0.2))
+    place.inject(AioFault(delay_rate=1.0, delay_seconds=math.inf))
     place.store.keep(torch.ones(1 << 16, dtype=torch.uint8))
     assert place.store.kept_bytes == 1 << 16 and place.pieces.memory.used_bytes == 1 << 16
     place.inject(None)

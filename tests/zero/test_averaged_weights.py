@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ import pytest
 import torch
 from models import build, make_config
 from pairwise import in_pairs
-from recovery import SLOW, interrupted_when, waiting
+from probe import drain_mover
+from recovery import HELD, interrupted_in_hold
 from reference import round_half_away
 from safetensors.torch import load_file
 from snapshot_runs import as_a_kill_would_leave_it
@@ -491,10 +490,9 @@ def test_an_interrupt_of_the_exchange_leaves_the_trained_weights(open_engine: Op
     engine.synchronize()  # else the interrupt would end the wait for updates
     names = [name for name, _ in model.named_parameters()]
     before = harness.masters(engine, names)
-    engine.inject(replace(SLOW, delay_seconds=0.2))
-    with interrupted_when(waiting(engine)), engine.averaged_weights():
+    engine.inject(HELD)
+    with interrupted_in_hold(engine), engine.averaged_weights():
         pass
-    engine.inject(None)
-    time.sleep(1.0)  # what was left running would end now
+    drain_mover(engine)  # what was left running ends now
     after = harness.masters(engine, names)
     assert [name for name in names if not torch.equal(before[name], after[name])] == []

@@ -30,7 +30,7 @@ from probe import (
     updates_of,
     used_bytes,
 )
-from recovery import LOOKS, NVME, SLOW, Open, least_host_bytes, once_more, spilling
+from recovery import HELD, LOOKS, NVME, Open, held_until_awaited, least_host_bytes, once_more, spilling
 from reference import differences, snapshot
 from torch import Tensor
 
@@ -137,17 +137,14 @@ def test_step_waits_for_no_transfer_and_whoever_looks_does(
     engine.backward(engine(tokens(1)))
     engine.synchronize()
     before = engine.statistics()
-    engine.inject(SLOW)
-    engine.step()
-    after = engine.statistics()
-    # Every transfer takes SLOW's delay from here on; what the mover does without one is over in a fraction of it.
-    assert after.exposed_wait_seconds - before.exposed_wait_seconds < SLOW.delay_seconds / 2
-    assert after.nvme_write_bytes == before.nvme_write_bytes
+    engine.inject(HELD)
+    engine.step()  # would not return if it waited for a transfer
+    assert engine.statistics().nvme_write_bytes == before.nvme_write_bytes
     assert not updates_of(engine).all_settled
     assert not any(updates_of(engine).current(unit.index) for unit in engine.units)
-    LOOKS[look](engine)
-    engine.inject(None)
-    assert engine.statistics().exposed_wait_seconds - after.exposed_wait_seconds >= SLOW.delay_seconds / 2
+    with held_until_awaited(engine):
+        LOOKS[look](engine)
+    assert any(updates_of(engine).current(unit.index) for unit in engine.units)
     if look in ("synchronize", "named_full_parameters"):
         assert updates_of(engine).all_settled
     assert unequal(engine, reference) == []
@@ -463,15 +460,15 @@ def test_a_gradient_of_the_next_step_waits_until_the_last_one_was_used(
     train(engine, 0)
     engine.backward(engine(tokens(1)))
     engine.synchronize()
-    engine.inject(SLOW)
     engine.step()
     for unit in engine.units:
         assert not updates_of(engine).current(unit.index)
-        for position, slot in enumerate(unit.slots):
-            gradients_of(engine).arrive(unit.index, position, torch.full(slot.shape, 1e9, dtype=torch.bfloat16))
+        engine.inject(HELD)
+        with held_until_awaited(engine):
+            for position, slot in enumerate(unit.slots):
+                gradients_of(engine).arrive(unit.index, position, torch.full(slot.shape, 1e9, dtype=torch.bfloat16))
         assert updates_of(engine).current(unit.index)
         gradients_of(engine).flush(unit.index)
-    engine.inject(None)
     engine.zero_grad()
     assert unequal(engine, reference) == []
 
@@ -488,11 +485,10 @@ def test_units_that_are_always_bound_are_updated_before_they_are_seen(
     train(reference, 0)
     engine.backward(engine(tokens(0)))
     engine.synchronize()
-    engine.inject(SLOW)
+    engine.inject(HELD)
     engine.step()
     assert not any(updates_of(engine).current(unit.index) for unit in always)
-    with torch.no_grad():
+    with torch.no_grad(), held_until_awaited(engine):
         assert torch.equal(engine(tokens(1)), reference(tokens(1)))
     assert all(updates_of(engine).current(unit.index) for unit in always)
-    engine.inject(None)
     assert unequal(train(engine, 1, 2), train(reference, 1, 2)) == []

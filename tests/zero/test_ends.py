@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from harness import reference_run, train, unequal
 from models import build, make_config, tokens
-from probe import pipeline_of, updates_of
-from recovery import NVME, SLOW, Open, failing, spilling
+from probe import at_each_look, let_mover_idle, pipeline_of, storage_of, updates_of
+from recovery import HELD, NVME, Open, failing, held_until_awaited, spilling
 from torch import nn
 
+import offload.mover
 import zero
 from offload.disk.aio import NativeAio
 from offload.errors import StorageError
@@ -67,13 +70,22 @@ def test_an_initialisation_that_fails_gives_the_model_back(
 # ---- ends -----------------------------------------------------------------------------------------------------------
 
 
-def slow_step(engine: Any, index: int) -> None:
-    """A step whose updates are under way for a while, or due."""
+def held_step(engine: Any, index: int) -> None:
+    """A step whose updates are under way until their transfers are released, or due."""
     engine.backward(engine(tokens(index)))
     engine.synchronize()
-    engine.inject(SLOW)
+    engine.inject(HELD)
     engine.step()
     assert not updates_of(engine).all_settled
+
+
+@contextmanager
+def held_unless_awaited(engine: Any) -> Iterator[None]:
+    """Inside, transfers move only while the training thread waits for the mover; what it began last stays held."""
+    engine.inject(HELD)
+    # What was held goes on, what follows is held until the next look.
+    with at_each_look(engine, lambda: engine.inject(HELD)):
+        yield
 
 
 def failed_update(engine: Any, index: int) -> None:
@@ -97,21 +109,23 @@ def test_close_waits_for_what_is_in_flight_and_leaves_nothing(
     if moment == "failure":
         failed_update(engine, 1)
     elif "updates" in moment:
-        slow_step(engine, 1)
+        held_step(engine, 1)
         if "forward" in moment:
-            engine(tokens(2))
+            with held_unless_awaited(engine):
+                engine(tokens(2))
     else:
-        engine.inject(replace(SLOW, delay_seconds=0.03))
-        loss = engine(tokens(1))
-        if moment != "forward":
-            engine.backward(loss)
-    engine.close()
+        with held_unless_awaited(engine):
+            loss = engine(tokens(1))
+            if moment != "forward":
+                engine.backward(loss)
+    with nullcontext() if moment == "failure" else held_until_awaited(engine):
+        engine.close()
 
 
 def test_close_begins_no_update_that_nobody_can_see_any_more(open_engine: Open, nvme_path: Path) -> None:
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, zero={"sub_group_size": 4096}))
     train(engine, 0)
-    slow_step(engine, 1)
+    engine.synchronize()
     begun, pipeline = [], pipeline_of(engine)
     update = pipeline.update
 
@@ -120,8 +134,12 @@ def test_close_begins_no_update_that_nobody_can_see_any_more(open_engine: Open, 
         return update(group, *more)
 
     pipeline.update = spy
-    engine.close()
-    assert begun == []
+    held_step(engine, 1)
+    let_mover_idle(engine)  # it begins what is read ahead
+    before = len(begun)
+    with held_until_awaited(engine):
+        engine.close()
+    assert 0 < before == len(begun) < len(engine.plan.sub_groups)
 
 
 @pytest.mark.parametrize("moment", ["trained", "forward", "updates in flight", "failure", "gathered"])
@@ -134,9 +152,16 @@ def test_an_engine_that_is_dropped_leaves_nothing(nvme_path: Path, nothing_left:
     if moment == "failure":
         failed_update(engine, 1)
     if moment == "updates in flight":
-        slow_step(engine, 1)
+        held_step(engine, 1)
     if moment == "gathered":
         with zero.GatheredParameters(model.parameters()):
             pass
+    aio, block = storage_of(engine).disk.aio, offload.mover.Mover.block
+
+    def release(mover: Any, what: str, *more: Any) -> None:
+        aio.inject(None)
+        block(mover, what, *more)
+
     del engine, model
-    gc.collect()
+    with mock.patch.object(offload.mover.Mover, "block", release):
+        gc.collect()

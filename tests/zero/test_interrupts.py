@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,31 +23,35 @@ from pairwise import in_pairs
 from probe import (
     CLOSE_STAGES,
     STEP_STAGES,
+    at_each_look,
     coordinator_of,
+    counted_transfers,
+    is_waiting,
     keeper_of,
     step_is_asked,
+    storage_of,
     units_in_use,
     updates_of,
     used_bytes,
 )
 from recovery import (
+    HELD,
     NVME,
-    SLOW,
     Open,
     early_exit_run,
+    held_until_awaited,
+    interrupted_in_hold,
     interrupted_when,
     interrupted_while_waiting,
     released,
     scheduled,
     scheduled_run,
-    waiting,
 )
 from torch import Tensor, nn
 
 import offload.mover
 import offload.planes.copies
 import zero
-from offload.disk.aio import AioFault
 from offload.errors import WatchdogError
 from zero.schedule.hooks import calls_of
 
@@ -117,7 +121,7 @@ def test_updates_go_on_when_whoever_waits_for_them_is_interrupted(
     train(engine, 0)
     engine.backward(engine(tokens(1)))
     engine.synchronize()
-    engine.inject(SLOW)
+    engine.inject(HELD)
     engine.step()
     interrupted_while_waiting(engine, lambda: WAITS[wait](engine))
     assert not keeper_of(engine).editor.busy
@@ -139,6 +143,7 @@ def interrupted_step(engine: Any) -> None:
     train(engine, 0)
     engine.backward(engine(tokens(1), 1))
     assert not updates_of(engine).all_settled
+    engine.inject(HELD)
     interrupted_while_waiting(engine, engine.step)
 
 
@@ -204,17 +209,18 @@ def test_an_engine_closes_after_an_interrupted_step(open_engine: Open, nvme_path
 def test_a_close_interrupted_at_any_stage_can_be_repeated(
     open_engine: Open, nvme_path: Path, nothing_left: None, stage: str, when: str
 ) -> None:
-    """With updates under way on a slow disk, so that there is something to wait for."""
+    """With updates under way, so that there is something to wait for."""
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
     engine.backward(engine(tokens(0)))
     engine.synchronize()
-    engine.inject(SLOW)
+    engine.inject(HELD)
     engine.step()
-    interrupt = InterruptOnce(*CLOSE_STAGES[stage](engine), when)
-    with pytest.raises(KeyboardInterrupt):
+    with held_until_awaited(engine):
+        interrupt = InterruptOnce(*CLOSE_STAGES[stage](engine), when)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+        assert interrupt.met
         engine.close()
-    assert interrupt.met
-    engine.close()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in engine.module.modules())
 
 
@@ -225,10 +231,9 @@ def test_an_interrupted_forward_leaves_no_trace(open_engine: Open, nvme_path: Pa
     reference = reference_run(0, 1, 2)
     train(engine, 0)
     if where == "in a fetch":
-        engine.inject(replace(SLOW, delay_seconds=1.0))  # shorter waits are no place where an interrupt gets through
-        with interrupted_when(waiting(engine)):
+        engine.inject(HELD)
+        with interrupted_in_hold(engine):
             engine(tokens(7))
-        engine.inject(None)
     else:
 
         def stop(module: nn.Module, args: Any) -> None:
@@ -271,11 +276,10 @@ def test_an_interrupt_while_a_unit_is_let_go_loses_no_memory(open_engine: Open, 
     engine.synchronize()
     for _ in range(5):  # the pool holds fewer units than this
         coordinator_of(engine).release_all()
-        engine.inject(SLOW)
+        engine.inject(HELD)
         coordinator_of(engine).expect_forward()
-        with interrupted_when(waiting(engine)):
+        with interrupted_in_hold(engine):
             coordinator_of(engine).release_all()
-        engine.inject(None)
     coordinator_of(engine).release_all()
     assert used_bytes(engine, "unit_pool") == 0
     assert unequal(train(engine, 1), reference) == []
@@ -305,11 +309,14 @@ def test_what_forward_has_modified_is_stored_whole_after_an_interrupt(
     with zero.GatheredParameters([model.scaled.weight]):
         before = model.scaled.weight.detach().clone()
     with torch.no_grad():
-        engine.inject(AioFault(delay_rate=1.0, delay_seconds=1.0, ops=("write",)))
-        with interrupted_when(waiting(engine)):
+        engine.inject(replace(HELD, ops=("write",)))
+        with (
+            counted_transfers(engine, "write") as writes,
+            interrupted_when(lambda: writes[0] > 0 and is_waiting(engine)),
+        ):
             engine(tokens(0))
-        model.inner(tokens(1))
-        engine.inject(None)
+        with held_until_awaited(engine):
+            model.inner(tokens(1))
         engine(tokens(2))
     with zero.GatheredParameters([model.scaled.weight]):
         assert torch.equal(model.scaled.weight.detach(), before / 4)
@@ -321,7 +328,7 @@ def test_what_forward_has_modified_is_stored_whole_after_an_interrupt(
 def test_the_watchdog_is_patient_while_bytes_move(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each transfer takes 0.1 s, all of them together several times what a standstill may last."""
+    """The time jumps whenever bytes have moved; all jumps together are several times what a standstill may last."""
     monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.8)
     monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.9)
     keys = {"sub_group_size": 4096, "offload_optimizer": {"buffer_count": 2}}
@@ -329,13 +336,21 @@ def test_the_watchdog_is_patient_while_bytes_move(
     reference = reference_run(0)
     engine.backward(engine(tokens(0)))
     engine.synchronize()
-    engine.inject(AioFault(delay_rate=1.0, delay_seconds=0.1))
+    engine.inject(HELD)
     engine.step()
-    begin = time.monotonic()
-    with warnings.catch_warnings():
+    seen = set[int]()
+
+    def look() -> None:
+        engine.inject(HELD)  # what was held goes on, what comes after it is held until the next look
+        done = storage_of(engine).disk.aio.stats()
+        seen.add(done.read_bytes + done.write_bytes)
+
+    monkeypatch.setattr(offload.mover, "time", SimpleNamespace(perf_counter=lambda: 0.7 * len(seen)))
+    with at_each_look(engine, look), warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.synchronize()
-    assert time.monotonic() - begin > 0.9, "the updates are to take longer than the watchdog waits"
+    monkeypatch.undo()
+    assert 0.7 * len(seen) > 2 * 0.9, "the updates are to take longer than the watchdog waits"
     engine.inject(None)
     assert unequal(engine, reference) == []
 
@@ -348,14 +363,14 @@ def test_the_watchdog_raises_when_nothing_moves_and_the_step_is_still_completed(
     reference = reference_run(0, 1)
     engine.backward(engine(tokens(0)))
     with monkeypatch.context() as patch:
+        engine.inject(HELD)
+        engine.step()
         patch.setattr(offload.mover, "WARN_SECONDS", 0.1)
         patch.setattr(offload.mover, "RAISE_SECONDS", 0.2)
-        engine.inject(AioFault(delay_rate=1.0, delay_seconds=1.5, count_max=8))
-        engine.step()
         with pytest.raises(WatchdogError, match=re.escape(str(nvme_path))):
             engine.synchronize()
-    engine.synchronize()
     engine.inject(None)
+    engine.synchronize()
     assert unequal(train(engine, 1), reference) == []
 
 
@@ -363,13 +378,25 @@ def test_the_watchdog_raises_when_nothing_moves_and_the_step_is_still_completed(
 def test_settle_outlasts_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.02)
     monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.05)
-    mover = offload.mover.Mover()
+    mover, ending, limits = offload.mover.Mover(), asyncio.Event(), list[str]()
+    block = mover.block
+
+    def end_at_the_second_limit(what: str, *more: Any) -> None:
+        try:
+            block(what, *more)
+        except WatchdogError:
+            limits.append(what)
+            if len(limits) == 2:
+                mover.call(ending.set)
+            raise
+
+    monkeypatch.setattr(mover, "block", end_at_the_second_limit)
     try:
-        good = mover.post("slow", asyncio.sleep(0.4))
+        good = mover.post("slow", ending.wait())
         with pytest.raises(WatchdogError):
             good.result()
         assert good.settle() is None
-        assert good.settled()
+        assert good.settled() and len(limits) >= 2
     finally:
         monkeypatch.undo()
         mover.close()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from offload_runs import backward, both, offloaded, same, state_differences, train
 from probe import is_waited_for, storages_behind
-from recovery import SLOW, descriptors, failing, interrupted_when, movers
+from recovery import HELD, descriptors, failing, interrupted_when, movers
 from tiled_optimizers import patchy
 
 import zero
@@ -122,7 +121,7 @@ def test_an_interrupted_step_is_finished_by_the_next_call(nvme_path: Path) -> No
             train(net, optimizer, range(2))
             backward(net, 2)
         plain.step()
-        inject(ours, replace(SLOW, delay_seconds=0.3))
+        inject(ours, HELD)
         (storage,) = storages_behind(ours)
         with interrupted_when(lambda: is_waited_for(storage)):
             ours.step()

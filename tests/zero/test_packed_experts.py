@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from harness import reference_of
 from models import VOCAB, make_config, next_token_loss, seeded, tokens, trainability
-from probe import coordinator_of, drain_mover, storage_of, used_bytes
-from recovery import NVME, interrupted_when, waiting
+from probe import coordinator_of, drain_mover, is_waiting, storage_of, used_bytes
+from recovery import HELD, NVME, interrupted_when
 from reference import differences, snapshot
 from torch import Tensor, nn
-
-from offload.disk.aio import AioFault
 
 transformers = pytest.importorskip("transformers")
 
@@ -280,17 +279,22 @@ def test_hooks_on_packed_experts_see_and_replace_the_whole_gradient(
 def test_memory_that_rows_still_come_to_is_nobody_elses_after_an_interrupt(open_engine: Open, nvme_path: Any) -> None:
     model = mixtral().eval()
     engine = open_engine(model, make_config(NVME, nvme_path, zero=LIMITS))
-    slow = AioFault(delay_rate=1.0, delay_seconds=1.0, ops=("read",))
-    routed = model.model.layers[0].mlp.gate.register_forward_hook(lambda *_: engine.inject(slow))
-    with torch.no_grad(), interrupted_when(waiting(engine)):
+    routed = list[bool]()
+
+    def hold(*_: Any) -> None:
+        engine.inject(replace(HELD, ops=("read",)))
+        routed.append(True)
+
+    hook = model.model.layers[0].mlp.gate.register_forward_hook(hold)
+    with torch.no_grad(), interrupted_when(lambda: bool(routed) and is_waiting(engine)):
         engine(input_ids=tokens(0, length=3), use_cache=False)
-    routed.remove()
-    engine.inject(None)
+    hook.remove()
     pool, blocks = storage_of(engine).unit_pool, []
     for power in range(30, 11, -1):
         while (block := pool.try_lease(1 << power)) is not None:
             blocks.append(block)
             block.data.fill_(7)
+    engine.inject(None)  # now the rows arrive
     drain_mover(engine)
     assert all(bool((block.data == 7).all()) for block in blocks)
     for block in blocks:

@@ -8,9 +8,9 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +18,11 @@ import torch
 from harness import train, unequal
 from models import VOCAB, build, make_config, seeded, tokens
 from probe import (
+    at_each_look,
     complete,
     disk_of,
     error_of_the_save,
+    is_waiting,
     load_no_states_of,
     only_updates_take,
     put_disk,
@@ -30,12 +32,12 @@ from probe import (
     updates_of,
     used_bytes,
 )
-from recovery import NVME, SLOW, descriptors, failing, interrupted_when, waiting
+from recovery import HELD, NVME, descriptors, failing, interrupted_when
 from torch import nn
 
 import offload.mover
 import zero
-from offload.disk.aio import AioFault, AioOptions, open_aio
+from offload.disk.aio import AioOptions, open_aio
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.containers import container
 from offload.files.durable import Files
@@ -250,7 +252,7 @@ def test_updates_that_cannot_be_written_leave_a_save_beside_them_right(
     take_all = only_updates_take(monkeypatch, 0.1)
     engine.save_checkpoint(tmp_path)
     engine.backward(engine(tokens(1)))
-    engine.inject(failing("write", delay_rate=1.0, delay_seconds=0.3))  # all that have memory fail with it
+    engine.inject(failing("write"))
     engine.step()
     for _ in range(3):
         with pytest.raises(StorageError, match="write"):
@@ -272,7 +274,7 @@ def test_results_that_cannot_be_written_keep_no_memory_that_a_save_waits_for(
     engine = train(open_engine(Broad(), make_config(NVME, nvme_path, zero=BROAD)), 0)
     engine.backward(engine(tokens(1)))
     engine.synchronize()
-    engine.inject(failing("write", delay_rate=1.0, delay_seconds=0.1))
+    engine.inject(failing("write"))
     engine.step()
     with pytest.raises(StorageError, match="write"):
         engine.synchronize()
@@ -321,17 +323,25 @@ def test_an_interrupt_of_a_save_leaves_nothing_and_the_next_one_works(
 ) -> None:
     engine = train(open_engine(build("gpt"), make_config(NVME, nvme_path)), 0)
     engine.synchronize()
-    before = descriptors()
+    before, opened = descriptors(), list[Any]()
 
-    def open_slow(options: AioOptions) -> Any:
+    def open_held(options: AioOptions) -> Any:
         aio = open_aio(options)
-        aio.inject(SLOW)
+        aio.inject(HELD)
+        opened.append(aio)
         return aio
 
+    def ready() -> bool:
+        if not (opened and is_waiting(engine)):
+            return False
+        opened[-1].inject(None)  # what cleans up waits for the transfers
+        return True
+
     with monkeypatch.context() as slow:
-        slow.setattr(writer, "open_aio", open_slow)
-        with interrupted_when(waiting(engine)):
+        slow.setattr(writer, "open_aio", open_held)
+        with interrupted_when(ready):
             engine.save_checkpoint(tmp_path)
+    opened.clear()
     assert descriptors() == before
     assert [name for name in Files().listing(tmp_path) if name != nvme_path.name] == [".lock"]
     engine.save_checkpoint(tmp_path)
@@ -346,17 +356,25 @@ def test_a_save_may_take_long_though_the_engine_has_no_disk_of_its_own(
     engine = train(open_engine(build("gpt"), make_config(CPU, tmp_path, zero={"sub_group_size": 4096})), 0)
     engine.synchronize()
 
-    def open_slow(options: AioOptions) -> Any:
-        aio = open_aio(options)
-        aio.inject(AioFault(delay_rate=1.0, delay_seconds=0.2))
-        return aio
+    opened, seen = list[Any](), set[int]()
 
-    monkeypatch.setattr(writer, "open_aio", open_slow)
+    def open_held(options: AioOptions) -> Any:
+        opened.append(open_aio(options))
+        opened[-1].inject(HELD)
+        return opened[-1]
+
+    def look() -> None:
+        if opened:
+            opened[-1].inject(HELD)  # what was held goes on, what comes after it is held until the next look
+            seen.add(opened[-1].stats().write_bytes)
+
+    monkeypatch.setattr(writer, "open_aio", open_held)
     monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.5)
     monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.5)
-    began = time.monotonic()
-    engine.save_checkpoint(tmp_path)
-    assert time.monotonic() - began > 0.6 and tags(tmp_path) == ["global_step1"]
+    monkeypatch.setattr(offload.mover, "time", SimpleNamespace(perf_counter=lambda: 0.4 * len(seen)))
+    with at_each_look(engine, look):
+        engine.save_checkpoint(tmp_path)
+    assert 0.4 * len(seen) > 0.6 and tags(tmp_path) == ["global_step1"]
 
 
 @pytest.mark.parametrize("pair", [CPU, NVME])
