@@ -75,7 +75,8 @@ def viewable(tensor: torch.Tensor) -> Iterator[None]:
 
     They can be used while it is bound.
     """
-    storage = tensor.untyped_storage()
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass may have another answer
+        storage = tensor.untyped_storage()
     if storage.nbytes() or not tensor.numel():
         yield
         return

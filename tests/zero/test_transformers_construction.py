@@ -12,6 +12,7 @@ from models import make_config, seeded
 from torch import nn
 
 import zero
+from offload.errors import StateError
 from zero.params import unadopted
 from zero.params.released import ReleasedParameter
 
@@ -114,6 +115,27 @@ def test_dtype_gives_the_bits_of_an_fp32_construction_and_a_cast(
     with zero.GatheredParameters(model.lm_head.weight):
         assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
     assert_masters(open_engine(model, config), plain)
+
+
+@pytest.mark.parametrize("engine", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_save_pretrained_writes_the_values_or_no_file(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, make: Callable[[], Any], engine: bool
+) -> None:
+    config, folder = make_config(NVME, nvme_path, bf16=False), tmp_path / "saved"
+    with seeded(4):
+        plain = make()
+    with seeded(4), zero.Init(config_dict_or_path=config):
+        model = make()
+    if engine:
+        open_engine(model, config)
+    with pytest.raises(StateError, match=r"is released.*GatheredParameters"):
+        model.save_pretrained(folder)
+    assert list(folder.glob("*.safetensors")) == []
+    with zero.GatheredParameters(list(model.parameters())):
+        model.save_pretrained(folder)
+    loaded = type(plain).from_pretrained(folder)
+    assert all(torch.equal(p, q) for p, q in zip(loaded.parameters(), plain.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])

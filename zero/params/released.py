@@ -26,6 +26,7 @@ from offload.memory.flat_storage import viewable
 from offload.saved.saved_views import AsIs, storage_key
 from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, has_face, put_on_face
 from zero.params.kept import KEEPER, KEPT, Collected, KeptParameter, Mixin
+from zero.params.released_storage import ReleasedStorage
 from zero.params.watched import WatchedParameter, note
 
 logger = logging.getLogger("zero")
@@ -33,9 +34,9 @@ NAME = "_zero_name"
 
 _METADATA_WORDS = """
     size dim ndimension numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex
-    is_signed is_set_to get_device requires_grad_ register_hook register_post_accumulate_grad_hook untyped_storage
-    data_ptr is_pinned is_shared is_inference dim_order __hash__ __len__ _is_view is_same_size
-    _has_compatible_shallow_copy_type has_names _typed_storage is_sparse result_type
+    is_signed is_set_to get_device requires_grad_ register_hook register_post_accumulate_grad_hook is_pinned is_shared
+    is_inference dim_order __hash__ __len__ _is_view is_same_size _has_compatible_shallow_copy_type has_names is_sparse
+    result_type
 """
 METADATA_METHODS = frozenset(_METADATA_WORDS.split())
 _MAKING_WORDS = """
@@ -48,6 +49,10 @@ _ALIASING_WORDS = """
 """
 _ALIASING_METHODS = frozenset(_ALIASING_WORDS.split())
 ALIASING_ATTRIBUTES = frozenset(("data", "T", "mT", "H", "mH", "real"))
+_ADDRESSES = frozenset(("data_ptr", "const_data_ptr", "untyped_storage", "__cuda_array_interface__"))
+"""Whoever asks for them may read there later, without holding the memory, or only compare them."""
+_OF_MEMORY = _ADDRESSES | {"storage", "_typed_storage", "numpy", "__array__", "__dlpack__"}
+"""Their results refer to the memory of the values, and are no tensors."""
 _CONVERSIONS: dict[str, torch.dtype | None] = {
     "to": None,
     "cpu": None,
@@ -113,8 +118,23 @@ class Unplaced(Keeper, Protocol):
         """As `parameter.data = data`: shape and dtype may change."""
 
 
+def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of tensors that asks no `__torch_function__`, made one that does."""
+
+    @functools.wraps(method)
+    def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch._C._is_torch_function_enabled():
+            return method(self, *args, **kwargs)
+        return self.__torch_function__(method, (), (self, *args), kwargs)
+
+    return ask
+
+
 class ReleasedParameter(KeptParameter):
     """Mixed into the class of every released parameter."""
+
+    as_subclass = _asking(torch.Tensor.as_subclass)
+    _typed_storage = _asking(torch.Tensor._typed_storage)
 
     @classmethod
     def __torch_function__(
@@ -125,6 +145,8 @@ class ReleasedParameter(KeptParameter):
         name, attribute = names_of(func)
         if name == "__set__" and attribute == "data" and isinstance(args[0], ReleasedParameter):
             return _set_data(args[0], args[1])
+        if name in _ADDRESSES or attribute in _ADDRESSES:
+            return _address(func, args, kwargs)
         if name in _WITHOUT_VALUES or (name in ACCESSORS and attribute not in ALIASING_ATTRIBUTES):
             return _untouched(func, args, kwargs)
         if name in _CONVERSIONS and _keeps_dtype(name, args, kwargs):
@@ -175,6 +197,8 @@ class ReleasedAlias(torch.Tensor):
     """Result of `detach`, `data` and views of a released parameter: metadata, and values while it has them."""
 
     source: nn.Parameter
+    as_subclass = _asking(torch.Tensor.as_subclass)
+    _typed_storage = _asking(torch.Tensor._typed_storage)
 
     @classmethod
     def __torch_function__(
@@ -183,6 +207,8 @@ class ReleasedAlias(torch.Tensor):
         """As for its source parameter."""
         kwargs = kwargs or {}
         name, attribute = names_of(func)
+        if name in _ADDRESSES or attribute in _ADDRESSES:
+            return _address(func, args, kwargs)
         if name in _WITHOUT_VALUES or (name in ACCESSORS and attribute not in ALIASING_ATTRIBUTES):
             return _untouched(func, args, kwargs)
         return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in ALIASING_ATTRIBUTES)
@@ -191,8 +217,18 @@ class ReleasedAlias(torch.Tensor):
         """Pickle the values if they are present, or no engine has them; else raise, or pickle an empty tensor."""
         if isinstance(self.source, ReleasedParameter):
             saved: Any = _saved(self, self.source)
-            return saved.__reduce_ex__(protocol)
-        return _untouched(torch.Tensor.detach, (self,), {}).as_subclass(torch.Tensor).__reduce_ex__(protocol)
+        elif _is_unplaced(self.source):  # its present memory may not be the one that this is a view of
+            saved = self.detach().clone()
+        else:
+            saved = _untouched(torch.Tensor.detach, (self,), {}).as_subclass(torch.Tensor)
+        return saved.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """An independent tensor with the values."""
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone()
+        copied: torch.Tensor = memo[id(self)]
+        return copied
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Say that the values are elsewhere, without fetching them."""
@@ -328,6 +364,23 @@ def _untouched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return func(*args, **kwargs)
 
 
+def _address(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An address of values that are present or can be fetched; else the storage's identity, or StateError.
+
+    Values that are fetched for one operation are gone before anyone reads at their address.
+    """
+    unread = _untouched(func, args, kwargs)  # raises what torch raises
+    source: Any = _source_of(args[0])
+    try:
+        if isinstance(source, ReleasedParameter) and _is_unplaced(source):
+            raise _cannot(source, "read by its address")
+        return _with_values(func, args, kwargs, aliasing=False)
+    except StateError as refusal:
+        if names_of(func)[0] != "untyped_storage":
+            raise
+        return ReleasedStorage(source, unread, refusal.with_traceback(None))
+
+
 def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool) -> Any:
     """Run `func` after the keepers have fetched the values it needs; if they cannot, an alias stays released."""
     given = _tensors((args, kwargs))
@@ -335,6 +388,7 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return _with_fetched(func, args, kwargs, aliasing=aliasing)
     sources = [_source_of(tensor) for tensor in given]
     keepers: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
+    lasts = not _OF_MEMORY.isdisjoint(names_of(func))
     result: Any = None
     try:
         for tensor, parameter in zip(given, sources, strict=True):
@@ -349,13 +403,14 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                         return alias
                     raise
                 keepers.setdefault(id(keeper), (keeper, []))[1].append(parameter)
-                unseen = tensor is not parameter or names_of(func)[1] == "data"
+                unseen = lasts or tensor is not parameter or names_of(func)[1] == "data"
                 if unseen and isinstance(parameter, (ReleasedParameter, WatchedParameter)):
                     note(parameter)
         result = _untouched(func, args, kwargs)
     finally:
         for keeper, parameters in keepers.values():
-            result = keeper.touched(parameters, given, result)
+            seen = keeper.touched(parameters, given, None if lasts else result)
+            result = result if lasts else seen
     return result
 
 
@@ -468,7 +523,7 @@ def _alias(tensor: torch.Tensor, source: nn.Parameter) -> torch.Tensor:
     if type(tensor) is torch.Tensor:
         alias.__class__ = ReleasedAlias  # `as_subclass` is a node of the graph, and clients hook the one behind a view
     else:  # the function has returned its argument, as `flatten` does with a vector
-        alias = tensor.as_subclass(ReleasedAlias)
+        alias = torch.Tensor.as_subclass(tensor, ReleasedAlias)
     alias.source = source
     return alias  # type: ignore[no-any-return]
 
