@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import io
-import pathlib
 import pickle
-import threading
-import types
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import zipfile
+from contextlib import suppress
 from typing import Any
 
-import numpy
 import torch
 
 from offload.errors import ConfigError
+from offload.plain_objects import allow_harmless, refusal
 
 PACKED = "packed by zero-infinity"
 NAMES_SHOWN = 3
-# Classes that users save with their weights and that torch refuses by default: to make one runs no code of the file.
-HARMLESS: tuple[Any, ...] = (
-    *(frozenset, argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, pathlib.PurePosixPath),
-    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
-    *(numpy.ndarray, numpy.dtype, *(type(numpy.dtype(kind)) for kind in "?bhilqBHILQefdFDUS")),
-)
-_REBUILD: Any = numpy.zeros(0).__reduce__()[0]
-_SCALAR: Any = numpy.float64(0).__reduce__()[0]
-# numpy's own functions, under the names of its old and new versions.
-NUMPY = tuple(
-    (function, f"numpy.{core}.multiarray.{name}")
-    for core in ("core", "_core")
-    for function, name in ((_REBUILD, "_reconstruct"), (_SCALAR, "scalar"))
-)
-_ALLOWING = threading.Lock()
-
-
-@contextmanager
-def allow_harmless(*more: Any) -> Iterator[None]:
-    """Let torch's weights-only loader make objects of `HARMLESS` classes, of `more`, and of those that users allow."""
-    with _ALLOWING:  # the allowed classes are a setting of the whole process; the user's own ones stay
-        users = set(torch.serialization.get_safe_globals())
-        with torch.serialization.safe_globals([kind for kind in (*HARMLESS, *NUMPY, *more) if kind not in users]):
-            yield
 
 
 def bytes_tensor(data: bytes) -> torch.Tensor:
@@ -79,19 +50,30 @@ def read_archive(data: bytes | torch.Tensor, what: str, *, trusted: bool = False
     try:
         if trusted:
             return torch.load(stream, map_location="cpu", weights_only=False)
-        with allow_harmless():
-            return torch.load(stream, map_location="cpu", weights_only=True)
+        with allow_harmless() as plain:
+            return plain.restore(torch.load(stream, map_location="cpu", weights_only=True))
     except Exception as error:  # damaged bytes can make the unpickler raise any error
-        strange = [] if trusted else _unsafe_names(stream)
-        if not strange:
-            raise ConfigError(f"{what} cannot be read: {type(error).__name__}: {error}") from error
+        if trusted or _is_damaged(stream):
+            raise ConfigError(f"{what} cannot be read: {type(error).__name__}: {refusal(error)}") from error
+        strange = _unsafe_names(stream)
         names = ", ".join(strange[:NAMES_SHOWN])
         more = f" and {len(strange) - NAMES_SHOWN} more" if len(strange) > NAMES_SHOWN else ""
+        made = f"made by {names}{more}" if strange else f"that is not plain ({refusal(error)})"
+        these = f", or these by torch.serialization.add_safe_globals([{names}])" if strange else ""
         raise ConfigError(
-            f"{what}: it holds an object made by {names}{more}, which is not loaded, because loading it can run any "
-            "code. If you trust the folder, allow all objects by load_checkpoint(allow_pickle=True) or "
-            f'"checkpoint": {{"allow_pickle": true}}, or these by torch.serialization.add_safe_globals([{names}])'
+            f"{what}: it holds an object {made}, which is not loaded, because loading it can run any code. If you "
+            'trust the folder, allow all objects by load_checkpoint(allow_pickle=True) or "checkpoint": '
+            f'{{"allow_pickle": true}}{these}'
         ) from error
+
+
+def _is_damaged(stream: io.BytesIO) -> bool:
+    """Whether an archive's bytes differ from those that were written."""
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            return archive.testzip() is not None
+    except Exception:  # damaged bytes can make it raise any error
+        return True
 
 
 def _unsafe_names(stream: io.BytesIO) -> list[str]:

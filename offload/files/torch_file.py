@@ -19,17 +19,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from offload.archives import allow_harmless
 from offload.disk.provisional import read_into
 from offload.errors import ConfigError, StorageError
+from offload.plain_objects import NotPlainError, allow_harmless, refusal
 from offload.system.regular_files import open_regular, reading
-
-
-def _dict(*_factory: Any) -> dict[Any, Any]:
-    return {}
-
-
-PLAINER = ((_dict, "collections.defaultdict"),)  # Torch can set items only in plain dicts.
 
 
 class Stranger:
@@ -120,14 +113,15 @@ class TorchFile:
             self.contents = _load(path)
         except Exception as error:
             # Damaged bytes can make the unpickler raise any error: the cause is the file.
-            if isinstance(error, pickle.UnpicklingError) and _reason(error).startswith(("Can only", "Trying to")):
+            is_refused = isinstance(error, pickle.UnpicklingError) and refusal(error).startswith(REFUSED)
+            if is_refused or isinstance(error, NotPlainError):
                 raise ConfigError(
-                    f"{path}: {_reason(error)}. Objects of unknown classes are not loaded, and this object cannot be "
+                    f"{path}: {refusal(error)}. Objects of unknown classes are not loaded, and this object cannot be "
                     "left out; save it as plain dicts, lists, numbers and strings"
                 ) from error
             raise ConfigError(
                 f"{path}: expected {wanted}, as torch.save has written it since torch 1.6; the file is truncated, "
-                f"damaged or of another format ({type(error).__name__}: {_reason(error)}). {COPY}"
+                f"damaged or of another format ({type(error).__name__}: {refusal(error)}). {COPY}"
             ) from error
         self._mapped = _Mapped(path)
 
@@ -143,25 +137,20 @@ class TorchFile:
         return Region(self.path, self._mapped.offset_of(tensor.data_ptr()), tensor.numel(), tensor.dtype, layout)
 
 
+REFUSED = ("Can only", "Trying to")
 COPY = "Copy the folder again, or load another tag"
 
 
 def _load(path: Path) -> Any:
-    with allow_harmless(*PLAINER):
+    with allow_harmless(has_strangers=True) as plain:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         with torch.serialization.safe_globals([(_stranger(name), name) for name in unknown]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return plain.restore(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
 
 
 def _stranger(name: str) -> type[Stranger]:
     module, _, short = name.rpartition(".")
     return type(short, (Stranger,), {"name": name, "__module__": module})
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    # The line with the reason is between advice to load the file without `weights_only`, and a link.
-    return lines[-2] if lines[0].startswith("Weights only load failed") and len(lines) > 2 else lines[0]
 
 
 class _Mapped:
@@ -218,6 +207,8 @@ def replace_strangers(value: Any, where: str, known: Callable[[Stranger], Any]) 
             for key, item in value.items()
         ]
         return type(value)(items) if type(value) in (dict, collections.OrderedDict) else dict(items)
+    if type(value) is collections.deque:
+        return collections.deque(replace_strangers(list(value), where, known), value.maxlen)
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(replace_strangers(item, f"{where}[{place}]", known) for place, item in enumerate(value))
     return value

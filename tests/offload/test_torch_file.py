@@ -54,6 +54,7 @@ def test_what_people_keep_beside_their_weights_comes_back(tmp_path: Path) -> Non
         "took": datetime.timedelta(seconds=3),
         "names": {"b", "a"},
         "counts": collections.defaultdict(int, a=3),
+        "last": collections.deque([1, (2,)], maxlen=2),
         "numpy": np.arange(6, dtype=np.uint32).reshape(2, 3),
         "score": np.float64(0.5),
         "random": np.random.RandomState(3).get_state(),
