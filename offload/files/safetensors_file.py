@@ -52,6 +52,10 @@ class Entry:
     shape: torch.Size
     offset_bytes: int  # From the beginning of the file.
 
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
 
 class SafetensorsFile:
     """One open file; on opening, every tensor's place is checked against the file's length.
@@ -101,10 +105,11 @@ class SafetensorsFile:
                 f"{self.path}: its header is JSON, but not of safetensors ({error!r}); {REREAD}"
             ) from error
         position = 0
-        for name, entry in sorted(entries.items(), key=lambda item: item[1].offset_bytes):
-            if entry.offset_bytes < position:
+        # of tensors at one place the empty ones are first
+        for begin, nbytes, name in sorted((entry.offset_bytes, entry.nbytes, name) for name, entry in entries.items()):
+            if begin < position:
                 raise ConfigError(f"{name} in {self.path}: its bytes are also those of another tensor; {REREAD}")
-            position = entry.offset_bytes + entry.shape.numel() * entry.dtype.itemsize
+            position = begin + nbytes
         return entries
 
     def _entry(self, name: str, told: dict[str, Any], origin: int, file_bytes: int) -> Entry:

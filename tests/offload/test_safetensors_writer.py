@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.durable import Files
-from offload.files.safetensors_file import DTYPES, open_checkpoint
+from offload.files.safetensors_file import DTYPES, SafetensorsFile, open_checkpoint
 from offload.files.safetensors_writer import Tensor, WeightsDraft, WeightsWriter, in_file_order
 from offload.files.write_stream import BLOCK_BYTES
 
@@ -272,3 +273,23 @@ def test_a_real_disk_that_fills_up_has_no_half_file_and_the_earlier_model(tmp_pa
             "w2",
             "w3",
         }
+
+
+def test_empty_tensors_may_stand_anywhere_in_the_header(tmp_path: Path) -> None:
+    entries = {
+        "empty": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]},
+        "first": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "between": {"dtype": "F16", "shape": [3, 0], "data_offsets": [8, 8]},
+        "last": {"dtype": "F32", "shape": [1], "data_offsets": [8, 12]},
+        "end": {"dtype": "I8", "shape": [0, 2], "data_offsets": [12, 12]},
+    }
+    path = tmp_path / "model.safetensors"
+    for order in itertools.permutations(entries):
+        header = json.dumps({name: entries[name] for name in order}).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
+        assert set(SafetensorsFile(path).entries) == set(safetensors.load_file(path)) == set(entries)
+    for name, offsets in (("between", [4, 4]), ("last", [4, 8])):  # an empty tensor within another, and an overlap
+        header = json.dumps(entries | {name: {**entries[name], "data_offsets": offsets}}).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
+        with pytest.raises(ConfigError, match="its bytes are also those of another tensor"):
+            SafetensorsFile(path)
