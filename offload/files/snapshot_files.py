@@ -21,7 +21,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,9 +208,8 @@ class SnapshotFiles:
             )
 
     def _open(self, path: Path) -> int:
-        self._disk.make_folder(path.parent, 0o755)  # a job that has just ended may have removed the folder
-        try:
-            descriptor = self._open_own(path, os.O_RDWR | os.O_CREAT, direct=True)
+        try:  # a job that has just ended may have removed the folder
+            descriptor = self._open_own(path, os.O_RDWR | os.O_CREAT, direct=True, make=self._make_folder)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -218,11 +217,26 @@ class SnapshotFiles:
         self.direct = self.direct and is_direct(descriptor)
         return descriptor
 
-    def _open_own(self, path: Path, flags: int, *, direct: bool = False) -> int:
+    def _make_folder(self, above: int, path: Path) -> None:
+        def make() -> None:
+            with contextlib.suppress(FileExistsError):  # another rank was faster
+                os.mkdir(path.name, 0o755, dir_fd=above)  # by path it could be made where a planted link leads
+
+        self._disk.perform("make folder", path, make)
+        self._disk.sync_folder(path.parent)
+
+    def _open_own(
+        self,
+        path: Path,
+        flags: int,
+        *,
+        direct: bool = False,
+        make: Callable[[int, Path], None] | None = None,
+    ) -> int:
         """A file in one of the folders, which nobody else has put there. Raises ConfigError, OSError."""
         base = next(above for above in path.parents if above.name == FOLDER).parent
         names = path.parent.relative_to(base).parts
-        folder = open_own_folder(base, names, shared=self._shared, advice=SHARED)
+        folder = open_own_folder(base, names, shared=self._shared, advice=SHARED, make=make)
         try:
             return open_own_file(path.name, flags, folder=folder, path=path, shared=self._shared, direct=direct)
         finally:

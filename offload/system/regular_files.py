@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,14 @@ def read_json(path: Path | str) -> Any:
         return json.loads(read_regular(path))
 
 
-def open_own_folder(base: Path, names: Sequence[str], *, shared: bool, advice: str) -> int:
+def open_own_folder(
+    base: Path,
+    names: Sequence[str],
+    *,
+    shared: bool,
+    advice: str,
+    make: Callable[[int, Path], None] | None = None,
+) -> int:
     """Descriptor of the folder base/NAME/NAME...; no name below `base` may be a link, or be in the hands of others.
 
     Raises ConfigError: one is no folder, belongs to another user, or others can write to it; ends with `advice`.
@@ -113,16 +120,16 @@ def open_own_folder(base: Path, names: Sequence[str], *, shared: bool, advice: s
         base: named by the user, so it may be a link, and anybody's.
         names: of folders below it.
         shared: folders may be of other users.
+        make: makes a missing folder, the path, in the folder of the descriptor; None: a missing one is an error.
     """
     flags, path = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, base
     descriptor = os.open(base, flags)
     try:
         for name in names:
             path = path / name
-            above, descriptor = descriptor, _enter(descriptor, name, path, flags | os.O_NOFOLLOW)
+            above, descriptor = descriptor, _enter(descriptor, path, flags | os.O_NOFOLLOW, make)
             os.close(above)
-            found = os.fstat(descriptor)
-            wrong = "" if shared else _in_other_hands(found)
+            wrong = "" if shared else _in_other_hands(descriptor)
             if wrong:
                 raise ConfigError(f"{path}: expected a folder that only this user can write to, but {wrong}; {advice}")
         return descriptor
@@ -131,9 +138,14 @@ def open_own_folder(base: Path, names: Sequence[str], *, shared: bool, advice: s
         raise
 
 
-def _enter(descriptor: int, name: str, path: Path, flags: int) -> int:
+def _enter(descriptor: int, path: Path, flags: int, make: Callable[[int, Path], None] | None) -> int:
     try:
-        return os.open(name, flags, dir_fd=descriptor)
+        return os.open(path.name, flags, dir_fd=descriptor)
+    except FileNotFoundError:
+        if make is None:
+            raise
+        make(descriptor, path)
+        return _enter(descriptor, path, flags, None)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise ConfigError(f"{path}: expected a folder, got a link or a file; remove it") from error
@@ -165,8 +177,9 @@ def _is_ours(found: os.stat_result) -> bool:
     return found.st_uid in (os.geteuid(), 0)
 
 
-def _in_other_hands(found: os.stat_result) -> str:
-    """Why others may have put files into a folder; empty if they cannot."""
+def _in_other_hands(descriptor: int) -> str:
+    """Why others may have put files into an open folder; empty if they cannot."""
+    found = os.fstat(descriptor)
     if not _is_ours(found):
         return f"it belongs to the user {found.st_uid}"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:

@@ -82,6 +82,17 @@ def test_a_snapshot_does_not_follow_a_planted_folder(disk: Path, tmp_path: Path,
     assert [path for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_nothing_is_made_where_a_planted_folder_leads(disk: Path, tmp_path: Path, name: str, shared: bool) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (disk / name).parent.mkdir(parents=True, exist_ok=True)
+    (disk / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=f"{name}: expected a folder, got a link"):
+        use(disk, shared=shared)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_that_others_can_write_to_is_refused_unless_it_is_allowed(disk: Path, name: str) -> None:
     (disk / FOLDERS[-1]).mkdir(parents=True, mode=0o755)
