@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError, StorageError, ZeroInfinityError
+
+logger = logging.getLogger("zero")
 
 SMALL_BYTES_MAX = 1 << 30  # Of a file that is read whole: the manifest of a model with 10^12 parameters is a tenth.
 KINDS = {
@@ -129,7 +132,7 @@ def open_own_folder(
             path = path / name
             above, descriptor = descriptor, _enter(descriptor, path, flags | os.O_NOFOLLOW, make)
             os.close(above)
-            wrong = "" if shared else _in_other_hands(descriptor)
+            wrong = "" if shared else _in_other_hands(descriptor, path)
             if wrong:
                 raise ConfigError(f"{path}: expected a folder that only this user can write to, but {wrong}; {advice}")
         return descriptor
@@ -177,11 +180,36 @@ def _is_ours(found: os.stat_result) -> bool:
     return found.st_uid in (os.geteuid(), 0)
 
 
-def _in_other_hands(descriptor: int) -> str:
+def _in_other_hands(descriptor: int, path: Path) -> str:
     """Why others may have put files into an open folder; empty if they cannot."""
     found = os.fstat(descriptor)
     if not _is_ours(found):
         return f"it belongs to the user {found.st_uid}"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+    if not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or found.st_mode & stat.S_ISVTX:
+        return ""
+    if found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH:
         return f"its mode is {stat.S_IMODE(found.st_mode):04o} (chmod go-w)"
+    return _close_to_group(descriptor, stat.S_IMODE(found.st_mode), path)
+
+
+def _close_to_group(descriptor: int, mode: int, path: Path) -> str:
+    """Take the right to write away from the group: umask 0002 gave it to all folders. Why not; empty if it is done."""
+    planted = _planted(descriptor)
+    if not planted:
+        os.fchmod(descriptor, mode & ~stat.S_IWGRP)
+        planted = _planted(descriptor)  # again, as nothing can be added any more
+        if not planted:
+            logger.warning("%s had mode %04o: its group can no longer write to it", path, mode)
+            return ""
+        os.fchmod(descriptor, mode)  # or it would be accepted the next time
+    return f"its mode is {mode:04o} (chmod go-w), and {planted} in it may have been put there by others"
+
+
+def _planted(descriptor: int) -> str:
+    """Name of a link, of a file with a second name or of another user in an open folder; empty: none."""
+    for name in os.listdir(descriptor):
+        found = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+        is_second_name = found.st_nlink > 1 and not stat.S_ISDIR(found.st_mode)
+        if found.st_uid != os.geteuid() or stat.S_ISLNK(found.st_mode) or is_second_name:
+            return name
     return ""

@@ -102,6 +102,35 @@ def test_a_folder_that_others_can_write_to_is_refused_unless_it_is_allowed(disk:
     use(disk, shared=True)
 
 
+def test_folders_of_the_user_that_umask_0002_gave_to_a_group_are_closed_to_it(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    use(disk)
+    for name in FOLDERS:
+        (disk / name).chmod(0o2775)
+    use(disk)
+    assert {(disk / name).stat().st_mode & 0o7777 for name in FOLDERS} == {0o2755}
+    assert [
+        f"{disk / name} had mode 2775" in record.message for name, record in zip(FOLDERS, caplog.records, strict=True)
+    ] == [True] * 3
+
+
+@pytest.mark.parametrize("plant", [link, hard_link])
+def test_a_group_that_could_write_may_have_planted_files(
+    disk: Path, precious: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    use(disk)
+    folder = disk / FOLDERS[-1]
+    folder.chmod(0o775)
+    plant(precious, folder / "manifest-0")
+    for _ in range(2):
+        with pytest.raises(
+            ConfigError, match=r"its mode is 0775 \(chmod go-w\), and manifest-0 in it may have been put"
+        ):
+            use(disk)
+    assert folder.stat().st_mode & 0o777 == 0o775
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
 @pytest.mark.parametrize("name", [*FOLDERS, *FILES])
 def test_what_belongs_to_another_user_is_refused_unless_it_is_allowed(disk: Path, name: str) -> None:
