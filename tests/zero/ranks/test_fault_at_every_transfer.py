@@ -147,9 +147,20 @@ def check(pool: RankPool, place: Place, run: Run, nvme_path: Path, op: Op) -> No
     assert said
 
 
-@pytest.mark.parametrize(("op", "accumulation"), [("write", 1), ("write", 2), ("read", 1)])
-@pytest.mark.parametrize(("ranks", "place"), PLACES, ids=[f"{ranks} ranks, {place.name}" for ranks, place in PLACES])
-@pytest.mark.broad
+SAMPLE = {
+    (1, Place(3, "nvme", "nvme"), "write", 1),
+    (2, Place(1, "none", "nvme"), "write", 1),
+    (2, Place(3, "nvme", "nvme", shared=False), "write", 1),
+    (2, Place(2, "none", "nvme"), "read", 1),
+}
+CASES = [(*where, *what) for where, what in product(PLACES, (("write", 1), ("write", 2), ("read", 1)))]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "place", "op", "accumulation"),
+    [pytest.param(*case, marks=pytest.mark.broad if case in SAMPLE else pytest.mark.slow) for case in CASES],
+    ids=[f"{ranks} ranks, {place.name}, {op}, {accumulation}" for ranks, place, op, accumulation in CASES],
+)
 def test_a_transfer_that_fails_once_ends_a_step_alike_on_all_ranks_and_changes_no_number(
     rank_pool: Pool, nvme_path: Path, ranks: int, place: Place, accumulation: int, op: Op
 ) -> None:
