@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import zero.compat.deepspeed.auto  # isort: skip  # before transformers, which looks for deepspeed
+
 import deepspeed
 import tiny_transformers
 import torch
@@ -29,7 +31,6 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import zero
 import zero.api
-import zero.compat.deepspeed.auto
 
 FOLDER = Path(sys.argv[1])
 SECONDS = 900
