@@ -133,7 +133,8 @@ class FlatStorage:
         """True if `tensor` is a view of this storage."""
         if tensor.layout != torch.strided:
             return False
-        return bool(tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would fetch its values to be asked for it
+            return bool(tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata)
 
     def bind(self, data: torch.Tensor) -> None:
         """Give `flat` and its views the memory of `data` (uint8, with a storage of exactly that length).
