@@ -212,18 +212,25 @@ def test_a_negative_factor_leaves_the_norm_positive(open_engine: Open, nvme_path
             assert torch.equal(p.grad.norm(), norm)
 
 
-def failing_at_third(write: Callable[..., None]) -> Callable[..., None]:
+def failing_at_third(write: Callable[..., None], error: BaseException) -> Callable[..., None]:
     calls = itertools.count(1)
 
     def write_or_fail(*args: Any) -> None:
         if next(calls) == 3:
-            raise StorageError("write", errno=5, path="swap", offset=0, free_bytes=None)
+            raise error
         write(*args)
 
     return write_or_fail
 
 
-def test_a_factor_whose_write_fails_voids_the_step_and_is_not_applied_twice(open_engine: Open, nvme_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [StorageError("write", errno=5, path="swap", offset=0, free_bytes=None), KeyboardInterrupt()],
+    ids=["disk", "interrupt"],
+)
+def test_a_factor_whose_write_is_broken_off_voids_the_step_and_is_not_applied_twice(
+    open_engine: Open, nvme_path: Path, error: BaseException
+) -> None:
     weights = []
     for fails in (False, True):
         engine = opened(open_engine, PLACES[1], nvme_path, Small(unused=False), accumulation=2)
@@ -234,8 +241,8 @@ def test_a_factor_whose_write_fails_voids_the_step_and_is_not_applied_twice(open
                 if p.grad is not None:
                     p.grad.mul_(0.5)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Gradients, "write_stored", failing_at_third(Gradients.write_stored))
-                with pytest.raises(StorageError):
+                patch.setattr(Gradients, "write_stored", failing_at_third(Gradients.write_stored, error))
+                with pytest.raises(type(error)):
                     engine(tokens(1))
             with pytest.raises(TornBackward):
                 engine.step()

@@ -327,13 +327,13 @@ class Steps:
         for index in list(factors):
             try:
                 ParameterValues(parts, parts.exchange, parameters[index], run.updater).apply_factor()
-            except StorageError as error:  # a part of it is multiplied, so no second attempt could be right
-                gradients = parts.gradients
-                gradients.lost, gradients.failure = True, gradients.failure or error
+            except BaseException as error:  # a part of it is multiplied, so no second attempt could be right
+                gradients, alone = parts.gradients, parts.exchange.placement.alone
+                gradients.lost, parts.watch.torn = True, parts.watch.torn or alone
                 factors.clear()
-                if parts.exchange.placement.alone:
-                    parts.watch.torn = True
+                if alone or not isinstance(error, StorageError):  # such as an interrupt
                     raise
+                gradients.failure = gradients.failure or error
                 return  # the other ranks have not failed: the step raises, on all of them
 
     def check_open(self, what: str) -> None:

@@ -3,7 +3,7 @@
 It has the parameter's shape and dtype. What torch's gradient utilities do with it needs no memory either: its 2-norm
 comes from the sums that are kept for the step, and a factor is noted and applied in the step. Other operations read the
 one gradient that they are given, and store it if they have changed it. An operation whose result shares the gradient's
-memory (a view, `numpy()`) makes it torch's own `p.grad`, which the engine takes over as one that was assigned.
+memory (a view, `numpy()`) makes a copy torch's own `p.grad`, which the engine takes over if it was changed.
 
 On several ranks all ranks do the same, as the values are in slices; to ask whether `p.grad` is None needs no others.
 """

@@ -35,8 +35,6 @@ from zero.store.storage import Storage
 
 STORES = 1
 """Sub-groups that are being written to the disk while another is made."""
-CACHED_NUMEL = 1 << 16
-"""Elements of a part that is still in the processor's cache when its sums are made."""
 SHOWN_AFTER_SECONDS = 5.0
 """After this time a progress bar appears."""
 RETURN_NUMEL = 16 << 20
@@ -348,19 +346,14 @@ def _store_weight(target: torch.Tensor, remainder: torch.Tensor | None, piece: P
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Copy values, and convert them; True if all are finite: the kernel that casts sees this in the same pass."""
-    floats = target.dtype in FLOATS and source.dtype in FLOATS
-    if floats and target.dtype != source.dtype and target.device == source.device:
+    """Copy values, and convert them; True if all are finite: the kernel that casts sees this in the same pass.
+
+    Equal dtypes are copied by torch, since the kernel would give all codes that are NaN as floats the same bits.
+    """
+    if {target.dtype, source.dtype} <= {*FLOATS} and target.dtype != source.dtype and target.device == source.device:
         return _is_finite(kernels.cast_sumsq(target, source.detach()))
-    if not floats or target.device != source.device:
-        target.copy_(source)
-        return target.dtype not in FLOATS or _is_finite(kernels.block_sumsq(target))
-    finite, flat = True, source.detach().reshape(-1)
-    for begin in range(0, target.numel(), CACHED_NUMEL):  # the kernel would give codes of NaN the same bits
-        part = target[begin : begin + CACHED_NUMEL]
-        part.copy_(flat[begin : begin + CACHED_NUMEL])
-        finite &= _is_finite(kernels.block_sumsq(part))
-    return finite
+    target.copy_(source)
+    return target.dtype not in FLOATS or _is_finite(kernels.block_sumsq(target))
 
 
 def _is_finite(sums: torch.Tensor) -> bool:
