@@ -148,4 +148,4 @@ def test_a_rank_that_is_refused_the_folder_is_named_by_the_others(
     (nvme_path / "zero-snapshots" / "default").mkdir(parents=True)
     (nvme_path / "zero-snapshots" / "default" / "rank-1").write_text("in the way")
     errors = rank_pool(2).run(job, made, 1, str(tmp_path / "progress"), errors="return")
-    assert all("make folder" in str(error) and "rank-1" in str(error) for error in errors)
+    assert all("rank-1: expected a folder, got a link or a file" in str(error) for error in errors)
