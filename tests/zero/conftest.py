@@ -7,10 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from zero.params import released
+
 
 @pytest.fixture(scope="module", autouse=True)
 def collections_of_this_module_are_quick(quick_collections: None) -> None:
     """Most tests here collect what they have made, some often; all of torch need not be looked through each time."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def released_parameters_are_saved_as_without_the_alias() -> None:
+    """The alias enables saving them as empty, for all of its process, and its tests may run before in this one."""
+    released._saved_as_empty = False
 
 
 @pytest.fixture(autouse=True)

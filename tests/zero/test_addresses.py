@@ -20,17 +20,10 @@ from torch import Tensor, nn
 
 import zero
 from offload.errors import StateError
-from zero.params import released
 from zero.params.released import ReleasedAlias, ReleasedParameter
 
 NAME = "blocks.0.up.weight"
 PLACES = ("no engine", "cpu", "nvme")
-
-
-@pytest.fixture(autouse=True)
-def natively(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other files of this process may have used the alias, under which what is saved is empty."""
-    monkeypatch.setattr(released, "_saved_as_empty", False)
 
 
 class Placed:
