@@ -108,7 +108,7 @@ def is_current(library: Library, package: Path = PACKAGE) -> bool:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """One process at a time; the lock is on the folder itself, so that no lock file is left behind."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -149,7 +149,7 @@ def build(library: Library, package: Path = PACKAGE, *, werror: bool = False) ->
     """
     if not expand(library.sources, package):
         return f"{library.name}: skipped: no sources under {package}"
-    with locked(package):
+    with lock_folder(package):
         if is_current(library, package) and not werror:
             return f"{library.name}: is current"
         compiler = find_compiler(library)

@@ -65,7 +65,7 @@ def built() -> Built:
     folder = _cache() / _key()
     out = Built(folder / "libpretend.so", folder / "libzn_pretend.so")
     folder.mkdir(exist_ok=True)
-    with build.locked(folder):
+    with build.lock_folder(folder):
         if not out.kernels.exists():  # the last one to be put there
             _build(folder, out)
     return out
