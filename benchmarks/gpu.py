@@ -124,7 +124,7 @@ class StreamWaits:
     def __init__(self, device: torch.device) -> None:
         self._module, self._marks = module_of(device), deque[tuple[Any, Any]]()
         self._computing = self._module.current_stream(device)
-        self._patch = mock.patch.object(DeviceStreams, "wait", self._around(DeviceStreams.wait))
+        self._patch = mock.patch.object(DeviceStreams, "wait_events", self._around(DeviceStreams.wait_events))
 
     def _around(self, wait: Callable[..., None]) -> Callable[..., None]:
         def timed(streams: DeviceStreams, *fences: Any) -> None:

@@ -45,10 +45,10 @@ def ours(
         fences = []
         for _ in range(total_bytes // transfer_bytes):
             if direction != "to the host":
-                fences.append(streams.copy_in(devices[0], hosts[0]))
+                fences.append(streams.copy_to_device(devices[0], hosts[0]))
             if direction != "to the device":
-                fences.append(streams.copy_out(hosts[1], devices[1]))
-        await streams.reached(*fences[-2:])
+                fences.append(streams.copy_to_host(hosts[1], devices[1]))
+        await streams.synchronize(*fences[-2:])
 
     return lambda: asyncio.run(run())
 

@@ -20,42 +20,44 @@ from offload.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class AcceleratorKind:
     """One kind of accelerator.
 
     Attributes:
         name: of its devices in torch, and of torch's module for them.
         needs: what must be installed so that torch sees such a device.
-        collectives: torch.distributed's backend for its memory.
-        visible: the environment variable that selects the devices a process sees.
-        native: there is a library with kernels that also pins and maps memory; without it torch's operations run, and
+        collective_backend: torch.distributed's backend for its memory.
+        visible_variable: the environment variable that selects the devices a process sees.
+        has_native: there is a library with kernels that also pins and maps memory; without it torch's operations run, and
             host memory is not page-locked.
-        aliases: torch can make tensors over its memory from an address, so that storages are bound without a copy.
-        sleeps: a thread that waits for an event can sleep.
+        can_alias: torch can make tensors over its memory from an address, so that storages are bound without a copy.
+        can_sleep: a thread that waits for an event can sleep.
     """
 
     name: str
     needs: str
-    collectives: str
-    visible: str
-    native: bool = False
-    aliases: bool = False
-    sleeps: bool = True
+    collective_backend: str
+    visible_variable: str
+    has_native: bool = False
+    can_alias: bool = False
+    can_sleep: bool = True
 
-    def collects(self) -> bool:
+    def has_collectives(self) -> bool:
         """True if this torch has the backend for collectives on its memory."""
-        return torch.distributed.is_available() and torch.distributed.is_backend_available(self.collectives)
+        return torch.distributed.is_available() and torch.distributed.is_backend_available(self.collective_backend)
 
 
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("cuda", "a torch for CUDA or ROCm", "nccl", "CUDA_VISIBLE_DEVICES", native=True, aliases=True),
-        Kind("xpu", "a torch for XPU", "xccl", "ZE_AFFINITY_MASK", sleeps=False),
-        Kind("npu", "torch_npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES"),
+        AcceleratorKind(
+            "cuda", "a torch for CUDA or ROCm", "nccl", "CUDA_VISIBLE_DEVICES", has_native=True, can_alias=True
+        ),
+        AcceleratorKind("xpu", "a torch for XPU", "xccl", "ZE_AFFINITY_MASK", can_sleep=False),
+        AcceleratorKind("npu", "torch_npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES"),
     )
 }
-FIRST = next(iter(KINDS.values()))
+DEFAULT_KIND = next(iter(KINDS.values()))
 """The kind that is assumed on a machine without an accelerator."""
 HOST = torch.device("cpu")
 
@@ -63,17 +65,17 @@ HOST = torch.device("cpu")
 # ---- which one ------------------------------------------------------------------------------------
 
 
-def _built_kind() -> Kind | None:
+def _built_kind() -> AcceleratorKind | None:
     """The kind that this torch was built for. This touches no driver, so the process may fork afterwards."""
     return KINDS.get(getattr(torch.accelerator.current_accelerator(), "type", ""))
 
 
-def seen_kind() -> Kind | None:
+def present_kind() -> AcceleratorKind | None:
     """The kind of accelerator that torch sees here; None: no kind that the engine knows."""
     return _built_kind() if torch.accelerator.is_available() else None
 
 
-def _wish() -> tuple[str, str]:
+def _requested_device() -> tuple[str, str]:
     """The device that the environment requests ("auto" if none), and the variable that requests it."""
     names = ("auto", "cpu", *KINDS)
     wishes = {"ZERO_DEVICE": os.environ.get("ZERO_DEVICE", "auto")}
@@ -88,15 +90,15 @@ def _wish() -> tuple[str, str]:
     return next(((wish, variable) for variable, wish in asked.items()), ("auto", ""))
 
 
-def chosen_kind() -> Kind | None:
+def chosen_kind() -> AcceleratorKind | None:
     """The kind this process computes on: the one that is present, unless ZERO_DEVICE or DS_ACCELERATOR is "cpu".
 
     Raises ConfigError: these variables are invalid, differ, or request a kind that is not present.
     """
-    wish, variable = _wish()
+    wish, variable = _requested_device()
     if wish == "cpu":
         return None
-    kind = seen_kind()
+    kind = present_kind()
     if wish != "auto" and (kind is None or kind.name != wish):
         raise ConfigError(
             f"{variable}={wish}: torch sees no such GPU; install {KINDS[wish].needs}, or unset {variable}"
@@ -117,15 +119,15 @@ def compute_device() -> torch.device:
 
 def planned_device() -> torch.device:
     """The device of a plan for a machine with GPUs; the plan may be made on another machine."""
-    return torch.device((_built_kind() or FIRST).name)
+    return torch.device((_built_kind() or DEFAULT_KIND).name)
 
 
 def device_count() -> int:
     """Number of devices that processes of this machine may use; 0 also if the environment requests the CPU."""
-    return 0 if _wish()[0] == "cpu" or _built_kind() is None else int(torch.accelerator.device_count())
+    return 0 if _requested_device()[0] == "cpu" or _built_kind() is None else int(torch.accelerator.device_count())
 
 
-def reads_peers() -> bool:
+def can_read_peers() -> bool:
     """False if no device here can read the memory of another; True also if the process sees only one device."""
     kind = chosen_kind()
     ask = getattr(_module(kind), "can_device_access_peer", None) if kind is not None else None
@@ -137,13 +139,13 @@ def reads_peers() -> bool:
 
 def visible_variable() -> str:
     """The environment variable that selects the devices a process sees."""
-    return (_built_kind() or FIRST).visible
+    return (_built_kind() or DEFAULT_KIND).visible_variable
 
 
 # ---- one device -----------------------------------------------------------------------------------
 
 
-def kind_of(device: torch.device) -> Kind | None:
+def kind_of(device: torch.device) -> AcceleratorKind | None:
     """The device's row; None: it is the host."""
     return KINDS.get(device.type)
 
@@ -158,7 +160,7 @@ def module_of(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-def _module(kind: Kind) -> Any:
+def _module(kind: AcceleratorKind) -> Any:
     return module_of(torch.device(kind.name))
 
 
@@ -176,7 +178,7 @@ def synchronize(device: torch.device | None = None) -> None:
         module_of(device).synchronize(device)
 
 
-def computes_bf16(device: torch.device) -> bool:
+def has_bf16(device: torch.device) -> bool:
     """False for an accelerator without bf16 instructions; torch then emulates bf16."""
     asked = getattr(module_of(device), "is_bf16_supported", None)
     if asked is None:
@@ -187,23 +189,23 @@ def computes_bf16(device: torch.device) -> bool:
         return bool(asked())
 
 
-def use(device: torch.device) -> None:
+def set_device(device: torch.device) -> None:
     """Make the device the calling thread's current one: a new thread starts with the machine's first device."""
     if is_accelerator(device):
         module_of(device).set_device(device)
 
 
-def same_device() -> Callable[[], None]:
+def device_initializer() -> Callable[[], None]:
     """Returns a function; a new thread calls it first, to take over the calling thread's device, if there is one.
 
     A thread may use the device implicitly, if only to free memory. If it has selected no device, this opens a context
     on the machine's first device, in addition to the one of the rank that owns it.
     """
-    kind = seen_kind()
+    kind = present_kind()
     if kind is None or not _module(kind).is_initialized():
         return lambda: None
     device = torch.device(kind.name, _module(kind).current_device())
-    return lambda: use(device)
+    return lambda: set_device(device)
 
 
 def free_memory_bytes(device: torch.device) -> int:
@@ -219,12 +221,12 @@ def empty_cache(device: torch.device) -> None:
         module_of(device).empty_cache()
 
 
-def identity(device: torch.device) -> str:
+def device_identity(device: torch.device) -> str:
     """An id that is different for the devices of a node, and equal in all processes that use the device."""
     properties = getattr(module_of(device), "get_device_properties", None)
     uuid = None if properties is None else getattr(properties(device), "uuid", None)
     kind = KINDS.get(device.type)
-    visible = "" if kind is None else os.environ.get(kind.visible, "")
+    visible = "" if kind is None else os.environ.get(kind.visible_variable, "")
     return str(uuid) if uuid is not None else f"{visible}:{device.index or 0}"
 
 
@@ -264,7 +266,7 @@ def collectives_version() -> tuple[int, ...] | None:
 def new_event(device: torch.device) -> Any:
     """An event for a stream. If the kind allows it, a thread that waits for it sleeps instead of spinning on a core."""
     kind, module = kind_of(device), module_of(device)
-    return module.Event(blocking=True) if kind is not None and kind.sleeps else module.Event()
+    return module.Event(blocking=True) if kind is not None and kind.can_sleep else module.Event()
 
 
 def stream_address(device: torch.device) -> int:
@@ -277,6 +279,6 @@ def load_native(device: torch.device) -> native.Native:
     kind = kind_of(device)
     if kind is None:
         return native.load()
-    if not kind.native:
+    if not kind.has_native:
         raise native.NativeUnavailable(f"there is no native library for {kind.name}")
     return native.load_cuda()

@@ -42,10 +42,10 @@ class StorageError(ZeroInfinityError, OSError):
         path: the swap file or folder.
         offset: byte offset of the failed chunk in that file.
         free_bytes: free space on the file system when the error was made; None if unknown.
-        kept: what could not be written is kept in memory: nothing is lost.
+        is_in_memory: what could not be written is kept in memory: nothing is lost.
     """
 
-    kept = False
+    is_in_memory = False
 
     def __init__(self, what: str, *, errno: int, path: str, offset: int, free_bytes: int | None) -> None:
         name = errno_names.errorcode.get(errno, str(errno))
@@ -53,12 +53,12 @@ class StorageError(ZeroInfinityError, OSError):
         super().__init__(
             errno,
             f"{what}: {os.strerror(errno)} ({name}) at {path}, offset {offset:,}; free space there: {free}"
-            + (_more_files() if errno == errno_names.EMFILE else ""),
+            + (_file_limit_text() if errno == errno_names.EMFILE else ""),
         )
         self.path, self.offset, self.free_bytes = path, offset, free_bytes
 
     @classmethod
-    def of(cls, error: OSError, what: str, place: Path | str, offset: int = 0) -> StorageError:
+    def from_os_error(cls, error: OSError, what: str, place: Path | str, offset: int = 0) -> StorageError:
         """The error of a system call. `place`: a path; or, as a str, the name of something that is on no disk."""
         free_bytes = _free_bytes(place) if isinstance(place, Path) else None
         return cls(what, errno=error.errno or 0, path=str(place), offset=offset, free_bytes=free_bytes)
@@ -98,7 +98,7 @@ def _free_bytes(path: Path) -> int | None:
 FILE_LIMIT = "raise it with ulimit -n"
 
 
-def _more_files() -> str:
+def _file_limit_text() -> str:
     soft, hard = (
         "no limit" if limit == resource.RLIM_INFINITY else f"{limit:,}"
         for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -107,7 +107,7 @@ def _more_files() -> str:
 
 
 @contextmanager
-def names_file_limit(doing: str) -> Iterator[None]:
+def explain_file_limit(doing: str) -> Iterator[None]:
     """If the block fails because too many files are open, raise a StorageError that says so and names the fix.
 
     Many operations open files: imports, event loops, other libraries, each with its own error.
@@ -124,12 +124,12 @@ def names_file_limit(doing: str) -> Iterator[None]:
         raise StorageError(what, errno=emfile, path=path, offset=0, free_bytes=None) from error
 
 
-def tell(error: BaseException) -> None:
+def mark_reported(error: BaseException) -> None:
     """Note that a caller gets `error`: code that finds it later need not raise it again."""
     error.__dict__["told"] = True
 
 
-def was_told(error: BaseException | None) -> bool:
+def is_reported(error: BaseException | None) -> bool:
     """True if a caller got `error` already."""
     return error is not None and "told" in error.__dict__
 

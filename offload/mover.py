@@ -16,10 +16,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from offload.accelerator import same_device
+from offload.accelerator import device_initializer
 from offload.errors import StateError, WatchdogError
 from offload.system.interrupts import uninterrupted
-from offload.timeline import STALLS, Stopwatch, Timeline, others_are_awaited
+from offload.timeline import STALLS, Stopwatch, Timeline, has_external_wait
 
 T = TypeVar("T")
 Describe = Callable[[], list[str]]
@@ -28,15 +28,15 @@ WARN_SECONDS = 30.0
 RAISE_SECONDS = 300.0
 
 
-class Transfer(Generic[T]):
+class IoFuture(Generic[T]):
     """One job of the mover. It settles once; its leased blocks stay leased until then."""
 
     def __init__(
-        self, mover: Mover, what: str, future: concurrent.futures.Future[T], describe: Describe | None
+        self, io_loop: IoLoop, what: str, future: concurrent.futures.Future[T], describe: Describe | None
     ) -> None:
-        self._mover, self.what, self._future, self._describe = mover, what, future, describe
+        self._io_loop, self.what, self._future, self._describe = io_loop, what, future, describe
 
-    def settled(self) -> bool:
+    def done(self) -> bool:
         """True once the job has ended, with or without an error. Never blocks."""
         return self._future.done()
 
@@ -46,14 +46,14 @@ class Transfer(Generic[T]):
         Raises WatchdogError: no byte moved and no kernel ran for RAISE_SECONDS; lists the transfers in flight.
         """
         if not self._future.done():
-            self._mover.block(self.what, self._future, self._describe)
+            self._io_loop.wait_for(self.what, self._future, self._describe)
         return self._future.result()
 
-    def settle(self) -> BaseException | None:
+    def wait(self) -> BaseException | None:
         """Block until settled, without a time limit; return the error instead of raising it."""
         while not self._future.done():
             try:
-                self._mover.block(self.what, self._future, self._describe)
+                self._io_loop.wait_for(self.what, self._future, self._describe)
             except WatchdogError as stalled:
                 warnings.warn(str(stalled), RuntimeWarning, stacklevel=2)
         try:
@@ -62,14 +62,14 @@ class Transfer(Generic[T]):
             return cancelled
 
 
-class Mover:
+class IoLoop:
     """A daemon thread running an event loop.
 
     Args:
         describe: for the watchdog; returns one line per transfer in flight.
         progress: for the watchdog; returns a number that changes whenever bytes move.
         timeline: where waits are recorded.
-        enter: called first on the new thread; None: the new thread takes the device of the calling one.
+        initializer: called first on the new thread; None: the new thread takes the device of the calling one.
     """
 
     def __init__(
@@ -77,15 +77,17 @@ class Mover:
         describe: Describe | None = None,
         progress: Callable[[], int] | None = None,
         timeline: Timeline | None = None,
-        enter: Callable[[], None] | None = None,
+        initializer: Callable[[], None] | None = None,
     ) -> None:
-        self._enter = enter or same_device()
-        self._entered = threading.Event()
+        self._initializer = initializer or device_initializer()
+        self._started = threading.Event()
         self._failure: BaseException | None = None
         self._describe = describe or (lambda: [])
         self._progress = progress or (lambda: 0)
-        self._working = self._worked = 0  # Kernels that run now; how often some began or ended, or bytes were `moved`.
-        self.exposed = Stopwatch()
+        self._kernels_running = self._progress_count = (
+            0  # Kernels that run now; how often some began or ended, or bytes were `moved`.
+        )
+        self.exposed_wait = Stopwatch()
         self._timeline = timeline or Timeline()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="zero-mover", daemon=True)
@@ -94,30 +96,30 @@ class Mover:
         except BaseException:  # a limit of processes
             self._loop.close()
             raise
-        self._entered.wait()  # so that `post` knows whether the thread could begin
+        self._started.wait()  # so that `post` knows whether the thread could begin
         self._closed, self._pid = False, os.getpid()
         self._draining: concurrent.futures.Future[None] | None = None
 
     @contextmanager
-    def working(self) -> Iterator[None]:
+    def computing(self) -> Iterator[None]:
         """Context of kernels, for jobs: the watchdog waits for them, however long they take."""
-        self._working, self._worked = self._working + 1, self._worked + 1
+        self._kernels_running, self._progress_count = self._kernels_running + 1, self._progress_count + 1
         try:
             yield
         finally:
-            self._working, self._worked = self._working - 1, self._worked + 1
+            self._kernels_running, self._progress_count = self._kernels_running - 1, self._progress_count + 1
 
-    def moved(self) -> None:
+    def note_progress(self) -> None:
         """Tell the watchdog, from a job, that bytes have moved that the mover's own I/O engine does not count."""
-        self._worked += 1
+        self._progress_count += 1
 
-    def post(self, what: str, job: Coroutine[Any, Any, T], describe: Describe | None = None) -> Transfer[T]:
+    def submit(self, what: str, job: Coroutine[Any, Any, T], describe: Describe | None = None) -> IoFuture[T]:
         """Start `job` on the mover thread; returns at once. `describe`: as the mover's, of an engine of the job's own.
 
         Raises StateError: the mover is closed or could not begin, or this process was forked from the mover's process.
         """
         try:
-            self._check_here(what)
+            self._check_process(what)
             if self._closed:
                 raise StateError(f"{what}: the engine is closed")
             if self._failure is not None:
@@ -127,17 +129,17 @@ class Mover:
         except StateError:
             job.close()
             raise
-        return Transfer(self, what, asyncio.run_coroutine_threadsafe(job, self._loop), describe)
+        return IoFuture(self, what, asyncio.run_coroutine_threadsafe(job, self._loop), describe)
 
     def run(self, what: str, job: Coroutine[Any, Any, T]) -> T:
         """`post`, and wait for the result."""
-        return self.post(what, job).result()
+        return self.submit(what, job).result()
 
-    def call(self, action: Callable[[], object]) -> None:
+    def call_soon(self, action: Callable[[], object]) -> None:
         """Let the mover call `action`, after all that it was given before; returns at once."""
         self._loop.call_soon_threadsafe(action)
 
-    def block(self, what: str, future: concurrent.futures.Future[Any], describe: Describe | None = None) -> None:
+    def wait_for(self, what: str, future: concurrent.futures.Future[Any], describe: Describe | None = None) -> None:
         """Wait for `future`; the time counts as exposed.
 
         Warns after WARN_SECONDS in which no byte moved, and raises after RAISE_SECONDS. The watchdog ignores a long job
@@ -145,30 +147,30 @@ class Mover:
         here. Raises WatchdogError: lists the transfers in flight. Raises StateError: called on the mover thread, or in
         a forked process.
         """
-        self._check_here(what)
-        self._check_not_mine(what)
-        with self.exposed.running(), self._timeline.span(STALLS, what):
-            since, known, warned = time.perf_counter(), self._reached(), False
-            while not _ended(future, min(WARN_SECONDS, RAISE_SECONDS) / 300):
+        self._check_process(what)
+        self._check_other_thread(what)
+        with self.exposed_wait.running(), self._timeline.span(STALLS, what):
+            since, known, warned = time.perf_counter(), self._progress_state(), False
+            while not _wait_done(future, min(WARN_SECONDS, RAISE_SECONDS) / 300):
                 uninterrupted.deliver_late()
-                reached = self._reached()
-                if reached != known or self._working:
+                reached = self._progress_state()
+                if reached != known or self._kernels_running:
                     since, known, warned = time.perf_counter(), reached, False
                 stalled = time.perf_counter() - since
                 if stalled < min(WARN_SECONDS, RAISE_SECONDS):
                     continue
                 in_flight = [*self._describe(), *(describe() if describe is not None else ())]
-                if stalled >= RAISE_SECONDS and (in_flight or not others_are_awaited()):
-                    raise WatchdogError(self._stall(what, stalled, in_flight))
+                if stalled >= RAISE_SECONDS and (in_flight or not has_external_wait()):
+                    raise WatchdogError(self._stall_message(what, stalled, in_flight))
                 if stalled >= WARN_SECONDS and not warned:
-                    warnings.warn(self._stall(what, stalled, in_flight), RuntimeWarning, stacklevel=3)
+                    warnings.warn(self._stall_message(what, stalled, in_flight), RuntimeWarning, stacklevel=3)
                     warned = True
 
-    def _reached(self) -> tuple[int, int]:
+    def _progress_state(self) -> tuple[int, int]:
         """Changes whenever bytes move, or kernels begin or end."""
-        return self._progress(), self._worked
+        return self._progress(), self._progress_count
 
-    def _stall(self, what: str, seconds: float, lines: list[str]) -> str:
+    def _stall_message(self, what: str, seconds: float, lines: list[str]) -> str:
         in_flight = "; ".join(lines) or "nothing"
         return f"{what}: not finished, and no byte moved for {seconds:.0f} s; in flight: {in_flight}"
 
@@ -176,12 +178,12 @@ class Mover:
         """True on the mover thread itself."""
         return threading.current_thread() is self._thread
 
-    def end_soon(self, then: Callable[[], None]) -> None:
-        """`close` for the mover thread itself, which cannot wait for itself: `then` runs once all jobs are done."""
+    def close_soon(self, on_closed: Callable[[], None]) -> None:
+        """`close` for the mover thread itself, which cannot wait for itself: `on_closed` runs once all jobs are done."""
 
         async def end() -> None:
             await self._drain()
-            then()
+            on_closed()
             self._loop.stop()
 
         self._closed = True
@@ -191,41 +193,41 @@ class Mover:
         """Let running jobs finish, then end the thread. Idempotent; after an interrupt it can be called again."""
         if not self._thread.is_alive():
             return
-        self._check_not_mine("closing the mover")
+        self._check_other_thread("closing the mover")
         self._closed = True
         if self._draining is None:  # two draining tasks would wait for each other
             self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
-        self.block("closing the mover", self._draining)
+        self.wait_for("closing the mover", self._draining)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_forked(self) -> bool:
         """True in a forked child: the thread, and the I/O engine that is shared with it, are the parent's."""
         return os.getpid() != self._pid
 
-    def _check_here(self, what: str) -> None:
+    def _check_process(self, what: str) -> None:
         """A forked child has the mover's memory but not its thread: it would wait for ever."""
-        if self.is_elsewhere:
+        if self.is_forked:
             raise StateError(
                 f"{what}: this process ({os.getpid()}) was forked from the one that has the engine ({self._pid}), and "
                 "has none of the engine's threads; use the engine in that process, or send the values that the child "
                 "needs to it"
             )
 
-    def _check_not_mine(self, what: str) -> None:
+    def _check_other_thread(self, what: str) -> None:
         if self.is_current_thread():
             raise StateError(f"{what}: the mover thread cannot wait for itself")
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._enter()
+            self._initializer()
         except BaseException as error:
             self._failure = error  # the loop runs nevertheless: `close` needs it
         finally:
-            self._entered.set()
+            self._started.set()
         self._loop.run_forever()
 
     async def _drain(self) -> None:
@@ -234,7 +236,7 @@ class Mover:
             await asyncio.wait(tasks)
 
 
-def _ended(future: concurrent.futures.Future[Any], seconds: float) -> bool:
+def _wait_done(future: concurrent.futures.Future[Any], seconds: float) -> bool:
     """Wait up to `seconds` for `future`; True once it has ended, with or without an error."""
     done, _ = concurrent.futures.wait([future], timeout=seconds)
     return bool(done)

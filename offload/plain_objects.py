@@ -43,19 +43,19 @@ class NotPlainError(ValueError):
     """A file has an object that is not made, because it is not of a plain type; the text names the type."""
 
 
-class Plain:
+class PlainObjects:
     """The objects of one load.
 
     Attributes:
         names: full name in a file -> what is called for it.
 
     Args:
-        has_strangers: the caller keeps objects of unknown classes. Then defaultdicts become dicts: their factories may
+        allow_unknown: the caller keeps objects of unknown classes. Then defaultdicts become dicts: their factories may
             be such classes, and a missing key is to be an error.
     """
 
-    def __init__(self, *, has_strangers: bool) -> None:
-        self._has_strangers = has_strangers
+    def __init__(self, *, allow_unknown: bool) -> None:
+        self._allows_unknown = allow_unknown
         self._lists: dict[int, tuple[list[Any], int | None]] = {}
         self._dicts: dict[int, tuple[dict[Any, Any], Any]] = {}
         self.names: dict[str, Any] = {"numpy.dtype": PlainDtype, "numpy.ndarray": PlainArray}
@@ -64,17 +64,17 @@ class Plain:
         for core in ("core", "_core"):  # numpy's own functions, under the names of its old and new versions
             self.names |= {f"numpy.{core}.multiarray._reconstruct": empty_array}
             self.names |= {f"numpy.{core}.multiarray.scalar": plain_scalar}
-        self._meant: dict[Any, Any] = {
+        self._real_objects: dict[Any, Any] = {
             PlainDtype: numpy.dtype,
             PlainArray: numpy.ndarray,
             PlainRange: range,
             no_bytes: bytes,
         }
-        self._meant |= {empty_array: _REBUILD, plain_scalar: _SCALAR}
-        self._meant |= {self.make_deque: collections.deque, self.make_defaultdict: collections.defaultdict}
-        for kind in () if has_strangers else FACTORIES:
+        self._real_objects |= {empty_array: _REBUILD, plain_scalar: _SCALAR}
+        self._real_objects |= {self.make_deque: collections.deque, self.make_defaultdict: collections.defaultdict}
+        for kind in () if allow_unknown else FACTORIES:
             self.names[f"builtins.{kind.__name__}"] = name = Name(kind.__name__)
-            self._meant[name] = kind
+            self._real_objects[name] = kind
         self._restored: dict[int, tuple[Any, Any]] = {}  # the first keeps the object, so that no other has its id
 
     def make_deque(self, items: Any = (), length_max: int | None = None) -> list[Any]:
@@ -86,11 +86,11 @@ class Plain:
     def make_defaultdict(self, factory: Any = None) -> dict[Any, Any]:
         """A dict, as torch sets items in no other; `restore` makes the defaultdict."""
         made: dict[Any, Any] = {}
-        if not self._has_strangers:
+        if not self._allows_unknown:
             self._dicts[id(made)] = made, factory
         return made
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Let go of what was loaded: methods in `names` make a cycle, which would keep files mapped."""
         for known in (self._lists, self._dicts, self._restored):
             known.clear()
@@ -98,7 +98,7 @@ class Plain:
     def restore(self, value: Any) -> Any:
         """`value` with the objects that it stands for; what contains them is changed in place where possible."""
         if isinstance(value, (type, types.FunctionType, types.MethodType, Name)):
-            return self._meant.get(value, value)
+            return self._real_objects.get(value, value)
         if isinstance(value, PlainDtype):
             return value.real
         if isinstance(value, PlainRange):
@@ -115,21 +115,21 @@ class Plain:
 
     def _restore_contents(self, value: Any) -> None:
         if isinstance(value, PlainArray):
-            self._keep(value, numpy.array(value, subok=False, order="K"))
+            self._set_restored(value, numpy.array(value, subok=False, order="K"))
         elif type(value) in (dict, collections.OrderedDict, collections.Counter):
             self._restore_dict(value)
         elif type(value) is list:
             self._restore_list(value)
         elif type(value) is set:
-            items = list(self._keep(value, value))
+            items = list(self._set_restored(value, value))
             value.clear()
             value.update(map(self.restore, items))
         elif isinstance(value, (tuple, frozenset)):
             self._restore_frozen(value)
         else:
-            self._keep(value, value)
+            self._set_restored(value, value)
 
-    def _keep(self, value: Any, found: Any) -> Any:
+    def _set_restored(self, value: Any, found: Any) -> Any:
         self._restored[id(value)] = value, found
         return found
 
@@ -140,7 +140,7 @@ class Plain:
             if factory is not None and not callable(factory):
                 raise NotPlainError(f"a defaultdict of {type(factory).__name__}")
             found = collections.defaultdict(factory)
-        self._keep(value, found)
+        self._set_restored(value, found)
         items = [(self.restore(key), self.restore(item)) for key, item in value.items()]
         found.clear()
         for key, item in items:  # a Counter's `update` would count
@@ -148,17 +148,17 @@ class Plain:
 
     def _restore_list(self, value: list[Any]) -> None:
         if id(value) in self._lists:
-            items: Any = self._keep(value, collections.deque(maxlen=self._lists[id(value)][1]))
+            items: Any = self._set_restored(value, collections.deque(maxlen=self._lists[id(value)][1]))
             items.extend(map(self.restore, value))
         else:
-            self._keep(value, value)[:] = map(self.restore, value)
+            self._set_restored(value, value)[:] = map(self.restore, value)
 
     def _restore_frozen(self, value: tuple[Any, ...] | frozenset[Any]) -> None:
         before = list(value)
         items = [self.restore(item) for item in before]
         make: Any = getattr(value, "_make", type(value))  # of a named tuple
         is_same = all(item is found for item, found in zip(before, items, strict=True))
-        self._keep(value, value if is_same else make(items))
+        self._set_restored(value, value if is_same else make(items))
 
 
 class Name:
@@ -271,12 +271,12 @@ def _full_name(allowed: Any) -> str:
 
 
 @contextmanager
-def allow_harmless(*, has_strangers: bool = False) -> Iterator[Plain]:
+def allow_harmless(*, allow_unknown: bool = False) -> Iterator[PlainObjects]:
     """Let torch's weights-only loader make objects of `HARMLESS` classes, plain ones, and those that users allow.
 
-    What was loaded must pass `restore` of the result. `has_strangers`: as of `Plain`.
+    What was loaded must pass `restore` of the result. `allow_unknown`: as of `Plain`.
     """
-    plain = Plain(has_strangers=has_strangers)
+    plain = PlainObjects(allow_unknown=allow_unknown)
     ours = {_full_name(kind): kind for kind in HARMLESS} | {name: (made, name) for name, made in plain.names.items()}
     with _ALLOWING:  # the allowed classes are a setting of the whole process; the user's own ones stay
         users = set(torch.serialization.get_safe_globals())
@@ -288,4 +288,4 @@ def allow_harmless(*, has_strangers: bool = False) -> Iterator[Plain]:
                 yield plain
         finally:
             torch.serialization.add_safe_globals(hidden)
-            plain.forget()
+            plain.clear()

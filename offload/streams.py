@@ -26,43 +26,43 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from offload.accelerator import is_accelerator, module_of, new_event, synchronize, use
+from offload.accelerator import is_accelerator, module_of, new_event, set_device, synchronize
 from offload.errors import StateError
-from offload.timeline import COPIES, Timeline, awaiting_others
+from offload.timeline import COPIES, Timeline, external_wait
 
 
-class Mark(Protocol):
+class Event(Protocol):
     """A point in the order of a stream's work."""
 
     def query(self) -> bool:
         """True once the stream has passed this point. Never blocks."""
 
 
-Fence: TypeAlias = "Mark | None"
+MaybeEvent: TypeAlias = "Mark | None"
 """None: there is nothing to wait for."""
 
 
-class Leased(Protocol):
+class Freeable(Protocol):
     """An object that can be released."""
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Return the object to its owner."""
 
 
 class Streams:
     """The streams of a device that is the host itself: all work has finished when a call returns."""
 
-    shared = True
+    has_unified_memory = True
     """The device's memory is the host's: the disk and the CPU's kernels can address it."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self._timeline = timeline or Timeline()
-        self._leaving: deque[tuple[Leased, tuple[Fence, ...]]] = deque()
-        self._reaper: asyncio.Future[None] | None = None
+        self._pending_frees: deque[tuple[Freeable, tuple[MaybeEvent, ...]]] = deque()
+        self._free_task: asyncio.Future[None] | None = None
         self._host: ThreadPoolExecutor | None = None
         self._failure: BaseException | None = None
 
-    def check(self) -> None:
+    def check_device(self) -> None:
         """Raise StateError if the device has failed."""
         if self._failure is not None:
             raise StateError(
@@ -72,39 +72,39 @@ class Streams:
 
     # ---- any thread ---------------------------------------------------------------------------
 
-    def fence(self) -> Fence:
+    def record_event(self) -> MaybeEvent:
         """A fence after all work so far on the calling thread's current stream."""
         return None
 
-    def behind_copies_in(self) -> Fence:
+    def record_copy_event(self) -> MaybeEvent:
         """A fence after all copies to the device so far."""
         return None
 
-    def behind_updates(self) -> Fence:
+    def record_update_event(self) -> MaybeEvent:
         """A fence after all work so far that the mover has given the device."""
         return None
 
-    def collective(self, *after: Fence) -> AbstractContextManager[None]:
+    def collective_stream(self, *after: MaybeEvent) -> AbstractContextManager[None]:
         """Inside, the calling thread's current stream is the one for collectives; it first waits for `after`."""
         return nullcontext()
 
-    def leaving(self, *after: Fence) -> AbstractContextManager[None]:
+    def copy_to_host_stream(self, *after: MaybeEvent) -> AbstractContextManager[None]:
         """Inside, the calling thread's current stream is that of copies to the host; it first waits for `after`."""
-        self.wait(*after)
+        self.wait_events(*after)
         return nullcontext()
 
-    def wait(self, *fences: Fence) -> None:
+    def wait_events(self, *events: MaybeEvent) -> None:
         """Let the calling thread's current stream wait for the fences. The thread itself does not wait."""
 
-    def wait_to_use(self, tensor: torch.Tensor, *after: Fence) -> None:
+    def wait_and_record_stream(self, tensor: torch.Tensor, *after: MaybeEvent) -> None:
         """As `wait`; the memory of `tensor` is not reused before that stream has finished its work with it.
 
         When a tensor is dropped, torch's allocator reuses its memory in the order of the stream that it was allocated
         on, even if other streams still use it. For the allocating stream itself this call costs nothing.
         """
-        self.wait(*after)
+        self.wait_events(*after)
 
-    def follow(self, stream: Any) -> Any:
+    def wait_stream(self, stream: Any) -> Any:
         """Returns the calling thread's current stream, after making it wait for all work of `stream` so far.
 
         Args:
@@ -112,11 +112,11 @@ class Streams:
         """
         return None
 
-    def on(self, stream: Any) -> AbstractContextManager[None]:
+    def use_stream(self, stream: Any) -> AbstractContextManager[None]:
         """Inside, `stream` is the calling thread's current stream. `stream`: a result of `follow`, or None."""
         return nullcontext()
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         """Copy once the device has passed `after`; returns a fence after the copy.
 
         Leave both tensors unchanged until that fence has passed.
@@ -130,16 +130,16 @@ class Streams:
             target.copy_(source)
         return None
 
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         """As `copy_in`, from the device to the host."""
-        return self.copy_in(target, source, *after)
+        return self.copy_to_device(target, source, *after)
 
     # ---- the mover's loop ---------------------------------------------------------------------
 
-    def enter(self) -> None:
+    def enter_io_thread(self) -> None:
         """Make the calling thread the mover: its work on the device then runs on the mover's stream."""
 
-    async def reached(self, *fences: Fence) -> None:
+    async def synchronize(self, *events: MaybeEvent) -> None:
         """Return once all fences have passed; the loop runs other tasks meanwhile."""
 
     async def compute_on_host(self, work: Callable[[], None]) -> None:
@@ -147,39 +147,39 @@ class Streams:
 
         One work at a time: each uses as many cores as are useful for it.
         """
-        if self.shared:
+        if self.has_unified_memory:
             work()
             return
         if self._host is None:
-            self._host = ThreadPoolExecutor(1, "zero-host-kernels", initializer=self.enter)
+            self._host = ThreadPoolExecutor(1, "zero-host-kernels", initializer=self.enter_io_thread)
         await asyncio.get_running_loop().run_in_executor(self._host, work)
 
-    def release(self, block: Leased, *fences: Fence) -> None:
+    def free_after(self, block: Freeable, *events: MaybeEvent) -> None:
         """Release `block` once all fences have passed; returns at once. Raises StateError if the device has failed."""
-        waiting = tuple(fence for fence in fences if fence is not None)
+        waiting = tuple(fence for fence in events if fence is not None)
         if not waiting or self._failure is not None:
-            block.release()
-            self.check()
+            block.free()
+            self.check_device()
             return
-        self._leaving.append((block, waiting))
-        if self._reaper is None or self._reaper.done():
-            self._reaper = asyncio.ensure_future(self._reap())
+        self._pending_frees.append((block, waiting))
+        if self._free_task is None or self._free_task.done():
+            self._free_task = asyncio.ensure_future(self._free_pending())
 
     def close(self) -> None:
         """Wait until the device is idle, since its memory is about to be freed."""
         if self._host is not None:
             self._host.shutdown()
 
-    async def _reap(self) -> None:
-        while self._leaving:
-            block, fences = self._leaving[0]
+    async def _free_pending(self) -> None:
+        while self._pending_frees:
+            block, fences = self._pending_frees[0]
             try:
-                await self.reached(*fences)
+                await self.synchronize(*fences)
             except Exception as error:
                 # The block is released nevertheless: its next user must get this error, and not the watchdog's.
                 self._note_failure(error)
-            self._leaving.popleft()
-            block.release()
+            self._pending_frees.popleft()
+            block.free()
 
     def _note_failure(self, error: BaseException) -> None:
         self._failure = self._failure or error
@@ -188,69 +188,69 @@ class Streams:
 class DeviceStreams(Streams):
     """The streams of one accelerator; `Streams` says what each method does."""
 
-    shared = False
+    has_unified_memory = False
 
     def __init__(self, device: torch.device, timeline: Timeline | None = None) -> None:
         super().__init__(timeline)
         self._device, self._module = device, module_of(device)
         self._in, self._out, self._updates, self._collectives = (self._module.Stream(device) for _ in range(4))
-        self._collects = False  # True: work of other ranks may come before a fence.
-        self._waiters = ThreadPoolExecutor(thread_name_prefix="zero-fence", initializer=use, initargs=(device,))
+        self._has_collectives = False  # True: work of other ranks may come before a fence.
+        self._waiters = ThreadPoolExecutor(thread_name_prefix="zero-fence", initializer=set_device, initargs=(device,))
 
-    def fence(self) -> Fence:
-        return self._mark(self._module.current_stream(self._device))
+    def record_event(self) -> MaybeEvent:
+        return self._record_event_on(self._module.current_stream(self._device))
 
-    def behind_copies_in(self) -> Fence:
-        return self._mark(self._in)
+    def record_copy_event(self) -> MaybeEvent:
+        return self._record_event_on(self._in)
 
-    def behind_updates(self) -> Fence:
-        return self._mark(self._updates)
+    def record_update_event(self) -> MaybeEvent:
+        return self._record_event_on(self._updates)
 
     @contextmanager
-    def collective(self, *after: Fence) -> Iterator[None]:
-        self._collects = True
-        self._hold(self._collectives, after)
+    def collective_stream(self, *after: MaybeEvent) -> Iterator[None]:
+        self._has_collectives = True
+        self._wait_events_on(self._collectives, after)
         with self._module.stream(self._collectives):
             yield
 
-    def leaving(self, *after: Fence) -> AbstractContextManager[None]:
-        self._hold(self._out, after)
+    def copy_to_host_stream(self, *after: MaybeEvent) -> AbstractContextManager[None]:
+        self._wait_events_on(self._out, after)
         return self._module.stream(self._out)  # type: ignore[no-any-return]
 
-    def wait(self, *fences: Fence) -> None:
-        self._hold(self._module.current_stream(self._device), fences)
+    def wait_events(self, *fences: MaybeEvent) -> None:
+        self._wait_events_on(self._module.current_stream(self._device), fences)
 
-    def wait_to_use(self, tensor: torch.Tensor, *after: Fence) -> None:
-        self.wait(*after)
+    def wait_and_record_stream(self, tensor: torch.Tensor, *after: MaybeEvent) -> None:
+        self.wait_events(*after)
         tensor.record_stream(self._module.current_stream(self._device))
 
-    def follow(self, stream: Any) -> Any:
+    def wait_stream(self, stream: Any) -> Any:
         current = self._module.current_stream(self._device)
         if stream is not None and stream != current:
-            self._hold(current, (self._mark(stream),))
+            self._wait_events_on(current, (self._record_event_on(stream),))
         return current
 
-    def on(self, stream: Any) -> AbstractContextManager[None]:
+    def use_stream(self, stream: Any) -> AbstractContextManager[None]:
         return nullcontext() if stream is None else self._module.stream(stream)
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         return self._copy(self._in, target, source, after)
 
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         return self._copy(self._out, target, source, after)
 
-    def enter(self) -> None:
-        use(self._device)
+    def enter_io_thread(self) -> None:
+        set_device(self._device)
         self._module.set_stream(self._updates)
 
-    async def reached(self, *fences: Fence) -> None:
+    async def synchronize(self, *fences: MaybeEvent) -> None:
         """For each fence a thread sleeps in the driver; polling would take the loop's time."""
-        self.check()
+        self.check_device()
         waiting: list[Any] = [fence for fence in fences if fence is not None]
         try:
             for fence in waiting:
                 if not fence.query():
-                    with awaiting_others() if self._collects else nullcontext():  # perhaps for a slower rank
+                    with external_wait() if self._has_collectives else nullcontext():  # perhaps for a slower rank
                         await asyncio.get_running_loop().run_in_executor(self._waiters, fence.synchronize)
         except Exception as error:
             self._note_failure(error)
@@ -271,16 +271,20 @@ class DeviceStreams(Streams):
         finally:
             self._waiters.shutdown()
 
-    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, after: tuple[Fence, ...]) -> Fence:
-        self._hold(stream, after)
+    def _copy(
+        self, stream: Any, target: torch.Tensor, source: torch.Tensor, after: tuple[MaybeEvent, ...]
+    ) -> MaybeEvent:
+        self._wait_events_on(stream, after)
         with self._module.stream(stream):
             target.copy_(source, non_blocking=True)
-        copied = self._mark(stream)
-        if self._timeline.on:
-            self._waiters.submit(self._record, copied, f"to {target.device}", time.perf_counter_ns(), source.nbytes)
+        copied = self._record_event_on(stream)
+        if self._timeline.is_on:
+            self._waiters.submit(
+                self._record_span, copied, f"to {target.device}", time.perf_counter_ns(), source.nbytes
+            )
         return copied
 
-    def _record(self, copied: Any, name: str, begin_ns: int, nbytes: int) -> None:
+    def _record_span(self, copied: Any, name: str, begin_ns: int, nbytes: int) -> None:
         """Record a copy from its request to its end; only while the timeline is on."""
         try:
             copied.synchronize()
@@ -289,16 +293,16 @@ class DeviceStreams(Streams):
             return
         self._timeline.add(COPIES, name, begin_ns, nbytes)
 
-    def _hold(self, stream: Any, fences: tuple[Fence, ...]) -> None:
-        self.check()
+    def _wait_events_on(self, stream: Any, fences: tuple[MaybeEvent, ...]) -> None:
+        self.check_device()
         for fence in fences:
             if fence is not None:
                 stream.wait_event(fence)
 
-    def _mark(self, stream: Any) -> Mark:
+    def _record_event_on(self, stream: Any) -> Event:
         event = new_event(self._device)
         event.record(stream)
-        mark: Mark = event
+        mark: Event = event
         return mark
 
 

@@ -19,15 +19,15 @@ from typing import Literal, NamedTuple, get_args
 
 from offload.errors import StateError
 
-Lane = Literal["compute", "stalls", "updates", "reads", "writes", "copies", "collectives"]
-LANES: tuple[Lane, ...] = get_args(Lane)
+Track = Literal["compute", "stalls", "updates", "reads", "writes", "copies", "collectives"]
+TRACKS: tuple[Track, ...] = get_args(Track)
 """In the order of the picture. With one rank there are no spans of collectives."""
-COMPUTE: Lane = "compute"
-STALLS: Lane = "stalls"
-UPDATES: Lane = "updates"
-READS: Lane = "reads"
-WRITES: Lane = "writes"
-COPIES: Lane = "copies"
+COMPUTE: Track = "compute"
+STALLS: Track = "stalls"
+UPDATES: Track = "updates"
+READS: Track = "reads"
+WRITES: Track = "writes"
+COPIES: Track = "copies"
 SPANS_MAX = 1 << 17
 """The most spans that are kept; about 250 bytes each."""
 
@@ -35,7 +35,7 @@ SPANS_MAX = 1 << 17
 class Span(NamedTuple):
     """One activity with its begin and end, from `time.perf_counter_ns`."""
 
-    lane: Lane
+    track: Track
     name: str
     begin_ns: int
     end_ns: int
@@ -61,43 +61,43 @@ class Timeline:
     """A recorder of spans.
 
     Attributes:
-        on: True while spans are recorded. `start` and `stop` alone write it.
+        is_on: True while spans are recorded. `start` and `stop` alone write it.
     """
 
     def __init__(self, spans_max: int = SPANS_MAX) -> None:
-        self.on = False
+        self.is_on = False
         self._spans: deque[Span] = deque(maxlen=spans_max)
         self._serials = itertools.count()
         self._begin_ns = 0
 
     def start(self) -> None:
         """Drop all recorded spans and begin a new recording. Raises StateError: it is on."""
-        if self.on:
+        if self.is_on:
             raise StateError("timeline: a recording is already running; end it before starting another")
         self._spans.clear()
         self._serials = itertools.count()
         self._begin_ns = time.perf_counter_ns()
-        self.on = True
+        self.is_on = True
 
     def stop(self) -> Recording:
         """End the recording and return it. Spans that have not ended are not in it. Raises StateError: it is off."""
-        if not self.on:
+        if not self.is_on:
             raise StateError("timeline: nothing is being recorded")
-        self.on = False
+        self.is_on = False
         end_ns = time.perf_counter_ns()
         spans = tuple(span._replace(begin_ns=max(span.begin_ns, self._begin_ns)) for span in self._spans)
         self._spans.clear()
         dropped = max((span.serial + 1 for span in spans), default=0) - len(spans)
         return Recording(spans, self._begin_ns, end_ns, dropped)
 
-    def span(self, lane: Lane, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
+    def span(self, track: Track, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
         """A context that is timed. It is recorded if the timeline is on at both its ends, also if it raises."""
-        return _Running(self, lane, name, nbytes) if self.on else _OFF
+        return _Running(self, track, name, nbytes) if self.is_on else _OFF
 
-    def add(self, lane: Lane, name: str, begin_ns: int, nbytes: int = 0) -> None:
+    def add(self, track: Track, name: str, begin_ns: int, nbytes: int = 0) -> None:
         """Record a span that began at `begin_ns` (time.perf_counter_ns) and ends now; does nothing while off."""
-        if self.on:
-            span = Span(lane, name, begin_ns, time.perf_counter_ns(), nbytes, next(self._serials))
+        if self.is_on:
+            span = Span(track, name, begin_ns, time.perf_counter_ns(), nbytes, next(self._serials))
             self._spans.append(span)
 
 
@@ -107,16 +107,16 @@ _OFF: AbstractContextManager[None] = nullcontext()
 class _Running:
     """A span that has begun."""
 
-    __slots__ = ("_begin_ns", "_lane", "_name", "_nbytes", "_timeline")
+    __slots__ = ("_begin_ns", "_track", "_name", "_nbytes", "_timeline")
 
-    def __init__(self, timeline: Timeline, lane: Lane, name: str, nbytes: int) -> None:
-        self._timeline, self._lane, self._name, self._nbytes = timeline, lane, name, nbytes
+    def __init__(self, timeline: Timeline, track: Track, name: str, nbytes: int) -> None:
+        self._timeline, self._track, self._name, self._nbytes = timeline, track, name, nbytes
 
     def __enter__(self) -> None:
         self._begin_ns = time.perf_counter_ns()
 
     def __exit__(self, *error: object) -> None:
-        self._timeline.add(self._lane, self._name, self._begin_ns, self._nbytes)
+        self._timeline.add(self._track, self._name, self._begin_ns, self._nbytes)
 
 
 @dataclass(slots=True)
@@ -141,20 +141,20 @@ class Stopwatch:
                 self.seconds += time.perf_counter() - self._begin
 
 
-_ELSEWHERE: set[object] = set()
+_EXTERNAL_WAITS: set[object] = set()
 
 
 @contextmanager
-def awaiting_others() -> Iterator[None]:
+def external_wait() -> Iterator[None]:
     """Use it around a wait for another rank or a device: it may take any time, and another watchdog watches it."""
     token = object()
-    _ELSEWHERE.add(token)
+    _EXTERNAL_WAITS.add(token)
     try:
         yield
     finally:
-        _ELSEWHERE.discard(token)
+        _EXTERNAL_WAITS.discard(token)
 
 
-def others_are_awaited() -> bool:
+def has_external_wait() -> bool:
     """True while any thread is inside `awaiting_others`."""
-    return bool(_ELSEWHERE)
+    return bool(_EXTERNAL_WAITS)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.streams import Fence, Streams
+from offload.streams import MaybeEvent, Streams
 from offload.timeline import Timeline
 
 
@@ -36,10 +36,10 @@ class LaggingStream:
     """Copies in order; each runs only when something waits for it."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[torch.Tensor, torch.Tensor, tuple[Fence, ...]]] = deque()
+        self._waiting: deque[tuple[torch.Tensor, torch.Tensor, tuple[MaybeEvent, ...]]] = deque()
         self.given = self.done = 0
 
-    def add(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Fence, ...]) -> Position:
+    def add(self, target: torch.Tensor, source: torch.Tensor, after: tuple[MaybeEvent, ...]) -> Position:
         assert (target.dtype, target.shape) == (source.dtype, source.shape)
         self._waiting.append((target, source, after))
         self.given += 1
@@ -56,7 +56,7 @@ class LaggingStream:
             self.done += 1
 
 
-def run_to(fences: tuple[Fence, ...]) -> None:
+def run_to(fences: tuple[MaybeEvent, ...]) -> None:
     for fence in fences:
         if fence is not None:
             assert isinstance(fence, Position)
@@ -66,7 +66,7 @@ def run_to(fences: tuple[Fence, ...]) -> None:
 class LaggingStreams(Streams):
     """The host computes at once, so its own work needs no fence: copies that a stream would wait for run first."""
 
-    shared = False
+    has_unified_memory = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,31 +74,31 @@ class LaggingStreams(Streams):
         self.waited_by_host = 0
         self._lock = threading.RLock()
 
-    def behind_copies_in(self) -> Fence:
+    def record_copy_event(self) -> MaybeEvent:
         return self.incoming.now()
 
-    def wait(self, *fences: Fence) -> None:
+    def wait_events(self, *fences: MaybeEvent) -> None:
         with self._lock:
             run_to(fences)
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         with self._lock:
             return self.incoming.add(target, source, after)
 
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         with self._lock:
             return self.outgoing.add(target, source, after)
 
-    async def reached(self, *fences: Fence) -> None:
+    async def synchronize(self, *fences: MaybeEvent) -> None:
         if all(fence is None or fence.query() for fence in fences):
             return
         await asyncio.sleep(0.001)  # let other tasks run first, while the copies are still pending
         self.waited_by_host += 1
-        self.wait(*fences)
+        self.wait_events(*fences)
 
     def close(self) -> None:
         super().close()
-        self.wait(self.incoming.now(), self.outgoing.now())
+        self.wait_events(self.incoming.now(), self.outgoing.now())
 
 
 @contextmanager

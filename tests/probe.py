@@ -80,16 +80,16 @@ def mover_of(engine: Any) -> Any:
 @contextmanager
 def at_each_look(engine: Any, action: Callable[[], None]) -> Iterator[None]:
     """Inside, `action` is called when a wait for the mover begins, and every few milliseconds while it lasts."""
-    mover, ended = mover_of(engine), offload.mover._ended
-    reached = mover._reached
+    mover, ended = mover_of(engine), offload.mover._wait_done
+    reached = mover._progress_state
 
     def look() -> Any:
         action()
         return reached()
 
     with (
-        mock.patch.object(mover, "_reached", look),
-        mock.patch.object(offload.mover, "_ended", lambda future, seconds: ended(future, 0.002)),
+        mock.patch.object(mover, "_progress_state", look),
+        mock.patch.object(offload.mover, "_wait_done", lambda future, seconds: ended(future, 0.002)),
     ):
         yield
 
@@ -113,7 +113,7 @@ def collected_by(mover: Any, thing: list[Any]) -> bool:
     try:
         thing[0].__dict__["in_a_cycle"] = thing[0]
         thing.clear()
-        mover.call(gc.collect)
+        mover.call_soon(gc.collect)
         mover._thread.join(30.0)
     finally:
         gc.enable()
@@ -122,7 +122,7 @@ def collected_by(mover: Any, thing: list[Any]) -> bool:
 
 def mover_of_handle(handle: Any) -> Any:
     """Of an `aio_handle`."""
-    return handle._files._mover
+    return handle._files._io_loop
 
 
 def timeline_of(engine: Any) -> Any:
@@ -297,7 +297,7 @@ def is_waiting(engine: Any) -> bool:
 
 def is_waited_for(storage: Any) -> bool:
     """True while some thread waits for the storage's mover."""
-    return bool(storage.mover.exposed._depth > 0)
+    return bool(storage.mover.exposed_wait._depth > 0)
 
 
 def drain_mover(engine: Any) -> None:

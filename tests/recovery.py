@@ -218,14 +218,14 @@ def interrupted_while_waiting(engine: Any, action: Callable[[], Any]) -> None:
 def held_until_awaited(engine: Any) -> Iterator[None]:
     """Inside, transfers that `HELD` holds go on as soon as the training thread waits for the mover; it must wait."""
     mover, waits = mover_of(engine), list[str]()
-    block = mover.block
+    block = mover.wait_for
 
     def release(what: str, *more: Any) -> None:
         waits.append(what)
         engine.inject(None)
         block(what, *more)
 
-    with mock.patch.object(mover, "block", release):
+    with mock.patch.object(mover, "wait_for", release):
         yield
     assert waits, "nothing has waited for a transfer"
 

@@ -7,7 +7,7 @@ from offload.disk.aio_base import BACKENDS, NATIVE_BACKENDS, Aio, AioFault, AioO
 from offload.disk.aio_fallback import AiofilesAio
 from offload.disk.aio_native import NativeAio, open_native
 from offload.errors import ConfigError
-from offload.mover import Mover
+from offload.mover import IoLoop
 
 __all__ = ["Aio", "AioFault", "AioOptions", "AioStats", "AiofilesAio", "NativeAio", "open_aio", "open_moved"]
 
@@ -39,11 +39,11 @@ def open_aio(options: AioOptions) -> Aio:
     return AiofilesAio(options, f"aiofiles: {_why(is_auto, failures)}")
 
 
-def open_moved(options: AioOptions) -> tuple[Aio, Mover]:
+def open_moved(options: AioOptions) -> tuple[Aio, IoLoop]:
     """An engine and a mover for it alone. Raises as `open_aio`; if the thread cannot be started, nothing is left."""
     aio = open_aio(options)
     try:
-        return aio, Mover(aio.in_flight, lambda: aio.stats().chunks)
+        return aio, IoLoop(aio.in_flight, lambda: aio.stats().chunks)
     except BaseException:
         aio.close()
         raise

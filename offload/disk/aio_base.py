@@ -233,7 +233,7 @@ class Aio(ABC):
         if self._closed:
             raise StateError(f"{request}: the I/O engine is closed")
         await self._move(request)
-        if self.timeline.on and request.op != "sync":
+        if self.timeline.is_on and request.op != "sync":
             lane = READS if request.op == "read" else WRITES
             self.timeline.add(lane, request.what, request.begin_ns, request.nbytes)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from aiofiles.os import wrap
 
-from offload.accelerator import same_device
+from offload.accelerator import device_initializer
 from offload.disk.aio_base import Aio, AioFault, AioOptions, AioStats, Op, Request, settle
 from offload.sizes import PAGE_BYTES
 from offload.timeline import Stopwatch
@@ -100,7 +100,7 @@ class AiofilesAio(Aio):
         self.backend, self.reason = "aiofiles", reason
         self._chunk_bytes = options.chunk_bytes
         self._pool = concurrent.futures.ThreadPoolExecutor(
-            options.threads, thread_name_prefix="zero-aio", initializer=same_device()
+            options.threads, thread_name_prefix="zero-aio", initializer=device_initializer()
         )
         self._faults: _Faults | None = None
         self._tags = itertools.count()

@@ -22,7 +22,7 @@ from offload.disk.aio import Aio, AioOptions, open_moved
 from offload.disk.aio_base import free_bytes
 from offload.errors import ConfigError, StorageError
 from offload.memory.pinned import map_host, pin, tensor_over
-from offload.mover import Mover, Transfer
+from offload.mover import IoFuture, IoLoop
 from offload.sizes import PAGE_BYTES
 from offload.system.linux import reopened
 
@@ -49,7 +49,7 @@ class NamedFiles:
 
     def __init__(self, options: AioOptions) -> None:
         self._aio, self._mover = open_moved(options)
-        self._under_way: list[Transfer[None]] = []
+        self._under_way: list[IoFuture[None]] = []
         self._settled = 0  # How many of them have ended; `_error` is the first error of these.
         self._error: BaseException | None = None
         self._lent: dict[int, Lent] = {}
@@ -73,12 +73,12 @@ class NamedFiles:
                 f"{buffer.stride()} and offset {offset}; call contiguous()"
             )
         job = _run(self._aio, kind, buffer, where, offset, validate)
-        self._under_way.append(self._mover.post(f"{kind} of {where}", job))
+        self._under_way.append(self._mover.submit(f"{kind} of {where}", job))
 
     def wait(self) -> int:
         """Wait for all started transfers; returns their number. Raises StorageError: the first that failed."""
         while self._settled < len(self._under_way):  # an interrupt in here leaves the rest to the next call
-            error = self._under_way[self._settled].settle()
+            error = self._under_way[self._settled].wait()
             self._error = self._error or error
             self._settled += 1
         ended, error = self._settled, self._error
@@ -113,16 +113,16 @@ class NamedFiles:
         self._finish()
 
 
-def _close(mover: Mover, aio: Aio, lent: dict[int, Lent]) -> None:
+def _close(mover: IoLoop, aio: Aio, lent: dict[int, Lent]) -> None:
     def end() -> None:
         for one in lent.values():
             one.give_up()
         aio.close()
 
-    if mover.is_elsewhere:
+    if mover.is_forked:
         return
     if mover.is_current_thread():  # the garbage collector runs on any thread
-        mover.end_soon(end)
+        mover.close_soon(end)
         return
     mover.close()
     end()
@@ -175,7 +175,7 @@ def _opened(kind: Kind, where: Where, validate: bool) -> Iterator[int]:
     try:
         fd = os.open(where, mode | os.O_CLOEXEC, 0o664)
     except OSError as error:
-        raise StorageError.of(error, f"opening the file for a {kind}", Path(where)) from error
+        raise StorageError.from_os_error(error, f"opening the file for a {kind}", Path(where)) from error
     try:
         yield fd
     finally:

@@ -107,7 +107,7 @@ class ProbeFile:
         try:
             linux.reserve(self._fd, 0, nbytes)
         except OSError as error:
-            raise StorageError.of(error, f"probing: reserving {nbytes:,} bytes", Path(self._path)) from error
+            raise StorageError.from_os_error(error, f"probing: reserving {nbytes:,} bytes", Path(self._path)) from error
 
     def _fill(self, seconds: float) -> None:
         """Write from the start until the time is over; then size the records so that bursts are short on slow disks."""

@@ -72,7 +72,9 @@ class ProvisionalFile:
             try:
                 position += os.pwrite(self.descriptor, data[position : position + (64 << 20)], offset + position)
             except OSError as error:
-                raise StorageError.of(error, "spilling initial values", self.where, offset + position) from error
+                raise StorageError.from_os_error(
+                    error, "spilling initial values", self.where, offset + position
+                ) from error
         # Drop the bytes from the page cache: they are not needed there, and a memory cgroup would count them.
         os.posix_fadvise(self.descriptor, offset, len(data), os.POSIX_FADV_DONTNEED)
 
@@ -116,9 +118,9 @@ def read_into(fd: int, offset: int, out: torch.Tensor, what: str, where: Path | 
         try:
             got = os.preadv(fd, [data[position : position + (64 << 20)]], offset + position)
         except OSError as error:
-            raise StorageError.of(error, what, where, offset + position) from error
+            raise StorageError.from_os_error(error, what, where, offset + position) from error
         if got == 0:
-            raise StorageError.of(OSError(errno.ENODATA, "end of file"), what, where, offset + position)
+            raise StorageError.from_os_error(OSError(errno.ENODATA, "end of file"), what, where, offset + position)
         position += got
     os.posix_fadvise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
 

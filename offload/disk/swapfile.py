@@ -318,4 +318,4 @@ def _reserve(file: SwapFile, begin: int, end: int, offset: int) -> None:
         linux.reserve(file.fd, begin, end - begin)
     except OSError as error:
         what = f"reserving swap space: need {end - begin:,} bytes more"
-        raise StorageError.of(error, what, Path(file.path), offset) from error
+        raise StorageError.from_os_error(error, what, Path(file.path), offset) from error

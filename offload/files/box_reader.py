@@ -84,7 +84,7 @@ class BoxReader:
         entry = self._entries.get(box)
         if entry is not None and entry.data is not None and not entry.asked and not entry.used:
             entry.asked = True
-            self._mover.call(lambda: self._use(box))
+            self._mover.call_soon(lambda: self._use(box))
             return entry.data
         return self._mover.run(f"reading {self._paths[box.file]}", self._get(box))
 

@@ -201,7 +201,7 @@ class Files:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise StorageError.of(error, "list", path) from error
+            raise StorageError.from_os_error(error, "list", path) from error
 
     def exists(self, path: Path) -> bool:
         return os.path.lexists(path)
@@ -213,7 +213,7 @@ class Files:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise StorageError.of(error, "look at", path) from error
+            raise StorageError.from_os_error(error, "look at", path) from error
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def stamp(self, path: Path) -> tuple[int, int, int]:
@@ -261,7 +261,7 @@ def _telling(what: str, path: Path, action: Callable[[], T]) -> T:
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError.of(error, what, path) from error
+        raise StorageError.from_os_error(error, what, path) from error
 
 
 def _existing(path: Path) -> Path:

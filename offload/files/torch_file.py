@@ -89,7 +89,7 @@ def read_range(path: Path, offset: int, out: torch.Tensor) -> None:
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError.of(error, "reading a checkpoint", path, offset) from error
+        raise StorageError.from_os_error(error, "reading a checkpoint", path, offset) from error
 
 
 class TorchFile:
@@ -142,7 +142,7 @@ COPY = "Copy the folder again, or load another tag"
 
 
 def _load(path: Path) -> Any:
-    with allow_harmless(has_strangers=True) as plain:
+    with allow_harmless(allow_unknown=True) as plain:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         with torch.serialization.safe_globals([(_stranger(name), name) for name in unknown]):
             return plain.restore(torch.load(path, map_location="cpu", weights_only=True, mmap=True))

@@ -14,20 +14,20 @@ from typing import Any
 
 from offload.errors import ConfigError
 from offload.system.regular_files import open_regular
-from offload.timeline import COMPUTE, LANES, READS, STALLS, WRITES, Lane, Recording, Span
+from offload.timeline import COMPUTE, READS, STALLS, TRACKS, WRITES, Recording, Span, Track
 
 ROWS_MAX = 1000  # Thread numbers reserved per lane.
 BIN_NS_MIN = 1_000_000
 BINS_MAX = 1000  # The most points of a throughput curve.
-COUNTERS: Mapping[str, Lane] = {"NVMe read GB/s": READS, "NVMe write GB/s": WRITES}
+COUNTERS: Mapping[str, Track] = {"NVMe read GB/s": READS, "NVMe write GB/s": WRITES}
 
 
 def trace_document(recording: Recording, facts: Mapping[str, Any], rank: int = 0) -> dict[str, Any]:
     """The whole file as a dict: `traceEvents`, and `facts` with the counts of spans under `otherData`."""
     process = rank + 1  # Perfetto keeps process and thread 0 for the idle task
     events = [_metadata("process_name", process, 0, name=f"rank {rank}")]
-    for number, lane in enumerate(LANES):
-        spans = sorted((s for s in recording.spans if s.lane == lane), key=lambda s: (s.begin_ns, -s.end_ns))
+    for number, lane in enumerate(TRACKS):
+        spans = sorted((s for s in recording.spans if s.track == lane), key=lambda s: (s.begin_ns, -s.end_ns))
         rows = assign_rows(spans, nested=lane == COMPUTE)
         first = number * ROWS_MAX + 1
         for row in range(max(rows, default=0) + 1):
@@ -92,14 +92,14 @@ def _complete(span: Span, origin_ns: int, process: int, thread: int) -> dict[str
     event = {
         "ph": "X",
         "name": span.name,
-        "cat": span.lane,
+        "cat": span.track,
         "ts": _microseconds(span.begin_ns - origin_ns),
         "dur": _microseconds(span.end_ns - span.begin_ns),
         "pid": process,
         "tid": thread,
         "args": {"bytes": span.nbytes} if span.nbytes else {},
     }
-    if span.lane == STALLS:
+    if span.track == STALLS:
         event["cname"] = "terrible"  # chrome://tracing's name of its red
     return event
 
@@ -112,13 +112,13 @@ def _microseconds(ns: int) -> float:
     return (ns + 0.25) / 1000
 
 
-def _counter(name: str, lane: Lane, recording: Recording, process: int) -> list[dict[str, Any]]:
+def _counter(name: str, lane: Track, recording: Recording, process: int) -> list[dict[str, Any]]:
     """The lane's throughput over time; the bytes of each span are spread evenly over its duration."""
     duration_ns = recording.end_ns - recording.begin_ns
     width_ns = max(BIN_NS_MIN, -(-duration_ns // BINS_MAX))
     bins = [0.0] * (duration_ns // width_ns + 1)
     for span in recording.spans:
-        if span.lane != lane or not span.nbytes:
+        if span.track != lane or not span.nbytes:
             continue
         begin_ns, end_ns = span.begin_ns - recording.begin_ns, max(span.end_ns, span.begin_ns + 1) - recording.begin_ns
         for index in range(begin_ns // width_ns, min((end_ns - 1) // width_ns + 1, len(bins))):

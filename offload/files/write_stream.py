@@ -10,7 +10,7 @@ import torch
 from offload.disk.aio import AioOptions, open_moved
 from offload.files.durable import DurableFile, Files
 from offload.memory.pinned import map_host, tensor_over
-from offload.mover import Transfer
+from offload.mover import IoFuture
 from offload.sizes import PAGE_BYTES, align_up
 
 BLOCK_BYTES = 4 << 20  # Size of one write.
@@ -28,7 +28,7 @@ class WriteStream:
         self._free = [tensor_over(map_host(BLOCK_BYTES)) for _ in range(BLOCKS)]
         self._aio, self._mover = open_moved(AioOptions())
         self._filled_bytes = self._offset = 0
-        self._under_way: deque[tuple[Transfer[None], torch.Tensor, int, int]] = deque()
+        self._under_way: deque[tuple[IoFuture[None], torch.Tensor, int, int]] = deque()
 
     def append(self, data: torch.Tensor) -> None:
         """Append bytes: uint8, 1-D, on the host; they are copied.
@@ -53,7 +53,7 @@ class WriteStream:
     def close(self) -> None:
         """Wait until no write is in flight; release threads and memory. Idempotent."""
         while self._under_way:
-            self._under_way.popleft()[0].settle()
+            self._under_way.popleft()[0].wait()
         self._mover.close()
         self._aio.close()
         self._free = []
@@ -62,7 +62,7 @@ class WriteStream:
         """Start to write the filled block; wait for earlier writes if no block is free."""
         block, nbytes = self._free.pop(), align_up(self._filled_bytes, PAGE_BYTES)
         job = self._aio.write(self._file.fd, self._offset, block[:nbytes], str(self._file.path))
-        transfer = self._mover.post(f"writing {self._file.path}", job)
+        transfer = self._mover.submit(f"writing {self._file.path}", job)
         self._under_way.append((transfer, block, self._offset, nbytes))
         self._offset += nbytes
         self._filled_bytes = 0

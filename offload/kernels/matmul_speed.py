@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from offload.accelerator import computes_bf16, is_accelerator
+from offload.accelerator import has_bf16, is_accelerator
 from offload.kernels.tile_threads import run_alone
 
 CLEARLY_SLOWER = 2.0
@@ -36,7 +36,7 @@ def bf16_slowdown(device: torch.device | str) -> float:
 def slow_bf16(device: torch.device | str) -> str:
     """A text that says why fp32 is better on the device; empty if bf16 is not slower, or only a little."""
     if is_accelerator(torch.device(device)):
-        return "" if computes_bf16(torch.device(device)) else "this GPU has no instructions for bf16"
+        return "" if has_bf16(torch.device(device)) else "this GPU has no instructions for bf16"
     slowdown = bf16_slowdown(device)
     return f"bf16 matmuls take {slowdown:.0f} times as long on this CPU" if slowdown > CLEARLY_SLOWER else ""
 

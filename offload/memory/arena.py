@@ -20,7 +20,7 @@ from offload.memory.flat_storage import exact_alias
 from offload.memory.pinned import hide_from_children, map_host, missing_bytes, pin, tensor_over
 from offload.memory.shared_region import SharedRegion
 from offload.sizes import PAGE_BYTES, align_up
-from offload.streams import Fence, Mark
+from offload.streams import Event, MaybeEvent
 
 # A uint8 tensor -> a tensor over the same bytes at their new place; the tensor itself if they have not moved.
 Relocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -215,7 +215,7 @@ class Extents:
 class Lender(Protocol):
     """An object that leases blocks."""
 
-    def take_back(self, offset: int, nbytes: int, fences: tuple[Fence, ...]) -> None:
+    def take_back(self, offset: int, nbytes: int, fences: tuple[MaybeEvent, ...]) -> None:
         """Called by `Block.release`."""
 
 
@@ -227,14 +227,14 @@ class Block:
         fences: they cover earlier uses of that memory on a device; new work on the device must wait for them.
     """
 
-    def __init__(self, arena: Lender, offset: int, data: torch.Tensor, fences: tuple[Fence, ...] = ()) -> None:
+    def __init__(self, arena: Lender, offset: int, data: torch.Tensor, fences: tuple[MaybeEvent, ...] = ()) -> None:
         self._arena, self._offset, self.data, self.fences = arena, offset, data, fences
 
     def view(self, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
         """`numel` elements of `dtype` starting `offset_bytes` into the block."""
         return self.data[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
 
-    def release(self, *fences: Fence) -> None:
+    def release(self, *fences: MaybeEvent) -> None:
         """Return the block to its arena. Idempotent.
 
         `fences`: they cover the last uses on a device; only device memory may be returned before they have passed.
@@ -276,7 +276,7 @@ class Arena:
         self._data: torch.Tensor | None = None
         self._closed = False
         self._waiters: list[asyncio.Future[None]] = []
-        self._left: list[tuple[int, int, Mark]] = []  # (first byte, end, fence): released, in use by the device.
+        self._left: list[tuple[int, int, Event]] = []  # (first byte, end, fence): released, in use by the device.
 
     @property
     def capacity_bytes(self) -> int:
@@ -368,13 +368,13 @@ class Arena:
                 self._undo.append(self._register(self._data))
         return self._data
 
-    def _fences_of(self, begin: int, end: int) -> tuple[Fence, ...]:
+    def _fences_of(self, begin: int, end: int) -> tuple[MaybeEvent, ...]:
         if not self._left:
             return ()
         self._left = [(first, last, fence) for first, last, fence in self._left if not fence.query()]
         return tuple(fence for first, last, fence in self._left if first < end and begin < last)
 
-    def take_back(self, offset: int, nbytes: int, fences: tuple[Fence, ...]) -> None:
+    def take_back(self, offset: int, nbytes: int, fences: tuple[MaybeEvent, ...]) -> None:
         self._left += [(offset, offset + nbytes, fence) for fence in fences if fence is not None]
         self._extents.free(offset)
         waiters, self._waiters = self._waiters, []

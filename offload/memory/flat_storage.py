@@ -28,7 +28,7 @@ CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 def has_aliases(device: torch.device) -> bool:
     """True if torch can make tensors over the device's memory from an address."""
     kind = kind_of(device)
-    return kind is None or kind.aliases
+    return kind is None or kind.can_alias
 
 
 def copies_to_bind(device: torch.device) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import native
-from offload.accelerator import kind_of, load_native, module_of, seen_kind, synchronize
+from offload.accelerator import kind_of, load_native, module_of, present_kind, synchronize
 from offload.sizes import align_up
 
 GRANULE_BYTES = 2 << 20  # Assumed for a GPU that is not present.
@@ -26,9 +26,9 @@ class DeviceArray:
 def poison_bytes(nbytes: int, device: torch.device) -> int:
     """Device memory that `nbytes` of poison take; on the host they take none, since their pages share a small block."""
     kind = kind_of(device)
-    if kind is None or not kind.aliases:  # without aliases no storage points at poison, see `flat_storage`
+    if kind is None or not kind.can_alias:  # without aliases no storage points at poison, see `flat_storage`
         return 0
-    granule = _granule(_indexed(device)) if kind == seen_kind() else GRANULE_BYTES
+    granule = _granule(_indexed(device)) if kind == present_kind() else GRANULE_BYTES
     return nbytes if granule is None or not nbytes else granule
 
 

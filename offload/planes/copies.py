@@ -10,7 +10,7 @@ import torch
 from offload.memory.arena import Arena
 from offload.planes.planes import Plane, settle_all
 from offload.sizes import BLOCK_NUMEL
-from offload.streams import Fence, Streams
+from offload.streams import MaybeEvent, Streams
 
 CHUNK_BYTES = 2 << 20
 DEVICE_CHUNK_BYTES = 8 << 20
@@ -46,7 +46,7 @@ async def fetch_plane(
     into: torch.Tensor,
     arena: Arena,
     streams: Streams,
-    after: tuple[Fence, ...],
+    after: tuple[MaybeEvent, ...],
 ) -> None:
     """Fill `into` (uint8, on the compute device) with [begin, end) of `plane`.
 
@@ -54,7 +54,7 @@ async def fetch_plane(
     be larger than the arena. Returns once the last copy is queued on the device; the fence
     `streams.behind_copies_in()` then covers all of them. `after`: fences that cover the last uses of `into`.
     """
-    if streams.shared:
+    if streams.has_unified_memory:
         await plane.read(begin, end, into)
         return
     chunks: list[tuple[int, int]] = []
@@ -62,20 +62,22 @@ async def fetch_plane(
         if memory is None:
             chunks += _chunks(plane, first, last, device_chunk_bytes(arena.capacity_bytes))
         else:  # the copy waits for the mover's own work: an update may have been the last to write this memory
-            streams.copy_in(
-                into[plane.nbytes(begin, first) : plane.nbytes(begin, last)], memory, *after, streams.fence()
+            streams.copy_to_device(
+                into[plane.nbytes(begin, first) : plane.nbytes(begin, last)], memory, *after, streams.record_event()
             )
     waiting = iter(chunks)
 
     async def take_chunks() -> None:
         for lo, hi in waiting:
             block = await arena.lease_when_free(plane.nbytes(lo, hi), f"chunk of {plane.name}")
-            copied: Fence = None
+            copied: MaybeEvent = None
             try:
                 await plane.read(lo, hi, block.data)
-                copied = streams.copy_in(into[plane.nbytes(begin, lo) : plane.nbytes(begin, hi)], block.data, *after)
+                copied = streams.copy_to_device(
+                    into[plane.nbytes(begin, lo) : plane.nbytes(begin, hi)], block.data, *after
+                )
             finally:
-                streams.release(block, copied)
+                streams.free_after(block, copied)
 
     await settle_all([take_chunks() for _ in range(min(CHUNKS_IN_FLIGHT, len(chunks)))])
 
@@ -87,32 +89,32 @@ async def fetch_range(
     into: torch.Tensor,
     arena: Arena,
     streams: Streams,
-    after: tuple[Fence, ...],
+    after: tuple[MaybeEvent, ...],
 ) -> None:
     """As `fetch_plane`, for any range: the disk is read in whole blocks, and the requested part is cut out of them."""
     for first, last, memory in plane.runs(begin, end):
         target = into[plane.nbytes(begin, first) : plane.nbytes(begin, last)]
         if memory is not None:
-            _put(target, memory, streams, (*after, streams.fence()))
+            _put(target, memory, streams, (*after, streams.record_event()))
             continue
         for lo, hi in _chunks(plane, first // BLOCK_NUMEL * BLOCK_NUMEL, -(-last // BLOCK_NUMEL) * BLOCK_NUMEL):
             block = await arena.lease_when_free(plane.nbytes(lo, hi), f"chunk of {plane.name}")
-            copied: Fence = None
+            copied: MaybeEvent = None
             try:
                 await plane.read(lo, hi, block.data)
                 inside, past = max(lo, first), min(hi, last)
                 part = block.data[plane.nbytes(lo, inside) : plane.nbytes(lo, past)]
                 copied = _put(target[plane.nbytes(first, inside) :][: part.numel()], part, streams, after)
             finally:
-                streams.release(block, copied)
+                streams.free_after(block, copied)
 
 
-def _put(target: torch.Tensor, source: torch.Tensor, streams: Streams, after: tuple[Fence, ...]) -> Fence:
+def _put(target: torch.Tensor, source: torch.Tensor, streams: Streams, after: tuple[MaybeEvent, ...]) -> MaybeEvent:
     """Copy to the compute device; returns a fence after the copy."""
-    if streams.shared:
+    if streams.has_unified_memory:
         target.copy_(source)
         return None
-    return streams.copy_in(target, source, *after)
+    return streams.copy_to_device(target, source, *after)
 
 
 async def read_plane(plane: Plane, begin: int, end: int, into: torch.Tensor, arena: Arena) -> None:

@@ -330,8 +330,8 @@ class Plane:
             await asyncio.wait(ended)
 
     async def _transfer_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        copy = self._streams.copy_out if target.device.type == "cpu" else self._streams.copy_in
-        await self._streams.reached(copy(target, source, self._streams.fence()))
+        copy = self._streams.copy_to_host if target.device.type == "cpu" else self._streams.copy_to_device
+        await self._streams.synchronize(copy(target, source, self._streams.record_event()))
 
     async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
         if self._disk is None:

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.errors import StateError, StorageError, tell
+from offload.errors import StateError, StorageError, mark_reported
 from offload.saved.saved_views import View, bytes_of, bytes_to_keep, storage_key, version_of
 from offload.saved.spill_store import PieceStore, SpilledPiece
-from offload.streams import Fence, Streams
+from offload.streams import MaybeEvent, Streams
 
 KEPT_BYTES_MIN = 4096  # Smaller tensors are not moved: each would take a page.
 
@@ -46,7 +46,7 @@ class Kept:
         self.source: StorageWeakRef | None = None
         self.handles = self.served = 0
         self.data: torch.Tensor | None = None
-        self.fence: Fence = None
+        self.fence: MaybeEvent = None
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +77,7 @@ class _Gone:
     number: int
     pieces: list[SpilledPiece]
     data: torch.Tensor | None
-    fence: Fence
+    fence: MaybeEvent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +156,7 @@ class ActivationStore:
             if kept.data is None or version_of(kept.data) > 0:  # the user wrote to a tensor of another handle
                 self._bring(kept)
             data = self._data_of(kept)
-            self._streams.wait_to_use(data, kept.fence)  # another stream may have requested the copy
+            self._streams.wait_and_record_stream(data, kept.fence)  # another stream may have requested the copy
             tensor = handle.view.rebuilt(data, kept.begin)
             kept.served += 1
             if kept.served % kept.handles == 0:
@@ -219,7 +219,7 @@ class ActivationStore:
     def _raise_failure(self) -> None:
         error = self._pieces.take_failure()
         if error is not None:
-            tell(error)
+            mark_reported(error)
             raise error
 
     def _find(self, tensor: torch.Tensor, view: View) -> Kept | None:
@@ -264,7 +264,7 @@ class ActivationStore:
     def _look_ahead(self, kept: Kept) -> None:
         """Start the copy of the tensor saved before this one, if copies to the device do not delay the computation."""
         before = next(self._before(kept), None)
-        if self._streams.shared or before is None or before.data is not None:
+        if self._streams.has_unified_memory or before is None or before.data is not None:
             return
         if self._pieces.at_hand(before.pieces):
             # A failure is raised again when the tensor is restored; a lack of memory now is no failure.
@@ -281,7 +281,7 @@ class ActivationStore:
         while self._gone:
             gone = self._gone.popleft()
             if gone.data is not None:  # a copy in flight to this memory must end before the memory is reused
-                self._streams.wait_to_use(gone.data, gone.fence)
+                self._streams.wait_and_record_stream(gone.data, gone.fence)
             # Weak references to it end later than its `__del__`, which told of it: until then others could find it.
             self._by_number.pop(gone.number, None)
             self._pieces.drop(gone.pieces)

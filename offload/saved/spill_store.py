@@ -16,10 +16,10 @@ import torch
 from offload.errors import BudgetError, StateError, StorageError
 from offload.memory.arena import Block
 from offload.memory.pinned import aligned_copy
-from offload.mover import Mover, Transfer
+from offload.mover import IoFuture, IoLoop
 from offload.saved.slabs import Slabs, SwapArea
 from offload.sizes import PAGE_BYTES, align_up
-from offload.streams import Fence, Streams
+from offload.streams import MaybeEvent, Streams
 
 PIECE_BYTES = 8 << 20
 PIECES_IN_FLIGHT = 8  # Room, in pieces, of the memory through which pieces are written to the disk and read back.
@@ -33,10 +33,10 @@ class SpilledPiece:
     begin: int
     end: int
     block: Block | None  # Memory that holds the bytes, or into which they are read.
-    fence: Fence = None  # After the last copy from or to the block.
+    fence: MaybeEvent = None  # After the last copy from or to the block.
     offset: int = -1  # In the swap space.
-    write: Transfer[None] | None = None
-    read: Transfer[None] | None = None
+    write: IoFuture[None] | None = None
+    read: IoFuture[None] | None = None
     rescued: torch.Tensor | None = None  # A host copy of the bytes, if their write failed.
     dropped: bool = False
     covered: bool = False  # A caller learned of a failure while this piece was being written: its own is no news.
@@ -63,14 +63,14 @@ class PieceStore:
         *,
         near: bool = False,
         swap: SwapArea | None = None,
-        mover: Mover | None = None,
+        mover: IoLoop | None = None,
     ) -> None:
         self.name, self.memory = memory.name, memory
         self._streams, self._near, self._swap, self._mover = streams, near, swap, mover
         self._moving: list[SpilledPiece] = []  # Being written, or dropped with a transfer in flight.
         self._ahead: list[SpilledPiece] = []  # Read ahead, or being read.
-        self._leaving: list[tuple[Block, Fence]] = []
-        self._copied: deque[tuple[torch.Tensor, Fence, Callable[[], None]]] = deque()
+        self._leaving: list[tuple[Block, MaybeEvent]] = []
+        self._copied: deque[tuple[torch.Tensor, MaybeEvent, Callable[[], None]]] = deque()
         self._failure: StorageError | None = None
 
     @property
@@ -120,7 +120,7 @@ class PieceStore:
 
     def get(
         self, pieces: Sequence[SpilledPiece], target: torch.Tensor, next_ones: Sequence[SpilledPiece] = ()
-    ) -> Fence:
+    ) -> MaybeEvent:
         """Copy pieces to `target` (uint8, on the device).
 
         Returns a fence after the copies. Raises StorageError: a piece could not be read; it is still on the disk.
@@ -130,8 +130,8 @@ class PieceStore:
             target: as long as the source of that `put`.
             next_ones: pieces that will be needed soon.
         """
-        fence: Fence = None
-        made = self._streams.fence()
+        fence: MaybeEvent = None
+        made = self._streams.record_event()
         try:
             for index, piece in enumerate(pieces):
                 if not self._in_reach(piece):
@@ -139,14 +139,14 @@ class PieceStore:
                 self.start([*pieces[index + 1 :], *next_ones])
                 fence = self._copy_back(piece, target[piece.begin : piece.end], made)
         except BaseException:
-            self._streams.wait(fence)  # the memory of `target` will be reused: copies in flight must end before
+            self._streams.wait_events(fence)  # the memory of `target` will be reused: copies in flight must end before
             raise
         return fence
 
     def at_hand(self, pieces: Iterable[SpilledPiece]) -> bool:
         """True when `get` need not wait for the disk."""
         return all(
-            piece.rescued is not None or (piece.block is not None and (piece.read is None or piece.read.settled()))
+            piece.rescued is not None or (piece.block is not None and (piece.read is None or piece.read.done()))
             for piece in pieces
         )
 
@@ -185,31 +185,31 @@ class PieceStore:
     def _copy_away(self, piece: SpilledPiece, block: Block, source: torch.Tensor, copied: Callable[[], None]) -> None:
         into = block.data[: piece.nbytes]
         if self._near:
-            self._streams.wait(*block.fences)
+            self._streams.wait_events(*block.fences)
             into.copy_(source)
-            piece.fence = self._streams.fence()
+            piece.fence = self._streams.record_event()
             copied()
             return
-        piece.fence = self._streams.copy_out(into, source, self._streams.fence())
+        piece.fence = self._streams.copy_to_host(into, source, self._streams.record_event())
         self._copied.append((source, piece.fence, copied))
         while len(self._copied) > COPIES_IN_FLIGHT or _passed(self._copied[0][1]):
             # Later work on this stream is ordered after the copy, and so is the next user of the memory. The allocator
             # must order the reuse by this stream, not by the copying one: else no memory is freed while the host runs
             # ahead of the device.
             oldest, fence, oldest_copied = self._copied.popleft()
-            self._streams.wait_to_use(oldest, fence)
+            self._streams.wait_and_record_stream(oldest, fence)
             oldest_copied()
             if not self._copied:
                 return
 
-    def _copy_back(self, piece: SpilledPiece, target: torch.Tensor, made: Fence) -> Fence:
+    def _copy_back(self, piece: SpilledPiece, target: torch.Tensor, made: MaybeEvent) -> MaybeEvent:
         source = self._arrived(piece)
         if self._near:
-            self._streams.wait(piece.fence)  # another stream may have spilled it
+            self._streams.wait_events(piece.fence)  # another stream may have spilled it
             target.copy_(source)
-            piece.fence = self._streams.fence()
+            piece.fence = self._streams.record_event()
             return piece.fence
-        fence = piece.fence = self._streams.copy_in(target, source, piece.fence, made)
+        fence = piece.fence = self._streams.copy_to_device(target, source, piece.fence, made)
         if piece.offset >= 0 and piece.write is None:
             self._let_go(piece)
         return fence
@@ -221,7 +221,7 @@ class PieceStore:
         if block is None:
             raise StateError(f"{self.name}: bytes that were moved away no longer exist")
         if piece.read is not None:
-            error = piece.read.settle()
+            error = piece.read.wait()
             if error is not None:
                 self._let_go(piece)
                 raise error.within(f"reading {self.name}") if isinstance(error, StorageError) else error
@@ -243,9 +243,9 @@ class PieceStore:
         """Wait until more memory is free; False if none will be."""
         writing = next((piece.write for piece in self._moving if piece.write is not None), None)
         if writing is not None:
-            writing.settle()
+            writing.wait()
         elif self._leaving and self._mover is not None:
-            self._mover.run(f"copies of {self.name}", self._streams.reached(self._leaving[0][1]))
+            self._mover.run(f"copies of {self.name}", self._streams.synchronize(self._leaving[0][1]))
         elif not self._forget_read():
             return False
         self.collect()
@@ -255,7 +255,7 @@ class PieceStore:
         """Release the oldest piece that was read ahead; False if there is none."""
         for piece in self._ahead:
             if piece.read is not None and piece.block is not None:
-                piece.read.settle()
+                piece.read.wait()
                 self._let_go(piece)
                 return True
         return False
@@ -266,7 +266,7 @@ class PieceStore:
         if block is not None and not self._has_left(block, piece.fence):
             self._leaving.append((block, piece.fence))
 
-    def _has_left(self, block: Block, fence: Fence) -> bool:
+    def _has_left(self, block: Block, fence: MaybeEvent) -> bool:
         if self._near:
             block.release(fence)
         elif _passed(fence):
@@ -279,7 +279,7 @@ class PieceStore:
     def _in_reach(piece: SpilledPiece) -> bool:
         return piece.block is not None or piece.rescued is not None
 
-    def _start_write(self, piece: SpilledPiece, block: Block, swap: SwapArea, mover: Mover) -> None:
+    def _start_write(self, piece: SpilledPiece, block: Block, swap: SwapArea, mover: IoLoop) -> None:
         offset = swap.take(block.data.numel())
         if offset is None:
             raise BudgetError(
@@ -289,28 +289,28 @@ class PieceStore:
         piece.offset, fence, streams = offset, piece.fence, self._streams
 
         async def write() -> None:
-            await streams.reached(fence)
+            await streams.synchronize(fence)
             await swap.disk.write(offset, block.data, self.name)
 
         self._moving.append(piece)
-        piece.write = mover.post(f"storing {self.name}", write())
+        piece.write = mover.submit(f"storing {self.name}", write())
 
     def _start_read(self, piece: SpilledPiece, block: Block) -> None:
         if self._swap is None or self._mover is None:
             raise StateError(f"{self.name}: bytes that were moved away no longer exist")
         reading = self._swap.disk.read(piece.offset, block.data, self.name)
-        piece.read = self._mover.post(f"reading {self.name}", reading)
+        piece.read = self._mover.submit(f"reading {self.name}", reading)
         piece.block = block  # set last: a piece with a block and without a read counts as held in memory
         self._ahead.append(piece)
 
     def _has_ended(self, piece: SpilledPiece) -> bool:
         if piece.write is not None:
-            if not piece.write.settled():
+            if not piece.write.done():
                 return False
             self._written(piece, piece.write)
         if not piece.dropped:
             return True
-        if piece.read is not None and not piece.read.settled():
+        if piece.read is not None and not piece.read.done():
             return False
         piece.rescued = None
         self._let_go(piece)
@@ -319,8 +319,8 @@ class PieceStore:
             piece.offset = -1
         return True
 
-    def _written(self, piece: SpilledPiece, write: Transfer[None]) -> None:
-        error, piece.write = write.settle(), None
+    def _written(self, piece: SpilledPiece, write: IoFuture[None]) -> None:
+        error, piece.write = write.wait(), None
         if error is not None and piece.block is not None and not piece.dropped:
             piece.rescued = aligned_copy(piece.block.data)
             if isinstance(error, StorageError) and not piece.covered:
@@ -328,7 +328,7 @@ class PieceStore:
         self._let_go(piece)
 
 
-def _passed(fence: Fence) -> bool:
+def _passed(fence: MaybeEvent) -> bool:
     return fence is None or fence.query()
 
 

@@ -95,7 +95,7 @@ def reading(place: Path | str, advice: str = "copy or write it again") -> Iterat
     except ZeroInfinityError:
         raise
     except OSError as error:
-        raise StorageError.of(error, "read", Path(error.filename or place)) from error
+        raise StorageError.from_os_error(error, "read", Path(error.filename or place)) from error
     except ODD as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"{place} is damaged, or not what its name says ({why}); {advice}") from error

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from offload.accelerator import same_device
+from offload.accelerator import device_initializer
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class Worker:
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._threads, self._enter = threads, same_device()
+        self._threads, self._enter = threads, device_initializer()
         for _ in range(threads):
             threading.Thread(target=self._serve, name=name, daemon=False).start()
 

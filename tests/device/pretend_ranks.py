@@ -175,7 +175,7 @@ def join(way: str, folder: Path) -> None:
             return PretendGroup(store, rank, size, timeout, folder)
 
         dist.Backend.register_backend(NAME, make, devices=["cuda"])
-        accelerator.KINDS["cuda"] = dataclasses.replace(accelerator.KINDS["cuda"], collectives=NAME)
+        accelerator.KINDS["cuda"] = dataclasses.replace(accelerator.KINDS["cuda"], collective_backend=NAME)
     else:
         import zero.ranks.backend as backend
 

@@ -20,7 +20,7 @@ from lagging import LaggingStreams
 from offload.disk.aio import AioFault, AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError, StateError, StorageError
-from offload.mover import Mover
+from offload.mover import IoLoop
 from offload.planes.planes import Disk
 from offload.saved import activations, spill_store
 from offload.saved.activations import ActivationStore, Handle
@@ -54,7 +54,7 @@ def open_place(nvme_path: Path) -> Iterator[Open]:
 
         def opened(kind: str, nbytes: int | None = None, passing_bytes: int = 1 << 20) -> Place:
             streams: Streams = LaggingStreams() if "lagging" in kind else Streams()
-            mover, swap, disk = Mover(), None, None
+            mover, swap, disk = IoLoop(), None, None
             memory_bytes = nbytes
             if kind.startswith("disk"):
                 disk = Disk(open_aio(AioOptions(chunk_bytes=4096)), SwapSpace([nvme_path], nbytes or 1 << 20))
@@ -95,7 +95,7 @@ def settled(place: Place, bytes_left: int = 0) -> bool:
         if place.store.kept_bytes == bytes_left:
             return True
         lagging = (*place.pieces._leaving, *place.pieces._copied)
-        place.pieces._streams.wait(*(entry[1] for entry in lagging))  # what lags waits to be waited for
+        place.pieces._streams.wait_events(*(entry[1] for entry in lagging))  # what lags waits to be waited for
         if place.store.kept_bytes == bytes_left:
             return True
         threading.Event().wait(0.01)
@@ -161,7 +161,7 @@ def test_views_of_one_storage_are_one_copy_and_come_back_on_one(place: Place) ->
 def test_a_tensor_that_was_written_to_meanwhile_is_another_one(place: Place) -> None:
     x = torch.randn(64, 64)
     before, first = x.clone(), place.store.keep(x)
-    place.pieces._streams.wait(*(fence for _, fence, _ in place.pieces._copied))
+    place.pieces._streams.wait_events(*(fence for _, fence, _ in place.pieces._copied))
     place.store.check()  # the copy is taken note of: what follows comes after it
     x.add_(1)
     second = place.store.keep(x)
@@ -254,7 +254,7 @@ def test_what_cannot_be_written_is_told_once_and_comes_back_all_the_same(open_pl
     handle = place.store.keep(x)
     for piece in handle.kept.pieces:
         assert piece.write is not None
-        piece.write.settle()
+        piece.write.wait()
     with pytest.raises(StorageError, match=r"storing saved: .*ENOSPC.*offset [\d,]+; free space there: [\d,]+ bytes"):
         place.store.check()
     place.store.check()
@@ -272,7 +272,7 @@ def test_a_write_that_failed_is_told_by_the_next_tensor_that_is_to_be_kept(open_
     handle = place.store.keep(torch.ones(64, 64))
     for piece in handle.kept.pieces:
         assert piece.write is not None
-        piece.write.settle()
+        piece.write.wait()
     with pytest.raises(StorageError, match="storing saved"):
         place.store.keep(torch.ones(64, 64))
 

@@ -45,7 +45,7 @@ def test_free_space_is_told_where_a_file_is_to_be_and_never_of_another_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = OSError(errno.EIO, os.strerror(errno.EIO))
-    assert StorageError.of(refused, "reading", tmp_path / "not" / "there" / "yet").free_bytes is not None
+    assert StorageError.from_os_error(refused, "reading", tmp_path / "not" / "there" / "yet").free_bytes is not None
     gone, real = tmp_path / "gone", os.statvfs
 
     def dead(path: Path) -> os.statvfs_result:
@@ -54,9 +54,9 @@ def test_free_space_is_told_where_a_file_is_to_be_and_never_of_another_disk(
         return real(path)
 
     monkeypatch.setattr(os, "statvfs", dead)
-    assert StorageError.of(refused, "reading", gone / "file").free_bytes is None
+    assert StorageError.from_os_error(refused, "reading", gone / "file").free_bytes is None
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    error = StorageError.of(refused, "reading", Path("file"))
+    error = StorageError.from_os_error(refused, "reading", Path("file"))
     assert error.free_bytes is None and error.errno == errno.EIO and "file" in str(error)

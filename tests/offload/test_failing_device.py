@@ -15,7 +15,7 @@ from pretended import pretend_accelerator
 import offload.mover
 from offload.errors import StateError
 from offload.memory.arena import Arena
-from offload.mover import Mover
+from offload.mover import IoLoop
 from offload.streams import DeviceStreams
 from offload.timeline import Timeline
 
@@ -55,7 +55,7 @@ class Block:
 
     returned = False
 
-    def release(self) -> None:
+    def free(self) -> None:
         self.returned = True
 
 
@@ -88,8 +88,8 @@ def streams(failing: Callable[[], None]) -> Iterator[DeviceStreams]:
 
 
 @pytest.fixture
-def mover(streams: DeviceStreams) -> Iterator[Mover]:
-    opened = Mover(enter=streams.enter)
+def mover(streams: DeviceStreams) -> Iterator[IoLoop]:
+    opened = IoLoop(initializer=streams.enter_io_thread)
     yield opened
     opened.close()
 
@@ -100,25 +100,25 @@ async def until_noted(streams: DeviceStreams) -> None:
 
 
 async def releasing(streams: DeviceStreams, block: Any, fence: Any) -> None:
-    streams.release(block, fence)
+    streams.free_after(block, fence)
 
 
 def test_a_block_behind_a_fence_that_fails_goes_back_and_the_next_call_raises(
-    streams: DeviceStreams, mover: Mover, failing: Callable[[], None]
+    streams: DeviceStreams, mover: IoLoop, failing: Callable[[], None]
 ) -> None:
     blocks, memory = [Block() for _ in range(3)], torch.zeros(4)
     for block in blocks[:2]:
-        mover.run("releasing", releasing(streams, block, streams.fence()))
+        mover.run("releasing", releasing(streams, block, streams.record_event()))
     assert not any(block.returned for block in blocks)
     failing()
     mover.run("the error", until_noted(streams))
     calls: dict[str, Callable[[], object]] = {
-        "release": lambda: mover.run("releasing", releasing(streams, blocks[2], streams.fence())),
-        "reached": lambda: mover.run("waiting", streams.reached(None)),
-        "wait": lambda: streams.wait(),
-        "copy in": lambda: streams.copy_in(memory, memory),
-        "copy out": lambda: streams.copy_out(memory, memory),
-        "collective": lambda: streams.collective().__enter__(),
+        "release": lambda: mover.run("releasing", releasing(streams, blocks[2], streams.record_event())),
+        "reached": lambda: mover.run("waiting", streams.synchronize(None)),
+        "wait": lambda: streams.wait_events(),
+        "copy in": lambda: streams.copy_to_device(memory, memory),
+        "copy out": lambda: streams.copy_to_host(memory, memory),
+        "collective": lambda: streams.collective_stream().__enter__(),
     }
     for what, call in calls.items():
         with pytest.raises(StateError, match=f"the device has failed: RuntimeError: {ERROR}") as caught:
@@ -128,21 +128,21 @@ def test_a_block_behind_a_fence_that_fails_goes_back_and_the_next_call_raises(
 
 
 def test_a_job_that_waits_for_memory_of_a_failed_device_ends_with_the_error(
-    streams: DeviceStreams, mover: Mover, failing: Callable[[], None]
+    streams: DeviceStreams, mover: IoLoop, failing: Callable[[], None]
 ) -> None:
     arena = Arena("test", 8192, "none", HOST)
     first = arena.lease(8192, "first")
-    mover.run("releasing", releasing(streams, first, streams.fence()))
+    mover.run("releasing", releasing(streams, first, streams.record_event()))
 
     async def next_job() -> None:
         block = await arena.lease_when_free(8192, "second")
         try:
-            streams.copy_in(block.data, block.data)
+            streams.copy_to_device(block.data, block.data)
         finally:
-            streams.release(block)
+            streams.free_after(block)
 
-    transfer = mover.post("the next job", next_job())
-    assert not transfer.settled()
+    transfer = mover.submit("the next job", next_job())
+    assert not transfer.done()
     failing()
     with pytest.raises(StateError, match="the device has failed"):
         transfer.result()
@@ -150,25 +150,25 @@ def test_a_job_that_waits_for_memory_of_a_failed_device_ends_with_the_error(
 
 
 def test_who_waits_for_the_fence_itself_gets_the_error_and_so_does_the_next(
-    streams: DeviceStreams, mover: Mover, failing: Callable[[], None]
+    streams: DeviceStreams, mover: IoLoop, failing: Callable[[], None]
 ) -> None:
     failing()
     with pytest.raises(RuntimeError, match=ERROR):
-        mover.run("waiting", streams.reached(streams.fence()))
+        mover.run("waiting", streams.synchronize(streams.record_event()))
     with pytest.raises(StateError, match="the device has failed"):
-        streams.wait()
+        streams.wait_events()
 
 
 def test_an_error_that_only_the_recorder_of_copies_meets_is_not_lost(
-    streams: DeviceStreams, mover: Mover, failing: Callable[[], None]
+    streams: DeviceStreams, mover: IoLoop, failing: Callable[[], None]
 ) -> None:
     memory = torch.zeros(4)
     streams._timeline.start()
-    streams.copy_in(memory, memory)
+    streams.copy_to_device(memory, memory)
     failing()
     mover.run("the error", until_noted(streams))
     with pytest.raises(StateError, match="the device has failed"):
-        streams.copy_in(memory, memory)
+        streams.copy_to_device(memory, memory)
 
 
 def test_closing_gives_the_threads_back_whatever_the_device_says(
@@ -198,8 +198,8 @@ def test_a_mover_that_could_not_begin_says_so_to_whoever_hands_it_a_job(monkeypa
     async def job() -> int:
         return 1
 
-    mover = Mover(enter=enter)
-    for give in (mover.post, mover.run):
+    mover = IoLoop(initializer=enter)
+    for give in (mover.submit, mover.run):
         with pytest.raises(StateError, match="a job: the mover thread could not start: RuntimeError: CUDA") as caught:
             give("a job", job())
         assert str(caught.value.__cause__) == ERROR

@@ -78,4 +78,4 @@ def test_a_device_whose_torch_knows_no_emulation_can_be_asked(
     monkeypatch: pytest.MonkeyPatch, module: SimpleNamespace
 ) -> None:
     monkeypatch.setattr(accelerator, "module_of", lambda device: module)
-    assert accelerator.computes_bf16(torch.device("cuda")) == (not hasattr(module, "is_bf16_supported"))
+    assert accelerator.has_bf16(torch.device("cuda")) == (not hasattr(module, "is_bf16_supported"))

@@ -13,13 +13,13 @@ import pytest
 
 import offload.mover
 from offload.errors import StateError, WatchdogError
-from offload.mover import Mover
-from offload.timeline import Stopwatch, awaiting_others, others_are_awaited
+from offload.mover import IoLoop
+from offload.timeline import Stopwatch, external_wait, has_external_wait
 
 
 @pytest.fixture
-def mover() -> Iterator[Mover]:
-    one = Mover()
+def mover() -> Iterator[IoLoop]:
+    one = IoLoop()
     yield one
     one.close()
 
@@ -44,37 +44,37 @@ async def until(event: threading.Event) -> str:
 # ---- jobs --------------------------------------------------------------------------------------
 
 
-def test_results_arrive_at_the_transfer_they_belong_to(mover: Mover) -> None:
-    transfers = [mover.post(f"job {index}", answer(index, turns=20 - index)) for index in range(20)]
+def test_results_arrive_at_the_transfer_they_belong_to(mover: IoLoop) -> None:
+    transfers = [mover.submit(f"job {index}", answer(index, turns=20 - index)) for index in range(20)]
     assert [transfer.result() for transfer in transfers] == list(range(20))
-    assert all(transfer.settled() for transfer in transfers)
+    assert all(transfer.done() for transfer in transfers)
     assert [transfer.result() for transfer in transfers] == list(range(20))  # as often as one likes
     assert mover.run("one more", answer(7)) == 7
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), TimeoutError("slow"), OSError(5, "disk"), StateError("no")])
-def test_exceptions_arrive_as_they_were_raised(mover: Mover, error: Exception) -> None:
-    transfer = mover.post("bad", fail(error))
+def test_exceptions_arrive_as_they_were_raised(mover: IoLoop, error: Exception) -> None:
+    transfer = mover.submit("bad", fail(error))
     with pytest.raises(type(error)) as caught:
         transfer.result()
     assert (caught.value.args, str(caught.value)) == (error.args, str(error))
-    settled = transfer.settle()
+    settled = transfer.wait()
     assert type(settled) is type(error) and settled.args == error.args
-    assert transfer.settled()
+    assert transfer.done()
     assert mover.run("next", answer(1)) == 1
 
 
-def test_a_job_that_was_cancelled_settles_with_an_error(mover: Mover) -> None:
-    transfer = mover.post("cancelled", fail(asyncio.CancelledError()))
-    assert transfer.settle() is not None
-    assert transfer.settled()
+def test_a_job_that_was_cancelled_settles_with_an_error(mover: IoLoop) -> None:
+    transfer = mover.submit("cancelled", fail(asyncio.CancelledError()))
+    assert transfer.wait() is not None
+    assert transfer.done()
 
 
-def test_settling_a_good_job_returns_no_error(mover: Mover) -> None:
-    assert mover.post("good", answer(1, turns=3)).settle() is None
+def test_settling_a_good_job_returns_no_error(mover: IoLoop) -> None:
+    assert mover.submit("good", answer(1, turns=3)).wait() is None
 
 
-def test_jobs_run_on_one_other_thread(mover: Mover) -> None:
+def test_jobs_run_on_one_other_thread(mover: IoLoop) -> None:
     async def where() -> int:
         return threading.get_ident()
 
@@ -82,7 +82,7 @@ def test_jobs_run_on_one_other_thread(mover: Mover) -> None:
     assert len(threads) == 1 and threads != {threading.get_ident()}
 
 
-def test_jobs_interleave_at_their_awaits_and_nowhere_else(mover: Mover) -> None:
+def test_jobs_interleave_at_their_awaits_and_nowhere_else(mover: IoLoop) -> None:
     steps: list[tuple[str, int]] = []
     gate = threading.Event()
 
@@ -94,7 +94,7 @@ def test_jobs_interleave_at_their_awaits_and_nowhere_else(mover: Mover) -> None:
             steps.append((name, step))
             await asyncio.sleep(0)
 
-    transfers = [mover.post(name, job(name)) for name in ("a", "b")]
+    transfers = [mover.submit(name, job(name)) for name in ("a", "b")]
     gate.set()
     for transfer in transfers:
         transfer.result()
@@ -103,15 +103,15 @@ def test_jobs_interleave_at_their_awaits_and_nowhere_else(mover: Mover) -> None:
     assert sorted(names) == ["a"] * 3 + ["b"] * 3 and names not in (["a"] * 3 + ["b"] * 3, ["b"] * 3 + ["a"] * 3)
 
 
-def test_posting_does_not_wait(mover: Mover) -> None:
+def test_posting_does_not_wait(mover: IoLoop) -> None:
     event = threading.Event()
-    transfer = mover.post("waits", until(event))
-    assert not transfer.settled()
+    transfer = mover.submit("waits", until(event))
+    assert not transfer.done()
     event.set()
     assert transfer.result() == "done"
 
 
-def test_jobs_may_start_jobs(mover: Mover) -> None:
+def test_jobs_may_start_jobs(mover: IoLoop) -> None:
     async def outer() -> list[int]:
         return list(await asyncio.gather(*(answer(index, index) for index in range(4))))
 
@@ -119,15 +119,15 @@ def test_jobs_may_start_jobs(mover: Mover) -> None:
 
 
 @pytest.mark.parametrize("wait", ["run", "result", "settle", "close"])
-def test_waiting_on_the_mover_thread_for_itself_raises(mover: Mover, wait: str) -> None:
+def test_waiting_on_the_mover_thread_for_itself_raises(mover: IoLoop, wait: str) -> None:
     event = threading.Event()
-    other = mover.post("other", until(event))
+    other = mover.submit("other", until(event))
 
     async def job() -> None:
         if wait == "run":
             mover.run("inner", answer(1))
         elif wait == "settle":
-            error = other.settle()
+            error = other.wait()
             assert error is not None
             raise error
         else:
@@ -145,7 +145,7 @@ def test_waiting_on_the_mover_thread_for_itself_raises(mover: Mover, wait: str) 
 
 
 def test_close_waits_for_everything_that_runs_and_ends_the_thread() -> None:
-    mover, ended = Mover(), []
+    mover, ended = IoLoop(), []
 
     async def child() -> None:
         for _ in range(50):
@@ -158,27 +158,27 @@ def test_close_waits_for_everything_that_runs_and_ends_the_thread() -> None:
         if index == 2:
             asyncio.get_running_loop().create_task(child()).add_done_callback(lambda _: None)
 
-    transfers = [mover.post("job", job(index)) for index in range(3)]
+    transfers = [mover.submit("job", job(index)) for index in range(3)]
     mover.close()
     assert sorted(ended) == ["child", "job 0", "job 1", "job 2"]
-    assert all(transfer.settled() for transfer in transfers)
+    assert all(transfer.done() for transfer in transfers)
     mover.close()
     assert not mover._thread.is_alive()
 
 
 def test_close_passes_over_jobs_that_fail() -> None:
-    mover = Mover()
-    transfer = mover.post("bad", fail(ValueError("broken")))
+    mover = IoLoop()
+    transfer = mover.submit("bad", fail(ValueError("broken")))
     mover.close()
-    assert isinstance(transfer.settle(), ValueError)
+    assert isinstance(transfer.wait(), ValueError)
 
 
 def test_posting_after_close_raises_and_drops_the_job() -> None:
-    mover = Mover()
+    mover = IoLoop()
     mover.close()
     job = answer(1)
     with pytest.raises(StateError, match=r"unit 3: .*closed"):
-        mover.post("unit 3", job)
+        mover.submit("unit 3", job)
     assert inspect.getcoroutinestate(job) == inspect.CORO_CLOSED
 
 
@@ -188,13 +188,13 @@ def test_posting_after_close_raises_and_drops_the_job() -> None:
 def test_the_watchdog_warns_then_raises_with_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.02)
     monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.05)
-    mover, event = Mover(lambda: ["read of 4,096 bytes in swap", "write of 1 byte"]), threading.Event()
-    transfer = mover.post("unit layers.3", until(event))
+    mover, event = IoLoop(lambda: ["read of 4,096 bytes in swap", "write of 1 byte"]), threading.Event()
+    transfer = mover.submit("unit layers.3", until(event))
     in_flight = r"unit layers\.3: not finished, and no byte moved for .*read of 4,096 bytes in swap; write of 1 byte"
     with pytest.warns(RuntimeWarning, match=in_flight), pytest.raises(WatchdogError, match=in_flight):
         transfer.result()
-    assert not transfer.settled()
-    assert mover.exposed.seconds >= 0.05
+    assert not transfer.done()
+    assert mover.exposed_wait.seconds >= 0.05
     event.set()  # it was only slow
     monkeypatch.setattr(offload.mover, "WARN_SECONDS", 30.0)
     assert transfer.result() == "done"
@@ -202,7 +202,7 @@ def test_the_watchdog_warns_then_raises_with_what_is_in_flight(monkeypatch: pyte
 
 
 def test_the_watchdog_waits_for_kernels_and_for_bytes_of_other_engines(
-    monkeypatch: pytest.MonkeyPatch, mover: Mover
+    monkeypatch: pytest.MonkeyPatch, mover: IoLoop
 ) -> None:
     """Its clock advances with its looks, by less than it warns after; between two looks bytes move."""
     monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.1)
@@ -212,7 +212,7 @@ def test_the_watchdog_waits_for_kernels_and_for_bytes_of_other_engines(
     def perf_counter() -> float:
         nonlocal now
         if writes:
-            mover.moved()
+            mover.note_progress()
         now += 0.03
         return now
 
@@ -223,7 +223,7 @@ def test_the_watchdog_waits_for_kernels_and_for_bytes_of_other_engines(
         return "done"
 
     async def computing() -> str:
-        with mover.working():
+        with mover.computing():
             return await until_late()
 
     async def writing() -> str:
@@ -238,18 +238,18 @@ def test_the_watchdog_waits_for_kernels_and_for_bytes_of_other_engines(
         assert mover.run("writing a checkpoint", writing()) == "done"
 
 
-def test_a_stalled_job_names_what_its_own_engine_has_in_flight(monkeypatch: pytest.MonkeyPatch, mover: Mover) -> None:
+def test_a_stalled_job_names_what_its_own_engine_has_in_flight(monkeypatch: pytest.MonkeyPatch, mover: IoLoop) -> None:
     monkeypatch.setattr(offload.mover, "WARN_SECONDS", 9.0)
     monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.05)
     event = threading.Event()
-    transfer = mover.post("writing a checkpoint", until(event), lambda: ["write of 4,096 bytes"])
+    transfer = mover.submit("writing a checkpoint", until(event), lambda: ["write of 4,096 bytes"])
     with pytest.raises(WatchdogError, match="in flight: write of 4,096 bytes"):
         transfer.result()
     event.set()
 
 
 def test_the_watchdog_only_warns_while_another_rank_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, mover: Mover
+    monkeypatch: pytest.MonkeyPatch, mover: IoLoop
 ) -> None:
     monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.02)
     monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.05)
@@ -257,19 +257,19 @@ def test_the_watchdog_only_warns_while_another_rank_is_waited_for(
     threading.Timer(0.4, event.set).start()
 
     async def behind_another() -> str:
-        with awaiting_others():
+        with external_wait():
             return await until(event)
 
-    transfer = mover.post("the gradient of layers.3", behind_another())
+    transfer = mover.submit("the gradient of layers.3", behind_another())
     with pytest.warns(RuntimeWarning, match="not finished, and no byte moved for"):
         assert transfer.result() == "done"
-    assert not others_are_awaited()
+    assert not has_external_wait()
 
 
-def test_a_job_that_ends_after_the_warning_is_not_an_error(monkeypatch: pytest.MonkeyPatch, mover: Mover) -> None:
+def test_a_job_that_ends_after_the_warning_is_not_an_error(monkeypatch: pytest.MonkeyPatch, mover: IoLoop) -> None:
     monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.02)
     event = threading.Event()
-    transfer = mover.post("slow", until(event))
+    transfer = mover.submit("slow", until(event))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         real = warnings.warn
@@ -285,7 +285,7 @@ def test_a_job_that_ends_after_the_warning_is_not_an_error(monkeypatch: pytest.M
 
 
 def test_a_job_that_raises_a_timeout_of_its_own_does_not_feed_the_watchdog(
-    monkeypatch: pytest.MonkeyPatch, mover: Mover
+    monkeypatch: pytest.MonkeyPatch, mover: IoLoop
 ) -> None:
     monkeypatch.setattr(offload.mover, "WARN_SECONDS", 20.0)
     with warnings.catch_warnings():
@@ -294,17 +294,17 @@ def test_a_job_that_raises_a_timeout_of_its_own_does_not_feed_the_watchdog(
             mover.run("job", fail(TimeoutError("my own")))
 
 
-def test_only_waiting_counts_as_exposed(mover: Mover) -> None:
-    transfer = mover.post("quick", answer(1))
-    while not transfer.settled():
+def test_only_waiting_counts_as_exposed(mover: IoLoop) -> None:
+    transfer = mover.submit("quick", answer(1))
+    while not transfer.done():
         pass
     transfer.result()
-    assert mover.exposed.seconds == 0.0
+    assert mover.exposed_wait.seconds == 0.0
     event = threading.Event()
-    waiting = mover.post("slow", until(event))
+    waiting = mover.submit("slow", until(event))
     threading.Timer(0.02, event.set).start()
     waiting.result()
-    assert mover.exposed.seconds > 0.0
+    assert mover.exposed_wait.seconds > 0.0
 
 
 def test_a_stopwatch_counts_nested_uses_once(monkeypatch: pytest.MonkeyPatch) -> None:

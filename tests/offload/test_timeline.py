@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import StateError
-from offload.mover import Mover
-from offload.timeline import COMPUTE, LANES, READS, STALLS, Timeline
+from offload.mover import IoLoop
+from offload.timeline import COMPUTE, READS, STALLS, TRACKS, Timeline
 
 
 def test_off_means_nothing_is_kept() -> None:
@@ -45,7 +45,7 @@ def test_a_span_that_raises_is_kept_and_the_error_passes() -> None:
     with pytest.raises(KeyError), timeline.span(COMPUTE, "failing", 7):
         raise KeyError
     (span,) = timeline.stop().spans
-    assert (span.lane, span.name, span.nbytes) == (COMPUTE, "failing", 7)
+    assert (span.track, span.name, span.nbytes) == (COMPUTE, "failing", 7)
 
 
 def test_what_began_before_the_recording_begins_with_it() -> None:
@@ -80,15 +80,15 @@ def test_lanes_written_by_threads_of_their_own_lose_nothing() -> None:
             with timeline.span(lane, str(number)):  # type: ignore[arg-type]
                 pass
 
-    threads = [threading.Thread(target=write, args=(lane,)) for lane in LANES]
+    threads = [threading.Thread(target=write, args=(lane,)) for lane in TRACKS]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     recording = timeline.stop()
-    for lane in LANES:
-        assert [span.name for span in recording.spans if span.lane == lane] == [str(n) for n in range(each)]
-    assert sorted(span.serial for span in recording.spans) == list(range(each * len(LANES)))
+    for lane in TRACKS:
+        assert [span.name for span in recording.spans if span.track == lane] == [str(n) for n in range(each)]
+    assert sorted(span.serial for span in recording.spans) == list(range(each * len(TRACKS)))
     assert recording.dropped == 0
 
 
@@ -104,17 +104,17 @@ def test_one_recording_at_a_time() -> None:
 
 def test_waits_for_the_mover_are_stalls_named_after_the_job() -> None:
     timeline = Timeline()
-    mover = Mover(timeline=timeline)
+    mover = IoLoop(timeline=timeline)
     release = threading.Event()
 
     async def wait() -> None:
         await mover._loop.run_in_executor(None, release.wait)
 
-    transfer = mover.post("fetching unit blocks.0", wait())
+    transfer = mover.submit("fetching unit blocks.0", wait())
     timeline.start()
     threading.Timer(0.05, release.set).start()
     transfer.result()
     transfer.result()  # settled: nobody waits
     (span,) = timeline.stop().spans
     mover.close()
-    assert (span.lane, span.name) == (STALLS, "fetching unit blocks.0") and span.end_ns > span.begin_ns
+    assert (span.track, span.name) == (STALLS, "fetching unit blocks.0") and span.end_ns > span.begin_ns

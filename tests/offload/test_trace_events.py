@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from offload.errors import ConfigError
 from offload.files.trace_events import BINS_MAX, assign_rows, check_target, trace_document, write_trace
-from offload.timeline import COMPUTE, LANES, READS, WRITES, Recording, Span
+from offload.timeline import COMPUTE, READS, TRACKS, WRITES, Recording, Span
 
 ORIGIN_NS, LENGTH_NS = 10**15, 50_000_000
 """Recordings start at a large clock value, where floats of microseconds would lose nanoseconds."""
@@ -27,7 +27,7 @@ spans = st.lists(
         lambda lane, name, interval, nbytes: Span(
             lane, name, ORIGIN_NS + interval[0], ORIGIN_NS + interval[1], nbytes, 0
         ),
-        st.sampled_from(LANES),
+        st.sampled_from(TRACKS),
         st.text(max_size=5),
         intervals,
         st.integers(0, 10**9),
@@ -94,7 +94,7 @@ def test_a_document_is_valid_and_holds_every_span_to_the_nanosecond(made: list[S
                 may_nest = event["cat"] == COMPUTE and (inside(here, there) or inside(there, here))
                 assert not overlaps(here, there) or may_nest
     found = Counter((e["cat"], e["name"], *interval_of(e), e["args"].get("bytes", 0)) for e in events)
-    assert found == Counter((s.lane, s.name, s.begin_ns - ORIGIN_NS, s.end_ns - ORIGIN_NS, s.nbytes) for s in made)
+    assert found == Counter((s.track, s.name, s.begin_ns - ORIGIN_NS, s.end_ns - ORIGIN_NS, s.nbytes) for s in made)
     assert document["otherData"] == {
         "steps": 3,
         "seconds": LENGTH_NS / 1e9,
@@ -108,7 +108,7 @@ def test_every_thread_and_lane_has_a_name_and_the_process_its_rank(made: list[Sp
     events = trace_document(recording_of(made), {}, rank=1)["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["ph"] == "M"}
     assert {event["tid"] for event in events if event["ph"] == "X"} <= set(names)
-    assert set(LANES) <= set(names.values()) and len(set(names.values())) == len(names)
+    assert set(TRACKS) <= set(names.values()) and len(set(names.values())) == len(names)
     for event in events:
         if event["ph"] == "X":
             assert names[event["tid"]].split(" ")[0] == event["cat"]
@@ -121,7 +121,7 @@ def test_a_throughput_curve_adds_up_to_the_bytes_of_its_lane(made: list[Span]) -
     events = trace_document(recording_of(made), {})["traceEvents"]
     for name, lane in (("NVMe read GB/s", READS), ("NVMe write GB/s", WRITES)):
         points = [(e["ts"], e["args"]["GB/s"]) for e in events if e["ph"] == "C" and e["name"] == name]
-        nbytes = sum(span.nbytes for span in made if span.lane == lane)
+        nbytes = sum(span.nbytes for span in made if span.track == lane)
         area = sum(rate * (after - before) * 1000 for (before, rate), (after, _) in pairwise(points))
         assert math.isclose(area, nbytes, rel_tol=1e-9)
         assert len(points) <= BINS_MAX + 2 and all(rate >= 0 for _, rate in points)

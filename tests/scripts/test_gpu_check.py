@@ -361,15 +361,15 @@ def test_waits_of_the_computing_stream_are_counted_and_those_of_others_are_not(
 ) -> None:
     module, waited = FakeModule(), []
     monkeypatch.setattr(gpu, "module_of", lambda _: module)
-    monkeypatch.setattr(DeviceStreams, "wait", lambda _, *fences: waited.append(fences))
-    before = DeviceStreams.wait
+    monkeypatch.setattr(DeviceStreams, "wait_events", lambda _, *fences: waited.append(fences))
+    before = DeviceStreams.wait_events
     with gpu.StreamWaits(torch.device("cpu")) as waits:
-        DeviceStreams.wait(mock.Mock(), "fence")
-        DeviceStreams.wait(mock.Mock(), None)
+        DeviceStreams.wait_events(mock.Mock(), "fence")
+        DeviceStreams.wait_events(mock.Mock(), None)
         module.stream = "copying"
-        DeviceStreams.wait(mock.Mock(), "other")
+        DeviceStreams.wait_events(mock.Mock(), "other")
         assert (waits.seconds(), waits.seconds()) == (0.25, 0.0)
-    assert waited == [("fence",), (None,), ("other",)] and DeviceStreams.wait is before
+    assert waited == [("fence",), (None,), ("other",)] and DeviceStreams.wait_events is before
 
 
 # ---- the host's question runs here ----------------------------------------------------------------

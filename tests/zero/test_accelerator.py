@@ -23,7 +23,7 @@ from offload.errors import StateError
 from offload.memory import pinned
 from offload.memory.flat_storage import FlatStorage, Poison
 from offload.memory.poison import GRANULE_BYTES, poison_bytes
-from offload.mover import Mover
+from offload.mover import IoLoop
 from offload.streams import DeviceStreams, Streams, open_streams
 from offload.system.worker import Worker
 from zero.activations.rng_tracker import CudaRNGStatesTracker
@@ -132,8 +132,8 @@ def test_every_kind_has_the_accelerator_object_of_its_collectives(monkeypatch: p
     pretend_accelerator(monkeypatch, name)
     there = get_accelerator()
     kind = KINDS[name]
-    assert (there.device_name(1), there.communication_backend_name()) == (f"{name}:1", kind.collectives)
-    assert there.visible_devices_envs() == [kind.visible]
+    assert (there.device_name(1), there.communication_backend_name()) == (f"{name}:1", kind.collective_backend)
+    assert there.visible_devices_envs() == [kind.visible_variable]
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_a_plan_for_a_kind_that_is_not_here_counts_one_granule_of_poison(monkeyp
 
 def test_storages_of_a_kind_without_aliases_copy_what_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kind is the host's: its memory is read here, and nothing else of it is used."""
-    monkeypatch.setitem(KINDS, "cpu", accelerator.Kind("cpu", "nothing", "gloo", "NOTHING"))
+    monkeypatch.setitem(KINDS, "cpu", accelerator.AcceleratorKind("cpu", "nothing", "gloo", "NOTHING"))
     cpu = torch.device("cpu")
     storage = FlatStorage(100, torch.float32, [(0, torch.Size([10, 10]))], Poison(400, cpu), cpu)
     arena = torch.zeros(800, dtype=torch.uint8)
@@ -204,7 +204,7 @@ async def nothing() -> str:
 
 def test_a_mover_computes_where_the_thread_that_made_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = on_the_third(monkeypatch)
-    mover = Mover()
+    mover = IoLoop()
     assert mover.run("a job", nothing()) == "zero-mover" and chosen == ["zero-mover"]
     mover.close()
 
@@ -214,7 +214,7 @@ def test_the_mover_of_an_engine_computes_on_its_device(monkeypatch: pytest.Monke
         monkeypatch, Stream=lambda device: device, set_stream=lambda stream: None, synchronize=lambda device: None
     )
     streams = DeviceStreams(THIRD)
-    mover = Mover(enter=streams.enter)
+    mover = IoLoop(initializer=streams.enter_io_thread)
     assert mover.run("a job", nothing()) == "zero-mover" and chosen == ["zero-mover"]
     mover.close()
     streams.close()
@@ -230,8 +230,8 @@ def test_threads_that_wait_for_fences_do_so_on_their_device(monkeypatch: pytest.
         def synchronize(self) -> None:
             self.thread = threading.current_thread().name
 
-    streams, fence, mover = DeviceStreams(THIRD), Passing(), Mover(enter=lambda: None)
-    mover.run("waiting", streams.reached(fence))
+    streams, fence, mover = DeviceStreams(THIRD), Passing(), IoLoop(initializer=lambda: None)
+    mover.run("waiting", streams.synchronize(fence))
     assert chosen == [fence.thread] and fence.thread.startswith("zero-fence")
     mover.close()
     streams.close()
@@ -239,7 +239,7 @@ def test_threads_that_wait_for_fences_do_so_on_their_device(monkeypatch: pytest.
 
 def test_threads_of_a_worker_and_of_the_io_in_python_have_the_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = on_the_third(monkeypatch)
-    worker, mover = Worker("a worker"), Mover(enter=lambda: None)
+    worker, mover = Worker("a worker"), IoLoop(initializer=lambda: None)
     assert mover.run("a job", worker.run(lambda: threading.current_thread().name)) == "a worker"
     worker.close()
     aio: Any = open_aio(AioOptions(backend="aiofiles", threads=1))
@@ -251,7 +251,7 @@ def test_threads_of_a_worker_and_of_the_io_in_python_have_the_device_too(monkeyp
 
 def test_a_process_that_uses_no_device_chooses_none_for_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = on_the_third(monkeypatch, is_initialized=lambda: False)
-    mover = Mover()
+    mover = IoLoop()
     mover.run("a job", nothing())
     mover.close()
     assert chosen == []
@@ -262,7 +262,7 @@ def test_a_worker_whose_thread_cannot_have_the_device_says_so_to_whoever_waits(m
         raise RuntimeError("no such device")
 
     pretend_accelerator(monkeypatch, set_device=refuse)
-    worker, mover = Worker("a worker"), Mover(enter=lambda: None)
+    worker, mover = Worker("a worker"), IoLoop(initializer=lambda: None)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no such device"):
             mover.run("a job", worker.run(int))

@@ -79,7 +79,7 @@ def kept(engine: Any) -> int:
     for piece in pieces_in_motion(engine):
         for transfer in (piece.write, piece.read):
             if transfer is not None:
-                transfer.settle()
+                transfer.wait()
     return int(engine.statistics().activation_kept_bytes)
 
 
@@ -411,12 +411,12 @@ def test_a_backward_goes_on_with_what_could_not_be_stored(
     first.settle()
     for write in others if at_once else ():
         disk.others.set()
-        write.settle()
+        write.wait()
     with pytest.raises(StorageError, match=r"storing saved activations: .*EIO"):
         engine.backward(loss)
     disk.others.set()
     for write in others:
-        write.settle()
+        write.wait()
     engine.backward(loss)
     engine.step()
     del loss
@@ -437,7 +437,7 @@ def test_an_activation_that_cannot_be_read_is_told_and_the_step_can_be_repeated(
     loss = engine(batch(2))
     for piece in pieces_kept(engine):
         if piece.write is not None:
-            piece.write.settle()  # what memory still holds needs no disk
+            piece.write.wait()  # what memory still holds needs no disk
     activation_store_of(engine).check()
     engine.inject(failing("read"))
     with pytest.raises(StorageError, match=r"reading saved activations: .*EIO.*offset [\d,]+; free space"):

@@ -169,8 +169,8 @@ def test_asking_what_is_due_never_trips_over_the_mover(open_engine: Open, nvme_p
     try:
         for index in range(10):
             micro_batch(engine, index)
-            transfer = mover_of(engine).post("finishing", updates.finish(updates.groups_of(None)))
-            while not transfer.settled():
+            transfer = mover_of(engine).submit("finishing", updates.finish(updates.groups_of(None)))
+            while not transfer.done():
                 groups = updates.groups_of(None)
                 assert len(groups) <= len(engine.plan.sub_groups)
                 assert [updates.borrows(unit.index) for unit in engine.units]

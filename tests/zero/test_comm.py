@@ -17,7 +17,7 @@ from ranks import RankPool
 
 from offload.errors import ConfigError, StateError
 from offload.memory.pinned import return_freed_memory
-from offload.mover import Mover
+from offload.mover import IoLoop
 from offload.streams import Streams
 from zero.ranks import backend, control_plane
 from zero.ranks.comm import Comm
@@ -29,7 +29,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uin
 @contextmanager
 def opened(**more: Any) -> Any:
     """(comm, mover) of this rank."""
-    mover, comm = Mover(), Comm(torch.device("cpu"), Streams(), **more)
+    mover, comm = IoLoop(), Comm(torch.device("cpu"), Streams(), **more)
     try:
         yield comm, mover
     finally:
@@ -120,7 +120,7 @@ def shuffled(seeds: list[int]) -> list[str]:
                     job = comm.reduce_scatter(ticket, flat, group)
                 jobs.append((own.choice([0.0, 0.0, 0.001, 0.01]), job, flat if gathers else None, f"{seed}/{index}"))
             posted = sorted(jobs, key=lambda job: own.random())
-            transfers = {name: mover.post(name, delayed(wait, job)) for wait, job, _, name in posted}
+            transfers = {name: mover.submit(name, delayed(wait, job)) for wait, job, _, name in posted}
             for index, (_, _, flat, name) in enumerate(jobs):
                 arrived = transfers[name].result() if flat is None else flat
                 transfers[name].result()

@@ -103,7 +103,7 @@ def test_a_disk_without_room_for_them_is_an_error_and_the_engine_ends(
     engine = open_engine(build("gpt"), sharded("nvme", nvme_path))
 
     def full(*given: Any) -> int:
-        raise StorageError.of(OSError(28, "no room"), "spilling initial values", "here", 0)
+        raise StorageError.from_os_error(OSError(28, "no room"), "spilling initial values", "here", 0)
 
     monkeypatch.setattr("offload.disk.provisional.ProvisionalFile.append", full)
     with pytest.raises(StorageError, match="ENOSPC"):

@@ -156,12 +156,12 @@ def test_an_engine_that_is_dropped_leaves_nothing(nvme_path: Path, nothing_left:
     if moment == "gathered":
         with zero.GatheredParameters(model.parameters()):
             pass
-    aio, block = storage_of(engine).disk.aio, offload.mover.Mover.block
+    aio, block = storage_of(engine).disk.aio, offload.mover.IoLoop.wait_for
 
     def release(mover: Any, what: str, *more: Any) -> None:
         aio.inject(None)
         block(mover, what, *more)
 
     del engine, model
-    with mock.patch.object(offload.mover.Mover, "block", release):
+    with mock.patch.object(offload.mover.IoLoop, "wait_for", release):
         gc.collect()

@@ -33,7 +33,7 @@ def chosen(
     block = {"stage": 3, "offload_param": CPU, "shared_host_memory": wish, **zero}
     config = load_config({"zero_optimization": block}, world_size=4, ranks_per_node=4)
     monkeypatch.setattr(partners, "same_node", lambda agree: one_node)
-    monkeypatch.setattr(accelerator, "reads_peers", lambda: reads[0])
+    monkeypatch.setattr(accelerator, "can_read_peers", lambda: reads[0])
     comm: Any = SimpleNamespace(rank=0, agree=lambda what, payload: [payload, b"%d" % reads[1]])
     return gathers_over_host(comm, config, device, place(config, 0, 4))
 

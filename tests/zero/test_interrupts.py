@@ -378,8 +378,8 @@ def test_the_watchdog_raises_when_nothing_moves_and_the_step_is_still_completed(
 def test_settle_outlasts_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.02)
     monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.05)
-    mover, ending, limits = offload.mover.Mover(), asyncio.Event(), list[str]()
-    block = mover.block
+    mover, ending, limits = offload.mover.IoLoop(), asyncio.Event(), list[str]()
+    block = mover.wait_for
 
     def end_at_the_second_limit(what: str, *more: Any) -> None:
         try:
@@ -387,16 +387,16 @@ def test_settle_outlasts_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
         except WatchdogError:
             limits.append(what)
             if len(limits) == 2:
-                mover.call(ending.set)
+                mover.call_soon(ending.set)
             raise
 
-    monkeypatch.setattr(mover, "block", end_at_the_second_limit)
+    monkeypatch.setattr(mover, "wait_for", end_at_the_second_limit)
     try:
-        good = mover.post("slow", ending.wait())
+        good = mover.submit("slow", ending.wait())
         with pytest.raises(WatchdogError):
             good.result()
-        assert good.settle() is None
-        assert good.settled() and len(limits) >= 2
+        assert good.wait() is None
+        assert good.done() and len(limits) >= 2
     finally:
         monkeypatch.undo()
         mover.close()

@@ -193,7 +193,7 @@ def test_updates_beside_a_device_take_all_threads_and_leave_the_mover_free(
         async def answer() -> None:
             return
 
-        mover_of(engines[0]).post("a question", answer()).result()
+        mover_of(engines[0]).submit("a question", answer()).result()
         seen.append((threading.current_thread().name, threads))
         update(*given, threads=threads, **more)
 

@@ -15,7 +15,7 @@ import torch
 from models import build, make_config, tokens
 
 import zero
-from offload.errors import StorageError, ZeroInfinityError, names_file_limit
+from offload.errors import StorageError, ZeroInfinityError, explain_file_limit
 
 Pool = Callable[[int], Any]
 MOST = 12
@@ -122,6 +122,6 @@ def test_saves_and_loads_say_so_and_the_engine_goes_on(rank_pool: Pool, tmp_path
     "error", [OSError(5, "no"), ValueError("no"), StorageError("x", errno=28, path="", offset=0, free_bytes=0)]
 )
 def test_other_errors_are_as_they_were(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, names_file_limit("something"):
+    with pytest.raises(type(error)) as caught, explain_file_limit("something"):
         raise error
     assert caught.value is error

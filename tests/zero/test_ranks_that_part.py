@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankError, RankPool, join_group
 
-from offload.mover import Mover
+from offload.mover import IoLoop
 from offload.streams import Streams
 from zero.ranks.comm import Comm
 from zero.ranks.process_groups import Lines
@@ -32,14 +32,14 @@ HANG_SECONDS = 60.0
 def opened(deadline_seconds: float = DEADLINE_SECONDS) -> Any:
     """(comm, mover, gather) of this rank, in a process group of its own."""
     join_group()
-    mover = Mover()
+    mover = IoLoop()
     comm = Comm(torch.device("cpu"), Streams(), deadline_seconds=deadline_seconds)
     group = comm.group(range(comm.world_size))
 
     def gather(unit: int, numel: int = 64, job: Any = None) -> Any:
         flat = torch.zeros(numel * comm.world_size)
         ticket = comm.ticket("gather", unit, f"blocks.{unit}")
-        return mover.post("gather", comm.all_gather(ticket, flat, group))
+        return mover.submit("gather", comm.all_gather(ticket, flat, group))
 
     try:
         yield comm, mover, gather
@@ -239,7 +239,7 @@ def failing_job() -> tuple[str, str]:
                 comm.cancel(ticket, error)
                 raise
 
-        return caught(mover.post("job", guarded()).result)
+        return caught(mover.submit("job", guarded()).result)
 
 
 def test_a_read_that_fails_reaches_the_ranks_that_wait(rank_pool: Pool) -> None:

@@ -203,7 +203,7 @@ def test_copies_carry_their_bytes(open_engine: OpenEngine, nvme_path: Path) -> N
     engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
     streams, target = storage_of(engine).streams, torch.zeros(4096, dtype=torch.uint8)
     with engine.trace(nvme_path / "trace.json"):
-        streams.copy_in(target, torch.ones_like(target))
+        streams.copy_to_device(target, torch.ones_like(target))
     (span,) = spans_of(nvme_path / "trace.json", "copies")
     assert span["args"]["bytes"] == 4096 and torch.all(target == 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from offload.mover import Mover
+from offload.mover import IoLoop
 from offload.planes.planes import Disk
 from offload.saved.activations import ActivationStore
 from offload.saved.slabs import Slabs, SwapArea
@@ -15,7 +15,7 @@ from zero.plan.plan import DEVICE, NVME, Plan
 
 
 def open_activations(
-    plan: Plan, device: torch.device, moving: tuple[Disk | None, Mover, Streams], *, pinned: bool
+    plan: Plan, device: torch.device, moving: tuple[Disk | None, IoLoop, Streams], *, pinned: bool
 ) -> ActivationStore | None:
     """The store of one engine; None if the plan gives saved activations no tier.
 
@@ -43,7 +43,7 @@ def open_store(
     *,
     pinned: bool = True,
     swap: SwapArea | None = None,
-    mover: Mover | None = None,
+    mover: IoLoop | None = None,
 ) -> ActivationStore:
     """A store over `nbytes` of memory; None: it grows. With `swap` tensors pass through the memory to the disk."""
     near = tier == DEVICE

@@ -278,7 +278,7 @@ class Assembly:
         if self._owner.updater is None or not self._owner.updater.keeps_small:
             return {}
         streams = self.storage.streams
-        streams.wait(streams.behind_updates())  # the updates write the states that are copied here
+        streams.wait_events(streams.record_update_event())  # the updates write the states that are copied here
         return self._owner.updater.named_small(names)
 
     def stored(self, *, few: bool = False) -> StoredValues:

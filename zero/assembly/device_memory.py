@@ -169,8 +169,8 @@ class StatesAway:
     def _wait_for_device(self) -> None:
         """Wait for all its streams: they may still use memory that is freed or was just allocated."""
         streams = self._storage.streams
-        given = streams.fence(), streams.behind_copies_in(), streams.behind_updates()
-        self._storage.mover.run("waiting for the device", streams.reached(*given))
+        given = streams.record_event(), streams.record_copy_event(), streams.record_update_event()
+        self._storage.mover.run("waiting for the device", streams.synchronize(*given))
         synchronize(self._storage.device)
 
 

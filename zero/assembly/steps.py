@@ -391,7 +391,7 @@ class Steps:
         parts.gradients.settle()
         parts.coordinator.settle()
         streams = parts.storage.streams  # updates may be queued on the GPU and not be done yet
-        parts.storage.mover.run("waiting for the device", streams.reached(streams.behind_updates()))
+        parts.storage.mover.run("waiting for the device", streams.synchronize(streams.record_update_event()))
 
     def changed(self, index: int) -> None:
         """A unit is about to change by other means than a step."""
@@ -419,7 +419,7 @@ class Steps:
         parts.watch.generation += 1
         # A forward that is still queued on the device reads the weights in place, or copies of them: wait for it.
         streams = parts.storage.streams
-        used = streams.reached(streams.fence(), streams.behind_copies_in(), streams.behind_updates())
+        used = streams.synchronize(streams.record_event(), streams.record_copy_event(), streams.record_update_event())
         parts.storage.mover.run("waiting for the device", used)
         return parts
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing_extensions import override
 
 from offload.errors import StateError
-from offload.mover import Transfer
+from offload.mover import IoFuture
 from offload.system.worker import Worker
 from zero.assembly.assembly import Assembly
 from zero.assembly.run import Run
@@ -55,17 +55,17 @@ class BackgroundSave:
         self._pipeline.before = self._before_update
         self._began = time.perf_counter()
         self._worker = Worker("zero-checkpoint")  # from here on Python does not exit before the save has ended
-        self._transfer: Transfer[None] = parts.storage.mover.post(
+        self._transfer: IoFuture[None] = parts.storage.mover.submit(
             "saving a checkpoint", self._run(), self._part.in_flight
         )
 
     @property
     def settled(self) -> bool:
-        return self._transfer.settled()
+        return self._transfer.done()
 
     def end(self) -> BaseException | None:
         """Block until the checkpoint is complete. Returns the error if the save has failed."""
-        return self._transfer.settle()
+        return self._transfer.wait()
 
     # ---- on the mover's loop ------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offload.archives import unpack_any
-from offload.errors import ConfigError, DamagedError, names_file_limit
+from offload.errors import ConfigError, DamagedError, explain_file_limit
 from offload.system.garbage import no_collection
 from offload.system.regular_files import reading
 from zero.assembly.assembly import Assembly
@@ -306,7 +306,7 @@ class LoadCheckpoints:
     def __init__(self, run: Run, steps: Steps, saves: SaveCheckpoints, state: CheckpointState) -> None:
         self._run, self._steps, self._saves, self._state = run, steps, saves, state
 
-    @names_file_limit("load_checkpoint")
+    @explain_file_limit("load_checkpoint")
     @no_collection()
     def load_checkpoint(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload.archives import bytes_tensor, make_archive
-from offload.errors import ConfigError, StorageError, names_file_limit
+from offload.errors import ConfigError, StorageError, explain_file_limit
 from offload.files.durable import Files
 from offload.sizes import format_bytes
 from offload.system.garbage import no_collection
@@ -57,7 +57,7 @@ class SaveCheckpoints:
         self.checkpoint_tools: Mapping[str, str] = MappingProxyType({})
         self._shared_stamp: Stamp = ()  # Of the files with frozen weights that were last verified or written.
 
-    @names_file_limit("save_checkpoint")
+    @explain_file_limit("save_checkpoint")
     @no_collection()
     def save_checkpoint(
         self,

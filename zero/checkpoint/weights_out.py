@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import ConfigError, names_file_limit
+from offload.errors import ConfigError, explain_file_limit
 from offload.files.safetensors_writer import Tensor
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
@@ -173,7 +173,7 @@ class ExportWeights:
         """DeepSpeed's name of `_zero3_consolidated_16bit_state_dict` that does not depend on the stage."""
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
-    @names_file_limit("saving weights")
+    @explain_file_limit("saving weights")
     def _save_weights(
         self, folder: Path, filename: str, exclude_frozen: bool, max_shard_size: int | str | None, *, masters: bool
     ) -> None:
@@ -215,7 +215,7 @@ class ExportWeights:
         parts.stepper.finish()
         parts.coordinator.release_all()  # this stores weights that forward has modified in place
         streams = parts.storage.streams
-        streams.wait(streams.behind_copies_in(), streams.behind_updates())
+        streams.wait_events(streams.record_copy_event(), streams.record_update_event())
         stored = parts.stored()
         try:
             yield PlaneReader(stored, relay, masters=masters)

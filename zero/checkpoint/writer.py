@@ -24,7 +24,7 @@ from offload.files.containers import BARE, Container, PackedRun, container, pack
 from offload.files.durable import DurableFile, Files
 from offload.kernels import kernels, masters
 from offload.memory.arena import Arena, Block
-from offload.mover import Transfer
+from offload.mover import IoFuture
 from offload.planes.copies import copy_alone, read_plane
 from offload.planes.planes import Plane, settle_all
 from offload.sizes import BLOCK_NUMEL, align_up
@@ -268,7 +268,7 @@ class ExtentWriter:
                 self.checksums[run.offset + place.payload] = (place.nbytes, kernels.crc32c(payload))
             run.clear_gaps(memory)
 
-        if self._storage.streams.shared:
+        if self._storage.streams.has_unified_memory:
             await self._encoders.run(encode)
         else:  # the device's work is ordered by the current stream of this thread, so no other thread may issue it
             encode()
@@ -378,7 +378,7 @@ class RankPart:
     def __init__(self, parts: Assembly, extents: Extents, folder: Path, rank: int, files: Files) -> None:
         self.extents, self._folder, self._rank, self._files = extents.extents, folder, rank, files
         self._mover = parts.storage.mover
-        self._writing: Transfer[None] | None = None
+        self._writing: IoFuture[None] | None = None
         with ExitStack() as undo:
             self.file: DurableFile = files.create(folder / data_file(rank), extents.nbytes)
             undo.callback(self.file.close)
@@ -389,13 +389,13 @@ class RankPart:
 
     async def _store(self, offset: int, data: torch.Tensor) -> None:
         await self._aio.write(self.file.fd, offset, data, str(self.file.path), "checkpoint")
-        self._mover.moved()
+        self._mover.note_progress()
         self._files.written(self.file, offset, data)
 
     def write(self) -> None:
         """Write everything and sync it. Raises StorageError."""
         job = self.writer.write_all(self.extents)
-        self._writing = self._mover.post("writing a checkpoint", job, self.in_flight)
+        self._writing = self._mover.submit("writing a checkpoint", job, self.in_flight)
         self._writing.result()
         self.finish()
 
@@ -413,7 +413,7 @@ class RankPart:
         """Release the file and the memory. If an interrupt has ended `write`, wait for transfers in flight first."""
         self.writer.stopped = True
         if self._writing is not None:
-            self._writing.settle()
+            self._writing.wait()
 
         async def end() -> None:
             self.close_on_loop()

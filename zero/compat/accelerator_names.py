@@ -47,7 +47,7 @@ class Accelerator:
     def __init__(self, kind: str) -> None:
         self._name = kind
         self._module = torch.get_device_module(kind)
-        self._communication_backend_name = "gloo" if kind == "cpu" else KINDS[kind].collectives
+        self._communication_backend_name = "gloo" if kind == "cpu" else KINDS[kind].collective_backend
         self._compile_backend = "inductor"
 
     def __getattr__(self, name: str) -> Any:
@@ -213,7 +213,7 @@ class Accelerator:
         return tensor.device.type == "cpu" if self._name == "cpu" else bool(tensor.is_pinned())
 
     def visible_devices_envs(self) -> list[str]:
-        return [] if self._name == "cpu" else [KINDS[self._name].visible]
+        return [] if self._name == "cpu" else [KINDS[self._name].visible_variable]
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
         for name in self.visible_devices_envs():

@@ -224,11 +224,11 @@ class AveragedWeights:
             self._aside.reserve([group for group in todo if self._plane_of(units[group][0]) != EMA])
         for group in todo:
             job = self._exchange_group(parts, self._aside, group, units[group], shown=shown)
-            moving = storage.mover.post("averaged weights", job)
+            moving = storage.mover.submit("averaged weights", job)
             try:
                 moving.result()
             except BaseException:  # an interrupt ends the wait and not the job, after which alone `done` is right
-                moving.settle()
+                moving.wait()
                 raise
 
     def _units_in(self, parts: Assembly, group: SubGroup) -> list[Unit]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from offload.accelerator import compute_device
-from offload.errors import ConfigError, names_file_limit
+from offload.errors import ConfigError, explain_file_limit
 from zero import checkpointing
 from zero.config import Config, load_config
 from zero.config.auto_values import Facts, auto_lines, facts_of, resolve_auto
@@ -39,7 +39,7 @@ logger = logging.getLogger("zero")
 PIPELINE_MARKS = ("forward_funcs", "_layer_specs", "_topo")  # Attributes of DeepSpeed's PipelineModule.
 
 
-@names_file_limit("initialize")
+@explain_file_limit("initialize")
 def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     args: Any = None,
     model: nn.Module | None = None,

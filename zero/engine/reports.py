@@ -217,7 +217,7 @@ class Reports(StepListener):
 
     def seconds_so_far(self) -> dict[str, float]:
         """Seconds that the loop has spent, by `TIMES`."""
-        waited = self._run.parts.storage.mover.exposed.seconds
+        waited = self._run.parts.storage.mover.exposed_wait.seconds
         times = self.forward.seconds, self.backward.seconds, self._steps.watch.seconds, waited
         return dict(zip(TIMES, times, strict=True))
 
@@ -270,7 +270,7 @@ class Reports(StepListener):
             forward_seconds=self.forward.seconds,
             backward_seconds=self.backward.seconds,
             optimizer_seconds=self._steps.watch.seconds,
-            exposed_wait_seconds=storage.mover.exposed.seconds,
+            exposed_wait_seconds=storage.mover.exposed_wait.seconds,
             nvme_read_bytes=disk.traffic.read_bytes if disk else 0,
             nvme_write_bytes=disk.traffic.write_bytes if disk else 0,
             nvme_read_seconds=disk.traffic.earlier_read_seconds + aio.read_seconds if disk and aio else 0.0,

@@ -18,7 +18,7 @@ from offload.archives import bytes_of, bytes_tensor
 from offload.kernels import kernels
 from offload.kernels.square_sums import SquareSum
 from offload.memory.shared_region import SharedRegion
-from offload.streams import Fence
+from offload.streams import MaybeEvent
 from offload.timeline import Timeline
 from zero.params.layout import Layout, Unit
 from zero.params.placement import ONE_RANK, Placement
@@ -91,7 +91,7 @@ class Exchange:
     def give_up(self, turn: Turn, error: BaseException) -> None:
         """This rank cannot use a turn that it has taken: report the reason to ranks that wait for it. Any thread."""
 
-    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
+    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         """Fill `flat` (uint8, the unit's bytes); this rank's slice is there after the fences `after`.
 
         Returns a fence after the gather. With a turn for `NEAR` this rank's part among its neighbours is there instead.
@@ -100,7 +100,7 @@ class Exchange:
 
     @asynccontextmanager
     async def reduce(
-        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
+        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent
     ) -> AsyncIterator[list[torch.Tensor]]:
         """The tensors to add up, in this order, for the sum of this rank's slice over all ranks' `flat`.
 
@@ -233,7 +233,7 @@ class Collectives(AmongRanks):
         for ticket in turn:
             self._comm.cancel(ticket, error)
 
-    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
+    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         if not turn:
             return after[0] if after else None
         group = self._near if turn[0].kind == NEAR else self._shard
@@ -241,13 +241,15 @@ class Collectives(AmongRanks):
 
     @asynccontextmanager
     async def reduce(
-        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
+        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent
     ) -> AsyncIterator[list[torch.Tensor]]:
         """The memory for arriving parts has room for one unit, so reductions take turns."""
         async with self._room:
             yield await self._reduced(list(turn), unit, self._on_the_wire(flat, after), *after)
 
-    async def _reduced(self, tickets: list[Any], unit: Unit, flat: torch.Tensor, *after: Fence) -> list[torch.Tensor]:
+    async def _reduced(
+        self, tickets: list[Any], unit: Unit, flat: torch.Tensor, *after: MaybeEvent
+    ) -> list[torch.Tensor]:
         own, sources = flat, [flat]
         if self._shard.size > 1:
             into = self._room_for(flat)
@@ -261,17 +263,19 @@ class Collectives(AmongRanks):
             part = own.chunk(self._replicas.size)[self._replicas.index]
             kernels.reduce_ranks(part, parts, scale=self._scales[1])
             streams = self._comm.streams
-            streams.wait(await self._comm.all_gather(tickets.pop(0), own, self._replicas, streams.fence()))
+            streams.wait_events(
+                await self._comm.all_gather(tickets.pop(0), own, self._replicas, streams.record_event())
+            )
             sources = [own]
         return sources
 
-    def _on_the_wire(self, flat: torch.Tensor, after: tuple[Fence, ...]) -> torch.Tensor:
+    def _on_the_wire(self, flat: torch.Tensor, after: tuple[MaybeEvent, ...]) -> torch.Tensor:
         """`flat` in the form that is sent. A wider dtype is ignored where sums are made in fp32 anyway."""
         wish = self._wire.dtype or flat.dtype
         if wish.itemsize == flat.element_size() or (wish.itemsize > flat.element_size() and self._comm.fixed_order):
             wish = flat.dtype
         if wish != flat.dtype or self._before != 1:
-            self._comm.streams.wait(*after)  # below the mover's stream reads or changes `flat`
+            self._comm.streams.wait_events(*after)  # below the mover's stream reads or changes `flat`
         flat = flat.to(wish)
         return flat if self._before == 1 else flat.div_(self._before)
 

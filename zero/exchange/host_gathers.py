@@ -21,7 +21,7 @@ import torch
 from offload.memory.pinned import pin
 from offload.memory.shared_region import SharedRegion
 from offload.planes.planes import Plane, settle_all
-from offload.streams import Fence
+from offload.streams import MaybeEvent
 from zero.exchange.exchange import Collectives, Turn, Wire
 from zero.exchange.shared_memory import SharedMemory, lies_in
 from zero.params.layout import Layout, Unit
@@ -76,28 +76,28 @@ class HostGathers(SharedMemory):
         if not (turn and isinstance(turn[0], int)):  # a slice needs no report: its readers get it when it is there
             self._collectives.give_up(turn, error)
 
-    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
+    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         if unit.index not in self._homes:
             return await self._collectives.gather(turn, unit, flat, *after)
         others = [rank for rank in self.placement.shard_ranks if rank != self._comm.rank]
-        copies: list[Fence] = [*after]
+        copies: list[MaybeEvent] = [*after]
 
         async def fetch(rank: int) -> None:
             await self._awaited(rank, turn[0], unit)
             regions, begin, end = self._homes[unit.index]
             into = flat.chunk(self.placement.shard_size)[self.placement.shard_ranks.index(rank)]
             # After `after`, and so after all earlier uses of `flat`: this rank's own slice comes after them too.
-            copies.append(self._storage.streams.copy_in(into, regions[rank].data[begin:end], *after))
+            copies.append(self._storage.streams.copy_to_device(into, regions[rank].data[begin:end], *after))
 
         try:
             await settle_all([fetch(rank) for rank in others])
         finally:
-            await self._storage.streams.reached(*copies)
+            await self._storage.streams.synchronize(*copies)
         return copies[-1]
 
     @asynccontextmanager
     async def reduce(
-        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
+        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent
     ) -> AsyncIterator[list[torch.Tensor]]:
         async with self._collectives.reduce(turn, unit, flat, *after) as parts:
             yield parts

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from offload.errors import StateError
-from offload.streams import Fence
+from offload.streams import MaybeEvent
 from zero.exchange.exchange import NEAR, Exchange, Turn
 from zero.params.layout import Layout, Unit
 from zero.store.storage import Storage
@@ -41,24 +41,24 @@ class Neighbours:
 
     # ---- the mover ----------------------------------------------------------------------------
 
-    def keep(self, unit: Unit, flat: torch.Tensor, after: Fence) -> Fence:
+    def keep(self, unit: Unit, flat: torch.Tensor, after: MaybeEvent) -> MaybeEvent:
         """Copy this rank's part of `flat` (uint8, the unit's bytes, there after `after`). Returns a later fence."""
         home, streams = self._storage.near.get(unit.index), self._storage.streams
         if home is None:
             return after
-        with streams.collective(after):  # near gathers read the part on the same stream, in order
+        with streams.collective_stream(after):  # near gathers read the part on the same stream, in order
             home.copy_(self._part(flat))
             self._filled.add(unit.index)
-            return streams.fence()
+            return streams.record_event()
 
-    async def gather(self, unit: Unit, flat: torch.Tensor, fences: tuple[Fence, ...], turn: Turn) -> Fence:
+    async def gather(self, unit: Unit, flat: torch.Tensor, fences: tuple[MaybeEvent, ...], turn: Turn) -> MaybeEvent:
         """Fill `flat` (uint8, the unit's bytes) from the neighbours' parts; `fences` are after its last uses."""
         if unit.index not in self._filled:
             raise StateError(f"gathering {unit.name} inside the node: the earlier gather from all ranks has failed")
         streams = self._storage.streams
-        with streams.collective(*fences):
+        with streams.collective_stream(*fences):
             self._part(flat).copy_(self._storage.near[unit.index])
-            own = streams.fence()
+            own = streams.record_event()
         return await self._exchange.gather(turn, unit, flat, own)
 
     def _part(self, flat: torch.Tensor) -> torch.Tensor:

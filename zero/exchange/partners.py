@@ -115,7 +115,7 @@ def gathers_over_host(comm: Comm, config: Config, device: torch.device, placemen
             "zero_optimization.shared_host_memory: needs ranks on one node; got ranks that do not share memory; set it "
             'to "auto" or false'
         )
-    reads_peers = b"1" in comm.agree("GPUs that read each other", b"%d" % accelerator.reads_peers())
+    reads_peers = b"1" in comm.agree("GPUs that read each other", b"%d" % accelerator.can_read_peers())
     chosen = wish is True or (one_node and not reads_peers)
     if comm.rank == 0 and one_node:
         logger.info(

@@ -30,7 +30,7 @@ from offload.node.board import NodeBoard
 from offload.node.shared_exchange import SharedExchange
 from offload.planes.planes import Disk, Home, Plane, settle_all
 from offload.planes.two_slots import PeerSlotPlane, TwoSlotPlane
-from offload.streams import Fence
+from offload.streams import MaybeEvent
 from offload.system.descriptors import Share, exchange_descriptors
 from zero.exchange.exchange import AmongRanks, Exchange, Turn, Wire
 from zero.params.layout import Layout, Unit
@@ -140,7 +140,7 @@ class SharedMemory(AmongRanks):
         if len(turn) > 1:  # a reduction; a slice needs no report: its readers get it when it is there
             self._comm.cancel(turn[1], error)
 
-    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
+    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         others = [rank for rank in self.placement.shard_ranks if rank != self._comm.rank]
         await settle_all([self._fetch(rank, turn[0], unit, flat) for rank in others])
         return None
@@ -181,7 +181,7 @@ class SharedMemory(AmongRanks):
 
     @asynccontextmanager
     async def reduce(
-        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
+        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent
     ) -> AsyncIterator[list[torch.Tensor]]:
         if self._reducer is None:
             raise StateError("reduce: the shared memory is not set up yet")
@@ -218,7 +218,7 @@ class SharedMemory(AmongRanks):
             else:
                 self._publish(unit.index, frozen_too=frozen_too)
         if waiting:
-            self._storage.mover.post("updates that other ranks wait for", self._listen(self._epoch))
+            self._storage.mover.submit("updates that other ranks wait for", self._listen(self._epoch))
 
     def renewed(self) -> SharedMemory:
         return SharedMemory(self._comm, self.placement, self._wire, self._outer)

@@ -21,11 +21,11 @@ from offload.kernels import kernels
 from offload.kernels.square_sums import rows_of
 from offload.memory.arena import Block
 from offload.memory.pinned import aligned_copy
-from offload.mover import Transfer
+from offload.mover import IoFuture
 from offload.planes.copies import device_chunk_bytes
 from offload.planes.planes import Plane, settle_all
 from offload.sizes import BLOCK_NUMEL
-from offload.streams import Fence
+from offload.streams import MaybeEvent
 from zero.params.layout import Slot, Unit
 from zero.plan.pools import SUM_CHUNK_BYTES, WIDE_CHUNK_NUMEL
 from zero.store.storage import Storage
@@ -50,10 +50,10 @@ class Contribution:
     first: bool  # The plane holds nothing for this step yet.
     sums: torch.Tensor  # Block sums, in host memory; rewritten wherever the gradient changes.
     summed: bool = False  # The device has made the sums, and they are being copied to the host.
-    fence: Fence = None  # After the work that filled the buffer.
+    fence: MaybeEvent = None  # After the work that filled the buffer.
     block: Block | None = None  # The leased memory of the buffer.
     left: set[int] | None = None  # First elements of the chunks that are left to store; None: storing has not begun.
-    transfer: Transfer[None] | None = None  # The running attempt; None after a failure.
+    transfer: IoFuture[None] | None = None  # The running attempt; None after a failure.
 
     @property
     def done(self) -> bool:
@@ -70,7 +70,7 @@ class ContributionStore:
         """True if kernels on the buffer's device can write to `memory`."""
         if memory is None or memory.device != buffer.device:
             return False
-        return self._streams.shared or memory.device.type != "cpu"
+        return self._streams.has_unified_memory or memory.device.type != "cpu"
 
     def put(self, item: Contribution, home: torch.Tensor, sums: torch.Tensor) -> None:
         """Store the whole contribution in addressable memory, and its sums in `sums` on the same device."""
@@ -81,7 +81,7 @@ class ContributionStore:
         else:
             self._store_run(item, stored, item.buffer, 0, sums)
 
-    def copy_out(self, item: Contribution, home: torch.Tensor, sums: torch.Tensor) -> Fence:
+    def copy_out(self, item: Contribution, home: torch.Tensor, sums: torch.Tensor) -> MaybeEvent:
         """Queue the copy of a first contribution from the device to `home`, which is pinned host memory.
 
         Returns at once: a fence after the copies.
@@ -95,17 +95,19 @@ class ContributionStore:
         zero_gaps(item.buffer, unit, item.arrived, 0)
         if item.dtype == item.buffer.dtype:
             kernels.block_sumsq(item.buffer, sums)
-            self._streams.copy_out(stored, item.buffer, self._streams.fence())
+            self._streams.copy_to_host(stored, item.buffer, self._streams.record_event())
         else:
             self._widen_out(item, stored, sums)
-        return self._streams.copy_out(item.sums, sums)  # after the copy above, which waits for the kernel of the sums
+        return self._streams.copy_to_host(
+            item.sums, sums
+        )  # after the copy above, which waits for the kernel of the sums
 
     def sum_on_device(self, item: Contribution, sums: torch.Tensor) -> None:
         """Make the sums of a first contribution on the device, so that `store` need not compute them on the host."""
         if item.first and item.dtype == item.buffer.dtype:
             zero_gaps(item.buffer, item.unit, item.arrived, 0)
             kernels.block_sumsq(item.buffer, sums)
-            self._streams.copy_out(item.sums, sums, self._streams.fence())
+            self._streams.copy_to_host(item.sums, sums, self._streams.record_event())
             item.summed = True
 
     def _widen_out(self, item: Contribution, stored: torch.Tensor, sums: torch.Tensor) -> None:
@@ -115,14 +117,14 @@ class ContributionStore:
         while (block := pool.try_lease(numel * width)) is None and numel > BLOCK_NUMEL:
             numel = max(numel // 2 // BLOCK_NUMEL, 1) * BLOCK_NUMEL  # other units' gradients may lie in between
         block = block or pool.lease(numel * width, f"gradient of {unit.name}")
-        copied: Fence = None
-        with streams.leaving(streams.fence(), *block.fences):
+        copied: MaybeEvent = None
+        with streams.copy_to_host_stream(streams.record_event(), *block.fences):
             for lo in range(0, unit.numel, numel):
                 hi = min(lo + numel, unit.numel)
-                streams.wait(copied)  # the chunk before has left; on a device the stream has this order anyway
+                streams.wait_events(copied)  # the chunk before has left; on a device the stream has this order anyway
                 wide = block.view(item.dtype, hi - lo)
                 kernels.cast_sumsq(wide, item.buffer[lo:hi], into=rows_of(sums, lo, hi))
-                copied = streams.copy_out(stored[lo:hi], wide)
+                copied = streams.copy_to_host(stored[lo:hi], wide)
         block.release(copied)
 
     async def store(self, item: Contribution) -> None:
@@ -144,7 +146,7 @@ class ContributionStore:
 
     def _is_written_at_once(self, item: Contribution) -> bool:
         """True if the disk can take the contribution unchanged from its buffer."""
-        if not (self._streams.shared and item.first and item.dtype == item.buffer.dtype):
+        if not (self._streams.has_unified_memory and item.first and item.dtype == item.buffer.dtype):
             return False
         return item.plane.memory(item.unit.begin, item.unit.end) is None
 
@@ -158,14 +160,14 @@ class ContributionStore:
 
     async def _store_part(self, item: Contribution, lo: int, hi: int) -> None:
         unit, dtype, streams = item.unit, item.buffer.dtype, self._streams
-        passes = not (streams.shared or item.summed)
+        passes = not (streams.has_unified_memory or item.summed)
         passing_bytes = (hi - lo) * dtype.itemsize if passes else 0
         run = unit.begin + lo, unit.begin + hi
         async with self._chunk(item.plane, run, passing_bytes, first=item.first) as (raw, passing):
             source = item.buffer[lo:hi]
-            if not streams.shared:
+            if not streams.has_unified_memory:
                 copied = passing.view(dtype) if passes else raw.view(dtype)
-                await streams.reached(streams.copy_out(copied, source, item.fence))
+                await streams.synchronize(streams.copy_to_host(copied, source, item.fence))
                 source = copied
             if not item.summed:
                 await streams.compute_on_host(
@@ -203,7 +205,7 @@ class ContributionStore:
             dtype: of the stored elements.
             passing_bytes: additional bytes of the arena for each element.
         """
-        if self._streams.shared:
+        if self._streams.has_unified_memory:
             return CHUNK_NUMEL
         arena_bytes = self._storage.plan.arena_bytes
         nbytes = device_chunk_bytes(arena_bytes) if home is None else min(SUM_CHUNK_BYTES, arena_bytes // 2)
@@ -257,17 +259,19 @@ class ContributionStore:
             rounds: the scaled sum is rounded to the unit's dtype before it is stored or added.
         """
         plane, dtype = home
-        if rounds and not self._streams.shared:  # on a device only this rank uses the sources: they may be overwritten
+        if (
+            rounds and not self._streams.has_unified_memory
+        ):  # on a device only this rank uses the sources: they may be overwritten
             sources, scale, rounds = [_rounded_sum(sources[0], sources, scale, unit.dtype)], 1.0, False
         memory = plane.memory(unit.begin, unit.end)
         if not rounds and self.can_address(memory, sources[0]) and memory is not None:
-            into = sums if self._streams.shared else torch.empty_like(sums, device=memory.device)
+            into = sums if self._streams.has_unified_memory else torch.empty_like(sums, device=memory.device)
             stored = memory.view(dtype)
             reduce_into(stored, sources, scale, into, self._threads, first=first)
             if into is not sums:
-                await self._streams.reached(self._streams.copy_out(sums, into, self._streams.fence()))
+                await self._streams.synchronize(self._streams.copy_to_host(sums, into, self._streams.record_event()))
             return
-        if not self._streams.shared:  # copy one sum to the host, and not one gradient for each rank
+        if not self._streams.has_unified_memory:  # copy one sum to the host, and not one gradient for each rank
             kernels.reduce_ranks(sources[0], sources, scale=scale)
             sources, scale = sources[:1], 1.0
         numel = self._chunk_numel(memory, dtype, sources[0].element_size())
@@ -276,12 +280,14 @@ class ContributionStore:
             parts, factor, hi = [part[lo : lo + numel] for part in sources], scale, min(lo + numel, unit.shard_numel)
             if rounds:
                 parts, factor = [_rounded_sum(torch.empty_like(parts[0]), parts, scale, unit.dtype)], 1.0
-            passing_bytes = 0 if self._streams.shared else parts[0].nbytes
+            passing_bytes = 0 if self._streams.has_unified_memory else parts[0].nbytes
             run = unit.begin + lo, unit.begin + hi
             async with self._chunk(plane, run, passing_bytes, first=first) as (raw, passing):
                 if passing_bytes:
                     copied = passing.view(parts[0].dtype)
-                    await self._streams.reached(self._streams.copy_out(copied, parts[0], self._streams.fence()))
+                    await self._streams.synchronize(
+                        self._streams.copy_to_host(copied, parts[0], self._streams.record_event())
+                    )
                     parts = [copied]
                 stored, into = raw.view(dtype), rows_of(sums, lo, hi)
                 job = partial(reduce_into, stored, parts, factor, into, self._threads, first=first)
@@ -313,7 +319,7 @@ async def _write(plane: Plane, run: tuple[int, int], raw: torch.Tensor) -> None:
         await plane.write(*run, raw)
     except StorageError as error:
         plane.strand(*run, aligned_copy(raw))
-        error.kept = True
+        error.is_in_memory = True
         raise
 
 
@@ -387,4 +393,4 @@ async def _each(chunks: Iterable[int], deal: Callable[[int], Awaitable[None]]) -
 
     await settle_all([some() for _ in range(CHUNKS_IN_FLIGHT)])
     if errors:
-        raise min(errors, key=lambda error: error.kept)
+        raise min(errors, key=lambda error: error.is_in_memory)

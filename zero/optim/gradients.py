@@ -21,11 +21,11 @@ from offload.errors import StateError, StorageError
 from offload.kernels import kernels
 from offload.kernels.square_sums import SquareSum, rows_in, rows_of
 from offload.memory.arena import Block
-from offload.mover import Transfer
+from offload.mover import IoFuture
 from offload.planes.copies import read_plane, write_plane
 from offload.planes.planes import Plane
 from offload.sizes import BLOCK_NUMEL, align_up
-from offload.streams import Fence
+from offload.streams import MaybeEvent
 from zero.optim.contributions import CHUNK_NUMEL, Contribution, ContributionStore, add_up
 from zero.params.layout import Layout, Slot, Unit
 from zero.plan.pools import gradient_sums_bytes
@@ -62,7 +62,7 @@ class UnitGradient:
     block: Block | None = None
     stream: Any = None  # On a GPU, the stream on which the buffer is being filled.
     storing: Storing | None = None  # The contribution that is being stored; its block is leased until that succeeds.
-    copied: Fence = None  # After the device's copies to the host, sums included.
+    copied: MaybeEvent = None  # After the device's copies to the host, sums included.
     sealed: Sealed | None = None
 
     @property
@@ -75,7 +75,7 @@ class Storing(Protocol):
     """A gradient that is being stored in its plane."""
 
     block: Block | None
-    transfer: Transfer[None] | None  # The running attempt; None after a failure.
+    transfer: IoFuture[None] | None  # The running attempt; None after a failure.
 
     @property
     def done(self) -> bool:
@@ -145,7 +145,7 @@ class Gradients:
         slot = state.unit.slots[position]
         if state.buffer is None:
             raise StateError(f"gradient of {slot.name}: no buffer")
-        state.stream = self._streams.follow(state.stream)
+        state.stream = self._streams.wait_stream(state.stream)
         self._filling.add(state.stream)
         place = state.buffer[slot.offset_numel : slot.end_numel]
         if position in state.arrived:
@@ -168,7 +168,7 @@ class Gradients:
             return
         if not state.empty and self._widens(state) and any(state.contributions[p] for p in state.arrived):
             self._widen(state)
-        self._streams.follow(state.stream)
+        self._streams.wait_stream(state.stream)
         item = self._take(state, state.buffer)
         home = state.plane.memory(state.unit.begin, state.unit.end)
         if home is not None and self._store.can_address(home, item.buffer):
@@ -177,9 +177,9 @@ class Gradients:
             state.copied = self._store.copy_out(item, home, _sums_in(item.block, item.unit))
             item.block.release(state.copied)
         else:
-            if not self._streams.shared and item.block is not None:
+            if not self._streams.has_unified_memory and item.block is not None:
                 self._store.sum_on_device(item, _sums_in(item.block, item.unit))
-            item.fence, state.storing = self._streams.fence(), item
+            item.fence, state.storing = self._streams.record_event(), item
             self._storing[index] = None
             self._start(state, item)
 
@@ -205,7 +205,7 @@ class Gradients:
 
     def _put(self, state: UnitGradient, item: Contribution, home: torch.Tensor) -> None:
         """Store it in memory that its device can write; from a GPU only the sums are copied to the host."""
-        if self._streams.shared:
+        if self._streams.has_unified_memory:
             self._store.put(item, home, item.sums)
             if item.block is not None:
                 item.block.release()
@@ -213,7 +213,7 @@ class Gradients:
         block = item.block or self._lease(state, gradient_sums_bytes(state.unit))
         sums = _sums_in(block, state.unit)
         self._store.put(item, home, sums)
-        state.copied = self._streams.copy_out(item.sums, sums, self._streams.fence())
+        state.copied = self._streams.copy_to_host(item.sums, sums, self._streams.record_event())
         block.release(state.copied)
 
     def flush_all(self) -> None:
@@ -245,7 +245,7 @@ class Gradients:
             self._settle(state)
         on_their_way = [state.copied for state in busy if state.copied is not None]
         if on_their_way:
-            self._storage.mover.run("copying gradients to the host", self._streams.reached(*on_their_way))
+            self._storage.mover.run("copying gradients to the host", self._streams.synchronize(*on_their_way))
         for state in busy:
             state.copied = None
             if state.buffer is None:
@@ -254,14 +254,14 @@ class Gradients:
     def clear(self) -> None:
         """Drop the contributions since the last step: after zero_grad. Gradients that a step has sealed stay."""
         for stream in self._filling:  # of a backward that was aborted: nobody has waited for it
-            self._streams.follow(stream)
+            self._streams.wait_stream(stream)
         self._filling.clear()
         for state in self._units.values():
             if state.storing is not None and state.storing.transfer is not None:
-                state.storing.transfer.settle()
+                state.storing.transfer.wait()
             for holder in (state.storing, state):
                 if holder is not None and holder.block is not None:
-                    holder.block.release(self._streams.fence())
+                    holder.block.release(self._streams.record_event())
             state.storing = state.buffer = state.block = state.stream = None
             state.arrived, state.adds = {}, False
             self._begin_anew(state)
@@ -398,7 +398,7 @@ class Gradients:
         unit, streams = state.unit, self._streams
         if state.sealed is not None:
             self.update(unit.index)
-            streams.wait(streams.behind_updates())  # on a GPU the update may still be running
+            streams.wait_events(streams.record_update_event())  # on a GPU the update may still be running
             state.sealed = None
         self.reclaim(unit)
         dtype = self._begin_adding(state) if self.together and state.empty else unit.dtype
@@ -408,7 +408,7 @@ class Gradients:
                 state.buffer = home.view(dtype)
                 return
         nbytes = unit.numel * dtype.itemsize
-        state.block = self._lease(state, nbytes + (0 if streams.shared else gradient_sums_bytes(unit)))
+        state.block = self._lease(state, nbytes + (0 if streams.has_unified_memory else gradient_sums_bytes(unit)))
         state.buffer = state.block.view(dtype, unit.numel)
 
     def _begin_adding(self, state: UnitGradient) -> torch.dtype:
@@ -432,12 +432,12 @@ class Gradients:
             self._settle(other)
             block = pool.try_lease(nbytes)
         block = block or pool.lease(nbytes, f"gradient of {state.unit.name}")
-        self._streams.wait(*block.fences)
+        self._streams.wait_events(*block.fences)
         return block
 
     def _start(self, state: UnitGradient, item: Contribution) -> None:
         job = self._store.store(item)
-        item.transfer = self._storage.mover.post(f"storing the gradient of {state.unit.name}", job)
+        item.transfer = self._storage.mover.submit(f"storing the gradient of {state.unit.name}", job)
 
     def _settle(self, state: UnitGradient) -> None:
         """Wait until the mover has stored the unit's contribution. After a failure the next call tries again.
@@ -455,9 +455,9 @@ class Gradients:
         try:
             transfer.result()
         finally:
-            if transfer.settled():
+            if transfer.done():
                 item.transfer = None
-            if transfer.settled() and item.done:
+            if transfer.done() and item.done:
                 state.storing = None
                 self._storing.pop(state.unit.index, None)
                 if item.block is not None:
@@ -470,11 +470,11 @@ class Gradients:
         wide, narrow, dtype = self._wide_home(unit), state.plane, state.dtype
 
         async def widen() -> None:
-            await self._streams.reached(state.copied)  # until the copies to the host, sums included, are complete
+            await self._streams.synchronize(state.copied)  # until the copies to the host, sums included, are complete
             await self._store.widen(unit, narrow, dtype, wide)
 
         self._storage.mover.run(f"widening the gradient of {unit.name}", widen())
-        self._streams.wait(self._streams.behind_updates())
+        self._streams.wait_events(self._streams.record_update_event())
         state.plane, state.dtype = wide, torch.float32
 
 

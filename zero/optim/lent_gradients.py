@@ -19,7 +19,7 @@ import torch
 
 from offload.memory.arena import Block
 from offload.memory.flat_storage import exact_alias
-from offload.streams import Fence
+from offload.streams import MaybeEvent
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.store.storage import Storage
 
@@ -119,7 +119,7 @@ class _Pool:
         self.end = int(memory.numel() * LENT_SHARE)
         self.waiters: list[asyncio.Future[None]] = []
 
-    def take_back(self, offset: int, nbytes: int, fences: tuple[Fence, ...]) -> None:
+    def take_back(self, offset: int, nbytes: int, fences: tuple[MaybeEvent, ...]) -> None:
         """Called by `Block.release`."""
         self.ranges.take_back(offset)
         waiters, self.waiters = self.waiters, []

@@ -21,7 +21,7 @@ from torch import Tensor
 from offload.errors import ConfigError, StateError, StorageError, ZeroInfinityError
 from offload.kernels import masters
 from offload.kernels.threads import kernel_threads, update_threads
-from offload.mover import Transfer
+from offload.mover import IoFuture
 from offload.planes.planes import Home, Plane, settle_all
 from offload.streams import shares_host_memory
 from zero.config import Config
@@ -110,7 +110,7 @@ class ParameterStates:
         self._stored = StoredValues(self.layout, self.storage, places)
         on_cpu = shares_host_memory(self.device)
         self._threads = update_threads(self.layout.numel, kernel_threads(on_cpu=on_cpu))
-        self._transfer: Transfer[Any] | None = None
+        self._transfer: IoFuture[Any] | None = None
         self.remaining: Remaining | None = None  # The rest of a step that has failed.
 
     # ---- steps ---------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class ParameterStates:
         planes = self._planes_over("gradients", homes)
         taken = {unit.index: Sealed(planes[self.layout.space_of(unit)], unit.dtype) for unit in self.layout.units}
         due = [group for group in self.plan.sub_groups if self._pipeline.trained_units(group, arguments)]
-        fenced = replace(arguments, fence=self.storage.streams.fence())
+        fenced = replace(arguments, fence=self.storage.streams.record_event())
         return Remaining(fenced, taken, deque(due))
 
     def finish(self) -> None:
@@ -304,18 +304,18 @@ class ParameterStates:
     def _run(self, what: str, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._rest()
         self._show_weights()
-        transfer = self._transfer = self.storage.mover.post(what, job())
+        transfer = self._transfer = self.storage.mover.submit(what, job())
         try:
             transfer.result()
         finally:
-            if transfer.settled():  # else an interrupt ended the wait, and the job still runs
+            if transfer.done():  # else an interrupt ended the wait, and the job still runs
                 self._rest()
 
     def _rest(self) -> None:
         """Wait for a job that an interrupt has left running, and drop the views of parameters and gradients."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
-            transfer.settle()  # its error was reported, or a later call raises it again
+            transfer.wait()  # its error was reported, or a later call raises it again
         self._gradients.planes = {}
         self.storage.weights[:] = self._planes_over("weights", [[] for _ in self.layout.spaces])
 

@@ -29,7 +29,7 @@ import torch
 from offload.errors import StateError, StorageError
 from offload.planes.copies import fetch_plane, fetch_range
 from offload.planes.planes import settle_all
-from offload.streams import Fence
+from offload.streams import MaybeEvent
 from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline, Told
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.store.storage import Storage
@@ -59,7 +59,7 @@ class DueUpdates:
         self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int, *, alone: bool
     ) -> None:
         self._storage, self._pipeline, self._threads, self.alone = storage, pipeline, threads, alone
-        self._threads_beside = 1 if storage.streams.shared else threads
+        self._threads_beside = 1 if storage.streams.has_unified_memory else threads
         self.arguments = StepArguments({}, 1.0, 0)  # The last step's.
         self._due: set[SubGroup] = set()
         self._unapplied: set[SubGroup] = set()
@@ -111,7 +111,7 @@ class DueUpdates:
 
     # ---- the mover ----------------------------------------------------------------------------
 
-    async def fetch(self, unit: Unit, into: torch.Tensor, fences: tuple[Fence, ...]) -> Fence:
+    async def fetch(self, unit: Unit, into: torch.Tensor, fences: tuple[MaybeEvent, ...]) -> MaybeEvent:
         """Fill `into` (uint8, flat unit, on the compute device) with the unit's weights of the last step.
 
         Returns a fence after the copies, which may still be running. Raises StorageError: the content of `into` is
@@ -123,11 +123,11 @@ class DueUpdates:
             fences: after the last uses of that memory on the device.
         """
         await self.repeat(lambda: self._fetch(unit, Delivery(into, fences)))
-        return self._storage.streams.behind_copies_in()
+        return self._storage.streams.record_copy_event()
 
     async def fetch_rows(
-        self, unit: Unit, rows: Iterable[tuple[int, int, int]], into: torch.Tensor, fences: tuple[Fence, ...]
-    ) -> Fence:
+        self, unit: Unit, rows: Iterable[tuple[int, int, int]], into: torch.Tensor, fences: tuple[MaybeEvent, ...]
+    ) -> MaybeEvent:
         """Fill parts of `into` (uint8, on the compute device) with parts of the unit's weights of the last step.
 
         Returns a fence after the copies, which may still be running. Raises StorageError: the content of `into` is
@@ -147,7 +147,7 @@ class DueUpdates:
         parts = [(begin, end, into[at * width : (at + end - begin) * width]) for begin, end, at in rows]
         read = partial(fetch_range, plane)
         await self.repeat(lambda: settle_all([read(*p, storage.arena, storage.streams, fences) for p in parts]))
-        return storage.streams.behind_copies_in()
+        return storage.streams.record_copy_event()
 
     async def bring(self, groups: Iterable[SubGroup]) -> None:
         """Update sub-groups whose weights are used where they are stored.

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from offload.planes.planes import Plane, settle_all
-from offload.streams import Fence
+from offload.streams import MaybeEvent
 from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
 from zero.optim.lent_gradients import Places, SpareGradients
@@ -47,7 +47,7 @@ class StepArguments:
     values: Mapping[int, Any]
     grad_scale: float
     number: int  # Of the step, from 1: errors name it, and the rounding of moments that are not fp32 depends on it.
-    fence: Fence = None  # After the last use of the old weights and the gradients on the device.
+    fence: MaybeEvent = None  # After the last use of the old weights and the gradients on the device.
     # Parameter index -> the object with its small states, for rules that have some.
     small: Mapping[int, SmallStates] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class Delivery:
     """Memory to which a unit's weights are delivered."""
 
     into: torch.Tensor  # uint8, the flat unit.
-    fences: tuple[Fence, ...]  # After the last uses of that memory.
+    fences: tuple[MaybeEvent, ...]  # After the last uses of that memory.
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +135,10 @@ class SubGroupPipeline:
         streams = self._storage.streams
         async with self._places.take(work.host_nbytes) as lent:
             await told.turn()  # only now: another update may have failed while this one waited for memory
-            streams.wait(arguments.fence)
+            streams.wait_events(arguments.fence)
             if self._storage.compute(group) != self._storage.device:
                 # The host overwrites weights that a forward's copies may still read.
-                await streams.reached(arguments.fence)
+                await streams.synchronize(arguments.fence)
             await work.lease("sub-group", lent)
             try:
                 made = await self._compute_into(work, arguments, threads)
@@ -147,7 +147,7 @@ class SubGroupPipeline:
                 told.applied(frozenset(unit.index for unit in units) & wanted.keys())
                 if lent is not None or (self._storage.compute(group) == self._storage.device and not work.in_place):
                     # A GPU may still read gradients in host memory, or copy new weights out of lent memory.
-                    await streams.reached(streams.fence())
+                    await streams.synchronize(streams.record_event())
                 self.spare.give(group, units)
                 error = await self._write_back(work, told)
             finally:
@@ -169,7 +169,7 @@ class SubGroupPipeline:
                     made.update(self._apply(work, unit, arguments, threads))
 
         await work.read()
-        with self._storage.mover.working():
+        with self._storage.mover.computing():
             await work.compute(compute)
         return made
 
@@ -181,7 +181,9 @@ class SubGroupPipeline:
             if unit.index in wanted and not weight.borrowed:
                 delivery = wanted[unit.index]
                 target = _part(unit, delivery.into, weight.begin, weight.end)
-                streams.wait(streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence()))
+                streams.wait_events(
+                    streams.copy_to_device(target, weight.bytes, *delivery.fences, streams.record_event())
+                )
         # Weights that are used in their home on the device must be there before the update counts.
         await settle_all([weight.write() for weight in work.weights.values() if weight.copied_home])
 

@@ -34,8 +34,8 @@ import torch
 from offload.errors import BudgetError, StorageError
 from offload.kernels import kernels
 from offload.memory.arena import Block
-from offload.mover import Transfer
-from offload.streams import Fence
+from offload.mover import IoFuture
+from offload.streams import MaybeEvent
 from zero.exchange.exchange import Exchange, Turn
 from zero.optim.contributions import zero_gaps
 from zero.optim.gradients import Gradients, UnitGradient
@@ -113,7 +113,7 @@ class Waiting:
 
     flat: torch.Tensor  # (unit.numel,) of the unit's dtype, or fp32 if several contributions are added up.
     block: Block | None  # Its leased memory, if it has some.
-    made: Fence = None  # After the work that has written `flat`, on the stream of the backward that gave it.
+    made: MaybeEvent = None  # After the work that has written `flat`, on the stream of the backward that gave it.
     blank: bool = False  # `flat` is the shared zeros, in place of a gradient that this rank does not have.
 
 
@@ -123,7 +123,7 @@ class Reduction:
 
     block: Block | None
     stores: bool  # False: there is no place for the sum, and only the other ranks need this reduction.
-    transfer: Transfer[None] | None = None
+    transfer: IoFuture[None] | None = None
     done: bool = False
 
 
@@ -187,12 +187,12 @@ class ReducedGradients(Gradients):
         state = self._units.get(index)
         if state is None or state.buffer is None:
             return
-        self._streams.follow(state.stream)
+        self._streams.wait_stream(state.stream)
         arrived = [state.unit.slots[position] for position in state.arrived]
         zero_gaps(state.buffer, state.unit, arrived, 0)
         for position, count in state.arrived.items():
             state.contributions[position] += count
-        newest = Waiting(state.buffer, state.block, self._streams.fence())
+        newest = Waiting(state.buffer, state.block, self._streams.record_event())
         if self._in_backward and self._reducing:
             given = self._given.setdefault(index, set())
             self._add_further(state.unit, newest, [p for p in state.arrived if p in given])
@@ -264,7 +264,7 @@ class ReducedGradients(Gradients):
 
     def _made(self, held: Waiting) -> Waiting:
         """The same; the current stream waits for it."""
-        self._streams.wait(held.made)
+        self._streams.wait_events(held.made)
         return held
 
     def rest(self, *, aside: bool) -> dict[int, torch.Tensor]:
@@ -305,7 +305,7 @@ class ReducedGradients(Gradients):
     def _release(self, held: Waiting) -> None:
         """Release its memory, with a fence: the next user must wait for the work queued so far."""
         if held.block is not None:
-            held.block.release(self._streams.fence())
+            held.block.release(self._streams.record_event())
 
     def _open(self, state: UnitGradient) -> None:
         """Collect outside the plane; the plane's content must not change before the reduction."""
@@ -325,7 +325,7 @@ class ReducedGradients(Gradients):
                 make_room(state)
                 block = pool.try_lease(nbytes)
         block = block or pool.lease(nbytes, f"gradient of {state.unit.name}")
-        self._streams.wait(*block.fences)
+        self._streams.wait_events(*block.fences)
         return block
 
     def _settle(self, state: UnitGradient) -> None:
@@ -357,7 +357,7 @@ class ReducedGradients(Gradients):
         if self._reducing and held is not None and held.flat.dtype != torch.float32:
             for slot in arrived:
                 held.flat[slot.offset_numel : slot.end_numel].copy_(newest.flat[slot.offset_numel : slot.end_numel])
-            held.made = self._streams.fence()
+            held.made = self._streams.record_event()
         elif arrived:
             self._add_up(state, held, newest)
         self._release(newest)
@@ -373,7 +373,7 @@ class ReducedGradients(Gradients):
         if held is not None:
             kernels.accumulate(wide, newest.flat)
             self._release(held)
-        self._waiting[state.unit.index] = Waiting(wide, None, self._streams.fence())
+        self._waiting[state.unit.index] = Waiting(wide, None, self._streams.record_event())
 
     def _add_further(self, unit: Unit, newest: Waiting, positions: list[int]) -> None:
         """Take from `newest` the gradients of parameters that have had one in this backward."""
@@ -389,7 +389,7 @@ class ReducedGradients(Gradients):
         for held in self._waiting.values():
             if held.block is not None:
                 moved = self._made(held).flat.to("cpu", copy=True)
-                held.block.release(self._streams.fence())
+                held.block.release(self._streams.record_event())
                 held.flat, held.block, held.made = moved, None, None
 
     def _start_all(self, due: list[int]) -> None:
@@ -460,10 +460,10 @@ class ReducedGradients(Gradients):
         turn = self._exchange.turn("reduce", state.unit)
         item = Reduction(waiting.block, stores)
         rounds = state.dtype != dtype  # a mean added in fp32 is rounded before, as it would be if it were the first
-        job = self._run(state, item, waiting, turn, self._streams.fence(), first=state.empty, rounds=rounds)
+        job = self._run(state, item, waiting, turn, self._streams.record_event(), first=state.empty, rounds=rounds)
         self._busy.add(index)
         state.storing, state.summed = item, True
-        item.transfer = self._storage.mover.post(f"reducing the gradient of {state.unit.name}", job)
+        item.transfer = self._storage.mover.submit(f"reducing the gradient of {state.unit.name}", job)
         if not self._exchange.overlaps:
             self._settle(state)
 
@@ -490,7 +490,7 @@ class ReducedGradients(Gradients):
                 self.make_wide(state)
             if state.sealed is not None:
                 self.update(state.unit.index)
-                self._streams.wait(self._streams.behind_updates())
+                self._streams.wait_events(self._streams.record_update_event())
                 state.sealed = None
             self.reclaim(state.unit)
         except StorageError as error:
@@ -522,7 +522,7 @@ class ReducedGradients(Gradients):
         wide = self.together and self.deferred
         nbytes = max(state.unit.numel * 4 if wide else state.unit.nbytes for state in self._units.values())
         nothing = self._storage.gradient_pool.lease(nbytes, "gradients that are zero")
-        self._streams.wait(*nothing.fences)
+        self._streams.wait_events(*nothing.fences)
         nothing.data.zero_()
         return nothing
 
@@ -538,7 +538,7 @@ class ReducedGradients(Gradients):
         item: Reduction,
         waiting: Waiting,
         turn: Turn,
-        made: Fence,
+        made: MaybeEvent,
         *,
         first: bool,
         rounds: bool,
@@ -556,7 +556,7 @@ class ReducedGradients(Gradients):
                         waiting.flat.zero_()  # the exchange may have made sums in this memory
         except BaseException as error:
             # A peer's part cannot be had again: this gradient lacks a backward, unless it only waits to be written.
-            self.lost |= not getattr(error, "kept", False)
+            self.lost |= not getattr(error, "is_in_memory", False)
             raise
         finally:
             item.done = True

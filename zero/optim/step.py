@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import ConfigError, StateError, StorageError, tell, was_told
+from offload.errors import ConfigError, StateError, StorageError, is_reported, mark_reported
 from offload.kernels.square_sums import PACKED_BYTES, SquareSum, nonfinite_of
 from offload.sizes import BLOCK_NUMEL
 from zero.exchange.exchange import Exchange
@@ -336,7 +336,7 @@ class Stepper:
         self.norm = scaled_norm / self._scaler.cur_scale
         scale = clip_coefficient(self.norm, norm_max) * factor / self._scaler.cur_scale
         values, small = self._values_in(optimizer, index_of, contributed)
-        arguments = StepArguments(values, scale, number, self._storage.streams.fence(), small)
+        arguments = StepArguments(values, scale, number, self._storage.streams.record_event(), small)
         due = [group for group in self._storage.plan.sub_groups if self.pipeline.trained_units(group, arguments)]
         # From here on no waits and no searches: the step must be decided completely or not at all.
         optimizer.count_step(index_of, arguments.values)
@@ -418,7 +418,7 @@ class Stepper:
         self._finish_groups([group for group in due if self.pipeline.at_once(group, self._arguments)])
         bound = self.updates.groups_of(self._persistent)
         if bound:
-            self._storage.mover.post("updating what is always bound", self.updates.bring(bound))
+            self._storage.mover.submit("updating what is always bound", self.updates.bring(bound))
 
     def check(self) -> None:
         """Raise the error of an update if it was not reported yet; otherwise repeat the writes that failed.
@@ -429,8 +429,8 @@ class Stepper:
         failure = self.updates.failure
         if failure is None:
             return
-        if self.updates.alone and not was_told(failure):
-            tell(failure)
+        if self.updates.alone and not is_reported(failure):
+            mark_reported(failure)
             raise failure
         self._storage.mover.run("storing the results of a step", self.updates.retry())
 
@@ -473,7 +473,7 @@ class Stepper:
         try:
             self._storage.mover.run(what, job)
         except StorageError as error:
-            tell(error)
+            mark_reported(error)
             raise
 
 

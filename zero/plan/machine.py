@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from offload.accelerator import free_memory_bytes, identity, is_accelerator
+from offload.accelerator import device_identity, free_memory_bytes, is_accelerator
 from offload.memory.arena import MemoryRegion, promised_bytes
 from offload.system.cgroups import limit_bytes, memory_groups, table_in
 
@@ -63,7 +63,7 @@ def read_machine(device: torch.device) -> Machine:
         None if soft == resource.RLIM_INFINITY else soft,
         device_bytes,
         psutil.Process().memory_info().rss,
-        identity(device) if is_accelerator(device) else "",
+        device_identity(device) if is_accelerator(device) else "",
     )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.accelerator import KINDS, kind_of, use
+from offload.accelerator import KINDS, kind_of, set_device
 from offload.system.interrupts import uninterrupted
 
 Handle: TypeAlias = Any  # A torch process group.
@@ -45,12 +45,14 @@ def own_rank() -> int:
 def uses_nccl(device: torch.device, group: Handle | None) -> bool:
     """True when collectives on `device` run on a stream: those of NCCL, or of the equivalent library of its kind."""
     kind = kind_of(device)
-    return kind is not None and kind.collects() and kind.collectives in str(dist.get_backend_config(group))
+    return (
+        kind is not None and kind.has_collectives() and kind.collective_backend in str(dist.get_backend_config(group))
+    )
 
 
 def name_for(device: torch.device) -> str:
     """The backend whose collectives run on a stream of the device: NCCL, or the equivalent library of its kind."""
-    return KINDS[device.type].collectives
+    return KINDS[device.type].collective_backend
 
 
 def default_group(ranks: Sequence[int]) -> Handle:
@@ -81,7 +83,7 @@ def new_group(
 
     def make() -> None:
         try:
-            use(device)
+            set_device(device)
             made.set_result(dist.new_group(list(ranks), backend=name, timeout=timeout or timeout_of(parent)))
         except BaseException as error:
             made.set_exception(error)

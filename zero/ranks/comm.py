@@ -27,8 +27,8 @@ from torch import Tensor
 
 from offload.archives import bytes_of, bytes_tensor
 from offload.errors import ConfigError, RankDivergenceError, RankLostError
-from offload.streams import Fence, Streams
-from offload.timeline import Timeline, awaiting_others
+from offload.streams import MaybeEvent, Streams
+from offload.timeline import Timeline, external_wait
 from zero.ranks import backend
 from zero.ranks.control_plane import Meeting
 from zero.ranks.failure import Fate, again
@@ -169,7 +169,7 @@ class Comm:
         self._fate.check()
         return self._log.ticket(kind, unit, name)
 
-    async def all_gather(self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence) -> Fence:
+    async def all_gather(self, ticket: Ticket, flat: Tensor, group: Group, *after: MaybeEvent) -> MaybeEvent:
         """Fill `flat` with every rank's slice.
 
         Returns a fence that is passed after the gather. Raises RankDivergenceError: the ranks do not do the same; this
@@ -187,7 +187,7 @@ class Comm:
         return await self._run(ticket, group, flat, after, start)
 
     async def reduce_scatter(
-        self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence, into: Tensor | None = None
+        self, ticket: Ticket, flat: Tensor, group: Group, *after: MaybeEvent, into: Tensor | None = None
     ) -> list[Tensor]:
         """The summands of this rank's slice of the sum over the group; the caller adds them in this order.
 
@@ -200,7 +200,7 @@ class Comm:
             into: (size * N,) of the same dtype to receive into; None allocates. With `fixed_order` False: its first N.
         """
         if group.size == 1:
-            self.streams.wait(self._alone(ticket, after))
+            self.streams.wait_events(self._alone(ticket, after))
             return [flat]
         numel = self._slices(ticket, flat, group)[0].numel()
         arrived = into if into is not None else flat.new_empty(flat.numel() if self.fixed_order else numel)
@@ -209,7 +209,9 @@ class Comm:
             begin = partial(backend.reduce_scatter, arrived, flat, group.handle)
         else:
             begin = partial(backend.exchange, backend.as_bytes(arrived), backend.as_bytes(flat), group.handle)
-        self.streams.wait(await self._run(ticket, group, flat, (*after, self.streams.fence()), lambda: [begin()]))
+        self.streams.wait_events(
+            await self._run(ticket, group, flat, (*after, self.streams.record_event()), lambda: [begin()])
+        )
         return list(backend.slices(arrived, numel))
 
     def check(self) -> None:
@@ -260,13 +262,13 @@ class Comm:
         """This rank cannot take part in `ticket`: report the reason to the ranks that wait for it. Any thread."""
         self._failed(error, ticket)
 
-    def _alone(self, ticket: Ticket, after: tuple[Fence, ...]) -> Fence:
+    def _alone(self, ticket: Ticket, after: tuple[MaybeEvent, ...]) -> MaybeEvent:
         self._order.passed(ticket.number)
         waiting = [fence for fence in after if fence is not None]
         if len(waiting) < 2:
             return waiting[0] if waiting else None
-        self.streams.wait(*waiting)
-        return self.streams.fence()
+        self.streams.wait_events(*waiting)
+        return self.streams.record_event()
 
     def _slices(self, ticket: Ticket, flat: Tensor, group: Group) -> tuple[Tensor, ...]:
         if flat.dim() != 1 or not flat.is_contiguous() or flat.numel() % group.size:
@@ -277,29 +279,29 @@ class Comm:
         return backend.slices(flat, flat.numel() // group.size)
 
     async def _run(
-        self, ticket: Ticket, group: Group, flat: Tensor, after: tuple[Fence, ...], start: Callable[[], list[Any]]
-    ) -> Fence:
+        self, ticket: Ticket, group: Group, flat: Tensor, after: tuple[MaybeEvent, ...], start: Callable[[], list[Any]]
+    ) -> MaybeEvent:
         """Launch all works of `start` at the ticket's turn, and wait. Returns a fence after them."""
         self._loop = asyncio.get_running_loop()
         try:
             if not self._nccl:
-                await self.streams.reached(*after)
+                await self.streams.synchronize(*after)
             await self._order.turn(ticket.number)
             self._fate.check()
             with self._waiting(ticket.place, str(ticket)) as wait:
                 if not self._nccl:
                     await self._compare(ticket, group)
-                with self.streams.collective(*after):
+                with self.streams.collective_stream(*after):
                     works = start()
                 self._order.passed(ticket.number)
                 self._count(ticket.kind, flat)
                 if not self._nccl:
                     with self.timeline.span("collectives", str(ticket), flat.nbytes):
                         await self._done(works, str(ticket))
-                with self.streams.collective():
+                with self.streams.collective_stream():
                     for work in works:
                         work.wait()  # with NCCL the current stream waits, not this thread
-                    fence = self.streams.fence()
+                    fence = self.streams.record_event()
                 if self._nccl:
                     wait.fence = fence
                 return fence
@@ -357,7 +359,7 @@ class Comm:
     @contextmanager
     def _waiting(self, place: int, what: str) -> Iterator[Any]:
         known = nullcontext(Wait(place, what, 0.0)) if self._watch is None else self._watch.waiting(place, what)
-        with awaiting_others(), known as wait:
+        with external_wait(), known as wait:
             yield wait
 
     def _explained(self, error: BaseException, what: str) -> BaseException:

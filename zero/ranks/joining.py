@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offload.accelerator import KINDS, chosen_kind, device_count, use
+from offload.accelerator import KINDS, chosen_kind, device_count, set_device
 from offload.errors import ConfigError, StateError
 from zero.ranks.environment import LOOPBACK, MPI, RankPlace, find_place, variables
 
@@ -110,9 +110,11 @@ def choose_backend(wish: str | None) -> str:
     """
     kind = chosen_kind()
     if wish is None:
-        return "gloo" if kind is None or not kind.collects() else f"cpu:gloo,{kind.name}:{kind.collectives}"
+        return (
+            "gloo" if kind is None or not kind.has_collectives() else f"cpu:gloo,{kind.name}:{kind.collective_backend}"
+        )
     name = wish.lower()
-    if kind is None and name in [other.collectives for other in KINDS.values()]:
+    if kind is None and name in [other.collective_backend for other in KINDS.values()]:
         raise ConfigError(
             f"dist_backend: {name} needs GPUs, but this process computes on the CPU; leave dist_backend out, or set "
             "it to gloo"
@@ -163,9 +165,11 @@ def _take_gpu(place: RankPlace, backend: str) -> None:
     if local_rank >= count > 1 and "nccl" in backend:
         raise ConfigError(
             f"LOCAL_RANK={local_rank}, but torch sees {count} GPUs: start at most {count} ranks on this machine, or "
-            f"set {kind.visible} for each"
+            f"set {kind.visible_variable} for each"
         )
-    use(torch.device(kind.name, local_rank % count))  # the only visible one, or one that ranks share through gloo
+    set_device(
+        torch.device(kind.name, local_rank % count)
+    )  # the only visible one, or one that ranks share through gloo
 
 
 def _join(place: RankPlace, backend: str, init_method: str | None, timeout: timedelta) -> None:

@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from offload.accelerator import same_device
+from offload.accelerator import device_initializer
 from offload.errors import RankDivergenceError, RankLostError
-from offload.streams import Fence
+from offload.streams import MaybeEvent
 from zero.ranks.failure import Fate
 from zero.ranks.sequence import Log, difference, ranks_in_words
 from zero.ranks.status import FAILED, GONE, WORKS, Position, StatusBoard, has_died, home
@@ -47,7 +47,7 @@ class Wait:
     place: int
     what: str
     since: float
-    fence: Fence = None  # For collectives on a device: passed when the collective is done.
+    fence: MaybeEvent = None  # For collectives on a device: passed when the collective is done.
     warned: float = 0.0
 
 
@@ -84,7 +84,7 @@ class Watch:
         self._met: dict[int, Position] = {}
         self._self = Position(home=home(), pid=os.getpid())
         self._cut = cut
-        self._enter = same_device()
+        self._enter = device_initializer()
         self._thread = threading.Thread(target=self._run, name="zero-watch", daemon=True)
         self._tell()
         self._thread.start()

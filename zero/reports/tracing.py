@@ -89,7 +89,9 @@ class Tracer:
             raise StateError(f"trace: a trace is already being recorded to {self._trace.path}; end it first")
         _, traffic = self._on_mover("starting a trace", self.storage.timeline.start)
         self._steps = steps
-        self._trace = _Trace(target, steps, self._counters(traffic, self.storage.mover.exposed.seconds), by_environment)
+        self._trace = _Trace(
+            target, steps, self._counters(traffic, self.storage.mover.exposed_wait.seconds), by_environment
+        )
 
     def reached(self, steps: int) -> None:
         """Called before and after each engine call, after `steps` steps: begin or end the environment's recording."""
@@ -111,7 +113,7 @@ class Tracer:
         trace, self._trace = self._trace, None
         if trace is None:
             return
-        exposed_seconds = self.storage.mover.exposed.seconds
+        exposed_seconds = self.storage.mover.exposed_wait.seconds
         recording, traffic = self._on_mover("ending a trace", self.storage.timeline.stop)
         after = self._counters(traffic, exposed_seconds)
         if recording.dropped:

@@ -12,11 +12,11 @@ from dataclasses import replace
 import torch
 
 from offload.accelerator import HOST, is_accelerator
-from offload.errors import BudgetError, StateError, tell
+from offload.errors import BudgetError, StateError, mark_reported
 from offload.memory.arena import Block
 from offload.memory.flat_storage import Poison
-from offload.mover import Transfer
-from offload.streams import Fence
+from offload.mover import IoFuture
+from offload.streams import MaybeEvent
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit, siblings
 from zero.plan.plan import Limits
@@ -154,7 +154,7 @@ class Coordinator(AlteredCopies):
             self._loader.follow(one.arrival)
         elif one.state == UnitState.EDITED:
             for memory in self._bound[index].memories:
-                self._storage.streams.wait_to_use(memory, one.shown)
+                self._storage.streams.wait_and_record_stream(memory, one.shown)
 
     def is_used(self, index: int) -> bool:
         """True while a call or a backward uses the unit, and always for a persistent unit."""
@@ -290,7 +290,7 @@ class Coordinator(AlteredCopies):
         """Wait until all prefetches have ended, failed or not."""
         for one in self._units.at(UnitState.COMING):
             if one.arrival is not None and one.arrival.transfer is not None:
-                one.arrival.transfer.settle()
+                one.arrival.transfer.wait()
 
     def check_idle(self) -> None:
         """Raise StateError if a unit is in use: a step or a close was called inside forward or backward."""
@@ -350,7 +350,7 @@ class Coordinator(AlteredCopies):
         one.edited = one.state == UnitState.LIVE
         if one.state == UnitState.AWAY:
             self._units.move(one, UnitState.EDITED)
-            one.shown = self._storage.streams.fence()
+            one.shown = self._storage.streams.record_event()
 
     def held(self, index: int) -> bool:
         """True between `hold` and `unhold`, if the editor has bound the unit to memory of its own."""
@@ -396,14 +396,14 @@ class Coordinator(AlteredCopies):
         self.counters.expert_row_bytes += block.data.numel()
         return block
 
-    def return_rows_later(self, unit: Unit, block: Block, numel: int, transfer: Transfer[Fence]) -> None:
+    def return_rows_later(self, unit: Unit, block: Block, numel: int, transfer: IoFuture[MaybeEvent]) -> None:
         """As `return_rows`, for memory that `transfer` may still write to."""
         self._lent_numel -= numel
         self._loader.return_later(unit, block, transfer)
 
     def return_rows(self, block: Block, numel: int) -> None:
         self._lent_numel -= numel
-        block.release(self._storage.streams.fence())
+        block.release(self._storage.streams.record_event())
 
     def _bring(self, one: UnitOnDevice) -> None:
         """Bind the unit now; wait for its values if they are not here yet."""
@@ -430,7 +430,7 @@ class Coordinator(AlteredCopies):
         try:
             self._loader.await_values(arrival)
         except BaseException as error:
-            tell(error)
+            mark_reported(error)
             self._discard(one)
             raise
         self._loader.bind(self._bound[one.index], arrival)

@@ -407,7 +407,7 @@ class ModuleHooks:
         return passed
 
     def _record(self, what: str, call: OpenCall, begin_ns: int) -> None:
-        if self._timeline.on and call.units and begin_ns:
+        if self._timeline.is_on and call.units and begin_ns:
             self._timeline.add(
                 COMPUTE, f"{what} {self._names.get(call.module) or self._bound[call.units[0]].unit.name}", begin_ns
             )

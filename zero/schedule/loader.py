@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from offload.errors import StateError, StorageError, tell, was_told
+from offload.errors import StateError, StorageError, is_reported, mark_reported
 from offload.memory.arena import Block
 from offload.memory.flat_storage import exact_alias
 from offload.memory.pinned import aligned_copy
-from offload.mover import Transfer
+from offload.mover import IoFuture
 from offload.planes.copies import write_plane
-from offload.streams import Fence
+from offload.streams import MaybeEvent
 from zero.exchange.exchange import Exchange, Turn
 from zero.exchange.neighbours import Neighbours
 from zero.optim.pending_updates import DueUpdates
@@ -30,20 +30,20 @@ class Arrival:
 
     data: torch.Tensor  # uint8, the unit's bytes; its storage has exactly this length.
     block: Block | None  # Memory to release; None if the values are used where they live.
-    transfer: Transfer[Any] | None
-    fence: Fence = None  # On a device the values are there after this fence; known once the transfer has settled.
+    transfer: IoFuture[Any] | None
+    fence: MaybeEvent = None  # On a device the values are there after this fence; known once the transfer has settled.
     users: set[Any] = field(default_factory=set)  # The user's streams that have read the values, or will read them.
     copy: torch.Tensor | None = None  # What the parameters see, where that is not `data` itself.
 
     @property
     def settled(self) -> bool:
         """True once the transfer has ended, failed or not."""
-        return self.transfer is None or self.transfer.settled()
+        return self.transfer is None or self.transfer.done()
 
     @property
     def outdated(self) -> bool:
         """True if the transfer failed and its error was already reported."""
-        return self.transfer is not None and self.transfer.settled() and was_told(self.transfer.settle())
+        return self.transfer is not None and self.transfer.done() and is_reported(self.transfer.wait())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +55,8 @@ class Draining:
 
     unit: Unit
     block: Block
-    transfer: Transfer[Any] | None
-    fences: tuple[Fence, ...] = ()  # After its last uses on a device.
+    transfer: IoFuture[Any] | None
+    fences: tuple[MaybeEvent, ...] = ()  # After its last uses on a device.
 
 
 class _Ways:
@@ -65,7 +65,7 @@ class _Ways:
     def __init__(self, storage: Storage, updates: DueUpdates, exchange: Exchange, near: Neighbours) -> None:
         self._storage, self._updates, self._exchange, self._near = storage, updates, exchange, near
 
-    async def fetch(self, unit: Unit, flat: torch.Tensor, fences: tuple[Fence, ...], turn: Turn) -> Fence:
+    async def fetch(self, unit: Unit, flat: torch.Tensor, fences: tuple[MaybeEvent, ...], turn: Turn) -> MaybeEvent:
         try:
             own = await self._updates.fetch(unit, unit.own(flat), fences)
         except BaseException as error:
@@ -73,7 +73,7 @@ class _Ways:
             raise
         return self._near.keep(unit, flat, await self._exchange.gather(turn, unit, flat, own))
 
-    async def bring_all(self, unit: Unit, memory: torch.Tensor, turn: Turn, partial: set[int]) -> Fence:
+    async def bring_all(self, unit: Unit, memory: torch.Tensor, turn: Turn, partial: set[int]) -> MaybeEvent:
         """Bring all slices up to date where they live; the unit stays `partial` if that fails."""
         try:
             await self._updates.bring_unit(unit)
@@ -82,7 +82,7 @@ class _Ways:
             self._exchange.give_up(turn, error)
             raise
         try:
-            return await self._exchange.gather(turn, unit, memory, self._storage.streams.behind_updates())
+            return await self._exchange.gather(turn, unit, memory, self._storage.streams.record_update_event())
         except BaseException:
             partial.add(unit.index)
             raise
@@ -118,8 +118,8 @@ class Loader:
         self._ways = _Ways(storage, updates, exchange, self._near)
         self.in_step = exchange.placement.in_step
         self._draining: list[Draining] = []
-        self._persistent_fences: list[Fence] = []
-        self._coming: list[Transfer[Any]] = []  # Transfers of persistent units, begun ahead.
+        self._persistent_fences: list[MaybeEvent] = []
+        self._coming: list[IoFuture[Any]] = []  # Transfers of persistent units, begun ahead.
         self._copied = [one for one in bound if one.unit.persistent and one.copies]
         self._stepped_on: Any = None  # The stream of the last step.
         self._partial = set(storage.plan.whole)  # Their home has room for all slices, but only this rank's is current.
@@ -132,7 +132,7 @@ class Loader:
             return Arrival(exact_alias(memory), None, self._bring(unit, memory))
         for leaving in self._draining:
             if leaving.unit is unit and leaving.transfer is not None:
-                leaving.transfer.settle()  # it may be storing the values that are to be read now
+                leaving.transfer.wait()  # it may be storing the values that are to be read now
         block = self.lease(unit.nbytes)
         if block is None:
             return None
@@ -142,11 +142,11 @@ class Loader:
             job = self._near.gather(unit, flat, block.fences, turn)
         else:
             job = self._ways.fetch(unit, flat, block.fences, self._exchange.turn("gather", unit))
-        return Arrival(block.data, block, self._storage.mover.post(f"fetching unit {unit.name}", job))
+        return Arrival(block.data, block, self._storage.mover.submit(f"fetching unit {unit.name}", job))
 
     def step_taken(self) -> None:
         """Trained units are about to change on every rank."""
-        self._stepped_on = self._storage.streams.follow(None)
+        self._stepped_on = self._storage.streams.wait_stream(None)
         self._partial.update(index for index in self._storage.plan.whole if self._layout.units[index].trainable)
         self._near.forget(unit.index for unit in self._layout.units if unit.trainable)
         self._exchange.step_taken(lambda index: not self._updates.at_home(index))
@@ -178,29 +178,29 @@ class Loader:
                 bound.bind(exact_alias(self._flat_of(bound.unit)))
         streams = self._storage.streams
         if self._copied:
-            self._persistent_fences.append(streams.fence())
-        with streams.on(self._stepped_on):
+            self._persistent_fences.append(streams.record_event())
+        with streams.use_stream(self._stepped_on):
             self.follow_persistent()
 
     def _complete_persistent(self) -> None:
         """This rank's slices, and the slices of the other ranks."""
         transfers, self._coming = [*self._coming, *self._persistent_on_their_way()], []
         gathered = [transfer.result() for transfer in transfers]
-        self._persistent_fences = [*gathered, self._storage.streams.behind_updates()]
+        self._persistent_fences = [*gathered, self._storage.streams.record_update_event()]
         self.follow_persistent()
 
-    def _persistent_on_their_way(self) -> list[Transfer[Any]]:
+    def _persistent_on_their_way(self) -> list[IoFuture[Any]]:
         transfers = [self._bring(unit, self._flat_of(unit)) for unit in self._layout.units if unit.persistent]
         return [transfer for transfer in transfers if transfer is not None]
 
     def follow_persistent(self) -> None:
         """The calling thread's stream uses persistent units from now on; other streams may have used them before."""
         streams = self._storage.streams
-        streams.wait(*self._persistent_fences)
+        streams.wait_events(*self._persistent_fences)
         self._persistent_fences = [f for f in self._persistent_fences if f is not None and not f.query()]
         for bound in self._copied:
             if bound.bound:
-                streams.wait_to_use(bound.flat)
+                streams.wait_and_record_stream(bound.flat)
 
     def _flat_of(self, unit: Unit) -> torch.Tensor:
         memory = self._storage.flat(unit)
@@ -217,16 +217,16 @@ class Loader:
         if arrival.transfer is not None:
             arrival.fence = arrival.transfer.result()
         if arrival.block is None and arrival.fence is None:  # the values are used where updates write them
-            arrival.fence = streams.behind_updates()
+            arrival.fence = streams.record_update_event()
         self.follow(arrival)
 
     def follow(self, arrival: Arrival) -> None:
         """The calling thread's stream uses the values from now on; another stream may have waited for them before."""
         if arrival.copy is None:
-            self._storage.streams.wait(arrival.fence)
+            self._storage.streams.wait_events(arrival.fence)
         else:
-            self._storage.streams.wait_to_use(arrival.copy, arrival.fence)
-        arrival.users.add(self._storage.streams.follow(None))
+            self._storage.streams.wait_and_record_stream(arrival.copy, arrival.fence)
+        arrival.users.add(self._storage.streams.wait_stream(None))
         if arrival.fence is not None and arrival.fence.query():
             arrival.fence = None
 
@@ -234,12 +234,12 @@ class Loader:
         """Make the values the parameters' values, after `await_values`."""
         bound.bind(arrival.data)
         if bound.copies:
-            arrival.copy, arrival.fence = bound.flat, self._storage.streams.fence()
+            arrival.copy, arrival.fence = bound.flat, self._storage.streams.record_event()
 
     def unbind(self, bound: BoundUnit, arrival: Arrival, *, modified: bool) -> None:
         """Undo `bind`. `modified`: a stream of `arrival.users` has written to the parameters."""
         if modified and arrival.copy is not None:
-            self._storage.streams.wait_to_use(arrival.copy, arrival.fence, *self._behind_uses(arrival))
+            self._storage.streams.wait_and_record_stream(arrival.copy, arrival.fence, *self._behind_uses(arrival))
         bound.unbind(modified=modified)
 
     def lease(self, nbytes: int) -> Block | None:
@@ -290,10 +290,10 @@ class Loader:
         """
         moving = arrival.transfer
         try:
-            if arrival.transfer is not None and arrival.transfer.settle() is None:
+            if arrival.transfer is not None and arrival.transfer.wait() is None:
                 # A fetch that was never used may have no waiter: its collectives still write there, and they end
                 # late if another rank is late.
-                self._storage.streams.wait(arrival.transfer.result())
+                self._storage.streams.wait_events(arrival.transfer.result())
             moving = None
             if modified and (self._exchange.reads_homes and self._exchange.placement.weights_sharded):
                 raise StateError(
@@ -308,7 +308,7 @@ class Loader:
                 self._events.modified(unit.index)
                 self.written()
         except StorageError as error:
-            tell(error)
+            mark_reported(error)
             raise
         finally:  # an interrupt may have ended the wait: then a transfer is still in flight
             if arrival.block is not None:
@@ -318,30 +318,30 @@ class Loader:
     def written(self) -> None:
         """The current stream has written to homes of units; what the mover does from now on comes behind that."""
         streams = self._storage.streams
-        fence = streams.fence()
+        fence = streams.record_event()
 
         async def follow() -> None:
-            streams.wait(fence)
+            streams.wait_events(fence)
 
         if fence is not None:
             self._storage.mover.run("following what has been written on the device", follow())
 
-    def return_later(self, unit: Unit, block: Block, transfer: Transfer[Fence]) -> None:
+    def return_later(self, unit: Unit, block: Block, transfer: IoFuture[MaybeEvent]) -> None:
         """Give the unit's memory back once `transfer` has ended; nobody waits for the transfer any more."""
-        self._draining.append(Draining(unit, block, transfer, (self._storage.streams.fence(),)))
+        self._draining.append(Draining(unit, block, transfer, (self._storage.streams.record_event(),)))
         self._reclaim()
 
     def follow_uses(self, arrival: Arrival) -> None:
         """The current stream is about to write to the values: it waits for all who use them."""
-        self._storage.streams.wait(*self._behind_uses(arrival))
+        self._storage.streams.wait_events(*self._behind_uses(arrival))
 
-    def _behind_uses(self, arrival: Arrival) -> tuple[Fence, ...]:
+    def _behind_uses(self, arrival: Arrival) -> tuple[MaybeEvent, ...]:
         """Fences after the uses on every stream: the releasing stream has not waited for the other streams."""
         streams = self._storage.streams
-        fences = [streams.fence()]
-        for stream in arrival.users - {streams.follow(None)}:
-            with streams.on(stream):
-                fences.append(streams.fence())
+        fences = [streams.record_event()]
+        for stream in arrival.users - {streams.wait_stream(None)}:
+            with streams.use_stream(stream):
+                fences.append(streams.record_event())
         return tuple(fences)
 
     def drain(self) -> None:
@@ -349,15 +349,15 @@ class Loader:
         while self._draining:
             self._drain_one()
 
-    def _bring(self, unit: Unit, memory: torch.Tensor) -> Transfer[Any] | None:
+    def _bring(self, unit: Unit, memory: torch.Tensor) -> IoFuture[Any] | None:
         """Begin to bring the unit up to date; None: nothing to do. The result is a fence after a gather, or None."""
         if unit.index in self._partial:
             self._partial.discard(unit.index)
             job = self._ways.bring_all(unit, memory, self._exchange.turn("gather", unit), self._partial)
-            return self._storage.mover.post(f"gathering unit {unit.name}", job)
+            return self._storage.mover.submit(f"gathering unit {unit.name}", job)
         if self._updates.current(unit.index):
             return None
-        return self._storage.mover.post(f"updating unit {unit.name}", self._updates.bring_unit(unit))
+        return self._storage.mover.submit(f"updating unit {unit.name}", self._updates.bring_unit(unit))
 
     def _reclaim(self) -> None:
         """Give back released memory that no transfer uses any more."""
@@ -370,35 +370,35 @@ class Loader:
         self._draining = moving
 
     def _moves(self, leaving: Draining) -> bool:
-        if leaving.transfer is not None and not leaving.transfer.settled():
+        if leaving.transfer is not None and not leaving.transfer.done():
             return True
         # Updates write to disk only from memory that the disk can address; an update on a GPU goes through the host.
-        return self._storage.streams.shared and self._updates.borrows(leaving.unit.index)
+        return self._storage.streams.has_unified_memory and self._updates.borrows(leaving.unit.index)
 
     def _give_back(self, leaving: Draining) -> None:
         transfer = leaving.transfer
-        moved = transfer.result() if transfer is not None and transfer.settle() is None else None
+        moved = transfer.result() if transfer is not None and transfer.wait() is None else None
         leaving.block.release(*leaving.fences, moved)
 
     def _drain_one(self) -> None:
         leaving = self._draining[0]
         if leaving.transfer is not None:
-            leaving.transfer.settle()
+            leaving.transfer.wait()
         unit = leaving.unit
         self._storage.mover.run(f"storing unit {unit.name}", self._updates.settle_weights(unit))
         self._give_back(leaving)
         self._draining.remove(leaving)
         self._reclaim()
 
-    def _store_modified(self, unit: Unit, arrival: Arrival) -> Transfer[Fence]:
+    def _store_modified(self, unit: Unit, arrival: Arrival) -> IoFuture[MaybeEvent]:
         """Begin to store the values; if the waiting thread is interrupted, the transfer continues."""
         plane, streams = self._storage.weights[self._layout.space_of(unit)], self._storage.streams
         self._events.modified(unit.index)
         data, modified = arrival.data, self._behind_uses(arrival)
 
-        async def store() -> Fence:
-            streams.wait(*modified)
-            await streams.reached(*modified, streams.behind_copies_in())
+        async def store() -> MaybeEvent:
+            streams.wait_events(*modified)
+            await streams.synchronize(*modified, streams.record_copy_event())
             await self._updates.settle_weights(unit)  # its update writes to the same place
             kept = self._near.keep(unit, data, None)  # no fence: the device has reached all of them
             try:
@@ -411,4 +411,4 @@ class Loader:
                     raise
                 return kept
 
-        return self._storage.mover.post(f"storing what forward has modified in {unit.name}", store())
+        return self._storage.mover.submit(f"storing what forward has modified in {unit.name}", store())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from offload.errors import StateError
-from offload.streams import Fence
+from offload.streams import MaybeEvent
 from zero.params.layout import Unit
 from zero.schedule.loader import Arrival
 
@@ -60,7 +60,7 @@ class UnitOnDevice:
         self.arrival: Arrival | None = None
         self.forward_uses = self.backward_uses = self.recomputing = 0
         self.recomputed = self.returned = self.seen = self.edited = False
-        self.shown: Fence = None
+        self.shown: MaybeEvent = None
 
     @property
     def index(self) -> int:

@@ -220,12 +220,12 @@ class RowLender:
             block = self._coordinator.lease_rows(unit, loan.numel)
             job = self._updates.fetch_rows(unit, loan.parts, exact_alias(block.data), block.fences)
             try:
-                transfer = storage.mover.post(f"fetching rows of {unit.name}", job)
+                transfer = storage.mover.submit(f"fetching rows of {unit.name}", job)
             except BaseException:
                 self._coordinator.return_rows(block, loan.numel)
                 raise
             try:
-                storage.streams.wait(transfer.result())
+                storage.streams.wait_events(transfer.result())
             except BaseException:  # an interrupt ends only the wait: the transfer still writes rows
                 self._coordinator.return_rows_later(unit, block, loan.numel, transfer)
                 raise

@@ -132,10 +132,10 @@ class Adoption:
 
     def _run(self) -> None:
         streams = self._storage.streams
-        made = streams.fence()
+        made = streams.record_event()
 
         async def follow() -> None:
-            streams.wait(made)  # the device may still be computing the values of a model that was made there
+            streams.wait_events(made)  # the device may still be computing the values of a model that was made there
 
         self._storage.mover.run("waiting for initial values", follow())
         with Bar(
@@ -310,7 +310,7 @@ class Adoption:
             return
         # On a GPU the mover's stream may still read them, but their memory is reused in the order of another stream.
         streams = self._storage.streams
-        self._storage.mover.run("storing initial values", streams.reached(streams.behind_updates()))
+        self._storage.mover.run("storing initial values", streams.synchronize(streams.record_update_event()))
         for unit in space.overlapping(begin, end):
             for slot in unit.slots:
                 # A slot that is only in other ranks' slices ends with this rank's first element, or its last.

@@ -45,7 +45,7 @@ class Staged:
         self.in_place = self._memory is not None and self._memory.device == compute
         self._data = self._memory if self.in_place else None
         self._host: torch.Tensor | None = None
-        self.borrowed = not self.in_place and given is not None and streams.shared
+        self.borrowed = not self.in_place and given is not None and streams.has_unified_memory
         """The range passes through the caller's memory."""
         if self.borrowed:
             self._host = self._data = given
@@ -80,7 +80,7 @@ class Staged:
             await self.plane.read(self.begin, self.end, self._host)
         source = self._host if self._host is not None else self._memory
         if source is not None and source is not self._data:
-            self._streams.wait(self._streams.copy_in(self.bytes, source, self._streams.fence()))
+            self._streams.wait_events(self._streams.copy_to_device(self.bytes, source, self._streams.record_event()))
 
     async def write(self) -> None:
         """Write the range back, unless it is in place."""
@@ -105,7 +105,9 @@ class Staged:
 
     async def _to_write(self) -> torch.Tensor:
         if self._host is not None and self._host is not self._data:
-            await self._streams.reached(self._streams.copy_out(self._host, self.bytes, self._streams.fence()))
+            await self._streams.synchronize(
+                self._streams.copy_to_host(self._host, self.bytes, self._streams.record_event())
+            )
         return self.host_bytes
 
     @property
@@ -156,7 +158,7 @@ class Staging:
         """Release the memory; host memory becomes free when the device has finished with it. Idempotent."""
         self._device.release()
         if self._host.data.numel():
-            self._streams.release(self._host, self._streams.fence())
+            self._streams.free_after(self._host, self._streams.record_event())
 
 
 class StagedGroup:

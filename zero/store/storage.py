@@ -19,7 +19,7 @@ from offload.kernels.square_sums import rows_in
 from offload.memory.arena import Arena, Block, MemoryRegion, Relocate
 from offload.memory.faulting import Faulting
 from offload.memory.shared_region import SharedRegion
-from offload.mover import Mover
+from offload.mover import IoLoop
 from offload.planes.planes import Disk, Home, Plane
 from offload.planes.two_slots import Pair, TwoSlotPlane
 from offload.saved.activations import ActivationStore
@@ -164,7 +164,7 @@ class Storage:
     def square_sums(self, unit: Unit) -> torch.Tensor:
         """A home in host memory for the sums of squares of one unit's gradient: (blocks, 2) int64."""
         nbytes = gradient_sums_bytes(unit)
-        if self.streams.shared:
+        if self.streams.has_unified_memory:
             return rows_in(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
         if self._sums is None:  # one allocation, page-locked because the device writes there
             trained = [unit for unit in self.layout.units if unit.trainable]
@@ -232,7 +232,7 @@ class Storage:
 
     def close(self) -> None:
         """Wait for running transfers, then free everything. Idempotent. Does nothing in a forked child."""
-        if self.mover.is_elsewhere:
+        if self.mover.is_forked:
             return
         self._prepare_end()
         self.mover.close()
@@ -242,7 +242,7 @@ class Storage:
         """`close` for an engine without any reference; safe on any thread, and when Python exits."""
         if self.mover.is_current_thread():
             self._prepare_end()
-            self.mover.end_soon(self._end)
+            self.mover.close_soon(self._end)
         else:
             self.close()
 
@@ -285,11 +285,11 @@ class Storage:
 
     # ---- construction -------------------------------------------------------------------------
 
-    def _start_mover(self, aio: Aio | None) -> Mover:
+    def _start_mover(self, aio: Aio | None) -> IoLoop:
         if aio is None:
-            return Mover(timeline=self.timeline, enter=self.streams.enter)
+            return IoLoop(timeline=self.timeline, initializer=self.streams.enter_io_thread)
         aio.timeline = self.timeline
-        return Mover(aio.in_flight, lambda: aio.stats().chunks, self.timeline, self.streams.enter)
+        return IoLoop(aio.in_flight, lambda: aio.stats().chunks, self.timeline, self.streams.enter_io_thread)
 
     def _open_disk(self, config: Config, coming: Mapping[int, int]) -> Disk | None:
         if not self.plan.swap_bytes:

@@ -9,7 +9,7 @@ from torch import nn
 
 from offload.planes.copies import read_plane
 from offload.sizes import BLOCK_NUMEL, align_up
-from offload.streams import Fence, Streams
+from offload.streams import MaybeEvent, Streams
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.adoption import Piece
 from zero.store.record_part import RecordPart, part_of_record
@@ -71,7 +71,7 @@ class StoredValues:
         """Give back the memory that the last sub-group was read into. Idempotent."""
         staged, self._staged = self._staged, None
         if staged is not None:
-            read = self._storage.streams.fence()  # the device may not have done the reader's queued reads yet
+            read = self._storage.streams.record_event()  # the device may not have done the reader's queued reads yet
             self._storage.mover.run("releasing a state record", _release(staged, self._storage.streams, read))
 
     def _weights(self, unit: Unit, lo: int, hi: int) -> torch.Tensor:
@@ -114,7 +114,7 @@ async def stage_group(storage: Storage, layout: Layout, group: SubGroup) -> Stag
     await staged.lease("state record")
     try:
         await staged.read()
-        await streams.reached(streams.fence())  # the caller reads the values on other streams
+        await streams.synchronize(streams.record_event())  # the caller reads the values on other streams
     except BaseException:
         staged.release()
         raise
@@ -132,6 +132,6 @@ async def _read_part(part: RecordPart, lo: int, hi: int) -> tuple[torch.Tensor |
         part.release()
 
 
-async def _release(staged: StagedGroup, streams: Streams, read: Fence) -> None:
-    streams.wait(read)
+async def _release(staged: StagedGroup, streams: Streams, read: MaybeEvent) -> None:
+    streams.wait_events(read)
     staged.release()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import zero
 from offload import health, zero_name
-from offload.accelerator import seen_kind, visible_variable
+from offload.accelerator import present_kind, visible_variable
 from offload.disk import tuning
 from offload.disk.device import identify
 from offload.disk.swapfile import free_bytes
@@ -200,7 +200,7 @@ def _bf16_matmuls() -> Answer:
     if slowdown <= CLEARLY_SLOWER:
         return f"{slowdown:.1f} times as long as in fp32"
     text = f"about {slowdown:.0f} times as long as in fp32"
-    if seen_kind() is not None:  # models compute on the accelerator, so this is only the cost of ZERO_DEVICE=cpu
+    if present_kind() is not None:  # models compute on the accelerator, so this is only the cost of ZERO_DEVICE=cpu
         return text
     note = "a model that computes on this CPU trains faster in fp32: leave bf16 and fp16 out of its configuration"
     return text, SLOWER, note
@@ -321,7 +321,7 @@ def gpus() -> Questions:
     visible = os.environ.get(visible_variable())
     if visible is not None:
         yield visible_variable(), lambda: repr(visible)
-    kind = seen_kind()
+    kind = present_kind()
     if kind is None:
         yield "GPUs", lambda: "none visible: models compute on the CPU"
         return
@@ -364,9 +364,9 @@ def _collectives() -> Answer:
         return "none", MISSING, "this torch was built without torch.distributed: only one rank can run"
     has = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     text = ", ".join(name for name, is_there in has.items() if is_there)
-    kind = seen_kind()
-    if kind is not None and not kind.collects():
-        return text, SLOWER, f"no {kind.collectives.upper()}: GPUs exchange through host memory"
+    kind = present_kind()
+    if kind is not None and not kind.has_collectives():
+        return text, SLOWER, f"no {kind.collective_backend.upper()}: GPUs exchange through host memory"
     return text
 
 

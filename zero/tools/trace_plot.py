@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.errors import ConfigError
 from offload.files.trace_events import COUNTERS
-from offload.timeline import COMPUTE, LANES, STALLS
+from offload.timeline import COMPUTE, STALLS, TRACKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,7 +112,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 def bars(document: Mapping[str, Any]) -> Iterator[Bar]:
     """Every span, with its row in its lane: the number of its thread, or in the compute lane its nesting depth."""
     events = [event for event in document["traceEvents"] if event["ph"] == "X"]
-    first = {lane: min((e["tid"] for e in events if e["cat"] == lane), default=0) for lane in LANES}
+    first = {lane: min((e["tid"] for e in events if e["cat"] == lane), default=0) for lane in TRACKS}
     open_ends: list[float] = []
     for event in sorted(events, key=lambda e: (e["tid"], e["ts"], -e["dur"])):
         lane, begin, width = event["cat"], event["ts"] / 1e3, event["dur"] / 1e3
@@ -126,7 +126,7 @@ def bars(document: Mapping[str, Any]) -> Iterator[Bar]:
 
 
 def _draw_lanes(axes: Axes, shown: list[Bar], end_ms: float) -> None:
-    used = [lane for lane in LANES if any(bar.lane == lane for bar in shown)]
+    used = [lane for lane in TRACKS if any(bar.lane == lane for bar in shown)]
     for number, lane in enumerate(used):
         mine = [bar for bar in shown if bar.lane == lane and (lane != COMPUTE or bar.row < LEVELS_MAX)]
         rows = max(bar.row for bar in mine) + 1

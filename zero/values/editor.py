@@ -210,7 +210,7 @@ class UnitEditor:
         error: BaseException | None = None
         for change in list(self._unstored):
             job = self._store(*change)
-            failure = self._storage.mover.post(f"storing edits of {change[0].name}", job).settle()
+            failure = self._storage.mover.submit(f"storing edits of {change[0].name}", job).wait()
             if failure is None:
                 self._unstored = [other for other in self._unstored if other is not change]
             error = error or failure
@@ -259,7 +259,7 @@ class UnitEditor:
         """Write the new weights. Where a weight has changed, its old master is invalid and becomes the weight."""
         space = self._layout.space_of(unit)
         plane, streams = self._storage.weights[space], self._storage.streams
-        await streams.reached(streams.behind_copies_in())  # an earlier forward may still copy from this plane
+        await streams.synchronize(streams.record_copy_event())  # an earlier forward may still copy from this plane
         own = unit.own(after)
         await write_plane(plane, unit.begin, unit.end, own, self._storage.arena)
         await self._forget_masters(unit, unit.own(before), own)

@@ -16,7 +16,7 @@ from probe import collected_by, mover_of_handle
 
 from offload.errors import ConfigError, StorageError
 from offload.memory.pinned import map_host, tensor_over
-from offload.mover import Transfer
+from offload.mover import IoFuture
 from zero.compat.operators import BUILDERS
 
 SIZES = [1, 511, 4096, 4097, 3 * 4096, (1 << 20) + 4096, (2 << 20) + 3]
@@ -160,7 +160,7 @@ def test_an_interrupted_wait_can_be_called_again(handle: Any, nvme_path: Path, m
     """Also for what has failed."""
     path, data = nvme_path / "file", random_bytes(3 * 4096)
     handle.sync_pwrite(data, str(path))
-    settle, left = Transfer.settle, [1]
+    settle, left = IoFuture.wait, [1]
 
     def interrupted(transfer: Any) -> Any:
         if left[0]:
@@ -168,7 +168,7 @@ def test_an_interrupted_wait_can_be_called_again(handle: Any, nvme_path: Path, m
             raise KeyboardInterrupt
         return settle(transfer)
 
-    monkeypatch.setattr(Transfer, "settle", interrupted)
+    monkeypatch.setattr(IoFuture, "wait", interrupted)
     back = torch.zeros_like(data)
     handle.async_pread(back, str(path))
     with pytest.raises(KeyboardInterrupt):
