@@ -42,7 +42,7 @@ class Swapper:
         self.record_bytes = record_bytes
         swap = SwapSpace([folder], capacity_bytes)
         self._disk = Disk(open_aio(options), swap)
-        fd = next(swap.spans(0, capacity_bytes)).fd
+        fd = next(swap.file_ranges(0, capacity_bytes)).fd
         self.traffic = self._disk.traffic
         self.path, self.backend = f"/proc/{os.getpid()}/fd/{fd}", self._disk.aio.backend
         self._arena = Arena(

@@ -39,7 +39,7 @@ def open_aio(options: AioOptions) -> Aio:
     return AiofilesAio(options, f"aiofiles: {_why(is_auto, failures)}")
 
 
-def open_moved(options: AioOptions) -> tuple[Aio, IoLoop]:
+def open_aio_loop(options: AioOptions) -> tuple[Aio, IoLoop]:
     """An engine and a mover for it alone. Raises as `open_aio`; if the thread cannot be started, nothing is left."""
     aio = open_aio(options)
     try:

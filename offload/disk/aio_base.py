@@ -146,7 +146,7 @@ def free_bytes(fd: int) -> int | None:
     return status.f_bavail * status.f_frsize
 
 
-async def settle(future: asyncio.Future[T]) -> T:
+async def shield_until_done(future: asyncio.Future[T]) -> T:
     """Await `future` to its end, even if this task is cancelled meanwhile; then raise CancelledError.
 
     After a cancellation the kernel may still write into the transfer's buffer, so the memory must not be released
@@ -190,18 +190,18 @@ class Aio(ABC):
 
         `what` is its name in a timeline. Raises StorageError: names `path` and the offset of the part that failed.
         """
-        await self._begin(Request("read", fd, offset, path, buffer, what))
+        await self._run_request(Request("read", fd, offset, path, buffer, what))
 
     async def write(self, fd: int, offset: int, buffer: torch.Tensor, path: str, what: str = "write") -> None:
         """Write `buffer` at byte `offset` of the file; `what` is its name in a timeline.
 
         Raises StorageError: names `path` and the offset of the part that failed.
         """
-        await self._begin(Request("write", fd, offset, path, buffer, what))
+        await self._run_request(Request("write", fd, offset, path, buffer, what))
 
     async def sync(self, fd: int, path: str) -> None:
         """Sync the data of finished writes to stable storage (fdatasync). Raises StorageError: names `path`."""
-        await self._begin(Request("sync", fd, 0, path))
+        await self._run_request(Request("sync", fd, 0, path))
 
     def register_memory(self, memory: torch.Tensor) -> Callable[[], None]:
         """Register `memory` for later transfers: if the kernel can, it pins the pages once.
@@ -226,13 +226,13 @@ class Aio(ABC):
             return
         if self._pending:
             raise StateError(f"closing {self.backend}: requests are still in flight: {'; '.join(self.in_flight())}")
-        self._release()
+        self._close_backend()
         self._closed = True
 
-    async def _begin(self, request: Request) -> None:
+    async def _run_request(self, request: Request) -> None:
         if self._closed:
             raise StateError(f"{request}: the I/O engine is closed")
-        await self._move(request)
+        await self._transfer_request(request)
         if self.timeline.is_on and request.op != "sync":
             lane = READS if request.op == "read" else WRITES
             self.timeline.add(lane, request.what, request.begin_ns, request.nbytes)
@@ -246,7 +246,7 @@ class Aio(ABC):
         """Set the fault plan for all further transfers; None: no faults."""
 
     @abstractmethod
-    async def _move(self, request: Request) -> None: ...
+    async def _transfer_request(self, request: Request) -> None: ...
 
     @abstractmethod
-    def _release(self) -> None: ...
+    def _close_backend(self) -> None: ...

@@ -22,14 +22,14 @@ import torch
 from aiofiles.os import wrap
 
 from offload.accelerator import device_initializer
-from offload.disk.aio_base import Aio, AioFault, AioOptions, AioStats, Op, Request, settle
+from offload.disk.aio_base import Aio, AioFault, AioOptions, AioStats, Op, Request, shield_until_done
 from offload.sizes import PAGE_BYTES
 from offload.timeline import Stopwatch
 
 TRIES_MAX = 100
-RETRIED = (errno_names.EINTR, errno_names.EAGAIN)
+RETRY_ERRNOS = (errno_names.EINTR, errno_names.EAGAIN)
 AGAIN_PAUSE_SECONDS = 50e-6
-HELD_SECONDS = 0.002  # Between two looks whether a transfer that a fault holds may go on.
+STALL_POLL_SECONDS = 0.002  # Between two looks whether a transfer that a fault holds may go on.
 
 _preadv = wrap(os.preadv)
 _pwritev = wrap(os.pwritev)
@@ -43,12 +43,12 @@ def _is_direct(fd: int) -> bool:
         return False  # the transfer itself will report the error
 
 
-class _SettlingLoop:
+class _ShieldingLoop:
     """The only method of an event loop that aiofiles uses; here a call that has begun is always awaited to its end."""
 
     @staticmethod
     def run_in_executor(executor: concurrent.futures.Executor, call: Callable[[], Any]) -> Awaitable[Any]:
-        return settle(asyncio.wrap_future(executor.submit(call)))
+        return shield_until_done(asyncio.wrap_future(executor.submit(call)))
 
 
 class _Faults:
@@ -57,16 +57,16 @@ class _Faults:
     def __init__(self, plan: AioFault) -> None:
         self.plan = plan
         self._random = random.Random(plan.seed)
-        self._seen = self._hits = 0
-        self.replaced = False
+        self._matches = self._hits = 0
+        self.is_replaced = False
 
-    async def strike(self, op: Op, offset: int, nbytes: int, is_direct: bool) -> int:
+    async def inject(self, op: Op, offset: int, nbytes: int, is_direct: bool) -> int:
         """Raise OSError, wait, or return how many of `nbytes` the transfer at `offset` may move."""
         plan = self.plan
         if op not in plan.ops or (plan.end and not (offset < plan.end and plan.begin < offset + nbytes)):
             return nbytes
-        self._seen += 1
-        if self._seen <= plan.skip or (plan.count_max and self._hits >= plan.count_max):
+        self._matches += 1
+        if self._matches <= plan.skip or (plan.count_max and self._hits >= plan.count_max):
             return nbytes
         dice = self._random.random()
         if dice < plan.fail_rate:
@@ -78,12 +78,12 @@ class _Faults:
             return unit * self._random.randint(1, (nbytes - 1) // unit)
         if 0 <= dice - plan.fail_rate - plan.short_rate < plan.delay_rate:
             self._hits += 1
-            await settle(asyncio.ensure_future(self._delay(plan.delay_seconds)))
+            await shield_until_done(asyncio.ensure_future(self._delay(plan.delay_seconds)))
         return nbytes
 
     async def _delay(self, seconds: float) -> None:
-        while seconds == math.inf and not self.replaced:
-            await asyncio.sleep(HELD_SECONDS)
+        while seconds == math.inf and not self.is_replaced:
+            await asyncio.sleep(STALL_POLL_SECONDS)
         await asyncio.sleep(seconds if seconds < math.inf else 0.0)
 
 
@@ -124,11 +124,11 @@ class AiofilesAio(Aio):
 
     def inject(self, fault: AioFault | None) -> None:
         if self._faults is not None:
-            self._faults.replaced = True
+            self._faults.is_replaced = True
         self._faults = None if fault is None else _Faults(fault)
 
-    async def _move(self, request: Request) -> None:
-        with self._counted(request):
+    async def _transfer_request(self, request: Request) -> None:
+        with self._count_request(request):
             if request.buffer is None:
                 await self._move_chunk(request, memoryview(b""), 0)
                 return
@@ -137,7 +137,7 @@ class AiofilesAio(Aio):
                 await self._move_chunk(request, data[begin : begin + self._chunk_bytes], request.offset + begin)
 
     @contextlib.contextmanager
-    def _counted(self, request: Request) -> Iterator[None]:
+    def _count_request(self, request: Request) -> Iterator[None]:
         tag = next(self._tags)
         self._pending[tag] = request
         try:
@@ -157,7 +157,7 @@ class AiofilesAio(Aio):
                     moved, asked = await self._transfer(request, data[begin:], offset + begin, is_direct)
                 except OSError as error:
                     tries += 1
-                    if error.errno not in RETRIED or tries > TRIES_MAX:
+                    if error.errno not in RETRY_ERRNOS or tries > TRIES_MAX:
                         raise request.error(error.errno or errno_names.EIO, offset + begin) from error
                     self._retried += 1
                     await asyncio.sleep(tries * AGAIN_PAUSE_SECONDS)
@@ -185,13 +185,13 @@ class AiofilesAio(Aio):
         """One system call on a worker thread: (bytes moved, bytes requested)."""
         asked = len(data)
         if self._faults is not None:
-            asked = await self._faults.strike(request.op, offset, asked, is_direct)
-        how = {"loop": _SettlingLoop, "executor": self._pool}
+            asked = await self._faults.inject(request.op, offset, asked, is_direct)
+        how = {"loop": _ShieldingLoop, "executor": self._pool}
         if request.op == "sync":
             await _fdatasync(request.fd, **how)
             return 0, 0
         move = _preadv if request.op == "read" else _pwritev
         return await move(request.fd, [data[:asked]], offset, **how), asked
 
-    def _release(self) -> None:
+    def _close_backend(self) -> None:
         self._pool.shutdown(wait=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import native
-from offload.disk.aio_base import NATIVE_BACKENDS, OPS, Aio, AioFault, AioOptions, AioStats, Request, settle
+from offload.disk.aio_base import NATIVE_BACKENDS, OPS, Aio, AioFault, AioOptions, AioStats, Request, shield_until_done
 from offload.errors import NativeError, StateError
 
 COMPLETIONS_PER_CALL = 64
@@ -24,7 +24,7 @@ IO_URING_SYSCTL = Path("/proc/sys/kernel/io_uring_disabled")
 def why_unavailable(library: native.Native, backend: str, status: int) -> str:
     """Explains the `status` of a failed attempt to use `backend`, and how to fix it."""
     name = errno_names.errorcode.get(-status, str(status))
-    text = f"{name}: {_text(library, status)}"
+    text = f"{name}: {_error_text(library, status)}"
     if backend == "io_uring" and -status in (errno_names.EPERM, errno_names.EACCES):
         setting = IO_URING_SYSCTL.read_text().strip() if IO_URING_SYSCTL.exists() else "absent"
         return f"blocked ({text}; by seccomp or by sysctl kernel.io_uring_disabled, which is {setting}; 0 allows it)"
@@ -46,7 +46,7 @@ def why_not_registered(library: native.Native, status: int) -> str:
         errno_names.ENOMEM: f"; RLIMIT_MEMLOCK is {soft:,} bytes, raise it with ulimit -l",
         errno_names.EPERM: "; RLIMIT_MEMLOCK is 0, raise it with ulimit -l",
     }.get(-status, "")
-    return f"buffers are not registered ({name}: {_text(library, status)}{hint})"
+    return f"buffers are not registered ({name}: {_error_text(library, status)}{hint})"
 
 
 def open_native(library: native.Native, backend: str, options: AioOptions) -> NativeAio | str:
@@ -71,7 +71,7 @@ def open_native(library: native.Native, backend: str, options: AioOptions) -> Na
     return NativeAio(library, out[0], backend, options)
 
 
-def _text(library: native.Native, status: int) -> str:
+def _error_text(library: native.Native, status: int) -> str:
     return str(library.ffi.string(library.lib.zn_strerror(status)).decode())
 
 
@@ -89,7 +89,7 @@ class NativeAio(Aio):
         self._tags = itertools.count()
         self._futures: dict[int, asyncio.Future[tuple[int, int]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._room = asyncio.Semaphore(self._requests_max)
+        self._request_slots = asyncio.Semaphore(self._requests_max)
         self._registered: dict[int, torch.Tensor] = {}
 
     def stats(self) -> AioStats:
@@ -156,13 +156,13 @@ class NativeAio(Aio):
     def close(self) -> None:
         """As `Aio.close`; first takes completions that went unnoticed because the event loop had ended."""
         if not self._closed:
-            self._take()
+            self._poll_completions()
         super().close()
 
-    async def _move(self, request: Request) -> None:
+    async def _transfer_request(self, request: Request) -> None:
         self._bind(asyncio.get_running_loop())
-        async with self._room:
-            status, fail_offset = await settle(self._submit(request))
+        async with self._request_slots:
+            status, fail_offset = await shield_until_done(self._submit(request))
         if status != 0:
             raise request.error(-status, fail_offset)
 
@@ -187,7 +187,7 @@ class NativeAio(Aio):
             self._check(f"submitting {request}", status)
         return future
 
-    def _take(self) -> None:
+    def _poll_completions(self) -> None:
         """Hand completions to their futures; the loop calls it when the event descriptor is readable."""
         count = COMPLETIONS_PER_CALL
         while count == COMPLETIONS_PER_CALL:
@@ -204,15 +204,15 @@ class NativeAio(Aio):
         if self._pending:
             raise StateError(f"{self.backend} is in use by another event loop: {'; '.join(self.in_flight())}")
         self._unbind()
-        loop.add_reader(self._event_fd, self._take)
-        self._loop, self._room = loop, asyncio.Semaphore(self._requests_max)
+        loop.add_reader(self._event_fd, self._poll_completions)
+        self._loop, self._request_slots = loop, asyncio.Semaphore(self._requests_max)
 
     def _unbind(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._event_fd)
         self._loop = None
 
-    def _release(self) -> None:
+    def _close_backend(self) -> None:
         self._unbind()
         self._check("zn_aio_close", self._lib.zn_aio_close(self._handle))
         self._registered.clear()
@@ -220,4 +220,4 @@ class NativeAio(Aio):
     def _check(self, what: str, status: int) -> None:
         if status != 0:
             name = errno_names.errorcode.get(-status, str(status))
-            raise NativeError(f"{what}: unexpected status {status} ({name}: {_text(self._library, status)})")
+            raise NativeError(f"{what}: unexpected status {status} ({name}: {_error_text(self._library, status)})")

@@ -40,7 +40,7 @@ def identify(folder: Path) -> DeviceIdentity:
     """The device below `folder`. Unknown fields are empty or 0."""
     number = folder.stat().st_dev
     numbers = f"{os.major(number)}:{os.minor(number)}"
-    source, file_system = _mounted(numbers)
+    source, file_system = _mount_of(numbers)
     block = SYSFS / numbers
     name = block.resolve().name if block.exists() else source
     whole = block if (block / "queue").exists() else block.resolve().parent  # else a partition: its disk
@@ -56,7 +56,7 @@ def identify(folder: Path) -> DeviceIdentity:
     )
 
 
-def _mounted(numbers: str) -> tuple[str, str]:
+def _mount_of(numbers: str) -> tuple[str, str]:
     """(source, file system) of the device with these numbers."""
     try:
         lines = MOUNTINFO.read_text(encoding="utf-8", errors="replace").splitlines()

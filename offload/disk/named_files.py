@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from offload.disk.aio import Aio, AioOptions, open_moved
+from offload.disk.aio import Aio, AioOptions, open_aio_loop
 from offload.disk.aio_base import free_bytes
 from offload.errors import ConfigError, StorageError
 from offload.memory.pinned import map_host, pin, tensor_over
@@ -26,16 +26,16 @@ from offload.mover import IoFuture, IoLoop
 from offload.sizes import PAGE_BYTES
 from offload.system.linux import reopened
 
-Kind = Literal["read", "write"]
-Where = str | int  # The path of a file, or an open descriptor, which stays open.
+Operation = Literal["read", "write"]
+PathOrDescriptor = str | int  # The path of a file, or an open descriptor, which stays open.
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class RegisteredMemory:
     memory: torch.Tensor  # Kept alive: registered or pinned memory must not be unmapped before `undo` ran.
     undo: list[Callable[[], None]]
 
-    def give_up(self) -> None:
+    def unregister(self) -> None:
         for step in self.undo:
             step()
 
@@ -48,14 +48,16 @@ class NamedFiles:
     """
 
     def __init__(self, options: AioOptions) -> None:
-        self._aio, self._mover = open_moved(options)
-        self._under_way: list[IoFuture[None]] = []
-        self._settled = 0  # How many of them have ended; `_error` is the first error of these.
+        self._aio, self._io_loop = open_aio_loop(options)
+        self._futures: list[IoFuture[None]] = []
+        self._done_count = 0  # How many of them have ended; `_error` is the first error of these.
         self._error: BaseException | None = None
-        self._lent: dict[int, Lent] = {}
-        self._finish = weakref.finalize(self, _close, self._mover, self._aio, self._lent)
+        self._registered: dict[int, RegisteredMemory] = {}
+        self._finish = weakref.finalize(self, _close, self._io_loop, self._aio, self._registered)
 
-    def start(self, kind: Kind, buffer: torch.Tensor, where: Where, offset: int, *, validate: bool = False) -> None:
+    def start(
+        self, kind: Operation, buffer: torch.Tensor, where: PathOrDescriptor, offset: int, *, validate: bool = False
+    ) -> None:
         """Move all bytes of a tensor, from or to byte `offset` of the file; returns at once.
 
         A write creates a missing file, and keeps the file's bytes outside of the range. A tensor on another device is
@@ -73,16 +75,16 @@ class NamedFiles:
                 f"{buffer.stride()} and offset {offset}; call contiguous()"
             )
         job = _run(self._aio, kind, buffer, where, offset, validate)
-        self._under_way.append(self._mover.submit(f"{kind} of {where}", job))
+        self._futures.append(self._io_loop.submit(f"{kind} of {where}", job))
 
     def wait(self) -> int:
         """Wait for all started transfers; returns their number. Raises StorageError: the first that failed."""
-        while self._settled < len(self._under_way):  # an interrupt in here leaves the rest to the next call
-            error = self._under_way[self._settled].wait()
+        while self._done_count < len(self._futures):  # an interrupt in here leaves the rest to the next call
+            error = self._futures[self._done_count].wait()
             self._error = self._error or error
-            self._settled += 1
-        ended, error = self._settled, self._error
-        self._under_way, self._settled, self._error = [], 0, None
+            self._done_count += 1
+        ended, error = self._done_count, self._error
+        self._futures, self._done_count, self._error = [], 0, None
         if error is not None:
             raise error
         return ended
@@ -94,18 +96,18 @@ class NamedFiles:
         """
         whole = tensor_over(map_host(numel * dtype.itemsize))
         undo = [self._aio.register_memory(whole), pin(whole)]
-        self._lent[whole.data_ptr()] = Lent(whole, [step for step in undo if step is not None])
+        self._registered[whole.data_ptr()] = RegisteredMemory(whole, [step for step in undo if step is not None])
         return whole[: numel * dtype.itemsize].view(dtype)
 
     def has_memory(self, tensor: torch.Tensor) -> bool:
         """True: the tensor views memory from `new_memory` that is not released."""
-        return tensor.untyped_storage().data_ptr() in self._lent
+        return tensor.untyped_storage().data_ptr() in self._registered
 
     def free_memory(self, memory: torch.Tensor) -> bool:
         """Release memory from `new_memory`; False: it is not such memory. It is freed with the last tensor over it."""
-        lent = self._lent.pop(memory.data_ptr(), None)
+        lent = self._registered.pop(memory.data_ptr(), None)
         if lent is not None:
-            lent.give_up()
+            lent.unregister()
         return lent is not None
 
     def close(self) -> None:
@@ -113,26 +115,28 @@ class NamedFiles:
         self._finish()
 
 
-def _close(mover: IoLoop, aio: Aio, lent: dict[int, Lent]) -> None:
+def _close(io_loop: IoLoop, aio: Aio, registered: dict[int, RegisteredMemory]) -> None:
     def end() -> None:
-        for one in lent.values():
-            one.give_up()
+        for one in registered.values():
+            one.unregister()
         aio.close()
 
-    if mover.is_forked:
+    if io_loop.is_forked:
         return
-    if mover.is_current_thread():  # the garbage collector runs on any thread
-        mover.close_soon(end)
+    if io_loop.is_current_thread():  # the garbage collector runs on any thread
+        io_loop.close_soon(end)
         return
-    mover.close()
+    io_loop.close()
     end()
 
 
 # Not a method: a running job must not keep the object alive, or it would be closed on the mover's thread.
-async def _run(aio: Aio, kind: Kind, buffer: torch.Tensor, where: Where, offset: int, validate: bool) -> None:
+async def _run(
+    aio: Aio, kind: Operation, buffer: torch.Tensor, where: PathOrDescriptor, offset: int, validate: bool
+) -> None:
     host, path = buffer if buffer.device.type == "cpu" else buffer.to("cpu"), str(where)
     data = host.detach().reshape(-1).view(torch.uint8)
-    with _opened(kind, where, validate) as fd:
+    with _open_file(kind, where, validate) as fd:
         await _move(aio, kind, fd, data, path, offset)
         if validate:
             again = torch.empty_like(data)
@@ -144,7 +148,7 @@ async def _run(aio: Aio, kind: Kind, buffer: torch.Tensor, where: Where, offset:
         buffer.copy_(host)
 
 
-async def _move(aio: Aio, kind: Kind, fd: int, data: torch.Tensor, path: str, offset: int) -> None:
+async def _move(aio: Aio, kind: Operation, fd: int, data: torch.Tensor, path: str, offset: int) -> None:
     move = aio.read if kind == "read" else aio.write
     whole = data.numel() // PAGE_BYTES * PAGE_BYTES
     aligned = not (offset % PAGE_BYTES or data.data_ptr() % PAGE_BYTES)
@@ -167,7 +171,7 @@ async def _move(aio: Aio, kind: Kind, fd: int, data: torch.Tensor, path: str, of
 
 
 @contextmanager
-def _opened(kind: Kind, where: Where, validate: bool) -> Iterator[int]:
+def _open_file(kind: Operation, where: PathOrDescriptor, validate: bool) -> Iterator[int]:
     if isinstance(where, int):
         yield where
         return

@@ -23,11 +23,11 @@ from offload.errors import ConfigError, StorageError
 from offload.memory.pinned import map_host, tensor_over
 from offload.system import linux
 
-Kind = Literal["read", "write", "mixed"]
+Workload = Literal["read", "write", "mixed"]
 
 FILE_BYTES_MAX = 1_000_000_000
 QUICK_FILE_BYTES_MAX = 512 << 20
-LANES = 4  # Records in flight, as in an optimizer step.
+RECORDS_IN_FLIGHT = 4  # Records in flight, as in an optimizer step.
 RECORD_BYTES_MAX = 16 << 20
 RECORD_BYTES_MIN = 1 << 20
 BURST_SECONDS = 0.15
@@ -61,12 +61,12 @@ class ProbeFile:
         self._path = str(folder)
         status = os.statvfs(folder)
         nbytes = min(file_bytes_max, status.f_bavail * status.f_frsize // 2)
-        if nbytes < LANES * RECORD_BYTES_MIN:
+        if nbytes < RECORDS_IN_FLIGHT * RECORD_BYTES_MIN:
             raise ConfigError(
-                f"probing {folder}: expected at least {2 * LANES * RECORD_BYTES_MIN:,} free bytes, because a probe "
+                f"probing {folder}: expected at least {2 * RECORDS_IN_FLIGHT * RECORD_BYTES_MIN:,} free bytes, because a probe "
                 "uses half of them; free some space, or choose another folder"
             )
-        self._memory = tensor_over(map_host(LANES * RECORD_BYTES_MAX))
+        self._memory = tensor_over(map_host(RECORDS_IN_FLIGHT * RECORD_BYTES_MAX))
         self._memory.view(torch.int64).random_()
         self._loop = asyncio.new_event_loop()
         self._fd, _ = linux.nameless_file(folder, direct=True)  # else through the page cache, as in training
@@ -86,7 +86,7 @@ class ProbeFile:
         aio.register_memory(self._memory)
         return aio
 
-    def burst(self, aio: Aio, kind: Kind, seconds: float = BURST_SECONDS) -> float:
+    def burst(self, aio: Aio, kind: Workload, seconds: float = BURST_SECONDS) -> float:
         """Bytes per second, reads and writes together, in a burst of about `seconds`."""
         begin = time.perf_counter()
         running = self._loop.create_task(self._run(aio, kind, begin + seconds))
@@ -120,12 +120,14 @@ class ProbeFile:
         finally:
             aio.close()
         written = min(self._cursor, everything) * RECORD_BYTES_MIN
-        wanted = speed * 2 * BURST_SECONDS / (2 * LANES)
-        while self.record_bytes < RECORD_BYTES_MAX and 2 * self.record_bytes <= min(wanted, written // LANES):
+        wanted = speed * 2 * BURST_SECONDS / (2 * RECORDS_IN_FLIGHT)
+        while self.record_bytes < RECORD_BYTES_MAX and 2 * self.record_bytes <= min(
+            wanted, written // RECORDS_IN_FLIGHT
+        ):
             self.record_bytes *= 2
         self._records, self._cursor = written // self.record_bytes, 0
 
-    async def _run(self, aio: Aio, kind: Kind, deadline: float) -> int:
+    async def _run(self, aio: Aio, kind: Workload, deadline: float) -> int:
         moved = 0
 
         async def lane(buffer: torch.Tensor) -> None:
@@ -142,7 +144,7 @@ class ProbeFile:
                 if time.perf_counter() >= deadline:
                     return
 
-        starts = range(0, LANES * RECORD_BYTES_MAX, RECORD_BYTES_MAX)
+        starts = range(0, RECORDS_IN_FLIGHT * RECORD_BYTES_MAX, RECORD_BYTES_MAX)
         lanes = [lane(self._memory[at : at + self.record_bytes]) for at in starts]
         for failed in await asyncio.gather(*lanes, return_exceptions=True):  # all have ended before an error is raised
             if failed is not None:
@@ -150,12 +152,12 @@ class ProbeFile:
         return moved
 
 
-def take_turns(
-    file: ProbeFile, settings: Sequence[Setting], rounds: int, more: Callable[[], bool]
+def measure_interleaved(
+    file: ProbeFile, settings: Sequence[Setting], rounds: int, has_time: Callable[[], bool]
 ) -> dict[Setting, list[float]]:
     """Mixed bytes per second of each setting in each round; settings that cannot be opened are left out.
 
-    `more` is called before each round except the first; if it returns False, the rounds end.
+    `has_time` is called before each round except the first; if it returns False, the rounds end.
     """
     engines: dict[Setting, Aio] = {}
     speeds: dict[Setting, list[float]] = {}
@@ -168,14 +170,14 @@ def take_turns(
             ends.callback(engines[setting].close)
             speeds[setting] = []
         for turn in range(rounds):
-            if turn and not more():
+            if turn and not has_time():
                 break
             for setting, aio in engines.items():
                 speeds[setting].append(file.burst(aio, "mixed"))
     return speeds
 
 
-def alone(file: ProbeFile, setting: Setting, kind: Kind, rounds: int) -> float:
+def measure_workload(file: ProbeFile, setting: Setting, kind: Workload, rounds: int) -> float:
     """Median bytes per second of one kind of traffic."""
     aio = file.open(setting)
     try:

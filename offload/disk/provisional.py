@@ -21,26 +21,26 @@ from offload.sizes import PAGE_BYTES, align_up
 from offload.system.linux import memory_file, nameless_file, punch_hole
 
 
-class ProvisionalFile:
+class InitFile:
     """An append-only file without a name; its space is freed by `release` or `close`, or when the process ends.
 
     Args:
         descriptor: of a file that has no name; this object owns it from now on.
         where: the folder of the file, or a description of its place.
-        releases: see below; None: it is tried, on the file while it is empty.
+        can_free_parts: see below; None: it is tried, on the file while it is empty.
 
     Attributes:
         descriptor: of the file; -1 once closed.
-        releases: the file system can free parts of the file before it is closed.
+        can_free_parts: the file system can free parts of the file before it is closed.
     """
 
-    def __init__(self, descriptor: int, where: Path | str, releases: bool | None = None) -> None:
+    def __init__(self, descriptor: int, where: Path | str, can_free_parts: bool | None = None) -> None:
         self.descriptor, self.where = descriptor, where
         self._end_bytes = 0
-        self.releases = _can_punch(descriptor) if releases is None else releases
+        self.can_free_parts = _can_punch(descriptor) if can_free_parts is None else can_free_parts
 
     @classmethod
-    def on_disk(cls, paths: Sequence[Path | str]) -> ProvisionalFile:
+    def on_disk(cls, paths: Sequence[Path | str]) -> InitFile:
         """A file in the first of the folders. Raises ConfigError when nothing can be stored there."""
         if not paths:
             raise ConfigError("initial values: nvme_path is empty; give at least one folder")
@@ -48,7 +48,7 @@ class ProvisionalFile:
         return cls(nameless_file(folder, direct=False)[0], folder)
 
     @classmethod
-    def in_memory(cls) -> ProvisionalFile:
+    def in_memory(cls) -> InitFile:
         """A file in host memory, which another process can read. Raises OSError: the kernel has no such files."""
         return cls(memory_file(), "host memory")
 
@@ -80,12 +80,12 @@ class ProvisionalFile:
 
     def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` stored at `offset`. Raises StorageError."""
-        return read_once(self.descriptor, offset, numel, dtype, "reading initial values", self.where)
+        return read_tensor(self.descriptor, offset, numel, dtype, "reading initial values", self.where)
 
-    def release(self, offset: int, nbytes: int) -> None:
+    def free(self, offset: int, nbytes: int) -> None:
         """These bytes are not read any more: the space of the whole pages in them is freed."""
         begin, end = align_up(offset, PAGE_BYTES), (offset + nbytes) // PAGE_BYTES * PAGE_BYTES
-        if self.releases and self.descriptor >= 0 and begin < end:
+        if self.can_free_parts and self.descriptor >= 0 and begin < end:
             punch_hole(self.descriptor, begin, end - begin)
 
     @property
@@ -100,7 +100,7 @@ class ProvisionalFile:
             self.descriptor = -1
 
 
-def read_once(fd: int, offset: int, numel: int, dtype: torch.dtype, what: str, where: Path | str) -> torch.Tensor:
+def read_tensor(fd: int, offset: int, numel: int, dtype: torch.dtype, what: str, where: Path | str) -> torch.Tensor:
     """`numel` elements of `dtype` at byte `offset` of a file, 1-D; see `read_into`."""
     out = torch.empty(numel, dtype=dtype, device="cpu")
     read_into(fd, offset, out, what, where)

@@ -39,7 +39,7 @@ class StripeMap:
     """
 
     def __init__(self, weights: Sequence[float], stripe_bytes: int = STRIPE_BYTES) -> None:
-        self._lay_out(shares(weights), stripe_bytes)
+        self._lay_out(stripe_counts(weights), stripe_bytes)
 
     @classmethod
     def of_counts(cls, counts: Sequence[int], stripe_bytes: int) -> StripeMap:
@@ -50,10 +50,10 @@ class StripeMap:
 
     def _lay_out(self, counts: tuple[int, ...], stripe_bytes: int) -> None:
         self.counts, self.stripe_bytes = counts, stripe_bytes
-        self._order = spread(self.counts)
+        self._round = spread(self.counts)
         seen = [0] * len(self.counts)
         self._local: list[int] = []  # position in the round -> number of this stripe among its file's
-        for file in self._order:
+        for file in self._round:
             self._local.append(seen[file])
             seen[file] += 1
 
@@ -65,7 +65,7 @@ class StripeMap:
         held: StripePiece | None = None
         position, end = offset, offset + nbytes
         while position < end:
-            file, file_offset, length = self._at(position, end)
+            file, file_offset, length = self._locate(position, end)
             if held is not None and held.file == file and held.file_offset + held.nbytes == file_offset:
                 held = StripePiece(file, held.file_offset, held.begin, held.nbytes + length)
             else:
@@ -80,20 +80,20 @@ class StripeMap:
         """Length that a file needs for the first `capacity_bytes`. The sum over all files is exactly that many."""
         if len(self.counts) == 1:
             return capacity_bytes
-        turns, rest = divmod(capacity_bytes, len(self._order) * self.stripe_bytes)
+        turns, rest = divmod(capacity_bytes, len(self._round) * self.stripe_bytes)
         stripes, inside = divmod(rest, self.stripe_bytes)
-        whole = turns * self.counts[file] + self._order[:stripes].count(file)
-        return whole * self.stripe_bytes + (inside if self._order[stripes] == file else 0)
+        whole = turns * self.counts[file] + self._round[:stripes].count(file)
+        return whole * self.stripe_bytes + (inside if self._round[stripes] == file else 0)
 
-    def _at(self, position: int, end: int) -> tuple[int, int, int]:
+    def _locate(self, position: int, end: int) -> tuple[int, int, int]:
         stripe, inside = divmod(position, self.stripe_bytes)
-        turn, place = divmod(stripe, len(self._order))
-        file = self._order[place]
+        turn, place = divmod(stripe, len(self._round))
+        file = self._round[place]
         file_offset = (turn * self.counts[file] + self._local[place]) * self.stripe_bytes + inside
         return file, file_offset, min(self.stripe_bytes - inside, end - position)
 
 
-def shares(weights: Sequence[float], stripes_max: int = ROUND_STRIPES_MAX) -> tuple[int, ...]:
+def stripe_counts(weights: Sequence[float], stripes_max: int = ROUND_STRIPES_MAX) -> tuple[int, ...]:
     """Stripes per round for each weight: the shortest round with an error of at most 2 %, else the one with the least.
 
     Raises ConfigError: a weight is not positive, or there are none.

@@ -24,7 +24,7 @@ UNEXPANDED = ("~", "$")  # A shell would have expanded them: nobody means a fold
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileRange:
     """A part of a transfer that is contiguous in one file."""
 
     fd: int
@@ -67,7 +67,7 @@ class SwapSpace:
         paths: existing folders, best on different drives.
         capacity_bytes: reserved at once, so a full disk fails before training does.
         speeds: bytes per second of each path's device, to stripe by; None: measured if there are several devices.
-        coming: device number -> bytes that other files there free while the space is filled. If the space needs these
+        pending_free: device number -> bytes that other files there free while the space is filled. If the space needs these
             bytes, `reserve` makes the reservation later, once the space is filled.
 
     Attributes:
@@ -76,14 +76,14 @@ class SwapSpace:
     """
 
     read_only = False
-    _unreserved = False
+    _awaits_space = False
 
     def __init__(
         self,
         paths: Sequence[Path | str],
         capacity_bytes: int,
         speeds: Sequence[float] | None = None,
-        coming: Mapping[int, int] = MappingProxyType({}),
+        pending_free: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.direct = True
         self._files: list[SwapFile] = []
@@ -93,12 +93,12 @@ class SwapSpace:
         self.capacity_bytes = 0
         self._map = StripeMap(stripe_weights(folders, speeds))
         needs = self._lengths(capacity_bytes)
-        check_room(folders, needs, coming)
+        check_room(folders, needs, pending_free)
         try:
             for folder in folders:
                 self._files.append(self._create(folder))
             if lacks_room(folders, needs):
-                self.capacity_bytes, self._unreserved = align_up(capacity_bytes, PAGE_BYTES), True
+                self.capacity_bytes, self._awaits_space = align_up(capacity_bytes, PAGE_BYTES), True
                 for file, nbytes in zip(self._files, needs, strict=True):
                     os.ftruncate(file.fd, nbytes)
             else:
@@ -127,25 +127,25 @@ class SwapSpace:
         return begin
 
     @property
-    def reserved(self) -> bool:
+    def is_reserved(self) -> bool:
         """False while the reservation waits for space that others will free, see `coming`."""
-        return not self._unreserved
+        return not self._awaits_space
 
     def reserve(self) -> None:
         """Make the reservation that had no room at the start. Raises StorageError: the space was taken meanwhile."""
         self._check_open()
-        if not self._unreserved:
+        if not self._awaits_space:
             return
-        self._unreserved = False
+        self._awaits_space = False
         for file, length in zip(self._files, self._lengths(self.capacity_bytes), strict=True):
             _reserve(file, 0, max(length, PAGE_BYTES), 0)
 
-    def spans(self, offset: int, nbytes: int) -> Iterator[Span]:
+    def file_ranges(self, offset: int, nbytes: int) -> Iterator[FileRange]:
         """The file ranges that hold [offset, offset + nbytes), in order; neighbours in one file are merged."""
         self._check_open()
         for piece in self._map.pieces(offset, nbytes):
             file = self._files[piece.file]
-            yield Span(file.fd, file.path, piece.file_offset, piece.begin, piece.nbytes)
+            yield FileRange(file.fd, file.path, piece.file_offset, piece.begin, piece.nbytes)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -264,13 +264,15 @@ def _mount_of(folder: Path) -> Path:
     return next(above for above in (whole, *whole.parents) if os.path.ismount(above))
 
 
-def check_room(folders: Sequence[Path], needs: Sequence[int], coming: Mapping[int, int] = MappingProxyType({})) -> None:
+def check_room(
+    folders: Sequence[Path], needs: Sequence[int], pending_free: Mapping[int, int] = MappingProxyType({})
+) -> None:
     """Refuse a swap space that the file systems cannot hold, before a byte is written.
 
-    Raises ConfigError: "need X, have Y at PATH". `coming`: device number -> bytes that others will free there in time.
+    Raises ConfigError: "need X, have Y at PATH". `pending_free`: device number -> bytes that others will free there in time.
     """
     for folder, need, have in _rooms(folders, needs):
-        have += coming.get(folder.stat().st_dev, 0)
+        have += pending_free.get(folder.stat().st_dev, 0)
         if have < need:
             raise ConfigError(
                 f"nvme_path: need {need:,} bytes, have {have:,} at {folder}; free some space, add another path, or "

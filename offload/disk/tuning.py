@@ -27,7 +27,7 @@ from typing import Any
 from offload.disk.aio import AioOptions
 from offload.disk.aio_base import NATIVE_BACKENDS
 from offload.disk.device import DeviceIdentity, identify
-from offload.disk.probe import ProbeFile, Setting, alone, take_turns
+from offload.disk.probe import ProbeFile, Setting, measure_interleaved, measure_workload
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
 from offload.system.regular_files import open_regular
@@ -133,15 +133,15 @@ def probe(folder: Path) -> Tuning:
             if not has_time():
                 reasons.append(f"{question}: not measured, because the time was used up")
                 continue
-            speeds = take_turns(file, _candidates(question, best), ROUNDS, has_time)
+            speeds = measure_interleaved(file, _candidates(question, best), ROUNDS, has_time)
             best, reason, found = choose(question, best, speeds)
             measurements += found
             reasons.append(reason)
-        best, reason, found = _confirm(best, measurements, lambda s: take_turns(file, s, ROUNDS, may_confirm))
+        best, reason, found = _confirm(best, measurements, lambda s: measure_interleaved(file, s, ROUNDS, may_confirm))
         measurements += found
         reasons += [reason] if reason else []
         rounds = ROUNDS if has_time() else 1
-        read, write, mixed = (alone(file, best, kind, rounds) for kind in ("read", "write", "mixed"))
+        read, write, mixed = (measure_workload(file, best, kind, rounds) for kind in ("read", "write", "mixed"))
     finally:
         file.close()
     return Tuning(
@@ -224,7 +224,7 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "zero-infinity" / "tuning"
 
 
-def cached(folder: Path) -> Tuning | None:
+def read_cached(folder: Path) -> Tuning | None:
     """The cached result for the device below `folder`; None if there is none, or it cannot be read."""
     device = identify(folder)
     try:
@@ -234,7 +234,7 @@ def cached(folder: Path) -> Tuning | None:
     return tuning if tuning.device == device else None
 
 
-def store(tuning: Tuning) -> str:
+def write_cached(tuning: Tuning) -> str:
     """Cache a result. Returns an error text or ""; it does not raise, since a result can be measured again."""
     try:
         target = cache_folder() / f"{tuning.device.key}.json"
@@ -253,21 +253,21 @@ def store(tuning: Tuning) -> str:
     return ""
 
 
-def cached_or_probed(folder: Path) -> Tuning:
+def load_or_probe(folder: Path) -> Tuning:
     """The cached result, or a new probe; of several processes one measures and the others wait for it.
 
     Raises ConfigError: no room for the probe's file, or no native backend works here; StorageError: the disk failed.
     """
-    with _alone_with(identify(folder)):
-        tuning = cached(folder)
+    with _lock_device(identify(folder)):
+        tuning = read_cached(folder)
         if tuning is None:
             tuning = probe(folder)
-            store(tuning)
+            write_cached(tuning)
         return tuning
 
 
 @contextlib.contextmanager
-def _alone_with(device: DeviceIdentity) -> Iterator[None]:
+def _lock_device(device: DeviceIdentity) -> Iterator[None]:
     """One process at a time enters, if the cache folder can be written."""
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)

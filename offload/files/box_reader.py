@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from offload.disk.aio import AioOptions, open_moved
+from offload.disk.aio import AioOptions, open_aio_loop
 from offload.errors import DamagedError
 from offload.files.durable import DurableFile, Files
 from offload.kernels import kernels
@@ -55,7 +55,7 @@ class BoxReader:
             undo.callback(self._close_files)
             for path in paths:
                 self._files.append(files.open(path))
-            self._aio, self._mover = open_moved(AioOptions())
+            self._aio, self._mover = open_aio_loop(AioOptions())
             undo.callback(self._aio.close)
             undo.callback(self._mover.close)
             self._arena = Arena(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from offload.disk.provisional import read_once
+from offload.disk.provisional import read_tensor
 from offload.errors import ConfigError
 from offload.system.regular_files import open_regular, read_json, reading
 
@@ -81,7 +81,7 @@ class SafetensorsFile:
 
     def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` at byte `offset`, 1-D. Raises StorageError."""
-        return read_once(self._fd, offset, numel, dtype, "reading a checkpoint", self.path)
+        return read_tensor(self._fd, offset, numel, dtype, "reading a checkpoint", self.path)
 
     def _read_header(self) -> dict[str, Entry]:
         file_bytes = os.fstat(self._fd).st_size

@@ -7,7 +7,7 @@ from collections import deque
 
 import torch
 
-from offload.disk.aio import AioOptions, open_moved
+from offload.disk.aio import AioOptions, open_aio_loop
 from offload.files.durable import DurableFile, Files
 from offload.memory.pinned import map_host, tensor_over
 from offload.mover import IoFuture
@@ -26,7 +26,7 @@ class WriteStream:
     def __init__(self, files: Files, file: DurableFile) -> None:
         self._files, self._file = files, file
         self._free = [tensor_over(map_host(BLOCK_BYTES)) for _ in range(BLOCKS)]
-        self._aio, self._mover = open_moved(AioOptions())
+        self._aio, self._mover = open_aio_loop(AioOptions())
         self._filled_bytes = self._offset = 0
         self._under_way: deque[tuple[IoFuture[None], torch.Tensor, int, int]] = deque()
 

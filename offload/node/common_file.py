@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.disk.provisional import ProvisionalFile
+from offload.disk.provisional import InitFile
 from offload.errors import PeerError, StateError
 from offload.memory.shared_region import SharedRegion
 from offload.sizes import PAGE_BYTES
@@ -58,9 +58,7 @@ class CommonFile:
         patience_seconds: how long the first peer may store nothing.
     """
 
-    def __init__(
-        self, file: ProvisionalFile, ledger: Ledger, index: int, share: Share, patience_seconds: float
-    ) -> None:
+    def __init__(self, file: InitFile, ledger: Ledger, index: int, share: Share, patience_seconds: float) -> None:
         self._file, self._ledger, self._index, self._share = file, ledger, index, share
         self._patience_seconds = patience_seconds
         self._offsets: list[int] = []  # Of each row; a tensor's row is its index in this list.
@@ -72,7 +70,7 @@ class CommonFile:
 
     @classmethod
     def meet(
-        cls, file: ProvisionalFile, index: int, count: int, share: Share, *, patience_seconds: float = PATIENCE_SECONDS
+        cls, file: InitFile, index: int, count: int, share: Share, *, patience_seconds: float = PATIENCE_SECONDS
     ) -> CommonFile:
         """Use the file of peer 0 instead of `file`, which is closed. A collective call that calls `share` once.
 
@@ -89,7 +87,7 @@ class CommonFile:
         if len(received[0]) != 2:
             raise PeerError(f"{what}: expected two open files of peer 0, got {len(received[0])}", [0])
         descriptor, ledger = received[0]
-        common = ProvisionalFile(descriptor, file.where, file.releases)
+        common = InitFile(descriptor, file.where, file.can_free_parts)
         region = SharedRegion.open(ledger, Ledger.nbytes(count), what)
         return cls(common, Ledger(region, count), index, share, patience_seconds)
 
@@ -157,7 +155,7 @@ class CommonFile:
         row = self._row_of(offset)
         self._ledger.done[self._index, row] = 1
         if self._ledger.done[:, row].all():
-            self._file.release(offset, nbytes)
+            self._file.free(offset, nbytes)
 
     def settle(self) -> bytes:
         """From now on the first peer's values are valid, not this peer's edits; returns a digest of the built model.

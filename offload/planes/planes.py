@@ -93,7 +93,7 @@ class Disk:
         await settle_all(
             [
                 move(span.fd, span.file_offset, buffer[span.begin : span.begin + span.nbytes], span.path, what)
-                for span in self.swap.spans(offset, buffer.numel())
+                for span in self.swap.file_ranges(offset, buffer.numel())
             ]
         )
 

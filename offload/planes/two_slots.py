@@ -344,7 +344,7 @@ class TwoSlotPlane(Plane):
         lo, hi = pair.begin, pair.end
         if isinstance(self._width, int):
             lo, hi = pair.begin + begin // self._width, pair.begin - (-end // self._width)
-        spans = list(self._open_disk().swap.spans(pair.offsets[pair.current] + begin, end - begin))
+        spans = list(self._open_disk().swap.file_ranges(pair.offsets[pair.current] + begin, end - begin))
         return StorageError(
             f"snapshot: {end - begin:,} bytes of {self.name} [{lo:,}, {hi:,}){whose(lo, hi)} are damaged ({how})",
             errno=errno.EIO,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peers import Parent, all_run
 
-from offload.disk.provisional import ProvisionalFile
+from offload.disk.provisional import InitFile
 from offload.errors import StateError, StorageError
 from offload.node.common_file import CommonFile
 from offload.system.descriptors import Share
@@ -21,7 +21,7 @@ COUNT = 3
 
 
 def opened(folder: Path | None, index: int, share: Share, count: int = COUNT, patience_seconds: float = 60.0) -> Any:
-    own = ProvisionalFile.in_memory() if folder is None else ProvisionalFile.on_disk([folder])
+    own = InitFile.in_memory() if folder is None else InitFile.on_disk([folder])
     return CommonFile.meet(own, index, count, share, patience_seconds=patience_seconds)
 
 
@@ -107,7 +107,7 @@ def test_room_returns_when_every_peer_has_released_it(folder: Path | None) -> No
         for peer in range(COUNT):
             share(b"")
             if index == peer:
-                file.release(offsets[0], 4 * MIB)
+                file.free(offsets[0], 4 * MIB)
             share(b"")
             held.append(held_bytes(file) // MIB)
         assert torch.equal(file.read(offsets[1], MIB, torch.float32), values(1))

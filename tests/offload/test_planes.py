@@ -22,7 +22,7 @@ from offload.disk import swapfile
 from offload.disk.aio import Aio, AioFault, AioOptions, AioStats, open_aio
 from offload.disk.aio_base import Request
 from offload.disk.stripes import StripeMap
-from offload.disk.swapfile import Span, SwapSpace
+from offload.disk.swapfile import FileRange, SwapSpace
 from offload.errors import ConfigError, StateError, StorageError
 from offload.memory.pinned import map_host, tensor_over
 from offload.planes.planes import Disk, Home, Plane, settle_all
@@ -43,7 +43,7 @@ class MemoryAio(Aio):
         self.fails: Callable[[Request], bool] = lambda request: False
         self.moves: list[str] = []
 
-    async def _move(self, request: Request) -> None:
+    async def _transfer_request(self, request: Request) -> None:
         await asyncio.sleep(0)
         if self.fails(request):
             raise request.error(errno.EIO, request.offset)
@@ -63,7 +63,7 @@ class MemoryAio(Aio):
     def inject(self, fault: AioFault | None) -> None:
         raise NotImplementedError
 
-    def _release(self) -> None: ...
+    def _close_backend(self) -> None: ...
 
 
 class MemorySwap(SwapSpace):
@@ -72,13 +72,13 @@ class MemorySwap(SwapSpace):
     def __init__(self) -> None:
         self._files = []
 
-    def spans(self, offset: int, nbytes: int) -> Iterator[Span]:
+    def file_ranges(self, offset: int, nbytes: int) -> Iterator[FileRange]:
         position = offset
         while position < offset + nbytes:
             stripe, inside = divmod(position, SPAN_BYTES)
             length = min(SPAN_BYTES - inside, offset + nbytes - position)
             at = stripe // 2 * SPAN_BYTES + inside
-            yield Span(stripe % 2, f"drive{stripe % 2}", at, position - offset, length)
+            yield FileRange(stripe % 2, f"drive{stripe % 2}", at, position - offset, length)
             position += length
 
 
@@ -343,7 +343,7 @@ def test_a_write_beside_a_rewrite_is_the_newest(
     """Whichever of the two the disk completes last."""
     bench, truth = stranded
     truth[begin:end] = values(end - begin, 5)
-    move, number = bench.aio._move, ContextVar[int]("number")
+    move, number = bench.aio._transfer_request, ContextVar[int]("number")
 
     async def delayed(request: Request) -> None:
         await asyncio.sleep(0.02 if number.get() == slow else 0)
@@ -356,9 +356,9 @@ def test_a_write_beside_a_rewrite_is_the_newest(
     async def both() -> None:
         jobs = [bench.plane.rewrite_stranded(), bench.plane.write(begin, end, truth[begin:end].clone())]
         await asyncio.gather(*(job(n, work) for n, work in enumerate(jobs if rewrite_first else reversed(jobs))))
-        bench.aio._move = move  # type: ignore[method-assign]
+        bench.aio._transfer_request = move  # type: ignore[method-assign]
 
-    bench.aio._move = delayed  # type: ignore[method-assign]
+    bench.aio._transfer_request = delayed  # type: ignore[method-assign]
     asyncio.run(both())
     assert stranded_in(bench.plane) == []
     assert torch.equal(bench.read(0, 50), truth)
@@ -368,7 +368,7 @@ def test_a_write_beside_a_rewrite_is_the_newest(
 def test_a_read_beside_a_rewrite_is_the_truth(stranded: tuple[Bench, torch.Tensor], begin: int, end: int) -> None:
     """The disk gives its bytes from before the rewrite, and completes the read after it."""
     bench, truth = stranded
-    move, into = bench.aio._move, torch.zeros(end - begin, dtype=torch.uint8)
+    move, into = bench.aio._transfer_request, torch.zeros(end - begin, dtype=torch.uint8)
 
     async def late(request: Request) -> None:
         await move(request)
@@ -381,7 +381,7 @@ def test_a_read_beside_a_rewrite_is_the_truth(stranded: tuple[Bench, torch.Tenso
         await bench.plane.rewrite_stranded()
         await reading
 
-    bench.aio._move = late  # type: ignore[method-assign]
+    bench.aio._transfer_request = late  # type: ignore[method-assign]
     asyncio.run(both())
     assert stranded_in(bench.plane) == []
     assert torch.equal(into, truth[begin:end])

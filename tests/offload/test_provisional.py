@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.disk.provisional import ProvisionalFile
+from offload.disk.provisional import InitFile
 from offload.errors import ConfigError, StorageError
 
 MIB = 1 << 20
@@ -21,19 +21,19 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[ProvisionalFile]:
-    opened = ProvisionalFile.on_disk([tmp_path])
+def file(tmp_path: Path) -> Iterator[InitFile]:
+    opened = InitFile.on_disk([tmp_path])
     yield opened
     opened.close()
 
 
-def test_released_bytes_are_the_file_systems_again_and_the_others_stay(file: ProvisionalFile, tmp_path: Path) -> None:
-    if not file.releases:
+def test_released_bytes_are_the_file_systems_again_and_the_others_stay(file: InitFile, tmp_path: Path) -> None:
+    if not file.can_free_parts:
         pytest.skip("this file system punches no holes")
     parts = [torch.randint(0, 255, (4 * MIB + 100,), dtype=torch.uint8) for _ in range(3)]
     offsets = [file.append(part) for part in parts]
     blocks = os.fstat(file.descriptor).st_blocks
-    file.release(offsets[1], parts[1].numel())
+    file.free(offsets[1], parts[1].numel())
     assert 4 * MIB - 8192 <= 512 * (blocks - os.fstat(file.descriptor).st_blocks) <= 4 * MIB + 8192
     for index in (0, 2):
         assert torch.equal(file.read(offsets[index], parts[index].numel(), torch.uint8), parts[index])
@@ -63,7 +63,7 @@ def values_of(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     stored=st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 3000)), min_size=1, max_size=6), data=st.data()
 )
 def test_every_range_of_every_tensor_comes_back_whatever_is_appended_or_overwritten_around_it(
-    file: ProvisionalFile, stored: list[tuple[torch.dtype, int]], data: st.DataObject
+    file: InitFile, stored: list[tuple[torch.dtype, int]], data: st.DataObject
 ) -> None:
     tensors = [values_of(numel, dtype, seed) for seed, (dtype, numel) in enumerate(stored)]
     offsets = [file.append(values) for values in tensors]
@@ -77,14 +77,14 @@ def test_every_range_of_every_tensor_comes_back_whatever_is_appended_or_overwrit
         assert back.dtype == values.dtype and torch.equal(back, values[begin:end])
 
 
-def test_tensors_of_any_shape_and_stride_are_stored_in_their_logical_order(file: ProvisionalFile) -> None:
+def test_tensors_of_any_shape_and_stride_are_stored_in_their_logical_order(file: InitFile) -> None:
     base = torch.arange(24.0).view(4, 6)
     for values in (base.t(), base[:, ::2], torch.tensor(3.5), torch.empty(0, 3), torch.nn.Parameter(base[1:3])):
         offset = file.append(values)
         assert torch.equal(file.read(offset, values.numel(), values.dtype).view(values.shape), values)
 
 
-def test_short_transfers_are_continued(file: ProvisionalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_transfers_are_continued(file: InitFile, monkeypatch: pytest.MonkeyPatch) -> None:
     write, read = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:1000], offset))
     monkeypatch.setattr(os, "preadv", lambda fd, into, offset: read(fd, [into[0][:777]], offset))
@@ -106,7 +106,7 @@ def test_the_file_has_no_name_and_its_space_returns(
     if not has_tmpfile:
         monkeypatch.setattr(os, "open", refusing)
     before = os.statvfs(small_fs).f_bfree
-    file = ProvisionalFile.on_disk([small_fs])
+    file = InitFile.on_disk([small_fs])
     file.append(values_of(MIB, torch.uint8))
     assert list(small_fs.iterdir()) == []
     assert os.statvfs(small_fs).f_bfree < before
@@ -117,7 +117,7 @@ def test_the_file_has_no_name_and_its_space_returns(
 
 
 def test_a_full_file_system_is_an_error_with_path_offset_errno_and_room(small_fs: Path) -> None:
-    file = ProvisionalFile.on_disk([small_fs])
+    file = InitFile.on_disk([small_fs])
     first = values_of(MIB, torch.uint8)
     offset = file.append(first)
     with pytest.raises(StorageError) as caught:
@@ -132,7 +132,7 @@ def test_a_full_file_system_is_an_error_with_path_offset_errno_and_room(small_fs
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_a_failing_transfer_names_folder_offset_and_errno(
-    file: ProvisionalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    file: InitFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     offset = file.append(values_of(100, torch.float32)) + 100
 
@@ -147,14 +147,14 @@ def test_a_failing_transfer_names_folder_offset_and_errno(
         assert (caught.value.errno, caught.value.path, caught.value.offset) == (number, str(tmp_path), 100)
 
 
-def test_reading_past_the_end_raises(file: ProvisionalFile) -> None:
+def test_reading_past_the_end_raises(file: InitFile) -> None:
     file.append(values_of(100, torch.uint8))
     with pytest.raises(StorageError, match="reading initial values") as caught:
         file.read(50, 100, torch.uint8)
     assert (caught.value.errno, caught.value.offset) == (errno.ENODATA, 100)
 
 
-def test_a_closed_file_raises(file: ProvisionalFile) -> None:
+def test_a_closed_file_raises(file: InitFile) -> None:
     file.append(values_of(10, torch.uint8))
     file.close()
     with pytest.raises(StorageError, match="EBADF"):
@@ -164,4 +164,4 @@ def test_a_closed_file_raises(file: ProvisionalFile) -> None:
 @pytest.mark.parametrize("paths", [[], ["absent"]])
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, paths: list[str]) -> None:
     with pytest.raises(ConfigError, match="nvme_path"):
-        ProvisionalFile.on_disk([tmp_path / name for name in paths])
+        InitFile.on_disk([tmp_path / name for name in paths])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.disk.stripes import ROUND_STRIPES_MAX, STRIPE_BYTES, StripeMap, shares, spread
+from offload.disk.stripes import ROUND_STRIPES_MAX, STRIPE_BYTES, StripeMap, spread, stripe_counts
 from offload.errors import ConfigError
 
 PAGE = 4096
@@ -60,7 +60,7 @@ def test_after_any_number_of_stripes_each_file_is_within_one_of_its_share(round_
 
 @given(weights)
 def test_a_round_gives_each_file_its_weight_to_within_one_stripe_and_at_least_one(given_weights: list[float]) -> None:
-    found = shares(given_weights)
+    found = stripe_counts(given_weights)
     length, total = sum(found), sum(given_weights)
     assert len(found) <= length <= max(ROUND_STRIPES_MAX, len(found))
     floors = sum(weight / total * length < 1 for weight in given_weights)  # who gets one takes it from the others
@@ -74,13 +74,13 @@ def test_a_round_gives_each_file_its_weight_to_within_one_stripe_and_at_least_on
     [([5.0], (1,)), ([3.0, 3.0], (1, 1)), ([100e6, 200e6], (1, 2)), ([1.0, 2.0, 8.0], (1, 2, 8)), ([2.5, 1], (5, 2))],
 )
 def test_weights_in_a_simple_ratio_are_met_exactly(given_weights: list[float], expected: tuple[int, ...]) -> None:
-    assert shares(given_weights) == expected
+    assert stripe_counts(given_weights) == expected
 
 
 @given(st.floats(1.0, 30.0))
 def test_two_drives_together_lose_little_to_rounding(ratio: float) -> None:
     """The time of a transfer is that of the drive with most beyond its share: half a stripe of its round at worst."""
-    found = shares([1.0, ratio])
+    found = stripe_counts([1.0, ratio])
     length = sum(found)
     loss = max(found[0] / length * (1 + ratio), found[1] / length * (1 + 1 / ratio)) - 1
     assert loss <= max(0.02, (1 + ratio) / 2 / ROUND_STRIPES_MAX + 1e-9)
@@ -96,4 +96,4 @@ def test_pieces_of_whole_pages_are_whole_pages(given_weights: list[float], offse
 @pytest.mark.parametrize("wrong", [[], [0.0], [1.0, -1.0], [math.nan], [math.inf, 1.0]])
 def test_weights_that_make_no_sense_are_refused(wrong: list[float]) -> None:
     with pytest.raises(ConfigError, match="stripe weights"):
-        shares(wrong)
+        stripe_counts(wrong)

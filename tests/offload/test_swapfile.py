@@ -48,14 +48,14 @@ def in_stripes_of(stripe_bytes: int = PAGE) -> Iterator[None]:
 def store(space: SwapSpace, offset: int, data: bytes) -> None:
     source = map_host(len(data))
     source[: len(data)] = data
-    for span in space.spans(offset, len(data)):
+    for span in space.file_ranges(offset, len(data)):
         part = source[span.begin : span.begin + span.nbytes]
         assert os.pwrite(span.fd, part, span.file_offset) == span.nbytes
 
 
 def load(space: SwapSpace, offset: int, nbytes: int) -> bytes:
     into = map_host(nbytes)
-    for span in space.spans(offset, nbytes):
+    for span in space.file_ranges(offset, nbytes):
         part = into[span.begin : span.begin + span.nbytes]
         assert os.preadv(span.fd, [part], span.file_offset) == span.nbytes
     return bytes(into[:nbytes])
@@ -107,12 +107,12 @@ def test_spans_cover_every_byte_once_in_order_and_no_two_bytes_share_a_place(
         end = data.draw(st.integers(begin, capacity), label="end")
         place_of_page = {}
         for page in range(0, capacity, PAGE):
-            (span,) = space.spans(page, PAGE)
+            (span,) = space.file_ranges(page, PAGE)
             place_of_page[page] = (span.fd, span.file_offset)
             assert span.file_offset + PAGE <= os.fstat(span.fd).st_size  # reserved
         assert len(set(place_of_page.values())) == len(place_of_page)
         position = begin
-        for span in space.spans(begin, end - begin):
+        for span in space.file_ranges(begin, end - begin):
             assert span.begin == position - begin
             assert span.path in space.paths
             for byte in (
@@ -131,7 +131,7 @@ def test_a_file_gets_stripes_in_proportion_to_the_speed_of_its_device_shared_by_
         space = SwapSpace(folders(tmp_path, 3), 22 * PAGE, [1.0, 2.0, 8.0])
         assert space.geometry.counts == (1, 2, 8)
         moved = {path: 0 for path in space.paths}
-        for span in space.spans(0, 22 * PAGE):
+        for span in space.file_ranges(0, 22 * PAGE):
             moved[span.path] += span.nbytes // PAGE
         space.close()
     assert list(moved.values()) == [2, 4, 16]
@@ -169,7 +169,7 @@ def test_files_on_real_drives_are_probed_and_used(tmp_path: Path) -> None:
     store(space, 3 * MIB, data)
     assert load(space, 3 * MIB, len(data)) == data
     assert (
-        {span.path for span in space.spans(0, 20 * MIB)}
+        {span.path for span in space.file_ranges(0, 20 * MIB)}
         == set(space.paths)
         == {
             str(tmp_path / "drive0"),
@@ -262,7 +262,7 @@ def test_the_same_folder_given_twice_is_two_files(tmp_path: Path) -> None:
 def test_nothing_has_a_name_once_the_space_is_open(tmp_path: Path) -> None:
     space = SwapSpace([tmp_path], 8 * MIB)
     assert list(tmp_path.iterdir()) == []
-    assert os.fstat(next(space.spans(0, 1)).fd).st_nlink == 0
+    assert os.fstat(next(space.file_ranges(0, 1)).fd).st_nlink == 0
     space.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -304,7 +304,7 @@ time.sleep(60)
 def test_a_closed_space_says_so(tmp_path: Path) -> None:
     space = SwapSpace([tmp_path], PAGE)
     space.close()
-    for use in (lambda: list(space.spans(0, PAGE)), lambda: space.extend(PAGE)):
+    for use in (lambda: list(space.file_ranges(0, PAGE)), lambda: space.extend(PAGE)):
         with pytest.raises(StateError, match="closed"):
             use()
 

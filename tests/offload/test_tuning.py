@@ -15,8 +15,17 @@ import pytest
 from offload.disk import device, probe, tuning
 from offload.disk.aio import AioFault
 from offload.disk.device import DeviceIdentity, identify
-from offload.disk.probe import ProbeFile, Setting, mixed_speed, take_turns
-from offload.disk.tuning import Measurement, Tuning, cached, cached_or_probed, choose, combine, default_setting, store
+from offload.disk.probe import ProbeFile, Setting, measure_interleaved, mixed_speed
+from offload.disk.tuning import (
+    Measurement,
+    Tuning,
+    choose,
+    combine,
+    default_setting,
+    load_or_probe,
+    read_cached,
+    write_cached,
+)
 from offload.errors import ConfigError, StorageError
 from offload.system import linux
 
@@ -164,7 +173,7 @@ def test_when_the_time_is_over_what_was_not_measured_is_named_and_stays(
 
 def test_a_setting_that_cannot_be_opened_is_left_out(tmp_path: Path, quick: None) -> None:
     file = ProbeFile(tmp_path, 0.01)
-    speeds = take_turns(file, [Setting("threads", MIB, 4), Setting("aiofiles", MIB, 9999)], 2, lambda: True)
+    speeds = measure_interleaved(file, [Setting("threads", MIB, 4), Setting("aiofiles", MIB, 9999)], 2, lambda: True)
     file.close()
     assert list(speeds) == [Setting("threads", MIB, 4)] and len(speeds[Setting("threads", MIB, 4)]) == 2
 
@@ -208,13 +217,13 @@ def test_a_disk_without_room_is_refused_and_one_that_fails_is_named(
 
 
 def test_a_result_survives_the_cache_as_it_was(tmp_path: Path, cache: Path) -> None:
-    assert cached(tmp_path) is None
+    assert read_cached(tmp_path) is None
     result = result_for(tmp_path)
-    assert store(result) == ""
-    assert cached(tmp_path) == result
+    assert write_cached(result) == ""
+    assert read_cached(tmp_path) == result
     newer = result_for(tmp_path, setting=A)
-    assert store(newer) == ""
-    assert cached(tmp_path) == newer
+    assert write_cached(newer) == ""
+    assert read_cached(tmp_path) == newer
     assert len(list(cache.iterdir())) == 1  # no temporary file stays
 
 
@@ -222,11 +231,11 @@ def test_a_result_survives_the_cache_as_it_was(tmp_path: Path, cache: Path) -> N
 def test_another_device_file_system_kernel_or_engine_is_measured_anew(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
-    store(result_for(tmp_path))
+    write_cached(result_for(tmp_path))
     other = dataclasses.replace(identify(tmp_path), **{field: "other"})
     assert other.key != identify(tmp_path).key
     monkeypatch.setattr(tuning, "identify", lambda folder: other)
-    assert cached(tmp_path) is None
+    assert read_cached(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -243,11 +252,11 @@ def test_another_device_file_system_kernel_or_engine_is_measured_anew(
 )
 def test_a_damaged_file_is_as_good_as_none_and_is_replaced(tmp_path: Path, cache: Path, content: bytes) -> None:
     result = result_for(tmp_path)
-    store(result)
+    write_cached(result)
     (file,) = cache.iterdir()
     file.write_bytes(content)
-    assert cached(tmp_path) is None
-    assert store(result) == "" and cached(tmp_path) == result
+    assert read_cached(tmp_path) is None
+    assert write_cached(result) == "" and read_cached(tmp_path) == result
 
 
 @pytest.mark.parametrize(
@@ -264,10 +273,10 @@ def test_a_damaged_file_is_as_good_as_none_and_is_replaced(tmp_path: Path, cache
     ],
 )
 def test_values_that_make_no_sense_are_as_good_as_none(tmp_path: Path, cache: Path, key: str, value: Any) -> None:
-    store(result_for(tmp_path))
+    write_cached(result_for(tmp_path))
     (file,) = cache.iterdir()
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-    assert cached(tmp_path) is None
+    assert read_cached(tmp_path) is None
 
 
 @pytest.mark.parametrize("blocked", ["a file in the way", "no home"])
@@ -281,10 +290,10 @@ def test_a_cache_that_cannot_be_written_costs_a_probe_and_nothing_else(
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home folder")))
     result = result_for(tmp_path)
-    assert "could not be saved" in store(result)
-    assert cached(tmp_path) is None
+    assert "could not be saved" in write_cached(result)
+    assert read_cached(tmp_path) is None
     monkeypatch.setattr(tuning, "probe", lambda folder: result)
-    assert cached_or_probed(tmp_path) == result
+    assert load_or_probe(tmp_path) == result
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -307,7 +316,7 @@ def test_of_several_that_ask_one_measures_and_the_others_wait(
 
     monkeypatch.setattr(tuning, "probe", measure)
     found: list[Tuning] = []
-    threads = [threading.Thread(target=lambda: found.append(cached_or_probed(tmp_path))) for _ in range(6)]
+    threads = [threading.Thread(target=lambda: found.append(load_or_probe(tmp_path))) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -19,7 +19,7 @@ from models import MODELS, build, make_config, seeded, tokens
 from torch import Tensor, nn
 
 import zero
-from offload.disk.provisional import ProvisionalFile
+from offload.disk.provisional import InitFile
 from offload.errors import ConfigError
 from zero.compat.partition_parameters import Init as AliasInit
 from zero.params import initialisation
@@ -324,7 +324,7 @@ def test_reading_writes_nothing(nvme_path: Path, monkeypatch: pytest.MonkeyPatch
     with zero.Init(config_dict_or_path=make_config(NVME, nvme_path)):
         model = nn.Linear(3, 4)
     written: list[int] = []
-    monkeypatch.setattr(ProvisionalFile, "write", lambda file, offset, values: written.append(offset))
+    monkeypatch.setattr(InitFile, "write", lambda file, offset, values: written.append(offset))
     model(torch.ones(1, 3)), torch.zeros_like(model.weight), model.weight.data.norm(), model.weight.detach().numpy()
     assert not written and spilled(model)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from offload.disk import tuning
 from offload.disk.aio import AioOptions
 from offload.disk.device import identify
 from offload.disk.probe import Setting
-from offload.disk.tuning import Tuning, store
+from offload.disk.tuning import Tuning, write_cached
 from offload.errors import ConfigError
 from zero.config import load_config
 from zero.store.io_tuning import open_tuned, tune_io
@@ -61,7 +61,7 @@ def test_without_a_result_the_defaults_are_used_and_nothing_is_measured(
 
 
 def test_a_known_result_is_used_for_what_the_user_has_not_said(nvme_path: Path) -> None:
-    store(result_for(nvme_path))
+    write_cached(result_for(nvme_path))
     assert settings_of({}, nvme_path) == ("threads", 256 * KIB, 7)
     assert settings_of({"aio": {"queue_depth": 3}}, nvme_path) == ("threads", 256 * KIB, 3)
     assert settings_of({"aio": {"block_size": "1MiB"}}, nvme_path) == ("threads", 1 << 20, 7)
@@ -74,13 +74,13 @@ def test_a_known_result_is_used_for_what_the_user_has_not_said(nvme_path: Path) 
 def test_the_environment_names_the_backend_whatever_was_measured(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store(result_for(nvme_path))
+    write_cached(result_for(nvme_path))
     monkeypatch.setenv("ZERO_AIO_BACKEND", "aiofiles")
     assert settings_of({}, nvme_path) == ("aiofiles", 256 * KIB, 7)
 
 
 def test_a_device_that_is_not_known_leaves_all_at_the_defaults(nvme_path: Path) -> None:
-    store(result_for(nvme_path))
+    write_cached(result_for(nvme_path))
     assert settings_of({}, nvme_path, Path("/proc")) == ("auto", *DEFAULTS)
 
 
@@ -112,7 +112,7 @@ def test_measuring_that_fails_leaves_the_defaults_and_a_note(nvme_path: Path, mo
 def test_a_measured_backend_that_is_gone_gives_way_to_the_best_that_works(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store(result_for(nvme_path, setting=dataclasses.replace(MEASURED, backend="threads")))
+    write_cached(result_for(nvme_path, setting=dataclasses.replace(MEASURED, backend="threads")))
     tuned = tune_io(load_config({}), [str(nvme_path)])
     monkeypatch.setenv("ZERO_NATIVE", "0")
     aio = open_tuned(AioOptions(backend=tuned.backend), tuned)
@@ -136,7 +136,7 @@ def test_the_command_shows_what_is_known_and_measures_again_only_when_told(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tuning, "probe", lambda folder: result_for(folder, reasons=("measured anew",)))
-    store(result_for(nvme_path))
+    write_cached(result_for(nvme_path))
     assert cli.main(["tune", str(nvme_path)]) == 0
     out = capsys.readouterr().out
     for part in (str(nvme_path), "measured at 2026", "queue_depth: 7 won", "0.25 MiB x 7", "threads", "2.50 GB/s"):
@@ -150,7 +150,7 @@ def test_the_command_shows_what_is_known_and_measures_again_only_when_told(
 def test_the_command_prints_json_with_the_keys_of_the_configuration(
     nvme_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store(result_for(nvme_path))
+    write_cached(result_for(nvme_path))
     second = nvme_path / "second"
     second.mkdir()
     assert cli.main(["tune", "--json", str(nvme_path), str(second)]) == 0

@@ -129,7 +129,7 @@ def test_tuned_disks_give_their_speed(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     setting = tuning.default_setting()
     tuned = tuning.Tuning(identify(nvme_path), setting, 3e9, 2e9, 4e9, (), (), 1.0, "2026-01-01T00:00:00Z")
-    assert tuning.store(tuned) == ""
+    assert tuning.write_cached(tuned) == ""
     config = write("ds.json", make_config(("nvme", "nvme"), nvme_path))
     assert cli.main(["plan", "models:GPT", config, "--json", "--update-rate", "1e9"]) == 0
     rates = json.loads(capsys.readouterr().out)["rates"]

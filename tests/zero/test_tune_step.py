@@ -27,7 +27,7 @@ def folder(tmp_path: Path, nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     setting = tuning.default_setting()
     known = tuning.Tuning(identify(nvme_path), setting, 3e9, 2e9, 4e9, (), (), 1.0, "2026-01-01T00:00:00Z")
-    assert tuning.store(known) == ""
+    assert tuning.write_cached(known) == ""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2", **SHAPE}))
     return tmp_path

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from offload.disk.aio_base import AioOptions
-from offload.disk.named_files import NamedFiles, Where
+from offload.disk.named_files import NamedFiles, PathOrDescriptor
 from offload.errors import ConfigError
 from offload.sizes import PAGE_BYTES, align_up
 
@@ -95,7 +95,12 @@ class aio_handle:
         return self.pread(buffer, filename, False, True, file_offset)
 
     def async_pwrite(
-        self, buffer: torch.Tensor, filename: Where | None = None, file_offset: int = 0, *, fd: int | None = None
+        self,
+        buffer: torch.Tensor,
+        filename: PathOrDescriptor | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
     ) -> int:
         """Like `pwrite`. `filename`, or `fd`: a path or an open descriptor, which stays open.
 

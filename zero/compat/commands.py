@@ -62,7 +62,7 @@ def ds_nvme_tune(words: Words) -> int:
         parser.add_argument(flag, help="no effect: zero tune chooses what it measures")
     folders = parser.parse_args(words).nvme_dir
     status = cli.main(["tune", "--force", *folders])
-    found = [known for folder in folders if (known := tuning.cached(Path(folder)))] if not status else []
+    found = [known for folder in folders if (known := tuning.read_cached(Path(folder)))] if not status else []
     if found:
         chosen = tuning.combine(found)
         block = {"block_size": chosen.chunk_bytes, "queue_depth": chosen.queue_depth}

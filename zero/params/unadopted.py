@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload.disk.provisional import ProvisionalFile
+from offload.disk.provisional import InitFile
 from offload.errors import StateError
 from offload.memory.flat_storage import FlatStorage, Poison
 from offload.memory.pinned import return_freed_memory
@@ -228,7 +228,7 @@ class ProvisionalKeeper:
         """(device, bytes) of space that is freed when the parameter is adopted; None: only when all are adopted."""
         file, place = self._file, self._places[parameter]
         # A common file frees space only after all ranks have adopted the parameter, and ranks may be far apart.
-        if place.file is not file or not isinstance(file, ProvisionalFile) or not file.releases:
+        if place.file is not file or not isinstance(file, InitFile) or not file.can_free_parts:
             return None
         return file.device, place.nbytes
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-from offload.disk.provisional import ProvisionalFile
+from offload.disk.provisional import InitFile
 from offload.errors import StateError
 from offload.node.common_file import CommonFile
 from offload.system.descriptors import node_identity, same_node
 from zero.ranks import backend, world
 from zero.ranks.failure import ranks_named
 
-WaitingFile: TypeAlias = ProvisionalFile | CommonFile
+WaitingFile: TypeAlias = InitFile | CommonFile
 _opened = itertools.count()
 """Number of files that the ranks have opened together; equal on all ranks, so it makes keys in the store unique."""
 
@@ -36,14 +36,14 @@ def open_waiting_file(folders: Sequence[str]) -> tuple[WaitingFile | None, bool]
     """
     world_size = world.world_size()
     if world_size == 1:
-        return (ProvisionalFile.on_disk(folders) if folders else None), True
+        return (InitFile.on_disk(folders) if folders else None), True
     said = _Said(range(world_size))
     place = json.dumps([node_identity().decode(), list(folders)]).encode()
     neighbours = [rank for rank, answer in enumerate(said.share(place)) if answer == place]
     share = _Said(neighbours, said).share
     if len(neighbours) == 1 or not same_node(share):
-        return (ProvisionalFile.on_disk(folders) if folders else None), False
-    own = ProvisionalFile.on_disk(folders) if folders else ProvisionalFile.in_memory()
+        return (InitFile.on_disk(folders) if folders else None), False
+    own = InitFile.on_disk(folders) if folders else InitFile.in_memory()
     index = neighbours.index(world.rank())
     with ranks_named("sharing initial values", neighbours):
         return CommonFile.meet(own, index, len(neighbours), share), len(neighbours) == world_size

@@ -106,7 +106,7 @@ class Adoption:
         self._read, self._done, self._only = read, done, only
         self._slices, self._fresh = slices, fresh
         # On a full drive the release of one sub-group's source may have to make room for the next sub-group.
-        self._behind = STORES if storage.disk is None or storage.disk.swap.reserved else 0
+        self._behind = STORES if storage.disk is None or storage.disk.swap.is_reserved else 0
         self.nonfinite: set[int] = set()
         """Indices of the parameters that came without states and hold inf or NaN, of those that this rank stores."""
         self._stored_numel = 0

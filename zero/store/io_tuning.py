@@ -36,7 +36,7 @@ def tune_io(config: Config, paths: Sequence[str]) -> TunedIo:
     given = TunedIo(named_backend or "auto", aio.block_size, aio.queue_depth)
     if aio.tune == "off":
         return given
-    look_up = tuning.cached_or_probed if aio.tune == "probe" else tuning.cached
+    look_up = tuning.load_or_probe if aio.tune == "probe" else tuning.read_cached
     try:
         found = [look_up(Path(path)) for path in paths]
     except (ConfigError, StorageError, OSError) as error:

@@ -310,7 +310,7 @@ def _direct(path: Path) -> Answer:
 
 
 def _speed(path: Path, probe: bool) -> Answer:
-    known = tuning.probe(path) if probe else tuning.cached(path)
+    known = tuning.probe(path) if probe else tuning.read_cached(path)
     if known is None:
         return "not measured: use --probe, or zero tune, which saves the result"
     return f"{known.speeds} ({'measured now' if probe else known.measured_at})"

@@ -374,7 +374,7 @@ def find_rates(config: Config, plan: Plan, traffic: StepTraffic, options: argpar
     notes = []
     if plan.swap_bytes and (read is None or mixed is None):
         folders = [Path(path) for path in swap_paths(config)]
-        found = [tuning.cached(folder) if folder.is_dir() else None for folder in folders]
+        found = [tuning.read_cached(folder) if folder.is_dir() else None for folder in folders]
         known = {result.device.key: result for result in found if result is not None}
         if all(found) and known:
             read = read or sum(result.read_bytes_per_second for result in known.values())

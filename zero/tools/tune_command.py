@@ -36,13 +36,13 @@ def run(options: argparse.Namespace) -> int:
     rows = []
     for folder in folders:
         key = identify(folder).key
-        known = results.get(key) or (None if options.force else tuning.cached(folder))
+        known = results.get(key) or (None if options.force else tuning.read_cached(folder))
         source, trouble = ("cache", "") if known else ("measured", "")
         if known is None:
             if not options.json:
                 print(f"{folder}: measuring for up to half a minute ...", flush=True)
             known = tuning.probe(folder)
-            trouble = tuning.store(known)
+            trouble = tuning.write_cached(known)
         results[key] = known
         rows.append((folder, known, source, trouble))
     found = [result for _, result, _, _ in rows]
