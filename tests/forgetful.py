@@ -95,7 +95,7 @@ class ForgetfulFiles(Files):
             self._note(operation, path, new)
             return result
 
-    def written(self, file: DurableFile, offset: int, data: torch.Tensor) -> None:
+    def on_write(self, file: DurableFile, offset: int, data: torch.Tensor) -> None:
         with self._mutex:
             if not self.crashed:
                 self._file(file.path).dirty = True

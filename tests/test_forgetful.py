@@ -40,7 +40,7 @@ def put(files: Files, path: Path, contents: bytes, *, sync: bool = False) -> Non
     descriptor = os.open(path, os.O_WRONLY)
     os.write(descriptor, contents)
     os.close(descriptor)
-    files.written(file, 0, torch.empty(0))
+    files.on_write(file, 0, torch.empty(0))
     if sync:
         file.sync()
     file.close()
@@ -74,7 +74,7 @@ def test_a_file_that_was_synced_and_then_written_may_have_old_and_new_blocks(roo
     assert {image["file"] for image in images(files)} == {OLD}
     file = files.open(root / "file")
     (root / "file").write_bytes(NEW)
-    files.written(file, 0, torch.empty(0))
+    files.on_write(file, 0, torch.empty(0))
     found = {image["file"] for image in images(files)}
     assert {len(contents) for contents in found} == {len(OLD), len(NEW)}
     assert any(b"o" in contents and b"n" in contents for contents in found)
@@ -247,7 +247,7 @@ def test_errors_name_the_path_and_the_cause(root: Path) -> None:
 def test_a_lock_keeps_others_out_until_it_is_closed(root: Path) -> None:
     files = Files()
     first = files.lock(root / "lock")
-    assert first is not None and first.certain
+    assert first is not None and first.is_certain
     assert files.lock(root / "lock", wait_seconds=0.05) is None
     first.close()
     with files.lock(root / "lock") or pytest.fail("still locked"):

@@ -20,7 +20,7 @@ from offload.sizes import PAGE_BYTES, align_up
 
 BLOCKS = 10
 ENTRIES_MAX = 64  # Boxes in memory or being read.
-HELD = 4  # A box that was returned stays unchanged until so many further boxes were requested.
+STABLE_BOXES = 4  # A box that was returned stays unchanged until so many further boxes were requested.
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class _Entry:
     block: Block | None
     reading: asyncio.Task[torch.Tensor]
     data: torch.Tensor | None = None  # Set once the box is read.
-    asked: bool = False  # Set by the calling thread; the block is reclaimed only once the reader has set `used`.
-    used: bool = False
+    is_requested: bool = False  # Set by the calling thread; the block is reclaimed only once the reader has set `used`.
+    is_used: bool = False
 
 
 class BoxReader:
@@ -55,10 +55,10 @@ class BoxReader:
             undo.callback(self._close_files)
             for path in paths:
                 self._files.append(files.open(path))
-            self._aio, self._mover = open_aio_loop(AioOptions())
+            self._aio, self._io_loop = open_aio_loop(AioOptions())
             undo.callback(self._aio.close)
-            undo.callback(self._mover.close)
-            self._arena = Arena(
+            undo.callback(self._io_loop.close)
+            self._pool = Arena(
                 "reading",
                 BLOCKS * self._block_bytes,
                 "nothing: it is fixed",
@@ -67,14 +67,14 @@ class BoxReader:
             )
             undo.pop_all()
         self._entries: dict[StoredBox, _Entry] = {}
-        self._held: deque[_Entry] = deque(maxlen=HELD)
-        self._ahead: asyncio.Task[None] | None = None
-        self._changed: asyncio.Event = asyncio.Event()
+        self._recent: deque[_Entry] = deque(maxlen=STABLE_BOXES)
+        self._prefetch_task: asyncio.Task[None] | None = None
+        self._change_event: asyncio.Event = asyncio.Event()
         self._closed = False
 
-    def expect(self, boxes: Iterable[StoredBox]) -> None:
+    def prefetch(self, boxes: Iterable[StoredBox]) -> None:
         """Announce the boxes that will be requested, in that order; this replaces all earlier announcements."""
-        self._mover.run("reading ahead", self._expect(list(boxes)))
+        self._io_loop.run("reading ahead", self._restart_prefetch(list(boxes)))
 
     def get(self, box: StoredBox) -> torch.Tensor:
         """The box's bytes, uint8; they stay unchanged until `HELD` further boxes have been requested.
@@ -82,11 +82,11 @@ class BoxReader:
         Raises StorageError: the read failed; DamagedError: the bytes differ from the written ones.
         """
         entry = self._entries.get(box)
-        if entry is not None and entry.data is not None and not entry.asked and not entry.used:
-            entry.asked = True
-            self._mover.call_soon(lambda: self._use(box))
+        if entry is not None and entry.data is not None and not entry.is_requested and not entry.is_used:
+            entry.is_requested = True
+            self._io_loop.call_soon(lambda: self._mark_used(box))
             return entry.data
-        return self._mover.run(f"reading {self._paths[box.file]}", self._get(box))
+        return self._io_loop.run(f"reading {self._paths[box.file]}", self._get(box))
 
     def get_parts(self, parts: Sequence[tuple[StoredBox, int, int]]) -> torch.Tensor:
         """Bytes [begin, end) of each of these boxes, one after another, uint8, copied to new memory.
@@ -94,7 +94,7 @@ class BoxReader:
         There may be any number of parts; results of `get` stay unchanged. Raises as `get`.
         """
         out = torch.empty(sum(end - begin for _, begin, end in parts), dtype=torch.uint8, device="cpu")
-        self._mover.run(f"reading {len(parts)} boxes", self._get_parts(parts, out))
+        self._io_loop.run(f"reading {len(parts)} boxes", self._get_parts(parts, out))
         return out
 
     def close(self) -> None:
@@ -102,10 +102,10 @@ class BoxReader:
         if self._closed:
             return
         self._closed = True
-        self._mover.run("closing a reader", self._end())
-        self._mover.close()
+        self._io_loop.run("closing a reader", self._finish_reads())
+        self._io_loop.close()
         self._aio.close()
-        self._arena.close()
+        self._pool.close()
         self._close_files()
 
     def _close_files(self) -> None:
@@ -113,19 +113,19 @@ class BoxReader:
             file.close()
         self._files = []
 
-    async def _expect(self, boxes: list[StoredBox]) -> None:
-        await self._stop()
-        self._ahead = asyncio.create_task(self._read_ahead(boxes))
+    async def _restart_prefetch(self, boxes: list[StoredBox]) -> None:
+        await self._stop_prefetch()
+        self._prefetch_task = asyncio.create_task(self._read_ahead(boxes))
 
-    async def _stop(self) -> None:
-        if self._ahead is not None:
-            self._ahead.cancel()
+    async def _stop_prefetch(self) -> None:
+        if self._prefetch_task is not None:
+            self._prefetch_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._ahead
-            self._ahead = None
+                await self._prefetch_task
+            self._prefetch_task = None
 
-    async def _end(self) -> None:
-        await self._stop()
+    async def _finish_reads(self) -> None:
+        await self._stop_prefetch()
         await asyncio.gather(*(entry.reading for entry in self._entries.values()), return_exceptions=True)
         for entry in self._entries.values():
             if entry.block is not None:
@@ -135,24 +135,24 @@ class BoxReader:
     async def _read_ahead(self, boxes: list[StoredBox]) -> None:
         for box in boxes:
             while box not in self._entries and box.nbytes <= self._block_bytes:
-                block = self._room(align_up(box.nbytes, PAGE_BYTES))
+                block = self._allocate_block(align_up(box.nbytes, PAGE_BYTES))
                 if block is not None:
-                    self._entries[box] = self._begin(box, block, block.data)
+                    self._entries[box] = self._start_read(box, block, block.data)
                     break
-                self._changed.clear()
-                await self._changed.wait()
+                self._change_event.clear()
+                await self._change_event.wait()
 
-    def _room(self, nbytes: int) -> Block | None:
+    def _allocate_block(self, nbytes: int) -> Block | None:
         """Memory for one more box, free or reclaimed; None if there is none. Many small boxes may fit in."""
         while True:
-            block = self._arena.try_lease(nbytes) if len(self._entries) < ENTRIES_MAX else None
+            block = self._pool.try_lease(nbytes) if len(self._entries) < ENTRIES_MAX else None
             if block is not None or not self._reclaim():
                 return block
 
     def _reclaim(self) -> bool:
         """Release the box that was requested longest ago and is not held any more; False if there is none."""
         for box, entry in self._entries.items():
-            if entry.used and entry.reading.done() and entry not in self._held:
+            if entry.is_used and entry.reading.done() and entry not in self._recent:
                 del self._entries[box]
                 if entry.block is not None:
                     entry.block.release()
@@ -160,26 +160,26 @@ class BoxReader:
         return False
 
     async def _get(self, box: StoredBox) -> torch.Tensor:
-        return await self._data_of(self._use(box))
+        return await self._data_of(self._mark_used(box))
 
-    def _use(self, box: StoredBox) -> _Entry:
+    def _mark_used(self, box: StoredBox) -> _Entry:
         """Mark the box as requested."""
         entry = self._entry(box)
-        if entry not in self._held:
-            self._held.append(entry)
-        entry.used = True
-        self._changed.set()
+        if entry not in self._recent:
+            self._recent.append(entry)
+        entry.is_used = True
+        self._change_event.set()
         return entry
 
     async def _get_parts(self, parts: Sequence[tuple[StoredBox, int, int]], out: torch.Tensor) -> None:
         position = 0
         for box, begin, end in parts:
             entry = self._entry(box)
-            entry.used = False  # the block must not be reclaimed before the copy is made
+            entry.is_used = False  # the block must not be reclaimed before the copy is made
             try:
                 out[position : position + end - begin].copy_((await self._data_of(entry))[begin:end])
             finally:
-                entry.used = True
+                entry.is_used = True
             position += end - begin
 
     def _entry(self, box: StoredBox) -> _Entry:
@@ -187,8 +187,8 @@ class BoxReader:
         if entry is None:  # not announced, or not reached by reading ahead
             memory = torch.empty(align_up(box.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8, device="cpu")
             skip = -memory.data_ptr() % PAGE_BYTES
-            entry = self._begin(box, None, memory[skip:])
-        self._entries = {b: e for b, e in self._entries.items() if e.block is not None or e in self._held}
+            entry = self._start_read(box, None, memory[skip:])
+        self._entries = {b: e for b, e in self._entries.items() if e.block is not None or e in self._recent}
         self._entries[box] = entry  # after all boxes requested before
         return entry
 
@@ -196,15 +196,15 @@ class BoxReader:
         try:
             return await asyncio.shield(entry.reading)
         finally:
-            self._changed.set()
+            self._change_event.set()
 
-    def _begin(self, box: StoredBox, block: Block | None, memory: torch.Tensor) -> _Entry:
+    def _start_read(self, box: StoredBox, block: Block | None, memory: torch.Tensor) -> _Entry:
         entry = _Entry(block, asyncio.create_task(self._read(box, memory)))
 
         def read(task: asyncio.Task[torch.Tensor]) -> None:
             if not task.cancelled() and task.exception() is None:
                 entry.data = task.result()
-            self._changed.set()
+            self._change_event.set()
 
         entry.reading.add_done_callback(read)
         return entry

@@ -40,11 +40,11 @@ BARE = Container(b"", b"")  # The payload is an archive already.
 def container(dtype: torch.dtype, sizes: tuple[int, ...]) -> Container:
     """The torch.save archive of a contiguous CPU tensor, without its bytes."""
     tensor = torch.empty(sizes, dtype=dtype, device="cpu")  # virtual memory only: it is never touched
-    head, tail = surroundings(tensor, [tensor], lambda loaded: [loaded])
+    head, tail = archive_framing(tensor, [tensor], lambda loaded: [loaded])
     return Container(head, tail)
 
 
-def surroundings(
+def archive_framing(
     value: Any, tensors: Sequence[torch.Tensor], tensors_in: Callable[[Any], Sequence[torch.Tensor]]
 ) -> list[bytes]:
     """The bytes of a value's torch.save archive before each tensor in it, and after the last one.
@@ -101,12 +101,12 @@ class PackedBox(Generic[T]):
 class PackedRun(Generic[T]):
     offset: int  # First byte in the file; page-aligned, like its length.
     nbytes: int
-    places: tuple[PackedBox[T], ...]
+    boxes: tuple[PackedBox[T], ...]
 
     def clear_gaps(self, memory: torch.Tensor) -> None:
         """Zero the gaps between the boxes in the run's memory (uint8), which may hold bytes of an earlier use."""
         position = 0
-        for begin, end in (*((place.begin, place.end) for place in self.places), (self.nbytes, self.nbytes)):
+        for begin, end in (*((place.begin, place.end) for place in self.boxes), (self.nbytes, self.nbytes)):
             memory[position:begin].zero_()
             position = end
 
@@ -118,18 +118,18 @@ def pack(boxes: Iterable[tuple[T, Container, int]], offset: int, nbytes_max: int
     """
     places: list[PackedBox[T]] = []
     for item, around, nbytes in boxes:
-        place = _after(places, item, around, nbytes)
+        place = _place_after(places, item, around, nbytes)
         if places and align_up(place.end, PAGE_BYTES) > nbytes_max:
             run = _run(offset, places)
             offset, places = run.offset + run.nbytes, []
             yield run
-            place = _after(places, item, around, nbytes)
+            place = _place_after(places, item, around, nbytes)
         places.append(place)
     if places:
         yield _run(offset, places)
 
 
-def _after(places: Sequence[PackedBox[T]], item: T, around: Container, nbytes: int) -> PackedBox[T]:
+def _place_after(places: Sequence[PackedBox[T]], item: T, around: Container, nbytes: int) -> PackedBox[T]:
     position = places[-1].end if places else 0
     return PackedBox(item, around, align_up(position + len(around.head), PAGE_BYTES), nbytes)
 

@@ -29,7 +29,9 @@ Operation = Literal[
 T = TypeVar("T")
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 SECOND_NS = 10**9
-STAGED = ".partial-"  # NAME + STAGED + process id is the file to which the new contents of NAME are written first.
+STAGED_INFIX = (
+    ".partial-"  # NAME + STAGED + process id is the file to which the new contents of NAME are written first.
+)
 
 
 class DurableFile:
@@ -67,11 +69,11 @@ class DurableFile:
 class Lock:
     """A lock between processes, on an open file; the kernel frees it when the process ends, however it ends.
 
-    `certain`: False if the file system has no locks: another process may then hold it too.
+    `is_certain`: False if the file system has no locks: another process may then hold it too.
     """
 
-    def __init__(self, fd: int, certain: bool) -> None:
-        self._fd, self.certain = fd, certain
+    def __init__(self, fd: int, is_certain: bool) -> None:
+        self._fd, self.is_certain = fd, is_certain
 
     def close(self) -> None:
         """Free the lock. Idempotent."""
@@ -93,14 +95,14 @@ class Files:
 
     def perform(self, operation: Operation, path: Path, action: Callable[[], T], new: Path | None = None) -> T:
         """Run `action`, one system call that changes the disk; all changes are made here. `new`: of a rename."""
-        return _telling(operation if new is None else f"{operation} to {new.name}", path, action)
+        return _call_or_raise(operation if new is None else f"{operation} to {new.name}", path, action)
 
-    def written(self, file: DurableFile, offset: int, data: torch.Tensor) -> None:
+    def on_write(self, file: DurableFile, offset: int, data: torch.Tensor) -> None:
         """Call it after `data` was written to `file` at `offset` through its descriptor; tests record the write."""
 
     def make_folder(self, path: Path, mode: int = 0o777) -> None:
         """Make a folder and its parents durably; does nothing if the folder exists."""
-        if _telling("look at", path, path.is_dir):
+        if _call_or_raise("look at", path, path.is_dir):
             return
         self.make_folder(path.parent, mode)
         self.perform("make folder", path, lambda: path.mkdir(mode, exist_ok=True))
@@ -125,7 +127,7 @@ class Files:
 
         `seconds`: the time of the last write that the file gets, if the file system lets us; None: now.
         """
-        beside = path.with_name(f"{path.name}{STAGED}{os.getpid()}")
+        beside = path.with_name(f"{path.name}{STAGED_INFIX}{os.getpid()}")
         self.remove(beside)  # left by a dead process that had the same id
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = self.perform("create", beside, lambda: os.open(beside, flags, mode))
@@ -187,12 +189,12 @@ class Files:
 
     def open(self, path: Path) -> DurableFile:
         """An existing file, for reads through its descriptor, open with O_DIRECT if the file system allows it."""
-        fd = _telling("open", path, lambda: open_regular(path, direct=True))
+        fd = _call_or_raise("open", path, lambda: open_regular(path, direct=True))
         return DurableFile(self, path, fd, is_direct(fd))
 
     def read_bytes(self, path: Path, nbytes_max: int = SMALL_BYTES_MAX) -> bytes:
         """All of a regular file. Raises StorageError: it is something else, or has more than `nbytes_max` bytes."""
-        return _telling("read", path, lambda: read_regular(path, nbytes_max))
+        return _call_or_raise("read", path, lambda: read_regular(path, nbytes_max))
 
     def listing(self, path: Path) -> list[str]:
         """The names in a folder, sorted; none if it does not exist."""
@@ -218,12 +220,12 @@ class Files:
 
     def stamp(self, path: Path) -> tuple[int, int, int]:
         """(inode, bytes, time of the last write in ns) of a file: if they differ, the contents may have changed."""
-        found = _telling("look at", path, path.stat)
+        found = _call_or_raise("look at", path, path.stat)
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def free_bytes(self, path: Path) -> int:
         """Free space for files at `path`, which need not exist yet."""
-        return _telling("look at", path, lambda: free_bytes(_existing(path)))
+        return _call_or_raise("look at", path, lambda: free_bytes(_existing_parent(path)))
 
     def lock(self, path: Path, wait_seconds: float = 0.0) -> Lock | None:
         """Lock a file, which is made if it is missing; None if another process keeps the lock during `wait_seconds`.
@@ -237,7 +239,7 @@ class Files:
     def lock_folder(self, path: Path, wait_seconds: float = 0.0) -> Lock | None:
         """As `lock`, on a folder itself: no file is left in it."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        return _lock(_telling("open", path, lambda: os.open(path, flags)), wait_seconds)
+        return _lock(_call_or_raise("open", path, lambda: os.open(path, flags)), wait_seconds)
 
 
 def _lock(fd: int, wait_seconds: float) -> Lock | None:
@@ -255,7 +257,7 @@ def _lock(fd: int, wait_seconds: float) -> Lock | None:
         time.sleep(0.02)
 
 
-def _telling(what: str, path: Path, action: Callable[[], T]) -> T:
+def _call_or_raise(what: str, path: Path, action: Callable[[], T]) -> T:
     try:
         return action()
     except StorageError:
@@ -264,7 +266,7 @@ def _telling(what: str, path: Path, action: Callable[[], T]) -> T:
         raise StorageError.from_os_error(error, what, path) from error
 
 
-def _existing(path: Path) -> Path:
+def _existing_parent(path: Path) -> Path:
     """The folder itself, or its nearest parent that exists."""
     path = path.absolute()
     return next((folder for folder in (path, *path.parents) if folder.is_dir()), path)

@@ -112,13 +112,13 @@ class SafetensorsFile:
             position = begin + nbytes
         return entries
 
-    def _entry(self, name: str, told: dict[str, Any], origin: int, file_bytes: int) -> Entry:
-        if told["dtype"] not in DTYPES:
+    def _entry(self, name: str, fields: dict[str, Any], origin: int, file_bytes: int) -> Entry:
+        if fields["dtype"] not in DTYPES:
             raise ConfigError(
-                f"{name} in {self.path}: dtype {told['dtype']} is unknown; expected one of {', '.join(DTYPES)}"
+                f"{name} in {self.path}: dtype {fields['dtype']} is unknown; expected one of {', '.join(DTYPES)}"
             )
-        dtype, shape = DTYPES[told["dtype"]], torch.Size(told["shape"])
-        begin, end = told["data_offsets"]
+        dtype, shape = DTYPES[fields["dtype"]], torch.Size(fields["shape"])
+        begin, end = fields["data_offsets"]
         expected_bytes = math.prod(shape) * dtype.itemsize
         if begin < 0 or min(shape, default=0) < 0 or end - begin != expected_bytes:
             raise ConfigError(

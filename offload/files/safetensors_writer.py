@@ -22,7 +22,7 @@ import torch
 
 from offload.archives import bytes_tensor
 from offload.errors import ConfigError, StateError, StorageError
-from offload.files.containers import surroundings
+from offload.files.containers import archive_framing
 from offload.files.durable import Files
 from offload.files.safetensors_file import DTYPES
 from offload.files.write_stream import WriteStream
@@ -31,7 +31,7 @@ from offload.sizes import PAGE_BYTES, align_up
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA = {"format": "pt"}
 SUFFIX = ".safetensors"
-PICKLED = (".bin", ".pt", ".pth")  # Suffixes of torch.save archives.
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth")  # Suffixes of torch.save archives.
 DRAFT = ".partial"  # Suffix of a file's name while it is written; the name also begins with a dot.
 WAIT_SECONDS = 3600.0  # How long a writer waits for another process: every rank may convert the same checkpoint.
 
@@ -73,16 +73,16 @@ def header_of(tensors: Sequence[Tensor]) -> bytes:
     return padded_bytes.to_bytes(8, "little") + text.ljust(padded_bytes)
 
 
-def around(suffix: str, tensors: Sequence[Tensor]) -> list[bytes]:
+def file_framing(suffix: str, tensors: Sequence[Tensor]) -> list[bytes]:
     """The bytes of a file before the values of each tensor, and after those of the last one.
 
     Raises ConfigError: a dtype that such files cannot hold.
     """
-    if suffix not in PICKLED:
+    if suffix not in PICKLE_SUFFIXES:
         return [header_of(tensors), *[b""] * len(tensors)]
     held = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors}
     again = {alias: held[tensor.name] for tensor in tensors for alias in tensor.aliases}
-    return surroundings({**held, **again}, list(held.values()), lambda loaded: [loaded[name] for name in held])
+    return archive_framing({**held, **again}, list(held.values()), lambda loaded: [loaded[name] for name in held])
 
 
 class WeightsWriter:
@@ -100,9 +100,9 @@ class WeightsWriter:
 
     def __init__(self, files: Files, path: Path, tensors: Sequence[Tensor]) -> None:
         self._files, self.path, self.draft = files, path, path.with_name(f".{path.name}{DRAFT}")
-        self._around = around(path.suffix, tensors)
-        self._nbytes = sum(map(len, self._around)) + sum(tensor.nbytes for tensor in tensors)
-        self._coming = iter(zip(tensors, self._around, strict=False))
+        self._framing = file_framing(path.suffix, tensors)
+        self._nbytes = sum(map(len, self._framing)) + sum(tensor.nbytes for tensor in tensors)
+        self._remaining = iter(zip(tensors, self._framing, strict=False))
         self._current: Tensor | None = None
         self._missing_numel = 0
         files.remove(self.draft)
@@ -159,7 +159,7 @@ class WeightsWriter:
         """Write the bytes before the next tensor that is not empty, or those after the last tensor."""
         self._current, self._missing_numel = None, 0
         while self._current is None:
-            tensor, before = next(self._coming, (None, self._around[-1]))
+            tensor, before = next(self._remaining, (None, self._framing[-1]))
             if before:
                 self._open_stream().append(bytes_tensor(before))
             if tensor is None:
@@ -215,7 +215,7 @@ class WeightsDraft:
 
     def _begin(self, expected_bytes: int) -> None:
         folder = self._folder
-        for name in self._present(rf"\.?{self._stem}(-.*)?{self._suffix}(\.index\.json)?\.partial(-\d+)?"):
+        for name in self._matching_names(rf"\.?{self._stem}(-.*)?{self._suffix}(\.index\.json)?\.partial(-\d+)?"):
             self._files.remove(folder / name)  # left by a writer that was killed
         room = self._files.free_bytes(folder)
         if room < expected_bytes:
@@ -244,7 +244,7 @@ class WeightsDraft:
             self._files.write_bytes(self._index, json.dumps(index, indent=2, sort_keys=True) + "\n")
         else:
             self._files.remove(self._index)
-        for name in self._present(rf"{self._stem}(-\d{{5}}-of-\d{{5}})?{self._suffix}"):
+        for name in self._matching_names(rf"{self._stem}(-\d{{5}}-of-\d{{5}})?{self._suffix}"):
             if name not in names:
                 self._files.remove(self._folder / name)
 
@@ -256,5 +256,5 @@ class WeightsDraft:
             for file in self._drafts:
                 every.callback(file.abandon)
 
-    def _present(self, pattern: str) -> list[str]:
+    def _matching_names(self, pattern: str) -> list[str]:
         return [name for name in self._files.listing(self._folder) if re.fullmatch(pattern, name)]

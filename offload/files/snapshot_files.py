@@ -70,7 +70,7 @@ class SnapshotFiles:
         shared: other users may own its folders and files, or write to them.
 
     Attributes:
-        committed: there is a snapshot that is valid, or may be; if not, `close` removes all files.
+        has_commit: there is a snapshot that is valid, or may be; if not, `close` removes all files.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SnapshotFiles:
         if not NAME.fullmatch(name):
             raise ConfigError(f"snapshot name: expected letters, digits, '.', '_' and '-', got {name!r}")
         folders = [check_folder(path) for path in paths]
-        self.name, self.rank, self.committed, self.direct = name, rank, True, True
+        self.name, self.rank, self.has_commit, self.direct = name, rank, True, True
         self.root = folders[0] / FOLDER / name
         self.folders = [folder / FOLDER / name / f"rank-{rank}" for folder in folders]
         self._descriptors: list[int] = []
@@ -88,10 +88,10 @@ class SnapshotFiles:
             for number, folder in enumerate(self.folders, 1):
                 with reading(folder, REMOVE):
                     self._descriptors.append(self._lock(folder / "swap"))
-                    self._take_part(folder / "part", f"{number} of {len(folders)}")
-            self.committed = any(True for _ in self.folders[0].glob("manifest-*"))
+                    self._check_part(folder / "part", f"{number} of {len(folders)}")
+            self.has_commit = any(True for _ in self.folders[0].glob("manifest-*"))
         except BaseException:
-            self._let_go()
+            self._close_descriptors()
             raise
 
     @property
@@ -111,21 +111,21 @@ class SnapshotFiles:
             return self._manifest_in(self._disk.read_bytes(path), number, path)
 
     def _manifest_in(self, data: bytes, number: int, path: Path) -> Manifest | None:
-        body, begin = _unpacked(data, path)
+        body, begin = _unpack(data, path)
         if body["number"] != number:
             return None
         state = data[begin : begin + body["state_bytes"]]
         if _checksum(state) != body["state_crc32c"]:
-            raise _damaged(path)
+            raise _damage_error(path)
         return Manifest(number, body, state)
 
-    def prepare(self, number: int, body: Mapping[str, Any], state: bytes) -> None:
+    def write_manifest(self, number: int, body: Mapping[str, Any], state: bytes) -> None:
         """Write this rank's manifest; all slots that it names must be on stable storage. Replaces that of `number` - 2.
 
         Raises StorageError: the manifest was not written.
         """
         beside = {"number": number, "state_bytes": len(state), "state_crc32c": _checksum(state)}
-        data = _packed({**body, **beside}) + state
+        data = _pack({**body, **beside}) + state
         self._overwrite(self._manifest(number), 0, data.ljust(align_up(len(data), MANIFEST_BYTES), b"\0"))
 
     def commit(self, head: Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ class SnapshotFiles:
 
         Raises StorageError: it may be valid or not, so the previous snapshot must stay, too.
         """
-        copy = _packed(head).ljust(PAGE_BYTES, b"\0")
+        copy = _pack(head).ljust(PAGE_BYTES, b"\0")
         self._overwrite(self.root / "committed", head["number"] % 2 * 2 * PAGE_BYTES, 2 * copy)
 
     def _manifest(self, number: int) -> Path:
@@ -155,19 +155,19 @@ class SnapshotFiles:
 
     def close(self) -> None:
         """Release the snapshot; if it is not `committed`, remove its files. Idempotent."""
-        if self._descriptors and not self.committed:
+        if self._descriptors and not self.has_commit:
             remove_ranks(self.folders)
             if self.rank == 0:
                 (self.root / "committed").unlink(missing_ok=True)
             remove_empty([folder.parent for folder in self.folders])
-        self._let_go()
+        self._close_descriptors()
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """Descriptors of the swap files; this object owns them."""
         return tuple(self._descriptors)
 
-    def _let_go(self) -> None:
+    def _close_descriptors(self) -> None:
         descriptors, self._descriptors = self._descriptors, []
         for descriptor in descriptors:
             with contextlib.suppress(OSError):
@@ -183,7 +183,7 @@ class SnapshotFiles:
                 continue  # another job has just ended, and removed the folder
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_at(descriptor, path):
+                if _is_same_file(descriptor, path):
                     return descriptor
             except BlockingIOError:
                 if time.monotonic() > end:
@@ -195,7 +195,7 @@ class SnapshotFiles:
             os.close(descriptor)
             time.sleep(0.05)
 
-    def _take_part(self, path: Path, part: str) -> None:
+    def _check_part(self, path: Path, part: str) -> None:
         """Raise ConfigError if the files belong to a swap space over other folders: they must not be reused."""
         if not path.exists():
             self._disk.write_bytes(path, part, 0o600)
@@ -280,7 +280,7 @@ class SnapshotSwap(SwapSpace):
         self._snapshot.close()
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def _is_same_file(descriptor: int, path: Path) -> bool:
     """False if another process has removed the file between opening and locking it."""
     try:
         there = path.stat()
@@ -320,9 +320,9 @@ def read_committed(root: Path) -> dict[str, Any] | None:
         data = Files().read_bytes(path, COMMITTED_BYTES_MAX)
         for begin in range(0, len(data), PAGE_BYTES):
             with contextlib.suppress(StorageError):  # torn
-                found.append(_unpacked(data[begin : begin + PAGE_BYTES], path)[0])
+                found.append(_unpack(data[begin : begin + PAGE_BYTES], path)[0])
         if not found:
-            raise _damaged(path)
+            raise _damage_error(path)
         return max(found, key=lambda head: [int(head[key]) for key in ("number", "step", "ranks")])
 
 
@@ -331,20 +331,20 @@ def read_body(path: Path) -> dict[str, Any]:
 
     Raises StorageError: it cannot be read, or is damaged; ConfigError: it is of another version.
     """
-    return _unpacked(Files().read_bytes(path), path)[0]
+    return _unpack(Files().read_bytes(path), path)[0]
 
 
-def _packed(body: Mapping[str, Any]) -> bytes:
+def _pack(body: Mapping[str, Any]) -> bytes:
     text = json.dumps({"format": FORMAT, **body}, separators=(",", ":")).encode()
     return text + f"\n{_checksum(text)}\n".encode()
 
 
-def _unpacked(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
+def _unpack(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
     """The body that `_packed` was given, and where it ends in `data`."""
     text, _, rest = data.partition(b"\n")
     checksum = rest.partition(b"\n")[0]
     if checksum != _checksum(text).encode():
-        raise _damaged(path)
+        raise _damage_error(path)
     with reading(path, REMOVE):
         body = dict(json.loads(text))
     if body.get("format") != FORMAT:
@@ -359,6 +359,6 @@ def _checksum(data: bytes) -> str:
     return f"{kernels.crc32c(bytes_tensor(data or b'-')):08x}"
 
 
-def _damaged(path: Path) -> StorageError:
+def _damage_error(path: Path) -> StorageError:
     what = f"snapshot: a file is damaged (its checksum differs); {REMOVE}"
     return StorageError(what, errno=5, path=str(path), offset=0, free_bytes=None)

@@ -16,7 +16,7 @@ from offload.system.regular_files import open_regular, reading
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class SnapshotInfo:
     """One snapshot that was found below a path."""
 
     name: str
@@ -28,14 +28,14 @@ class Listed:
     trouble: str = ""
 
 
-def list_snapshots(path: Path | str) -> list[Listed]:
+def list_snapshots(path: Path | str) -> list[SnapshotInfo]:
     """Those below a folder of nvme_path. Raises ConfigError: there is no such folder; StorageError: no right to it."""
     if not Path(path).is_dir():
         raise ConfigError(
             f"snapshots: expected a folder of nvme_path, got {path}, which is none; is its drive mounted?"
         )
     with reading(path):
-        return [_listed(folder) for folder in sorted((Path(path) / FOLDER).glob("*")) if folder.is_dir()]
+        return [_inspect(folder) for folder in sorted((Path(path) / FOLDER).glob("*")) if folder.is_dir()]
 
 
 def remove_snapshot(path: Path | str, name: str) -> int:
@@ -47,12 +47,14 @@ def remove_snapshot(path: Path | str, name: str) -> int:
     if not NAME.fullmatch(name) or not root.is_dir() or root.parts[-2:] != (FOLDER, name):
         names = ", ".join(listed.name for listed in list_snapshots(path)) or "none"
         raise ConfigError(f"there is no snapshot {name!r} below {path}; available: {names}")
-    parts = sorted({part for rank in root.glob("rank-*") if _is_folder(rank) for part in [rank, *_elsewhere(rank)]})
+    parts = sorted(
+        {part for rank in root.glob("rank-*") if _is_folder(rank) for part in [rank, *_parts_elsewhere(rank)]}
+    )
     held: list[int] = []
     try:
         for part in parts:
             held += _try_lock(part / "swap")
-        freed = sum(_allocated(part) for part in parts)
+        freed = sum(_allocated_bytes(part) for part in parts)
         (root / "committed").unlink(missing_ok=True)
         remove_ranks(parts)
         remove_empty(sorted({part.parent for part in parts} | {root}))
@@ -62,7 +64,7 @@ def remove_snapshot(path: Path | str, name: str) -> int:
             os.close(descriptor)
 
 
-def _elsewhere(rank: Path) -> list[Path]:
+def _parts_elsewhere(rank: Path) -> list[Path]:
     """The folders of a rank's part below other paths, which its manifest names."""
     found: list[Path] = []
     for manifest in rank.glob("manifest-*"):
@@ -78,7 +80,7 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _listed(root: Path) -> Listed:
+def _inspect(root: Path) -> SnapshotInfo:
     ranks = sorted(rank for rank in root.glob("rank-*") if rank.name[5:].isdigit() and _is_folder(rank))
     numbers = tuple(sorted(int(rank.name.removeprefix("rank-")) for rank in ranks))
     committed, head, trouble, when = root / "committed", None, "", None
@@ -91,10 +93,10 @@ def _listed(root: Path) -> Listed:
         in_use = any(_is_locked(rank / "swap") for rank in ranks)
     except OSError as error:  # another user's, or no file of ours
         in_use, trouble = False, trouble or f"{root}: {error.strerror}"
-    return Listed(root.name, head, numbers, sum(map(_allocated, ranks)), in_use, when, trouble)
+    return SnapshotInfo(root.name, head, numbers, sum(map(_allocated_bytes, ranks)), in_use, when, trouble)
 
 
-def _allocated(folder: Path) -> int:
+def _allocated_bytes(folder: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in folder.glob("*"))
 
 

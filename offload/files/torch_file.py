@@ -25,7 +25,7 @@ from offload.plain_objects import NotPlainError, allow_harmless, refusal
 from offload.system.regular_files import open_regular, reading
 
 
-class Stranger:
+class UnknownObject:
     """Replaces an object of a class that is not loaded, and keeps its contents. No code of that class runs.
 
     `args`: the arguments of the class. `state`: the argument of `__setstate__`; None if it was not called.
@@ -36,7 +36,7 @@ class Stranger:
     def __init__(self, *args: Any) -> None:
         """Accept any arguments: pickle calls the class, or only `__new__`."""
 
-    def __new__(cls, *args: Any) -> Stranger:
+    def __new__(cls, *args: Any) -> UnknownObject:
         made = super().__new__(cls)
         made.args, made.state = args, None
         return made
@@ -52,7 +52,7 @@ class Stranger:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class FileTensor:
     """An array in a file.
 
     `offset_bytes`: of its first element; `layout`: (shape, strides) if its elements are not contiguous.
@@ -123,18 +123,18 @@ class TorchFile:
                 f"{path}: expected {wanted}, as torch.save has written it since torch 1.6; the file is truncated, "
                 f"damaged or of another format ({type(error).__name__}: {refusal(error)}). {COPY}"
             ) from error
-        self._mapped = _Mapped(path)
+        self._mappings = _Mappings(path)
 
-    def region(self, tensor: torch.Tensor) -> Region:
+    def locate(self, tensor: torch.Tensor) -> FileTensor:
         """The place of a tensor of `contents` in the file. Raises ConfigError: it is larger than the file."""
         if tensor.numel() * tensor.element_size() > self._nbytes:  # a view can repeat an element any number of times
             raise ConfigError(
                 f"{self.path}: it has {self._nbytes:,} bytes, but a tensor of shape {tuple(tensor.shape)}. {COPY}"
             )
         if tensor.numel() == 0:
-            return Region(self.path, 0, 0, tensor.dtype)
+            return FileTensor(self.path, 0, 0, tensor.dtype)
         layout = None if tensor.is_contiguous() else (tensor.shape, tensor.stride())
-        return Region(self.path, self._mapped.offset_of(tensor.data_ptr()), tensor.numel(), tensor.dtype, layout)
+        return FileTensor(self.path, self._mappings.offset_of(tensor.data_ptr()), tensor.numel(), tensor.dtype, layout)
 
 
 REFUSED = ("Can only", "Trying to")
@@ -144,16 +144,16 @@ COPY = "Copy the folder again, or load another tag"
 def _load(path: Path) -> Any:
     with allow_harmless(allow_unknown=True) as plain:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        with torch.serialization.safe_globals([(_stranger(name), name) for name in unknown]):
+        with torch.serialization.safe_globals([(_unknown_class(name), name) for name in unknown]):
             return plain.restore(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
 
 
-def _stranger(name: str) -> type[Stranger]:
+def _unknown_class(name: str) -> type[UnknownObject]:
     module, _, short = name.rpartition(".")
-    return type(short, (Stranger,), {"name": name, "__module__": module})
+    return type(short, (UnknownObject,), {"name": name, "__module__": module})
 
 
-class _Mapped:
+class _Mappings:
     """The mappings of a file in this process: converts addresses to file offsets."""
 
     def __init__(self, path: Path) -> None:
@@ -178,37 +178,37 @@ class _Mapped:
         return address - begin + offset
 
 
-def replace_strangers(value: Any, where: str, known: Callable[[Stranger], Any]) -> Any:
-    """A copy of `value` in new memory, with all strangers replaced by results of `known`.
+def replace_unknown(value: Any, where: str, convert: Callable[[UnknownObject], Any]) -> Any:
+    """A copy of `value` in new memory, with all strangers replaced by results of `convert`.
 
-    Raises ConfigError: there is a stranger that `known` does not know; names its class and place.
+    Raises ConfigError: there is a stranger that `convert` does not know; names its class and place.
 
     Args:
         value: of dicts, lists, tuples, sets, namespaces and plain values.
         where: name of `value` in errors.
-        known: returns the value that a stranger stands for, or the stranger itself if it does not know it.
+        convert: returns the value that a stranger stands for, or the stranger itself if it does not know it.
     """
-    if isinstance(value, Stranger):
-        found = known(value)
+    if isinstance(value, UnknownObject):
+        found = convert(value)
         if found is value:
             raise ConfigError(
                 f"{where}: an object of class {value.name} is not loaded, because loading it could run any code. If "
                 f"you trust the file, call torch.serialization.add_safe_globals([{value.name}]) first"
             )
-        return replace_strangers(found, where, known)
+        return replace_unknown(found, where, convert)
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
-        named = {key: replace_strangers(item, f"{where}.{key}", known) for key, item in vars(value).items()}
+        named = {key: replace_unknown(item, f"{where}.{key}", convert) for key, item in vars(value).items()}
         return type(value)(**named)
     if isinstance(value, dict):
         items = [
-            (replace_strangers(key, f"a key of {where}", known), replace_strangers(item, f"{where}[{key!r}]", known))
+            (replace_unknown(key, f"a key of {where}", convert), replace_unknown(item, f"{where}[{key!r}]", convert))
             for key, item in value.items()
         ]
         return type(value)(items) if type(value) in (dict, collections.OrderedDict) else dict(items)
     if type(value) is collections.deque:
-        return collections.deque(replace_strangers(list(value), where, known), value.maxlen)
+        return collections.deque(replace_unknown(list(value), where, convert), value.maxlen)
     if type(value) in (list, tuple, set, frozenset):
-        return type(value)(replace_strangers(item, f"{where}[{place}]", known) for place, item in enumerate(value))
+        return type(value)(replace_unknown(item, f"{where}[{place}]", convert) for place, item in enumerate(value))
     return value

@@ -112,13 +112,13 @@ def _microseconds(ns: int) -> float:
     return (ns + 0.25) / 1000
 
 
-def _counter(name: str, lane: Track, recording: Recording, process: int) -> list[dict[str, Any]]:
+def _counter(name: str, track: Track, recording: Recording, process: int) -> list[dict[str, Any]]:
     """The lane's throughput over time; the bytes of each span are spread evenly over its duration."""
     duration_ns = recording.end_ns - recording.begin_ns
     width_ns = max(BIN_NS_MIN, -(-duration_ns // BINS_MAX))
     bins = [0.0] * (duration_ns // width_ns + 1)
     for span in recording.spans:
-        if span.track != lane or not span.nbytes:
+        if span.track != track or not span.nbytes:
             continue
         begin_ns, end_ns = span.begin_ns - recording.begin_ns, max(span.end_ns, span.begin_ns + 1) - recording.begin_ns
         for index in range(begin_ns // width_ns, min((end_ns - 1) // width_ns + 1, len(bins))):

@@ -26,9 +26,9 @@ class WriteStream:
     def __init__(self, files: Files, file: DurableFile) -> None:
         self._files, self._file = files, file
         self._free = [tensor_over(map_host(BLOCK_BYTES)) for _ in range(BLOCKS)]
-        self._aio, self._mover = open_aio_loop(AioOptions())
+        self._aio, self._io_loop = open_aio_loop(AioOptions())
         self._filled_bytes = self._offset = 0
-        self._under_way: deque[tuple[IoFuture[None], torch.Tensor, int, int]] = deque()
+        self._writes: deque[tuple[IoFuture[None], torch.Tensor, int, int]] = deque()
 
     def append(self, data: torch.Tensor) -> None:
         """Append bytes: uint8, 1-D, on the host; they are copied.
@@ -47,14 +47,14 @@ class WriteStream:
         """Write the rest, and wait for all writes. Raises StorageError."""
         if self._filled_bytes:
             self._flush()
-        while self._under_way:
-            self._settle()
+        while self._writes:
+            self._finish_oldest()
 
     def close(self) -> None:
         """Wait until no write is in flight; release threads and memory. Idempotent."""
-        while self._under_way:
-            self._under_way.popleft()[0].wait()
-        self._mover.close()
+        while self._writes:
+            self._writes.popleft()[0].wait()
+        self._io_loop.close()
         self._aio.close()
         self._free = []
 
@@ -62,19 +62,19 @@ class WriteStream:
         """Start to write the filled block; wait for earlier writes if no block is free."""
         block, nbytes = self._free.pop(), align_up(self._filled_bytes, PAGE_BYTES)
         job = self._aio.write(self._file.fd, self._offset, block[:nbytes], str(self._file.path))
-        transfer = self._mover.submit(f"writing {self._file.path}", job)
-        self._under_way.append((transfer, block, self._offset, nbytes))
+        transfer = self._io_loop.submit(f"writing {self._file.path}", job)
+        self._writes.append((transfer, block, self._offset, nbytes))
         self._offset += nbytes
         self._filled_bytes = 0
-        while not self._free or (self._under_way and not self._file.direct):
-            self._settle()
+        while not self._free or (self._writes and not self._file.direct):
+            self._finish_oldest()
 
-    def _settle(self) -> None:
+    def _finish_oldest(self) -> None:
         """Wait for the oldest write."""
-        transfer, block, offset, nbytes = self._under_way.popleft()
+        transfer, block, offset, nbytes = self._writes.popleft()
         self._free.insert(0, block)
         transfer.result()
-        self._files.written(self._file, offset, block[:nbytes])
+        self._files.on_write(self._file, offset, block[:nbytes])
         if not self._file.direct:  # drop pages from the cache once the disk has them: a memory cgroup counts them
             os.fdatasync(self._file.fd)
             os.posix_fadvise(self._file.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)

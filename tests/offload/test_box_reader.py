@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offload.errors import ConfigError
-from offload.files.box_reader import BLOCKS, HELD, BoxReader, StoredBox
+from offload.files.box_reader import BLOCKS, STABLE_BOXES, BoxReader, StoredBox
 from offload.files.durable import Files
 from offload.kernels import kernels
 from offload.sizes import PAGE_BYTES
@@ -49,7 +49,7 @@ def settle(reader: BoxReader) -> None:
 def test_more_boxes_than_there_are_blocks_come_as_one_whole(tmp_path: Path) -> None:
     path, boxes, contents = file_of_boxes(tmp_path)
     with reading(path) as reader:
-        reader.expect([*boxes, *reversed(boxes)])
+        reader.prefetch([*boxes, *reversed(boxes)])
         settle(reader)
         got = reader.get_parts([(box, 5, 2000) for box in boxes])
         assert torch.equal(got, torch.cat([data[5:2000] for data in contents]))
@@ -59,10 +59,10 @@ def test_more_boxes_than_there_are_blocks_come_as_one_whole(tmp_path: Path) -> N
 def test_what_was_asked_for_stays_while_further_boxes_are_read(tmp_path: Path) -> None:
     path, boxes, contents = file_of_boxes(tmp_path)
     with reading(path) as reader:
-        reader.expect(boxes)
+        reader.prefetch(boxes)
         settle(reader)
-        for first in range(0, COUNT - HELD, HELD):
-            held = [reader.get(box) for box in boxes[first : first + HELD]]
+        for first in range(0, COUNT - STABLE_BOXES, STABLE_BOXES):
+            held = [reader.get(box) for box in boxes[first : first + STABLE_BOXES]]
             settle(reader)
             for got, data in zip(held, contents[first:], strict=False):
                 assert torch.equal(got, data)
@@ -71,7 +71,7 @@ def test_what_was_asked_for_stays_while_further_boxes_are_read(tmp_path: Path) -
 def test_parts_of_many_boxes_leave_alone_what_was_asked_for_before(tmp_path: Path) -> None:
     path, boxes, contents = file_of_boxes(tmp_path)
     with reading(path) as reader:
-        reader.expect(boxes)
+        reader.prefetch(boxes)
         settle(reader)
         held = reader.get(boxes[0])
         reader.get_parts([(box, 0, 3000) for box in boxes[1:]])
@@ -86,7 +86,7 @@ def test_a_damaged_box_is_refused_and_the_others_are_read(tmp_path: Path, forese
         file.seek(boxes[3].offset + 17)
         file.write(bytes([int(contents[3][17]) ^ 1]))
     with reading(path) as reader:
-        reader.expect(boxes if foreseen else [])
+        reader.prefetch(boxes if foreseen else [])
         with pytest.raises(ConfigError, match=r"boxes: .*checksum"):
             reader.get_parts([(box, 0, 3000) for box in boxes]) if parts else reader.get(boxes[3])
         rest = [box for box in boxes if box is not boxes[3]]

@@ -14,7 +14,7 @@ import torch
 
 from offload.archives import make_archive, read_archive
 from offload.errors import ConfigError
-from offload.files.torch_file import TorchFile, replace_strangers
+from offload.files.torch_file import TorchFile, replace_unknown
 from offload.plain_objects import NotPlainError, PlainArray, PlainDtype, empty_array
 
 REBUILD: Any = np.zeros(0).__reduce__()[0]
@@ -103,7 +103,7 @@ def test_no_bytes_are_taken_for_pointers_or_sizes(name: str, tmp_path: Path) -> 
         read_archive((tmp_path / "file.pt").read_bytes(), "it")
     with pytest.raises(ConfigError, match="not loaded"):
         contents = TorchFile(tmp_path / "file.pt", "a file").contents
-        replace_strangers(contents, "file", lambda stranger: stranger)
+        replace_unknown(contents, "file", lambda stranger: stranger)
 
 
 def test_an_array_is_filled_once() -> None:

@@ -26,10 +26,10 @@ def use(path: Path, *, shared: bool = False) -> None:
     files = SnapshotFiles([path], "a", 0, shared=shared)
     try:
         os.ftruncate(files.descriptors[0], 1 << 20)
-        files.prepare(1, {"step": 1}, b"state")
+        files.write_manifest(1, {"step": 1}, b"state")
         files.commit({"number": 1, "step": 1, "ranks": 1})
     finally:
-        files.committed = True
+        files.has_commit = True
         files.close()
 
 

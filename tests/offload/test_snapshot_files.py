@@ -16,9 +16,9 @@ def committed(path: Path, *numbers: int) -> bytes:
     """Commit these, and return what the file holds."""
     files = SnapshotFiles([path], "a", 0)
     for number in numbers:
-        files.prepare(number, {"step": number}, b"state" * number)
+        files.write_manifest(number, {"step": number}, b"state" * number)
         files.commit({"number": number, "step": 10 * number, "ranks": 1})
-    files.committed = True
+    files.has_commit = True
     files.close()
     return (path / "zero-snapshots" / "a" / "committed").read_bytes()
 

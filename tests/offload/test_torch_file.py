@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
-from offload.files.torch_file import Stranger, TorchFile, replace_strangers
+from offload.files.torch_file import TorchFile, UnknownObject, replace_unknown
 
 
 def opened(path: Path, value: Any) -> TorchFile:
@@ -27,7 +27,7 @@ def opened(path: Path, value: Any) -> TorchFile:
     return TorchFile(path, "a file")
 
 
-def unknown(stranger: Stranger) -> Any:
+def unknown(stranger: UnknownObject) -> Any:
     return stranger
 
 
@@ -42,7 +42,7 @@ def test_a_range_of_any_tensor_is_read_from_its_place(data: st.DataObject, tmp_p
     flat = views[place].reshape(-1)
     begin = data.draw(st.integers(0, flat.numel()))
     out = torch.empty(data.draw(st.integers(0, flat.numel() - begin)), dtype=flat.dtype)
-    file.region(file.contents[place]).read(begin, out)
+    file.locate(file.contents[place]).read(begin, out)
     assert torch.equal(out, flat[begin : begin + out.numel()])
 
 
@@ -60,7 +60,7 @@ def test_what_people_keep_beside_their_weights_comes_back(tmp_path: Path) -> Non
         "random": np.random.RandomState(3).get_state(),
         "torch": torch.arange(4),
     }
-    found = replace_strangers(opened(tmp_path / "file.pt", kept).contents, "file", unknown)
+    found = replace_unknown(opened(tmp_path / "file.pt", kept).contents, "file", unknown)
     assert torch.equal(found.pop("torch"), kept.pop("torch"))
     for key in ("numpy", "random"):
         assert repr(found.pop(key)) == repr(kept.pop(key))
@@ -91,7 +91,7 @@ def test_nothing_of_a_file_is_run(tmp_path: Path) -> None:
     assert not mark.exists()
     assert file.contents["weights"].sum() == 3
     with pytest.raises(ConfigError, match=r"file\['evil'\]\[0\]: an object of class builtins.exec is not loaded"):
-        replace_strangers(file.contents, "file", unknown)
+        replace_unknown(file.contents, "file", unknown)
     torch.save(Runs(os.system, f"touch {mark}"), tmp_path / "blocked.pt")
     with pytest.raises(ConfigError, match=r"blocked.pt.*posix"):
         TorchFile(tmp_path / "blocked.pt", "a file")
@@ -106,14 +106,14 @@ def test_an_object_of_an_unknown_class_is_named_with_its_place_wherever_it_is(tm
     ):
         contents = opened(tmp_path / "file.pt", value).contents
         with pytest.raises(ConfigError, match=rf"{where}: an object of class {__name__}.Slotted is not loaded"):
-            replace_strangers(contents, "file", unknown)
+            replace_unknown(contents, "file", unknown)
 
 
 def test_classes_that_the_user_allows_are_loaded_and_stay_allowed(tmp_path: Path) -> None:
     allowed = [Slotted, np.ndarray]
     with torch.serialization.safe_globals(allowed):
         contents = opened(tmp_path / "file.pt", {"a": Slotted()}).contents
-        assert replace_strangers(contents, "file", unknown)["a"].value == 5
+        assert replace_unknown(contents, "file", unknown)["a"].value == 5
         assert set(torch.serialization.get_safe_globals()) >= set(allowed)
     before = set(torch.serialization.get_safe_globals())
     opened(tmp_path / "file.pt", {"a": Slotted(), "b": np.zeros(2)})
@@ -123,7 +123,7 @@ def test_classes_that_the_user_allows_are_loaded_and_stay_allowed(tmp_path: Path
 def test_what_a_stranger_was_made_of_can_be_asked(tmp_path: Path) -> None:
     contents = opened(tmp_path / "file.pt", {"a": Runs(int, "17")}).contents
     assert contents["a"].args == ("17",) and contents["a"].name.endswith("int")
-    found = replace_strangers(contents, "file", lambda stranger: int(stranger.args[0]))
+    found = replace_unknown(contents, "file", lambda stranger: int(stranger.args[0]))
     assert found == {"a": 17}
 
 

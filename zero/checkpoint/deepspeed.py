@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.files.torch_file import COPY, Region, TorchFile, replace_strangers
+from offload.files.torch_file import COPY, FileTensor, TorchFile, replace_unknown
 from offload.system.regular_files import reading
 from zero.checkpoint.dcp_format import MODEL, STEP, state_name
 from zero.checkpoint.deepspeed_files import (
@@ -131,7 +131,7 @@ def _check_parts(rank: RankFile, place: int, needed: int) -> None:
             )
 
 
-def _planes(ranks: Sequence[RankFile], place: int, name: str) -> dict[str, list[Region]]:
+def _planes(ranks: Sequence[RankFile], place: int, name: str) -> dict[str, list[FileTensor]]:
     """Key -> each rank's region: the weights, and the moments if the optimizer is Adam."""
     planes = {MODEL + name: [rank.parts[place].master for rank in ranks]}
     if ranks[0].parts[place].moments.keys() >= set(KINDS):
@@ -177,7 +177,7 @@ def frozen_values(models: Sequence[TorchFile], stage: int, others: set[str]) -> 
     return found
 
 
-def _fragment(model: TorchFile, name: str, numel: int) -> Region:
+def _fragment(model: TorchFile, name: str, numel: int) -> FileTensor:
     fragment = (model.contents.get("frozen_param_fragments") or {}).get(name)
     if fragment is None or fragment.numel() < numel:
         got = "none" if fragment is None else f"{fragment.numel():,}"
@@ -185,7 +185,7 @@ def _fragment(model: TorchFile, name: str, numel: int) -> Region:
             f"{model.path}: {name}: expected {numel:,} elements of this frozen parameter, got {got}. DeepSpeed does "
             "not save frozen parameters that are on NVMe: save with offload_param in memory"
         )
-    return model.region(fragment)
+    return model.locate(fragment)
 
 
 def open_deepspeed_folder(path: Path | str, groups: Sequence[Sequence[str]] | None = None) -> Opened:
@@ -255,7 +255,7 @@ def _sharded(folder: Path, paths: Mapping[int, Path]) -> Trained:
     if stage == 3:
         check_sub_groups(ranks, shapes)
     found = trained_values(ranks, shapes, head)
-    scaler = replace_strangers(ranks[0].loss_scaler, f"{ranks[0].path}: loss_scaler", known)
+    scaler = replace_unknown(ranks[0].loss_scaler, f"{ranks[0].path}: loss_scaler", known)
     names = [name for group in shapes for name in group]
     groups = named_groups(ranks[0].groups, ranks[0].path, shapes)
     return Trained(found, names, groups, shared_names(head, stage), stage, models, scaler)
@@ -274,7 +274,7 @@ def _described(head: Contents, trained: set[str], frozen: Found, aliases: Mappin
             for name, value in module.items()
             if name in names or name in aliases
         },
-        "config": replace_strangers(head.get("ds_config") or {}, "ds_config", lambda stranger: f"<{stranger.name}>"),
+        "config": replace_unknown(head.get("ds_config") or {}, "ds_config", lambda stranger: f"<{stranger.name}>"),
         "deepspeed": head.get("ds_version"),
     }
 
@@ -352,8 +352,8 @@ def _client(model: TorchFile) -> Callable[[bool], dict[str, Any]]:
     found: dict[str, Any] | ConfigError
     try:
         found = {
-            "client_state": replace_strangers(users, f"{model.path}: client_state", known),
-            "lr_scheduler": replace_strangers(model.contents.get("lr_scheduler"), f"{model.path}: lr_scheduler", known),
+            "client_state": replace_unknown(users, f"{model.path}: client_state", known),
+            "lr_scheduler": replace_unknown(model.contents.get("lr_scheduler"), f"{model.path}: lr_scheduler", known),
         }
     except ConfigError as error:
         found = error

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.files.torch_file import COPY, Region, Stranger, TorchFile
+from offload.files.torch_file import COPY, FileTensor, TorchFile, UnknownObject
 from offload.system.regular_files import reading
 
 OPTIM_FILE = re.compile(r"(?P<kind>|bf16_|fp16_)zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
@@ -42,9 +42,9 @@ class Part:
         kinds: the kinds of state that its optimizer keeps.
     """
 
-    master: Region
+    master: FileTensor
     padding: int
-    moments: Mapping[str, Region]
+    moments: Mapping[str, FileTensor]
     step: int | None
     kinds: frozenset[str]
 
@@ -159,18 +159,18 @@ def _part(file: TorchFile, swap: Path, master: torch.Tensor, state: Contents, pa
     return Part(_region(file, swap, master), padding, moments, None if told is None else number(told), kinds)
 
 
-def _region(file: TorchFile, swap: Path, tensor: torch.Tensor) -> Region:
+def _region(file: TorchFile, swap: Path, tensor: torch.Tensor) -> FileTensor:
     """The region of a tensor: in the file, or in a copied swap file, which the tensor's attribute `ds_id` names."""
     name = getattr(tensor, "ds_id", None)
     if tensor.numel() or name is None:
-        return file.region(tensor)
+        return file.locate(tensor)
     path = swap / f"{name}.tensor.swp"
     if not path.is_file():
         raise ConfigError(
             f"{path}: missing; {file.path} says that this tensor was on NVMe and is in that file. {COPY}, together "
             "with everything below offloaded_tensors"
         )
-    return Region(path, 0, path.stat().st_size // tensor.dtype.itemsize, tensor.dtype)
+    return FileTensor(path, 0, path.stat().st_size // tensor.dtype.itemsize, tensor.dtype)
 
 
 def require(file: TorchFile, *keys: str) -> Any:
@@ -183,10 +183,10 @@ def require(file: TorchFile, *keys: str) -> Any:
 
 def number(value: Any) -> int:
     """A count as an int; it may be saved as a tensor, or as an enum of DeepSpeed."""
-    return int(known(value)) if isinstance(value, Stranger) else int(value)
+    return int(known(value)) if isinstance(value, UnknownObject) else int(value)
 
 
-def known(stranger: Stranger) -> Any:
+def known(stranger: UnknownObject) -> Any:
     """Replace an object of DeepSpeed: an enum by its value, others by their attributes."""
     if not stranger.name.startswith("deepspeed."):
         return stranger

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.files.torch_file import Region, TorchFile
+from offload.files.torch_file import FileTensor, TorchFile
 from zero.checkpoint.dcp_format import MODEL, STEP, state_name
 from zero.checkpoint.deepspeed_files import KINDS, UNSHARDED, Contents, group_steps, number, require
 from zero.checkpoint.deepspeed_values import EXTRA, Found, Same, Spread, Trained, named_groups, whole
@@ -81,11 +81,11 @@ def read_stage0(folder: Path, groups: Sequence[Sequence[str]] | None) -> Trained
 
 def _ties(file: TorchFile, module: Mapping[str, Any]) -> dict[str, str]:
     """Tied name -> first name: tensors that share their elements in the file."""
-    first: dict[tuple[Region, torch.Size], str] = {}
+    first: dict[tuple[FileTensor, torch.Size], str] = {}
     ties = {}
     for name, value in module.items():
         if isinstance(value, torch.Tensor) and value.numel():
-            known = first.setdefault((file.region(value), value.shape), name)
+            known = first.setdefault((file.locate(value), value.shape), name)
             if known != name:
                 ties[name] = known
     return ties
@@ -181,7 +181,7 @@ def _values(
         )
 
     def spread(tensor: torch.Tensor) -> Spread:
-        return Spread([file.region(tensor)], max(tensor.numel(), 1), torch.float32, first)
+        return Spread([file.locate(tensor)], max(tensor.numel(), 1), torch.float32, first)
 
     found: Found = {MODEL + name: (shape, spread(master))}
     found.update({state_name(name, kind): (shape, spread(value)) for kind, value in states.items()})

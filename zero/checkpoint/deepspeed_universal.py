@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from offload.errors import ConfigError
-from offload.files.torch_file import COPY, TorchFile, replace_strangers
+from offload.files.torch_file import COPY, TorchFile, replace_unknown
 from zero.checkpoint.dcp_format import MODEL, STEP, state_name
 from zero.checkpoint.deepspeed_files import Contents, group_steps, known, number, read_model, require
 from zero.checkpoint.deepspeed_values import (
@@ -47,7 +47,7 @@ def read_universal(folder: Path) -> Trained:
     for place, group in enumerate(shapes):
         for name, shape in group.items():
             found.update(_values(folder, name, shape, steps[place], head))
-    scaler = replace_strangers(common.get("loss_scaler"), f"{path}: loss_scaler", known)
+    scaler = replace_unknown(common.get("loss_scaler"), f"{path}: loss_scaler", known)
     groups = named_groups(common["param_groups"], path, shapes)
     names = [name for group in shapes for name in group]
     return Trained(found, names, groups, shared_names(head, stage), stage, models, scaler)
@@ -90,4 +90,4 @@ def _tensor(path: Path, name: str, shape: torch.Size) -> Spread:
     if not isinstance(tensor, torch.Tensor) or tensor.numel() != shape.numel():
         got = f"{tensor.numel():,} elements" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(f"{path}: expected a tensor of {shape.numel():,} elements, shape {tuple(shape)}, got {got}")
-    return Spread([file.region(tensor)], max(tensor.numel(), 1), torch.float32)
+    return Spread([file.locate(tensor)], max(tensor.numel(), 1), torch.float32)

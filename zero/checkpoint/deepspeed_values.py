@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.files.torch_file import COPY, Region, TorchFile, replace_strangers
+from offload.files.torch_file import COPY, FileTensor, TorchFile, replace_unknown
 from offload.system.regular_files import reading
 from zero.checkpoint.deepspeed_files import Contents, known
 from zero.checkpoint.source import Saved
@@ -37,7 +37,7 @@ class Spread:
     `parts`: one region for each rank. `dtype`: the dtype that `read` gives; at least as wide as the regions.
     """
 
-    parts: Sequence[Region]
+    parts: Sequence[FileTensor]
     part_numel: int
     dtype: torch.dtype
     first: int = 0
@@ -151,7 +151,7 @@ def shared_names(head: Contents, stage: int) -> dict[str, str]:
 
 def whole(file: TorchFile, tensor: torch.Tensor) -> Spread:
     """A tensor that lies unsharded in one file."""
-    return Spread([file.region(tensor)], max(tensor.numel(), 1), tensor.dtype)
+    return Spread([file.locate(tensor)], max(tensor.numel(), 1), tensor.dtype)
 
 
 def named_groups(
@@ -162,7 +162,7 @@ def named_groups(
         return [{"params": list(group)} for group in shapes]
     groups = []
     for index, group in enumerate(saved):
-        options = replace_strangers(dict(group), f"{path}: param_groups[{index}]", known)
+        options = replace_unknown(dict(group), f"{path}: param_groups[{index}]", known)
         names = [name for place in options.pop("params") for name in shapes[place]]
         kept = {str(key): _plain(value) for key, value in options.items() if key not in SWITCHES}
         groups.append({**kept, "params": names})

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.files.safetensors_writer import PICKLED, SUFFIX, Tensor
+from offload.files.safetensors_writer import PICKLE_SUFFIXES, SUFFIX, Tensor
 from offload.kernels import kernels
 from offload.system.regular_files import reading
 from zero.checkpoint.dcp_format import MODEL, PIECE_NUMEL
@@ -245,7 +245,7 @@ def convert_zero_checkpoint_to_state_dict(
         StorageError: the disk has no room, or a transfer failed.
     """
     folder, filename = folder_named(output_dir, "output_dir"), SAFE if safe_serialization else PICKLE
-    named = folder.suffix in (SUFFIX, *PICKLED) and not folder.is_dir()
+    named = folder.suffix in (SUFFIX, *PICKLE_SUFFIXES) and not folder.is_dir()
     if named:
         folder, filename = folder.parent, folder.name
     with open_folder(checkpoint_dir, tag) as opened:

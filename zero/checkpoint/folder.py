@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError, DamagedError, StateError, StorageError
-from offload.files.durable import SECOND_NS, STAGED, Files, Lock
+from offload.files.durable import SECOND_NS, STAGED_INFIX, Files, Lock
 from zero.checkpoint.dcp_format import MANIFEST_FILE, Manifest, check_files, read_manifest
 from zero.checkpoint.deepspeed import open_deepspeed_folder
 from zero.checkpoint.deepspeed_files import is_deepspeed_folder
@@ -86,7 +86,7 @@ def check_tag(tag: object) -> str:
         wrong = "it starts or ends with a space, or contains characters that cannot be printed"
     elif len(name.encode(errors="replace")) > TAG_BYTES_MAX:
         wrong = f"it is longer than {TAG_BYTES_MAX} bytes"
-    elif name == LATEST or name.startswith(f"{LATEST}{STAGED}"):
+    elif name == LATEST or name.startswith(f"{LATEST}{STAGED_INFIX}"):
         wrong = f"that name is reserved for the file {LATEST!r}, which names the newest checkpoint"
     if wrong:
         raise ConfigError(f"checkpoint tag {name!r} cannot name a folder: {wrong}")
@@ -393,7 +393,7 @@ class Checkpoints:
             for name in self._hidden_tags(REPLACED):
                 self._sweep_replaced(name)
             for name in self._files.listing(self.save_dir):
-                if name.startswith(f"{LATEST}{STAGED}"):
+                if name.startswith(f"{LATEST}{STAGED_INFIX}"):
                     self._files.remove(self.save_dir / name)
 
     def _sweep_partial(self, folder: Path, mine: bool) -> None:
@@ -407,7 +407,7 @@ class Checkpoints:
             if lock is None:
                 return
             lock.close()
-            if not lock.certain and not mine:
+            if not lock.is_certain and not mine:
                 return
         self._remove(folder)
 

@@ -154,7 +154,7 @@ class FolderSource:
 
     def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
         boxes = (box.stored for name, begin, end in wanted for box in self._overlapping(name, begin, end))
-        self._reader.expect(boxes)
+        self._reader.prefetch(boxes)
 
     def blob(self, name: str, *, trusted: bool = False) -> Any:
         """The object that was saved with torch.save under `name`.

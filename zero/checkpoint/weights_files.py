@@ -15,7 +15,15 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.files.safetensors_writer import PICKLED, SUFFIX, Tensor, WeightsDraft, WeightsWriter, around, in_file_order
+from offload.files.safetensors_writer import (
+    PICKLE_SUFFIXES,
+    SUFFIX,
+    Tensor,
+    WeightsDraft,
+    WeightsWriter,
+    file_framing,
+    in_file_order,
+)
 from offload.sizes import format_bytes
 from zero.config.numbers import parse_bytes
 from zero.exchange.together import Relay
@@ -35,7 +43,7 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        parts = around(PurePath(self.filename).suffix, self.tensors)
+        parts = file_framing(PurePath(self.filename).suffix, self.tensors)
         return sum(map(len, parts)) + sum(tensor.nbytes for tensor in self.tensors)
 
 
@@ -80,7 +88,7 @@ def index_of(shards: Iterable[Shard]) -> dict[str, Any] | None:
         name: shard.filename
         for shard in shards
         for tensor in shard.tensors
-        for name in (tensor.name, *(tensor.aliases if shard.filename.endswith(PICKLED) else ()))
+        for name in (tensor.name, *(tensor.aliases if shard.filename.endswith(PICKLE_SUFFIXES) else ()))
     }
     if len(set(files.values())) < 2:
         return None
@@ -109,7 +117,7 @@ def checked_name(filename: str) -> str:
     path = PurePath(filename)
     if not path.name or path.name != filename:
         raise ConfigError(f"save_filename: expected a name without folders such as {SAFE}, got {filename!r}")
-    return filename if path.suffix in (SUFFIX, *PICKLED) else filename + SUFFIX
+    return filename if path.suffix in (SUFFIX, *PICKLE_SUFFIXES) else filename + SUFFIX
 
 
 def write_together(relay: Relay, folder: Path, filename: str, shards: list[Shard], values: Values) -> None:

@@ -259,10 +259,10 @@ class ExtentWriter:
 
     async def _make(self, run: PackedRun[Part], memory: torch.Tensor, staged: StagedGroup | None) -> None:
         """Fill `memory` with a run; pure computation is done on an encoder thread."""
-        fillings = [await self._filling(place.item, place.payload_in(memory), staged) for place in run.places]
+        fillings = [await self._filling(place.item, place.payload_in(memory), staged) for place in run.boxes]
 
         def encode() -> None:
-            for place, fill in zip(run.places, fillings, strict=True):
+            for place, fill in zip(run.boxes, fillings, strict=True):
                 fill()
                 payload = memory[place.payload : place.payload + place.nbytes]
                 self.checksums[run.offset + place.payload] = (place.nbytes, kernels.crc32c(payload))
@@ -390,7 +390,7 @@ class RankPart:
     async def _store(self, offset: int, data: torch.Tensor) -> None:
         await self._aio.write(self.file.fd, offset, data, str(self.file.path), "checkpoint")
         self._mover.note_progress()
-        self._files.written(self.file, offset, data)
+        self._files.on_write(self.file, offset, data)
 
     def write(self) -> None:
         """Write everything and sync it. Raises StorageError."""
@@ -431,7 +431,7 @@ def written_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, 
     found = []
     for extent in extents:
         for run in extent.runs:
-            for place in run.places:
+            for place in run.boxes:
                 part, payload = place.item, run.offset + place.payload
                 dtype = None if part.is_blob else str(part.dtype).removeprefix("torch.")
                 begin, nbytes = run.offset + place.begin, place.end - place.begin

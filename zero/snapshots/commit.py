@@ -176,7 +176,7 @@ class Snapshots:
             "slots": [plane.slots for plane in storage.twice],
             "block_checksums": [plane.checksums for plane in storage.twice],
         }
-        self._files.prepare(self._number + 1, body, pending.state())
+        self._files.write_manifest(self._number + 1, body, pending.state())
 
     def _meet(self, what: str, failure: StorageError | None, pending: Pending) -> bool:
         """Meet the other ranks. Returns False if the snapshot is void on some rank.
@@ -224,7 +224,7 @@ class Snapshots:
         self._number += 1
         self.committed_step, self.pending, self._missed = pending.step, None, False
         self._wary = max(self._wary - 1, 0)
-        self._files.committed = True
+        self._files.has_commit = True
 
     def _write_through(self, *, persistent: bool) -> None:
         storage = self._there
@@ -341,13 +341,13 @@ def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Exchang
         facts = facts_of(layout, plan, exchange)
         found = together.do("snapshot fits", lambda: reading(files.root)(_found)(files, head, facts, exchange))
         undo.pop_all()
-    files.committed = found is not None
+    files.has_commit = found is not None
     return Snapshots(files, wish.every, exchange, facts, found)
 
 
 def _leave(files: SnapshotFiles) -> None:
     """Close the files of an engine that could not be made; an existing snapshot is kept."""
-    files.committed = True
+    files.has_commit = True
     files.close()
 
 

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict
 from datetime import datetime
 
-from offload.files.snapshot_list import Listed, list_snapshots, remove_snapshot
+from offload.files.snapshot_list import SnapshotInfo, list_snapshots, remove_snapshot
 from offload.sizes import format_bytes
 
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def describe(listed: Listed) -> str:
+def describe(listed: SnapshotInfo) -> str:
     head = listed.head
     if head is None:
         what = "no snapshot was committed"

@@ -28,7 +28,7 @@ def fill(files: Files, partial: Partial, step: int) -> None:
     for name in NAMES:
         file = files.create(partial.folder / name, len(contents(step)))
         (partial.folder / name).write_bytes(contents(step))
-        files.written(file, 0, None)  # type: ignore[arg-type]
+        files.on_write(file, 0, None)  # type: ignore[arg-type]
         file.sync()
         file.close()
     entries = {name: FileEntry(bytes=len(contents(step)), boxes=((0, 9, 7),)) for name in NAMES}

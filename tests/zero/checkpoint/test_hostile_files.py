@@ -28,7 +28,7 @@ from offload.archives import make_archive
 from offload.errors import ConfigError, ZeroInfinityError
 from offload.files import safetensors_file
 from offload.files.durable import Files
-from offload.files.snapshot_files import SnapshotFiles, _checksum, _packed, read_committed
+from offload.files.snapshot_files import SnapshotFiles, _checksum, _pack, read_committed
 from offload.files.snapshot_list import list_snapshots
 from zero.checkpoint import dcp_format
 from zero.checkpoint.export import get_fp32_state_dict_from_zero_checkpoint
@@ -90,9 +90,9 @@ def make_snapshot(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files = SnapshotFiles([folder], "a", 0)
     for number in (1, 2):
-        files.prepare(number, {"step": number, "folders": [str(files.folders[0])]}, b"state")
+        files.write_manifest(number, {"step": number, "folders": [str(files.folders[0])]}, b"state")
         files.commit({"number": number, "step": number, "ranks": 1})
-    files.committed = True
+    files.has_commit = True
     files.close()
 
 
@@ -104,7 +104,7 @@ def read_snapshot(folder: Path) -> None:
         for number in (1, 2):
             files.manifest(number)
     finally:
-        files.committed = True
+        files.has_commit = True
         files.close()
 
 
@@ -376,7 +376,7 @@ def test_every_value_of_a_snapshot_may_be_odd(tmp_path: Path) -> None:
         data = path.read_bytes()
         content = json.loads(data.partition(b"\n")[0])
         for variant in variants(content):
-            path.write_bytes(_packed(variant))
+            path.write_bytes(_pack(variant))
             with bounded():
                 read_snapshot(tmp_path)
         for text in (b"[" * 900 + b"]" * 900, b"7", b'{"format":' * 900 + b"0" + b"}" * 900):

@@ -103,12 +103,12 @@ def failing(place: Place, nvme_path: str, out: str, kind: str) -> tuple[list[str
     from offload.files.durable import Files
 
     rank, told = dist.get_rank(), []
-    write, room, memory = Files.written, Files.free_bytes, write_stream.map_host
+    write, room, memory = Files.on_write, Files.free_bytes, write_stream.map_host
     with opened(place, nvme_path, motley(), bf16=True) as engine:
         train(engine, 0, loss_of=on_batch)
         engine.synchronize()
         if kind == "write" and rank == 0:
-            Files.written = _full  # type: ignore[method-assign]
+            Files.on_write = _full  # type: ignore[method-assign]
         elif kind == "room" and rank == 0:
             Files.free_bytes = lambda files, path: 7  # type: ignore[method-assign]
         elif kind == "memory" and rank == 0:
@@ -121,7 +121,7 @@ def failing(place: Place, nvme_path: str, out: str, kind: str) -> tuple[list[str
             except (StorageError, BudgetError, StateError) as error:
                 told.append(f"{type(error).__name__}: {error}")
         write_stream.map_host = memory
-        Files.written, Files.free_bytes = write, room  # type: ignore[method-assign]
+        Files.on_write, Files.free_bytes = write, room  # type: ignore[method-assign]
         engine.inject(None)
         dist.barrier()
         left = sorted(os.listdir(out)) if os.path.isdir(out) else []
