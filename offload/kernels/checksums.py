@@ -22,23 +22,23 @@ def _zeros(nbytes: int) -> Matrix:
     power = _one_byte()
     while nbytes:
         if nbytes & 1:
-            result = _times(power, result)
-        power, nbytes = _squared(power), nbytes >> 1
+            result = _multiply(power, result)
+        power, nbytes = _square(power), nbytes >> 1
     return result
 
 
 @lru_cache(maxsize=1)
 def _one_byte() -> Matrix:
     one_bit: Matrix = (POLYNOMIAL, *(1 << bit for bit in range(31)))
-    return _squared(_squared(_squared(one_bit)))
+    return _square(_square(_square(one_bit)))
 
 
 @lru_cache(maxsize=64)
-def _squared(matrix: Matrix) -> Matrix:
-    return _times(matrix, matrix)
+def _square(matrix: Matrix) -> Matrix:
+    return _multiply(matrix, matrix)
 
 
-def _times(left: Matrix, right: Matrix) -> Matrix:
+def _multiply(left: Matrix, right: Matrix) -> Matrix:
     return tuple(_apply(left, row) for row in right)
 
 

@@ -147,7 +147,7 @@ def moments_load(exp_avg: Tensor, exp_avg_sq: Tensor, moments: Moments) -> None:
 
 def moments_store(moments: Moments, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
     for tile in tiles_of(0, exp_avg.numel(), TILE_NUMEL):
-        if moments.quantised:
+        if moments.is_quantised:
             everywhere = torch.ones(tile.stop - tile.start, dtype=torch.bool, device=exp_avg.device)
             moments_fallback.store(moments, tile, exp_avg[tile], exp_avg_sq[tile], everywhere, nearest=True)
         else:

@@ -19,7 +19,7 @@ def remainder_dtype(weight: torch.dtype) -> torch.dtype | None:
     return REMAINDERS.get(weight)
 
 
-def part(weight: Tensor, remainder: Tensor | None, master: Tensor) -> None:
+def split(weight: Tensor, remainder: Tensor | None, master: Tensor) -> None:
     """Split fp32 masters into weights and remainders.
 
     Args:
@@ -35,7 +35,7 @@ def part(weight: Tensor, remainder: Tensor | None, master: Tensor) -> None:
         remainder.copy_(master)
 
 
-def whole(out: Tensor, weight: Tensor, remainder: Tensor | None) -> None:
+def join(out: Tensor, weight: Tensor, remainder: Tensor | None) -> None:
     """Compute the fp32 masters.
 
     Args:
@@ -51,7 +51,7 @@ def whole(out: Tensor, weight: Tensor, remainder: Tensor | None) -> None:
         out.copy_(remainder)
 
 
-def forget(weight: Tensor, remainder: Tensor) -> None:
+def reset_remainder(weight: Tensor, remainder: Tensor) -> None:
     """Make the weight the exact master: the remainder is reset."""
     if remainder.dtype == torch.int16:
         remainder.zero_()
@@ -59,7 +59,7 @@ def forget(weight: Tensor, remainder: Tensor) -> None:
         remainder.copy_(weight)
 
 
-def forget_where(mask: Tensor, weight: Tensor, remainder: Tensor) -> None:
+def reset_remainder_where(mask: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """As `forget`, for the elements whose `mask` is true.
 
     Args:

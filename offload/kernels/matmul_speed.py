@@ -12,7 +12,7 @@ import time
 import torch
 
 from offload.accelerator import has_bf16, is_accelerator
-from offload.kernels.tile_threads import run_alone
+from offload.kernels.tile_threads import run_in_tile_threads
 
 CLEARLY_SLOWER = 2.0
 """bf16 halves the bytes kept and moved; this is not worth it if a product takes more than this many times as long."""
@@ -50,7 +50,7 @@ def _slowdown(device: str) -> float:
             seconds[dtype] = layer_seconds(torch.device(device), dtype)
 
     # One thread: several would wait for each other after each product, on a busy machine for longer than it takes.
-    run_alone(measure, 1)
+    run_in_tile_threads(measure, 1)
     return seconds[torch.bfloat16] / seconds[torch.float32]
 
 

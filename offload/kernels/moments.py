@@ -44,7 +44,7 @@ class Moments:
         return 2 * numel * dtype.itemsize + scales
 
     @classmethod
-    def over(cls, data: Tensor, dtype: torch.dtype, numel: int, origin: int, step: int) -> Moments:
+    def from_buffer(cls, data: Tensor, dtype: torch.dtype, numel: int, origin: int, step: int) -> Moments:
         """Views into `data` (uint8, at least `nbytes` long): exp_avg, exp_avg_sq, and the scales if there are any."""
         width, blocks = numel * dtype.itemsize, numel // MOMENTS_BLOCK_NUMEL
         exp_avg, exp_avg_sq = data[:width].view(dtype), data[width : 2 * width].view(dtype)
@@ -53,7 +53,7 @@ class Moments:
         scales = data[2 * width : 2 * width + 8 * blocks].view(torch.float32)
         return cls(exp_avg, exp_avg_sq, scales[:blocks], scales[blocks:], origin, step)
 
-    def part(self, begin: int, end: int) -> Moments:
+    def view_range(self, begin: int, end: int) -> Moments:
         """The moments of elements [begin, end), which must be whole blocks if there are scales."""
         blocks = slice(begin // MOMENTS_BLOCK_NUMEL, end // MOMENTS_BLOCK_NUMEL)
         return replace(
@@ -66,6 +66,6 @@ class Moments:
         )
 
     @property
-    def quantised(self) -> bool:
+    def is_quantised(self) -> bool:
         """True for uint8 codes with scales."""
         return self.exp_avg_scale is not None

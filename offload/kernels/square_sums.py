@@ -60,7 +60,7 @@ class SquareSum:
     nonfinite: int = 0
 
     @classmethod
-    def of(cls, sums: torch.Tensor) -> SquareSum:
+    def from_rows(cls, sums: torch.Tensor) -> SquareSum:
         """The sum over the rows of (rows, 2) int64."""
         nonfinite = int(nonfinite_of(sums).sum())
         if nonfinite or not sums.numel():
@@ -71,7 +71,7 @@ class SquareSum:
         return cls(_exact_sum(highs[tags == top]), low, top + BIN_MIN)
 
     @classmethod
-    def merged(cls, parts: Iterable[SquareSum]) -> SquareSum:
+    def merge(cls, parts: Iterable[SquareSum]) -> SquareSum:
         """The sum of sums: the same bits as one sum over all their elements."""
         parts = list(parts)
         top = max((part.bin for part in parts), default=BIN_MIN)
@@ -80,7 +80,7 @@ class SquareSum:
         low += sum(part.high for part in parts if part.bin == top - 1)
         return cls(high, low, top, sum(part.nonfinite for part in parts))
 
-    def negated(self) -> SquareSum:
+    def negate(self) -> SquareSum:
         """A sum that subtracts this one from others when merged; the count of non-finite elements is not reduced."""
         return SquareSum(-self.high, -self.low, self.bin)
 

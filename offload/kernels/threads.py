@@ -35,7 +35,7 @@ def update_threads(numel: int, limit: int) -> int:
     limit = min(limit, physical_cores())
     if numel < WORTH_MEASURING_NUMEL or limit < 2:
         return max(limit, 1)
-    return _measured(limit)
+    return _measure_threads(limit)
 
 
 def kernel_threads(*, on_cpu: bool) -> int:
@@ -58,7 +58,7 @@ def physical_cores() -> int:
     return len({core_of(cpu) for cpu in os.sched_getaffinity(0)})
 
 
-def fewest_good(seconds: Mapping[int, float]) -> int:
+def fewest_sufficient(seconds: Mapping[int, float]) -> int:
     """The fewest threads that no larger number beats by `GAIN_MIN`.
 
     Args:
@@ -83,8 +83,8 @@ def measure(step: Callable[[int], None], limit: int) -> dict[int, float]:
 
 
 @functools.cache
-def _measured(limit: int) -> int:
-    return fewest_good(measure(scratch_update(SCRATCH_NUMEL, torch.float32), limit))
+def _measure_threads(limit: int) -> int:
+    return fewest_sufficient(measure(scratch_update(SCRATCH_NUMEL, torch.float32), limit))
 
 
 def scratch_update(numel: int, state_dtype: torch.dtype) -> Callable[[int], None]:
@@ -93,7 +93,7 @@ def scratch_update(numel: int, state_dtype: torch.dtype) -> Callable[[int], None
     memory = tensor_over(map_host(3 * width + Moments.nbytes(state_dtype, numel)))
     weight, gradient = memory[:width].view(torch.bfloat16), memory[width : 2 * width].view(torch.bfloat16)
     remainder = memory[2 * width : 3 * width].view(torch.int16)
-    moments = Moments.over(memory[3 * width :], state_dtype, numel, 0, 0)
+    moments = Moments.from_buffer(memory[3 * width :], state_dtype, numel, 0, 0)
     gradient.fill_(1.0)
     segments = [Segment(0, numel)]
     return lambda threads: kernels.adamw(weight, remainder, moments, gradient, segments, threads=threads)

@@ -25,7 +25,7 @@ WORTH_THREADS_NUMEL = 4 * TILE_NUMEL
 """For fewer elements, to start the threads takes as long as the work."""
 
 
-def run_alone(work: Callable[[], None], threads: int) -> None:
+def run_in_tile_threads(work: Callable[[], None], threads: int) -> None:
     """Call `work` in `threads` threads, where torch uses no further threads; returns when all are done.
 
     Raises Exception: what `work` raised in one of them.
@@ -39,13 +39,13 @@ def run_alone(work: Callable[[], None], threads: int) -> None:
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
     """Threads are kept: each new one would allocate memory that the process then keeps."""
-    return ThreadPoolExecutor(os.cpu_count(), "zero-tiles", initializer=_take_one)
+    return ThreadPoolExecutor(os.cpu_count(), "zero-tiles", initializer=_use_one_thread)
 
 
 os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-def can_run_alone() -> bool:
+def has_tile_threads() -> bool:
     """True if torch computes with OpenMP, and its library can be found."""
     return _set_own_threads() is not None
 
@@ -55,7 +55,7 @@ def tiles_of(begin: int, end: int, numel: int) -> Iterator[slice]:
     return (slice(lo, min(lo + numel, end)) for lo in range(begin, end, numel))
 
 
-def _take_one() -> None:
+def _use_one_thread() -> None:
     set_own_threads = _set_own_threads()
     if set_own_threads is not None:
         torch.get_num_threads()  # torch's first query in a thread sets the number, so it must happen before

@@ -29,7 +29,7 @@ import torch
 
 from offload.errors import StateError, StorageError
 from offload.kernels import kernels
-from offload.kernels.block_sums import BLOCK_BYTES, UNKNOWN, BlockSums
+from offload.kernels.block_sums import BLOCK_BYTES, UNKNOWN, BlockChecksums
 from offload.memory.arena import Arena
 from offload.memory.pinned import map_host, tensor_over
 from offload.planes.planes import Disk, Home, Plane, settle_all
@@ -47,7 +47,7 @@ class Pair:
     begin: int
     end: int
     offsets: tuple[int, int]
-    sums: BlockSums
+    sums: BlockChecksums
     """Checksums of the current slot."""
     current: int = 0
     """The slot with the newest values; for a run in memory, the slot of the last write-through."""
@@ -163,7 +163,7 @@ class TwoSlotPlane(Plane):
         """An earlier snapshot names these slots ("0" or "1" of each pair); all writes go to the other ones."""
         for index, (pair, slot) in enumerate(zip(self._pairs, slots, strict=True)):
             pair.kept = int(slot)
-            pair.sums = BlockSums(self.nbytes_of(pair))
+            pair.sums = BlockChecksums(self.nbytes_of(pair))
             self._turn(index, 1 - pair.kept)
 
     @property
@@ -174,10 +174,10 @@ class TwoSlotPlane(Plane):
     async def complete_checksums(self) -> None:
         """Read all blocks on the disk whose checksum is unknown, and sum them. Raises StorageError."""
         for pair in self._pairs:
-            for begin, end in pair.sums.unknown():
+            for begin, end in pair.sums.unknown_blocks():
                 buffer = tensor_over(map_host(end - begin))
                 await self._open_disk().read(pair.offsets[pair.current] + begin, buffer, self.name)
-                pair.sums.note(begin, buffer)
+                pair.sums.add_bytes(begin, buffer)
 
     async def write_again(self) -> None:
         """Repeat all writes to slots that no snapshot names: a sync has failed, so the drive may have lost them.
@@ -223,7 +223,7 @@ class TwoSlotPlane(Plane):
             if pair.kept is None:
                 raise StateError(f"plane {self.name}: no snapshot contains [{pair.begin:,}, {pair.end:,})")
             self._turn(index, pair.kept)
-            pair.sums = BlockSums(self.nbytes_of(pair), text)
+            pair.sums = BlockChecksums(self.nbytes_of(pair), text)
             reads.append(read(pair))
         await settle_all(reads)
 
@@ -246,7 +246,7 @@ class TwoSlotPlane(Plane):
         if self.frozen:
             raise StateError(f"plane {self.name}: nothing can be written while a snapshot is being committed")
         if pair.current == pair.kept and (lo, hi) == (pair.begin, pair.end):
-            other, sums = 1 - pair.current, BlockSums(part.numel())
+            other, sums = 1 - pair.current, BlockChecksums(part.numel())
             await self._write_slot(pair.offsets[other], 0, part, sums)
             pair.sums = sums
             self._turn(index, other)
@@ -255,14 +255,14 @@ class TwoSlotPlane(Plane):
             await self._carry_over(index, pair)
         await self._write_slot(pair.offsets[pair.current], self.nbytes(pair.begin, lo), part, pair.sums)
 
-    async def _write_slot(self, offset: int, begin: int, part: torch.Tensor, sums: BlockSums) -> None:
+    async def _write_slot(self, offset: int, begin: int, part: torch.Tensor, sums: BlockChecksums) -> None:
         """Write the bytes of a slot from `begin` on, and sum them during the write."""
-        sums.forget(begin, begin + part.numel())
+        sums.invalidate(begin, begin + part.numel())
         try:
             writing = self._open_disk().write(offset + begin, part, self.name)
             await settle_all([writing, _note(sums, begin, part)])
         except BaseException:
-            sums.forget(begin, begin + part.numel())
+            sums.invalidate(begin, begin + part.numel())
             raise
 
     async def _carry_over(self, index: int, pair: Pair) -> None:
@@ -290,9 +290,9 @@ class TwoSlotPlane(Plane):
 
     # ---- memory -------------------------------------------------------------------------------
 
-    async def _look(self, pair: Pair, arena: Arena, offset: int | None) -> BlockSums:
+    async def _look(self, pair: Pair, arena: Arena, offset: int | None) -> BlockChecksums:
         """Checksums of a pair in memory; its bytes are written to `offset` if that is given."""
-        memory, sums = self._memory_of(pair), BlockSums(self.nbytes_of(pair))
+        memory, sums = self._memory_of(pair), BlockChecksums(self.nbytes_of(pair))
         for begin in range(0, memory.numel(), BLOCK_BYTES):
             source = memory[begin : begin + BLOCK_BYTES]
             block = None if _fit_for_the_disk(source) else await arena.lease_when_free(source.numel(), self.name)
@@ -301,7 +301,7 @@ class TwoSlotPlane(Plane):
                     await self._copy(block.data, source)
                     source = block.data
                 if offset is None:
-                    sums.note(begin, source)
+                    sums.add_bytes(begin, source)
                 else:
                     await self._write_slot(offset, begin, source, sums)
             finally:
@@ -394,8 +394,8 @@ def _fit_for_the_disk(memory: torch.Tensor) -> bool:
     return memory.device.type == "cpu" and memory.data_ptr() % PAGE_BYTES == 0 and memory.numel() % PAGE_BYTES == 0
 
 
-async def _note(sums: BlockSums, begin: int, data: torch.Tensor) -> None:
+async def _note(sums: BlockChecksums, begin: int, data: torch.Tensor) -> None:
     """`BlockSums.note`, one block at a time: between two blocks the loop runs other tasks."""
     for at in range(0, data.numel(), BLOCK_BYTES):
-        sums.note(begin + at, data[at : at + BLOCK_BYTES])
+        sums.add_bytes(begin + at, data[at : at + BLOCK_BYTES])
         await asyncio.sleep(0)

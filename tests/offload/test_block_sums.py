@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.kernels import block_sums, kernels
-from offload.kernels.block_sums import UNKNOWN, BlockSums
+from offload.kernels.block_sums import UNKNOWN, BlockChecksums
 
 BLOCK = 64
 NBYTES = 4 * BLOCK + 24
@@ -34,32 +34,32 @@ parts = st.tuples(st.integers(0, NBYTES - 1), st.integers(1, NBYTES), st.boolean
 def test_a_known_block_has_the_checksum_of_its_bytes(writes: list[tuple[int, int, bool]], seed: int) -> None:
     """Some writes fail: what they leave is not known."""
     generator = torch.Generator().manual_seed(seed)
-    data, sums = torch.zeros(NBYTES, dtype=torch.uint8), BlockSums(NBYTES)
+    data, sums = torch.zeros(NBYTES, dtype=torch.uint8), BlockChecksums(NBYTES)
     for begin, end, fails in writes:
         data[begin:end] = torch.randint(0, 256, (end - begin,), generator=generator, dtype=torch.uint8)
         if fails:
-            sums.forget(begin, end)
-            touched = [(lo, hi) for lo, hi in sums.unknown() if lo < end and begin < hi]
+            sums.invalidate(begin, end)
+            touched = [(lo, hi) for lo, hi in sums.unknown_blocks() if lo < end and begin < hi]
             assert touched[0][0] <= begin and end <= touched[-1][1]
         else:
-            sums.note(begin, data[begin:end])
+            sums.add_bytes(begin, data[begin:end])
         told = [known for _, _, known in sums.blocks()]
         assert all(known in (UNKNOWN, true) for known, true in zip(told, truth(data), strict=True))
-    for begin, end in sums.unknown():
-        sums.note(begin, data[begin:end])
+    for begin, end in sums.unknown_blocks():
+        sums.add_bytes(begin, data[begin:end])
     assert [known for _, _, known in sums.blocks()] == truth(data)
-    assert list(BlockSums(NBYTES, sums.text).blocks()) == list(sums.blocks())
+    assert list(BlockChecksums(NBYTES, sums.text).blocks()) == list(sums.blocks())
 
 
 def test_parts_that_come_in_any_order_make_a_block_known() -> None:
-    data, sums = torch.arange(NBYTES, dtype=torch.uint8), BlockSums(NBYTES)
+    data, sums = torch.arange(NBYTES, dtype=torch.uint8), BlockChecksums(NBYTES)
     cuts = [0, 10, 100, 101, 200, NBYTES]
     for begin, end in sorted(pairwise(cuts), reverse=True):
         assert sums.text == ""
-        sums.note(begin, data[begin:end])
-    assert sums.unknown() == [] and len(sums.text) == 8 * 5
+        sums.add_bytes(begin, data[begin:end])
+    assert sums.unknown_blocks() == [] and len(sums.text) == 8 * 5
 
 
 def test_a_text_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="expected 5, got 1"):
-        BlockSums(NBYTES, BlockSums(8, "00000000").text)
+        BlockChecksums(NBYTES, BlockChecksums(8, "00000000").text)

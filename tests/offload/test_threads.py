@@ -21,7 +21,7 @@ from offload.kernels import threads
     ],
 )
 def test_the_fewest_threads_win_that_nothing_beats_by_a_tenth(seconds: dict[int, float], expected: int) -> None:
-    assert threads.fewest_good(seconds) == expected
+    assert threads.fewest_sufficient(seconds) == expected
 
 
 @pytest.mark.parametrize(("limit", "tried"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
@@ -41,7 +41,7 @@ def test_a_measurement_ends_after_the_round_in_which_time_is_up(monkeypatch: pyt
 
 def test_what_is_small_is_not_measured_and_limits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
-    monkeypatch.setattr(threads, "_measured", lambda limit: measured.append(limit) or 1)
+    monkeypatch.setattr(threads, "_measure_threads", lambda limit: measured.append(limit) or 1)
     monkeypatch.setattr(threads, "physical_cores", lambda: 4)
     assert threads.update_threads(4096, 8) == 4
     assert threads.update_threads(1 << 40, 1) == 1 and threads.update_threads(0, 0) == 1
@@ -52,7 +52,7 @@ def test_what_is_small_is_not_measured_and_limits_hold(monkeypatch: pytest.Monke
 
 def test_the_real_measurement_chooses_what_the_process_has() -> None:
     assert 1 <= threads.physical_cores() <= len(os.sched_getaffinity(0))
-    threads._measured.cache_clear()
+    threads._measure_threads.cache_clear()
     assert 1 <= threads.update_threads(threads.WORTH_MEASURING_NUMEL, 64) <= threads.physical_cores()
 
 

@@ -105,13 +105,13 @@ def by_kernel(
     weight = torch.empty(master.numel(), dtype=dtype)
     kept = masters.remainder_dtype(dtype)
     remainder = None if kept is None else torch.empty(master.numel(), dtype=kept)
-    masters.part(weight, remainder, master)
+    masters.split(weight, remainder, master)
     states = states_of(name, master.numel())
     for step, gradient in enumerate(given):
         segments = [Segment(0, master.numel(), **numbers, first=step == 0)]
         kernels.update(formula, weight, remainder, states, gradient, segments, grad_scale=scale, threads=threads)
     whole = torch.empty(master.numel())
-    masters.whole(whole, weight, remainder)
+    masters.join(whole, weight, remainder)
     return weight, whole, states
 
 
@@ -137,7 +137,7 @@ def test_every_isa_has_the_bits_of_torch_however_weights_and_gradients_are_store
         weight, master, held = by_kernel(name, dtype, start, given, scale)
         assert same([master, *held], [expected, *states]), (numel, dtype, grad_dtype)
         rounded = torch.empty(numel, dtype=dtype)
-        masters.part(rounded, None if dtype == torch.float32 else torch.empty(numel, dtype=STORED[dtype]), expected)
+        masters.split(rounded, None if dtype == torch.float32 else torch.empty(numel, dtype=STORED[dtype]), expected)
         assert torch.equal(weight, rounded)
 
 

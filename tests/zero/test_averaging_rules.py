@@ -40,7 +40,7 @@ def run_of(rule: Rule, planes: list[Tensor], gradient: Tensor, segments: list[An
 
 def master_of(planes: list[Tensor]) -> Tensor:
     master = torch.empty(NUMEL)
-    masters.whole(master, planes[0], planes[1] if planes[1].numel() else None)
+    masters.join(master, planes[0], planes[1] if planes[1].numel() else None)
     return master
 
 
@@ -54,7 +54,7 @@ def test_pieces_and_threads_leave_the_bits_as_they_are(kind: str, dtype: torch.d
     remainder = masters.remainder_dtype(dtype)
     beside = torch.zeros(NUMEL if remainder else 0, dtype=remainder or torch.int16)
     plain = [torch.empty(NUMEL, dtype=dtype), beside, *(torch.zeros(NUMEL) for _ in inner.states)]
-    masters.part(plain[0], beside if remainder else None, torch.randn(NUMEL, generator=generator))
+    masters.split(plain[0], beside if remainder else None, torch.randn(NUMEL, generator=generator))
     ours = [plane.clone() for plane in (*plain, torch.full((NUMEL,), 7.0))]
     expected = master_of(plain)
     move = get_ema_multi_avg_fn(DECAY)

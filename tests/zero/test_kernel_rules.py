@@ -78,7 +78,7 @@ def trained(
     master = torch.randn(NUMEL, generator=generator)
     kept = masters.remainder_dtype(dtype)
     weight, remainder = torch.empty(NUMEL, dtype=dtype), None if kept is None else torch.empty(NUMEL, dtype=kept)
-    masters.part(weight, remainder, master)
+    masters.split(weight, remainder, master)
     planes = tuple(torch.full((NUMEL,), 7.0) for _ in rule.states)  # whoever begins with them makes them
     progress: Progress | None = None
     lefts, before = [], dict(group)

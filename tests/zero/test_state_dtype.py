@@ -216,7 +216,7 @@ def held_out_loss(state_dtype: str, seed: int, steps: int = 300) -> float:
             beta1=beta1,
             beta2=beta2,
         )
-        moments = Moments.over(record, dtype, len(weight), 0, step)
+        moments = Moments.from_buffer(record, dtype, len(weight), 0, step)
         kernels.adamw(weight, None, moments, grad, [segment])
     with torch.no_grad():
         return statistics.fmean(float(model(text(-1 - index, batch=64))) for index in range(8))

@@ -16,7 +16,7 @@ from zero.optim.rules import TiledRule, UpdateRun
 from zero.plan.record import States
 
 NUMEL = tile_threads.WORTH_THREADS_NUMEL + 12_345
-needs_openmp = pytest.mark.skipif(not tile_threads.can_run_alone(), reason="this torch computes without OpenMP")
+needs_openmp = pytest.mark.skipif(not tile_threads.has_tile_threads(), reason="this torch computes without OpenMP")
 
 
 class Overlapping(torch.optim.SGD):
@@ -69,7 +69,7 @@ def test_torch_takes_one_thread_in_each_and_as_many_as_before_elsewhere() -> Non
             both.wait(30)
             seen.append((threading.get_ident(), torch.get_num_threads()))
 
-        tile_threads.run_alone(work, 2)
+        tile_threads.run_in_tile_threads(work, 2)
         later: list[int] = []
         other = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
         other.start()
@@ -85,7 +85,7 @@ def test_what_goes_wrong_in_a_thread_is_raised() -> None:
         raise ValueError("not this tile")
 
     with pytest.raises(ValueError, match="not this tile"):
-        tile_threads.run_alone(work, 2)
+        tile_threads.run_in_tile_threads(work, 2)
 
 
 def test_steps_of_a_class_of_the_users_own_never_overlap() -> None:

@@ -315,7 +315,7 @@ def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: in
         copy_alone(target, weight if part is None else part)
         return
     joined = target if weight.device.type == "cpu" else torch.empty_like(target, device=weight.device)
-    masters.whole(joined, weight, part)
+    masters.join(joined, weight, part)
     if joined is not target:
         target.copy_(joined)
 

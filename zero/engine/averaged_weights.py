@@ -286,22 +286,22 @@ class AveragedWeights:
 
 def _read_masters(runs: list[_Run]) -> None:
     for run in runs:
-        masters.whole(run.master, run.weight, run.remainder)
+        masters.join(run.master, run.weight, run.remainder)
 
 
 def _write_masters(runs: list[_Run]) -> None:
     for run in runs:
-        masters.part(run.weight, run.remainder, run.master)
+        masters.split(run.weight, run.remainder, run.master)
 
 
 def _average(runs: list[_Run]) -> None:
     for run in runs:
-        masters.part(run.weight, run.remainder, torch.lerp(run.master, run.plane, run.part))
+        masters.split(run.weight, run.remainder, torch.lerp(run.master, run.plane, run.part))
 
 
 def _trade(runs: list[_Run]) -> None:
     for run in runs:
-        masters.part(run.weight, run.remainder, run.plane)
+        masters.split(run.weight, run.remainder, run.plane)
         run.plane.copy_(run.master)
 
 

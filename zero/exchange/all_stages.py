@@ -74,7 +74,7 @@ class AllStages(Exchange):
         return not name.startswith(self._borrowed)
 
     def counted_elsewhere(self) -> SquareSum:
-        return self._twice.negated()
+        return self._twice.negate()
 
     def group(self, stages: Sequence[int]) -> Group:
         """This column's ranks of some stages; a rank of another stage is alone. Collective, with the same stages."""
@@ -99,7 +99,7 @@ class AllStages(Exchange):
 
     def count_elsewhere(self, gradient: torch.Tensor) -> None:
         """An earlier stage has this gradient (1-D, host) too, and counts it for the norm."""
-        self._twice = SquareSum.merged([self._twice, SquareSum.of(kernels.block_sumsq(gradient))])
+        self._twice = SquareSum.merge([self._twice, SquareSum.from_rows(kernels.block_sumsq(gradient))])
 
     def check(self) -> None:
         """Raise the error that has ended the pipeline, if any."""

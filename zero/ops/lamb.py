@@ -64,7 +64,7 @@ class Lamb(PlainOptimizer):
 
 def _norm(values: Tensor) -> float:
     """The norm, with the same bits on every device and number of threads; torch's sums depend on both."""
-    return SquareSum.of(kernels.block_sumsq(values.reshape(-1))).norm()
+    return SquareSum.from_rows(kernels.block_sumsq(values.reshape(-1))).norm()
 
 
 class FusedLamb(Lamb):

@@ -75,7 +75,7 @@ class EmaRule(Rule):
             *planes, average = piece.states.planes
             for begin, end, values in piece.segments:
                 if values.first:
-                    masters.whole(average[begin:end], *_stored(piece, slice(begin, end)))
+                    masters.join(average[begin:end], *_stored(piece, slice(begin, end)))
             segments = [(begin, end, values.inner) for begin, end, values in piece.segments]
             inner = piece._replace(states=States(tuple(planes)), segments=segments)
             made = self.inner.update(inner, grad_scale, threads)  # small states of whole parameters: there is one piece
@@ -89,7 +89,7 @@ class EmaRule(Rule):
             weight, stored = _stored(run, at)
             if stored is not None:
                 narrow, weight = weight, torch.empty_like(weight, dtype=torch.float32)
-                masters.whole(weight, narrow, stored)
+                masters.join(weight, narrow, stored)
             average[at].lerp_(weight, self._part)
 
         each_tile(run, move, threads)

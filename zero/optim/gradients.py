@@ -389,7 +389,7 @@ class Gradients:
 
     def square_sum(self) -> SquareSum:
         """Sum of squares over this rank's slices."""
-        return SquareSum.merged(SquareSum.of(state.sums) for state in self._units.values() if state.summed)
+        return SquareSum.merge(SquareSum.from_rows(state.sums) for state in self._units.values() if state.summed)
 
     # ---- inside -------------------------------------------------------------------------------
 

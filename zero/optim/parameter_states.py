@@ -222,7 +222,7 @@ class ParameterStates:
             if piece.remainder is not None:
                 weight, remainder = piece.weight.cpu(), piece.remainder.cpu().clone()
                 _follow_edits(weight, remainder)
-                masters.whole(runs[MASTER][part], weight, remainder)
+                masters.join(runs[MASTER][part], weight, remainder)
         return found
 
     def write(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -272,7 +272,7 @@ class ParameterStates:
             run = runs.get(MASTER)
             weight = _run(local_of(self.parameters[unit.slots[0].index]))
             master = (weight if run is None else run())[part].to("cpu", torch.float32)
-            masters.part(torch.empty_like(master, dtype=unit.dtype), record.remainder[at : at + end - begin], master)
+            masters.split(torch.empty_like(master, dtype=unit.dtype), record.remainder[at : at + end - begin], master)
 
     def check(self, index: int, name: str, value: Tensor) -> None:
         """Raise ConfigError if a state is not of its parameter's shape, or not sharded as the parameter is."""
@@ -378,7 +378,7 @@ def _follow_edits(weight: Tensor, master: Tensor) -> None:
         part = slice(begin, begin + EDITS_NUMEL)
         edited = weight[part].view(torch.int16) != master[part].to(weight.dtype).view(torch.int16)
         if bool(edited.any()):
-            masters.forget_where(edited, weight[part], master[part])
+            masters.reset_remainder_where(edited, weight[part], master[part])
 
 
 def _checked(name: str, parameter: Tensor, rule: Rule) -> Tensor:

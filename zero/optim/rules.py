@@ -271,7 +271,7 @@ def each_tile(run: UpdateRun, work: Callable[[slice, Any], None], threads: int) 
     """Call `work(tile, values)` for tiles of all segments; on the host with `threads`, if there is enough to do."""
     on_host = run.weight.device.type == "cpu"
     many = sum(end - begin for begin, end, _ in run.segments) >= tile_threads.WORTH_THREADS_NUMEL
-    alone = on_host and many and tile_threads.can_run_alone()
+    alone = on_host and many and tile_threads.has_tile_threads()
     numel = tile_threads.TILE_NUMEL if alone else TILE_NUMEL if on_host else TILE_NUMEL_GPU
     todo = iter([(at, v) for begin, end, v in run.segments for at in tile_threads.tiles_of(begin, end, numel)])
 
@@ -280,7 +280,7 @@ def each_tile(run: UpdateRun, work: Callable[[slice, Any], None], threads: int) 
             work(at, values)
 
     if alone:
-        tile_threads.run_alone(take_tiles, threads)
+        tile_threads.run_in_tile_threads(take_tiles, threads)
     else:
         take_tiles()
 
@@ -462,14 +462,14 @@ class TiledRule(Rule):
         tile = weight
         if stored is not None:
             tile = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-            masters.whole(tile, weight, stored)
+            masters.join(tile, weight, stored)
         # A copy: the optimizer may change `grad`, and must not do it twice if the update is repeated.
         gradient = run.gradient[at].to(torch.float32, copy=True)
         if grad_scale != 1.0:
             gradient.mul_(grad_scale)
         state, _ = self.step(tile.view(shape), gradient.view(shape), planes, values, small)
         if stored is not None:
-            masters.part(weight, stored, tile)
+            masters.split(weight, stored, tile)
         return self.small_of(state)
 
     def step(

@@ -109,11 +109,11 @@ def agree_on_step(
     if len({head[2] for head in heads}) > 1:
         raise _unlike([json.loads(answer) for answer in exchange.agree(f"settings of step {number}", said)])
     # Only the slices of one shard group: replicas have the same ones.
-    total = SquareSum.merged(SquareSum.unpack(heads[rank][3]) for rank in exchange.placement.shard_ranks)
+    total = SquareSum.merge(SquareSum.unpack(heads[rank][3]) for rank in exchange.placement.shard_ranks)
     if exchange.is_stage:
-        mine = SquareSum.merged([total, exchange.everyone.counted_elsewhere()])
+        mine = SquareSum.merge([total, exchange.everyone.counted_elsewhere()])
         stages = exchange.everyone.over_stages(f"norm of step {number}", mine.pack())
-        total = SquareSum.merged(map(SquareSum.unpack, stages))
+        total = SquareSum.merge(map(SquareSum.unpack, stages))
     union = {index for answer in answers for index, has in enumerate(answer[HEAD.size :]) if has}
     return total.norm(), union
 

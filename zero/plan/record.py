@@ -43,7 +43,7 @@ class States:
 
     def part(self, begin: int, end: int) -> States:
         """Elements [begin, end); whole blocks if there are scales."""
-        moments = None if self.moments is None else self.moments.part(begin, end)
+        moments = None if self.moments is None else self.moments.view_range(begin, end)
         return replace(self, planes=tuple(plane[begin:end] for plane in self.planes), moments=moments)
 
     def load(self, begin: int, end: int) -> tuple[Tensor, ...]:
@@ -51,7 +51,7 @@ class States:
         if self.planes or self.moments is None:
             return tuple(plane[begin:end].clone() for plane in self.planes)
         first, last = begin // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL, align_up(end, MOMENTS_BLOCK_NUMEL)
-        loaded = kernels.moments_load(self.moments.part(first, last))
+        loaded = kernels.moments_load(self.moments.view_range(first, last))
         return tuple(values[begin - first : end - first] for values in loaded)
 
     def put(self, which: int, begin: int, values: Tensor) -> None:

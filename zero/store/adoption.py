@@ -70,7 +70,7 @@ class Piece(NamedTuple):
         elif self.remainder is None:
             part.copy_(self.weight)  # not by way of another copy on the host
         else:
-            masters.whole(part, self.weight.cpu(), self.remainder.cpu())
+            masters.join(part, self.weight.cpu(), self.remainder.cpu())
 
 
 ReadSource = Callable[[nn.Parameter, int, int, bool], Iterable[Piece]]
@@ -335,13 +335,13 @@ def _front_for(piece: Piece, staged: StagedGroup, record: Record, front_bytes: i
 def _store_weight(target: torch.Tensor, remainder: torch.Tensor | None, piece: Piece) -> bool:
     """Store weights, and the remainders of their masters; True if all weights are finite."""
     if remainder is not None and piece.remainder is None and piece.weight.dtype != target.dtype:
-        masters.part(target, remainder, piece.weight.to(target.device, torch.float32))
+        masters.split(target, remainder, piece.weight.to(target.device, torch.float32))
         return _is_finite(kernels.block_sumsq(target))
     finite = _copy(target, piece.weight)
     if remainder is not None and piece.remainder is not None:
         remainder.copy_(piece.remainder)
     elif remainder is not None:
-        masters.forget(target, remainder)
+        masters.reset_remainder(target, remainder)
     return finite
 
 

@@ -14,7 +14,7 @@ from offload.disk.aio import Aio, AioOptions
 from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError
 from offload.files.snapshot_files import SnapshotSwap
-from offload.kernels.block_sums import BlockSums
+from offload.kernels.block_sums import BlockChecksums
 from offload.kernels.square_sums import rows_in
 from offload.memory.arena import Arena, Block, MemoryRegion, Relocate
 from offload.memory.faulting import Faulting
@@ -427,7 +427,7 @@ class Storage:
         return self._kept(plane)
 
     def _pair(self, begin: int, end: int, nbytes: int) -> Pair:
-        return Pair(begin, end, (self._reserved(nbytes), self._reserved(nbytes)), BlockSums(nbytes))
+        return Pair(begin, end, (self._reserved(nbytes), self._reserved(nbytes)), BlockChecksums(nbytes))
 
     def _reserved(self, nbytes: int) -> int:
         offset = self._swap_used_bytes

@@ -89,12 +89,12 @@ class GradientValues:
 
         All ranks call this together. None: some gradient is not reduced yet.
         """
-        own = SquareSum.merged(part for unit, slot in places for part in self._own_sums(unit, slot))
+        own = SquareSum.merge(part for unit, slot in places for part in self._own_sums(unit, slot))
         waits = any(unit.index in self._gradients.waiting(unit.index) for unit, _ in places)
         answers = self._exchange.agree(f"norm of the gradient of {places[0][1].name}", bytes([waits]) + own.pack())
         if any(answer[0] for answer in answers):
             return None
-        return SquareSum.merged(SquareSum.unpack(answers[rank][1:]) for rank in self._placement.shard_ranks)
+        return SquareSum.merge(SquareSum.unpack(answers[rank][1:]) for rank in self._placement.shard_ranks)
 
     def _own_sums(self, unit: Unit, slot: Slot) -> Iterator[SquareSum]:
         state = self._gradients.state_of(unit)
@@ -104,11 +104,11 @@ class GradientValues:
         begin = min(align_up(lo, BLOCK_NUMEL), hi)
         end = hi if hi == unit.shard_numel else max(hi // BLOCK_NUMEL * BLOCK_NUMEL, begin)
         if begin < end:
-            yield SquareSum.of(rows_of(state.sums, begin, end))
+            yield SquareSum.from_rows(rows_of(state.sums, begin, end))
         for first, last in ((lo, begin), (end, hi)):  # neighbours are in these blocks too
             if first < last:
                 values = self._gradients.read_stored(state, unit.begin + first, unit.begin + last)
-                yield SquareSum.of(kernels.block_sumsq(values))
+                yield SquareSum.from_rows(kernels.block_sumsq(values))
 
     def apply_factor(self, unit: Unit, slot: Slot) -> None:
         """Multiply what this rank has of the slot by its factor, which stays noted; a dropped gradient ends."""

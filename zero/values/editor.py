@@ -277,7 +277,7 @@ class UnitEditor:
             mask, weights = edited[part], own[part]
             if record.remainder is None or not bool(mask.any()):
                 return False
-            masters.forget_where(mask, weights, record.remainder[lo : lo + mask.numel()])
+            masters.reset_remainder_where(mask, weights, record.remainder[lo : lo + mask.numel()])
             return True
 
         await self._visit_records(unit, visit, unit.begin + first, unit.begin + last)

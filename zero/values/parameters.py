@@ -165,7 +165,7 @@ class ParameterValues:
         flat, unit = self._given(value).reshape(-1), self._places[0][0]
         weights = torch.empty(flat.numel(), dtype=unit.dtype, device="cpu")
         remainders = None if unit.remainder is None else torch.empty(flat.numel(), dtype=unit.remainder, device="cpu")
-        masters.part(weights, remainders, flat)
+        masters.split(weights, remainders, flat)
         with GatheredParameters([self._parameter], modifier_rank=0), torch.no_grad():
             self._parameter.copy_(weights.view(self._parameter.shape))
         if remainders is not None:

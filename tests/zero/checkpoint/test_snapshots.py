@@ -490,7 +490,7 @@ def test_what_the_steps_write_is_not_read_again_for_its_checksums(
     complete = TwoSlotPlane.complete_checksums
 
     async def counted(plane: TwoSlotPlane) -> None:
-        read.append(sum(end - begin for pair in plane.pairs for begin, end in pair.sums.unknown()))
+        read.append(sum(end - begin for pair in plane.pairs for begin, end in pair.sums.unknown_blocks()))
         await complete(plane)
 
     monkeypatch.setattr(TwoSlotPlane, "complete_checksums", counted)
