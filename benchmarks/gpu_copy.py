@@ -18,7 +18,7 @@ import torch
 from benchmarks.common import Candidate, Report, RivalMissing, Round, measure, parser
 from benchmarks.gpu import require_gpu
 from benchmarks.rivals.cudart import Cudart
-from offload.memory.arena import Arena
+from offload.memory.arena import BlockPool
 from offload.streams import DeviceStreams
 
 DIRECTIONS = {"to the device": "to_device", "to the host": "to_host", "both ways": "both_ways"}
@@ -34,12 +34,12 @@ def ours(
 ) -> Callable[[], None]:
     """One run moves `total_bytes` in transfers of `transfer_bytes`; the memory is kept until `until` ends."""
     streams = DeviceStreams(device)
-    host = Arena("host", 2 * transfer_bytes, "none", torch.device("cpu"), pinned=True)
-    memory = Arena("device", 2 * transfer_bytes, "none", device)
+    host = BlockPool("host", 2 * transfer_bytes, "none", torch.device("cpu"), pinned=True)
+    memory = BlockPool("device", 2 * transfer_bytes, "none", device)
     for resource in (memory, host, streams):  # closed the other way round: first nothing moves any more
         until.callback(resource.close)
-    hosts = [host.lease(transfer_bytes, "benchmark").data for _ in range(2)]
-    devices = [memory.lease(transfer_bytes, "benchmark").data for _ in range(2)]
+    hosts = [host.allocate(transfer_bytes, "benchmark").data for _ in range(2)]
+    devices = [memory.allocate(transfer_bytes, "benchmark").data for _ in range(2)]
 
     async def run() -> None:
         fences = []

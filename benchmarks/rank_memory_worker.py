@@ -18,7 +18,7 @@ import zero
 from benchmarks import rank_loop
 from benchmarks.loop import emit
 from benchmarks.shapes import SHAPES, Shape
-from offload.memory.pinned import return_freed_memory
+from offload.memory.pinned import trim_heap
 from offload.planes.planes import Plane
 from zero.plan.plan import NVME
 
@@ -35,7 +35,7 @@ def proportional_bytes() -> int:
 
 def settled_bytes() -> int:
     """`proportional_bytes` while every rank is at rest and holds no freed memory. A collective."""
-    return_freed_memory()
+    trim_heap()
     dist.barrier()
     found = proportional_bytes()
     dist.barrier()

@@ -21,7 +21,7 @@ import zero
 from benchmarks import rank_loop
 from benchmarks.loop import emit, peak_rss_bytes
 from benchmarks.shapes import Shape
-from offload.memory.pinned import keep_freed_memory
+from offload.memory.pinned import retain_heap
 
 BUCKET_NUMEL = 25_000_000
 """What one collective moves at once: a usual bucket."""
@@ -98,7 +98,7 @@ def reference(spec: dict[str, Any]) -> dict[str, Any]:
 def plain(spec: dict[str, Any]) -> dict[str, Any]:
     """What both ranks compute, at the same time, on a thread each."""
     engine = Plain(rank_loop.model_of(Shape(**spec["shape"])).bfloat16())
-    keep_freed_memory()
+    retain_heap()
     return rank_loop.train(engine, spec)
 
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from benchmarks.common import Report, RivalMissing, measure, parser
 from offload.kernels import kernels
-from offload.memory.pinned import touch
-from offload.memory.shared_region import SharedRegion, exchange_regions
+from offload.memory.pinned import fault_in
+from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.node.board import NodeBoard
 from offload.node.shared_exchange import SharedExchange
 from offload.sizes import BLOCK_NUMEL
@@ -40,10 +40,10 @@ class Rank:
 
     def __init__(self, nbytes: int) -> None:
         rank, count = dist.get_rank(), dist.get_world_size()
-        self.region = SharedRegion(nbytes, "gradient")
-        self.regions = exchange_regions(rank, count, share, self.region)
+        self.region = SharedHostMemory(nbytes, "gradient")
+        self.regions = map_peer_memory(rank, count, share, self.region)
         for region in self.regions:
-            touch(region.data)
+            fault_in(region.data)
         board = NodeBoard.join(rank, count, SharedExchange.columns(), share)
         self.exchange = SharedExchange(board, self.regions, (rank, count), DEADLINE_SECONDS)
         self.flat = self.region.data.view(torch.bfloat16).normal_()

@@ -21,7 +21,7 @@ from torch import nn
 import zero
 from benchmarks.loop import emit, peak_rss_bytes, saved_bytes, timed_steps
 from benchmarks.quantised import lora_over_codes
-from offload.memory.pinned import return_freed_memory
+from offload.memory.pinned import trim_heap
 
 COUNTERS = (
     *("forward_seconds", "backward_seconds", "optimizer_seconds", "exposed_wait_seconds"),
@@ -114,7 +114,7 @@ def activations(spec: dict[str, Any]) -> dict[str, Any]:
         return loss
 
     model = make(1)
-    return_freed_memory()
+    trim_heap()
     before = psutil.Process().memory_info().rss
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     # First of all that is run, so that what torch loads at the first use of an optimizer and a kernel is in it.

@@ -20,7 +20,7 @@ from benchmarks.common import Report, Round, measure, parser
 from benchmarks.throttled import CannotThrottle, ThrottledDisks
 from offload.disk.aio import AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
-from offload.memory.arena import Arena
+from offload.memory.arena import BlockPool
 from offload.planes.planes import Disk
 
 RECORDS_IN_FLIGHT = 4
@@ -36,8 +36,8 @@ class Drives:
         self._disk = Disk(open_aio(AioOptions()), self.swap)
         arena_bytes = RECORDS_IN_FLIGHT * record_bytes
         register = self._disk.aio.register_memory
-        self._arena = Arena("benchmark", arena_bytes, "--record-bytes", torch.device("cpu"), register=register)
-        self._blocks = [self._arena.lease(record_bytes, "a record") for _ in range(RECORDS_IN_FLIGHT)]
+        self._arena = BlockPool("benchmark", arena_bytes, "--record-bytes", torch.device("cpu"), register=register)
+        self._blocks = [self._arena.allocate(record_bytes, "a record") for _ in range(RECORDS_IN_FLIGHT)]
         for block in self._blocks:
             block.data.random_()
         self._loop = asyncio.new_event_loop()

@@ -14,7 +14,7 @@ import torch
 from benchmarks.common import write_incompressible
 from offload.disk.aio import AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
-from offload.memory.arena import Arena
+from offload.memory.arena import BlockPool
 from offload.planes.planes import Disk
 
 RECORDS_IN_FLIGHT = 4
@@ -45,14 +45,14 @@ class Swapper:
         fd = next(swap.file_ranges(0, capacity_bytes)).fd
         self.traffic = self._disk.traffic
         self.path, self.backend = f"/proc/{os.getpid()}/fd/{fd}", self._disk.aio.backend
-        self._arena = Arena(
+        self._arena = BlockPool(
             "benchmark",
             RECORDS_IN_FLIGHT * record_bytes,
             "--record-bytes",
             torch.device("cpu"),
             register=self._disk.aio.register_memory,
         )
-        self._blocks = [self._arena.lease(record_bytes, "a record") for _ in range(RECORDS_IN_FLIGHT)]
+        self._blocks = [self._arena.allocate(record_bytes, "a record") for _ in range(RECORDS_IN_FLIGHT)]
         self._loop = asyncio.new_event_loop()
         write_incompressible(fd, capacity_bytes)
         for block in self._blocks:
@@ -76,7 +76,7 @@ class Swapper:
         self._loop.close()
         self._disk.close()
         for block in self._blocks:
-            block.release()
+            block.free()
         self._arena.close()
 
     def __enter__(self) -> Swapper:

@@ -29,7 +29,7 @@ from benchmarks.shapes import Shape
 from offload.accelerator import compute_device
 from offload.disk.aio import AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
-from offload.memory.pinned import keep_freed_memory, map_host, return_freed_memory, tensor_over
+from offload.memory.pinned import map_host, retain_heap, tensor_over, trim_heap
 from offload.planes.planes import Disk
 from offload.sizes import PAGE_BYTES, align_up
 from zero.optim.muon import is_hidden_matrix
@@ -92,7 +92,7 @@ def plain(spec: dict[str, Any]) -> dict[str, Any]:
     shape = Shape(**spec["shape"])
     model, samples = GPT(shape), Samples(shape)
     model = model.bfloat16() if spec.get("bf16", True) else model
-    keep_freed_memory()
+    retain_heap()
     forward: list[float] = []
 
     def step() -> None:
@@ -114,7 +114,7 @@ def resident(spec: dict[str, Any]) -> dict[str, Any]:
     shape = Shape(**spec["shape"])
     model, samples = GPT(shape), Samples(shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    keep_freed_memory()
+    retain_heap()
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -175,9 +175,9 @@ def activations(spec: dict[str, Any]) -> dict[str, Any]:
     models = [GPT(replace(shape, layers=layers)).bfloat16() for layers in (1, 2)]
     saved = [saved_bytes(model, partial(_loss, model, samples)) for model in models]
     del models
-    return_freed_memory()
+    trim_heap()
     model = GPT(replace(shape, layers=1)).bfloat16()
-    return_freed_memory()
+    trim_heap()
     # From the first step on gradients stay, so the growth below has none of them in it.
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -13,7 +13,7 @@ from offload.disk.aio import AioOptions, open_aio
 from offload.disk.aio_base import BACKENDS
 from offload.errors import ZeroInfinityError
 from offload.memory.pinned import map_host, tensor_over
-from offload.memory.shared_region import SharedRegion
+from offload.memory.shared_region import SharedHostMemory
 from offload.sizes import PAGE_BYTES
 
 TRIED_BYTES = 2 << 20
@@ -83,7 +83,7 @@ def direct_io_trouble(folder: Path) -> str:
 def shared_memory_trouble() -> str:
     """Why processes cannot share nameless memory; empty if they can."""
     try:
-        region = SharedRegion(TRIED_BYTES, "a test of shared memory")
+        region = SharedHostMemory(TRIED_BYTES, "a test of shared memory")
         region.close()
     except (ZeroInfinityError, OSError) as error:
         return str(error)

@@ -386,7 +386,7 @@ def device_memories(engine: Any) -> list[Tensor]:
     """All memory that the engine has allocated for its device and not released."""
     storage = engine.run.parts.storage
     pools = (storage.unit_pool, storage.gradient_pool, storage.update_pool)
-    memories = [region.data for region in storage.regions if region.movable] + [pool._data for pool in pools]
+    memories = [region.data for region in storage.regions if region.is_movable] + [pool._data for pool in pools]
     return [memory for memory in memories if memory is not None and memory.numel()]
 
 

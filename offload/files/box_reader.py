@@ -15,7 +15,7 @@ from offload.disk.aio import AioOptions, open_aio_loop
 from offload.errors import DamagedError
 from offload.files.durable import DurableFile, Files
 from offload.kernels import kernels
-from offload.memory.arena import Arena, Block
+from offload.memory.arena import Block, BlockPool
 from offload.sizes import PAGE_BYTES, align_up
 
 BLOCKS = 10
@@ -58,7 +58,7 @@ class BoxReader:
             self._aio, self._io_loop = open_aio_loop(AioOptions())
             undo.callback(self._aio.close)
             undo.callback(self._io_loop.close)
-            self._pool = Arena(
+            self._pool = BlockPool(
                 "reading",
                 BLOCKS * self._block_bytes,
                 "nothing: it is fixed",
@@ -129,7 +129,7 @@ class BoxReader:
         await asyncio.gather(*(entry.reading for entry in self._entries.values()), return_exceptions=True)
         for entry in self._entries.values():
             if entry.block is not None:
-                entry.block.release()
+                entry.block.free()
         self._entries.clear()
 
     async def _read_ahead(self, boxes: list[StoredBox]) -> None:
@@ -145,7 +145,7 @@ class BoxReader:
     def _allocate_block(self, nbytes: int) -> Block | None:
         """Memory for one more box, free or reclaimed; None if there is none. Many small boxes may fit in."""
         while True:
-            block = self._pool.try_lease(nbytes) if len(self._entries) < ENTRIES_MAX else None
+            block = self._pool.try_allocate(nbytes) if len(self._entries) < ENTRIES_MAX else None
             if block is not None or not self._reclaim():
                 return block
 
@@ -155,7 +155,7 @@ class BoxReader:
             if entry.is_used and entry.reading.done() and entry not in self._recent:
                 del self._entries[box]
                 if entry.block is not None:
-                    entry.block.release()
+                    entry.block.free()
                 return True
         return False
 

@@ -17,8 +17,8 @@ import torch
 from offload.accelerator import synchronize
 from offload.errors import BudgetError, StateError
 from offload.memory.flat_storage import exact_alias
-from offload.memory.pinned import hide_from_children, map_host, missing_bytes, pin, tensor_over
-from offload.memory.shared_region import SharedRegion
+from offload.memory.pinned import map_host, pin, tensor_over, unfaulted_bytes, wipe_on_fork
+from offload.memory.shared_region import SharedHostMemory
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Event, MaybeEvent
 
@@ -26,19 +26,19 @@ from offload.streams import Event, MaybeEvent
 Relocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
-_open: weakref.WeakSet[MemoryRegion] = weakref.WeakSet()
+_open_pools: weakref.WeakSet[LinearPool] = weakref.WeakSet()
 
 
-def promised_bytes(leaving: Collection[MemoryRegion] = ()) -> int:
+def unfaulted_pool_bytes(closing: Collection[LinearPool] = ()) -> int:
     """Host memory of this process's open regions that the kernel has still to give, and so still counts as free.
 
-    `leaving`: regions that are about to be closed.
+    `closing`: regions that are about to be closed.
     """
-    waiting = (region.faultable for region in tuple(_open) if region not in leaving)
-    return sum(missing_bytes(data) for data in waiting if data is not None)
+    waiting = (region.unfaulted_data for region in tuple(_open_pools) if region not in closing)
+    return sum(unfaulted_bytes(data) for data in waiting if data is not None)
 
 
-class MemoryRegion:
+class LinearPool:
     """One allocation of exactly `nbytes`, zero at first, taken piece by piece and freed as a whole.
 
     Pages of host memory that is not pinned are faulted in at the first write. So while a model is moved from memory
@@ -46,11 +46,11 @@ class MemoryRegion:
 
     Args:
         pinned: page-lock host memory for copies to a GPU.
-        region: shared memory; its first `nbytes` are used instead of an allocation. Its owner keeps it.
+        shared: shared memory; its first `nbytes` are used instead of an allocation. Its owner keeps it.
         of_device: the memory belongs to the budget of the device that computes, wherever `device` is.
 
     Attributes:
-        away: the bytes are in host memory for now, see `put_away`.
+        is_on_host: the bytes are in host memory for now, see `put_away`.
     """
 
     def __init__(
@@ -59,25 +59,25 @@ class MemoryRegion:
         device: torch.device,
         *,
         pinned: bool = False,
-        region: SharedRegion | None = None,
+        shared: SharedHostMemory | None = None,
         of_device: bool = False,
     ) -> None:
-        self.nbytes, self.of_device, self.away = nbytes, of_device, False
-        self._device, self._shared = device, region is not None
-        self._taken_bytes = 0
-        _check_room(f"region of {nbytes:,} bytes", nbytes, region)
-        self._data: torch.Tensor | None = _allocate(nbytes, device, touched=False, region=region)
+        self.nbytes, self.of_device, self.is_on_host = nbytes, of_device, False
+        self._device, self._is_shared = device, shared is not None
+        self._allocated_bytes = 0
+        _check_room(f"region of {nbytes:,} bytes", nbytes, shared)
+        self._data: torch.Tensor | None = _allocate(nbytes, device, prefault=False, shared=shared)
         self._unpin = pin(self._data) if pinned and device.type == "cpu" else None
-        _open.add(self)
+        _open_pools.add(self)
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         """The next `nbytes` as a uint8 tensor with a storage of its own. Raises BudgetError: the region is used up."""
-        if self._data is None or self._taken_bytes + nbytes > self.nbytes:
+        if self._data is None or self._allocated_bytes + nbytes > self.nbytes:
             raise BudgetError(
-                f"region of {self.nbytes:,} bytes: {nbytes:,} more do not fit after {self._taken_bytes:,}"
+                f"region of {self.nbytes:,} bytes: {nbytes:,} more do not fit after {self._allocated_bytes:,}"
             )
-        begin = self._taken_bytes
-        self._taken_bytes += nbytes
+        begin = self._allocated_bytes
+        self._allocated_bytes += nbytes
         return exact_alias(self._data[begin : begin + nbytes])
 
     @property
@@ -86,19 +86,19 @@ class MemoryRegion:
         return self._data
 
     @property
-    def movable(self) -> bool:
+    def is_movable(self) -> bool:
         """True for memory in the device's budget that is neither shared nor closed."""
-        return self.of_device and not self._shared and self._data is not None
+        return self.of_device and not self._is_shared and self._data is not None
 
     @property
-    def faultable(self) -> torch.Tensor | None:
+    def unfaulted_data(self) -> torch.Tensor | None:
         """The host memory, if some of its pages may be missing: it is neither page-locked nor shared. Else None."""
         data = self._data
-        if data is None or self._shared or self._unpin is not None or data.device.type != "cpu":
+        if data is None or self._is_shared or self._unpin is not None or data.device.type != "cpu":
             return None
         return data
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def contains(self, tensor: torch.Tensor) -> bool:
         """True if `tensor` (uint8, not empty) is a part of the region."""
         data = self._data
         return (
@@ -108,7 +108,7 @@ class MemoryRegion:
             and 0 <= tensor.data_ptr() - data.data_ptr() < data.numel()
         )
 
-    def put_away(self, *, pinned: bool) -> Relocate:
+    def move_to_host(self, *, pinned: bool) -> Relocate:
         """Move all bytes to host memory. The device must not have work in flight that uses them.
 
         Returns a function: it maps a tensor from `take`, or a part of one, to the same bytes at their new place, and
@@ -116,23 +116,23 @@ class MemoryRegion:
         is dropped. Raises BudgetError: the host has no room; nothing has changed. Raises StateError: the memory is not
         `movable`. `pinned`: page-lock the host memory.
         """
-        return self._move(torch.device("cpu"), pinned=pinned, away=True)
+        return self._move(torch.device("cpu"), pinned=pinned, to_host=True)
 
-    def bring_back(self) -> Relocate:
+    def move_back(self) -> Relocate:
         """Move all bytes back to the region's own device; as `put_away`.
 
         Raises torch.OutOfMemoryError: the device has no room; nothing has changed.
         """
-        return self._move(self._device, pinned=False, away=False)
+        return self._move(self._device, pinned=False, to_host=False)
 
-    def _move(self, device: torch.device, *, pinned: bool, away: bool) -> Relocate:
+    def _move(self, device: torch.device, *, pinned: bool, to_host: bool) -> Relocate:
         old = self._data
-        if old is None or not self.movable:
+        if old is None or not self.is_movable:
             raise StateError(f"region of {self.nbytes:,} bytes: it cannot be moved, because it is closed or shared")
-        new = _allocate(self.nbytes, device, touched=False)
+        new = _allocate(self.nbytes, device, prefault=False)
         unpin = pin(new) if pinned else None
         new.copy_(old)
-        undo, self._unpin, self._data, self.away = self._unpin, unpin, new, away
+        undo, self._unpin, self._data, self.is_on_host = self._unpin, unpin, new, to_host
         if undo is not None:
             undo()
 
@@ -152,14 +152,14 @@ class MemoryRegion:
         self._data = None
 
 
-class Extents:
+class ExtentAllocator:
     """Allocates aligned extents of [0, capacity_bytes). Not thread-safe: one owner."""
 
     def __init__(self, capacity_bytes: int, align_bytes: int = PAGE_BYTES) -> None:
         self._align_bytes = align_bytes
         self.capacity_bytes = capacity_bytes // align_bytes * align_bytes
         self._free: list[tuple[int, int]] = [(0, self.capacity_bytes)] if self.capacity_bytes else []
-        self._taken: dict[int, int] = {}
+        self._allocated: dict[int, int] = {}
         self.used_bytes = 0
         self.peak_bytes = 0
 
@@ -189,7 +189,7 @@ class Extents:
         self._free.remove(best)
         if begin + need < end:
             insort(self._free, (begin + need, end))
-        self._taken[begin] = need
+        self._allocated[begin] = need
         self.used_bytes += need
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return begin
@@ -199,7 +199,7 @@ class Extents:
 
         Raises StateError: `offset` is not an allocated extent.
         """
-        nbytes = self._taken.pop(offset, None)
+        nbytes = self._allocated.pop(offset, None)
         if nbytes is None:
             raise StateError(f"free at offset {offset}: no extent starts there")
         self.used_bytes -= nbytes
@@ -212,10 +212,10 @@ class Extents:
         insort(self._free, (begin, end))
 
 
-class Lender(Protocol):
+class BlockOwner(Protocol):
     """An object that leases blocks."""
 
-    def take_back(self, offset: int, nbytes: int, fences: tuple[MaybeEvent, ...]) -> None:
+    def free_range(self, offset: int, nbytes: int, events: tuple[MaybeEvent, ...]) -> None:
         """Called by `Block.release`."""
 
 
@@ -224,27 +224,27 @@ class Block:
 
     Attributes:
         data: uint8, with a storage of exactly the requested length.
-        fences: they cover earlier uses of that memory on a device; new work on the device must wait for them.
+        events: they cover earlier uses of that memory on a device; new work on the device must wait for them.
     """
 
-    def __init__(self, arena: Lender, offset: int, data: torch.Tensor, fences: tuple[MaybeEvent, ...] = ()) -> None:
-        self._arena, self._offset, self.data, self.fences = arena, offset, data, fences
+    def __init__(self, owner: BlockOwner, offset: int, data: torch.Tensor, events: tuple[MaybeEvent, ...] = ()) -> None:
+        self._owner, self._offset, self.data, self.events = owner, offset, data, events
 
     def view(self, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
         """`numel` elements of `dtype` starting `offset_bytes` into the block."""
         return self.data[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
 
-    def release(self, *fences: MaybeEvent) -> None:
+    def free(self, *events: MaybeEvent) -> None:
         """Return the block to its arena. Idempotent.
 
-        `fences`: they cover the last uses on a device; only device memory may be returned before they have passed.
+        `events`: they cover the last uses on a device; only device memory may be returned before they have passed.
         """
         if self._offset >= 0:
-            self._arena.take_back(self._offset, self.data.numel(), fences)
+            self._owner.free_range(self._offset, self.data.numel(), events)
             self._offset = -1
 
 
-class Arena:
+class BlockPool:
     """One exact-size allocation, made at first use, faulted once, sub-allocated by extent and reused. One owner thread.
 
     Args:
@@ -253,7 +253,7 @@ class Arena:
         pinned: page-lock host memory for copies to a GPU.
         register: registers host memory with the I/O engine and returns a function that undoes it. Only for an arena
             whose blocks the engine alone uses: children of fork find zeros in it.
-        region: shared memory, used from its first byte instead of an allocation. Its owner keeps it.
+        shared: shared memory, used from its first byte instead of an allocation. Its owner keeps it.
     """
 
     def __init__(
@@ -265,18 +265,20 @@ class Arena:
         *,
         pinned: bool = False,
         register: Callable[[torch.Tensor], Callable[[], None]] | None = None,
-        region: SharedRegion | None = None,
+        shared: SharedHostMemory | None = None,
     ) -> None:
         self.name, self._knob, self._device, self._pinned = name, knob, device, pinned
         self._register = register if device.type == "cpu" else None
         self._undo: list[Callable[[], None]] = []
-        self._region = region
-        self._extents = Extents(align_up(nbytes, PAGE_BYTES))
-        _check_room(f"the {name} arena", self._extents.capacity_bytes, region)
+        self._shared = shared
+        self._extents = ExtentAllocator(align_up(nbytes, PAGE_BYTES))
+        _check_room(f"the {name} arena", self._extents.capacity_bytes, shared)
         self._data: torch.Tensor | None = None
         self._closed = False
         self._waiters: list[asyncio.Future[None]] = []
-        self._left: list[tuple[int, int, Event]] = []  # (first byte, end, fence): released, in use by the device.
+        self._freed_in_use: list[
+            tuple[int, int, Event]
+        ] = []  # (first byte, end, fence): released, in use by the device.
 
     @property
     def capacity_bytes(self) -> int:
@@ -291,7 +293,7 @@ class Arena:
         """The most bytes that were leased at once."""
         return self._extents.peak_bytes
 
-    def try_lease(self, nbytes: int) -> Block | None:
+    def try_allocate(self, nbytes: int) -> Block | None:
         """A block of exactly `nbytes`, or None when no free run is long enough."""
         if nbytes == 0:
             return Block(self, -1, torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -302,17 +304,17 @@ class Arena:
             return None
         try:
             data = exact_alias(self._memory()[offset : offset + nbytes])
-            return Block(self, offset, data, self._fences_of(offset, offset + nbytes))
+            return Block(self, offset, data, self._events_of(offset, offset + nbytes))
         except BaseException:
             self._extents.free(offset)
             raise
 
-    def lease(self, nbytes: int, what: str) -> Block:
+    def allocate(self, nbytes: int, what: str) -> Block:
         """As `try_lease`, but raises.
 
         Raises BudgetError: the block does not fit; the message names the free bytes and the knob.
         """
-        block = self.try_lease(nbytes)
+        block = self.try_allocate(nbytes)
         if block is None:
             raise BudgetError(
                 f"{what}: needs {nbytes:,} contiguous bytes of the {self.name} arena; the largest free block has "
@@ -321,61 +323,61 @@ class Arena:
             )
         return block
 
-    async def lease_when_free(self, nbytes: int, what: str) -> Block:
+    async def allocate_async(self, nbytes: int, what: str) -> Block:
         """A block, as soon as enough others have been released. For coroutines of one event loop.
 
         Lease everything a job needs in one block: a job that holds one block and waits for another can wait for itself.
         Raises BudgetError: nothing is leased and the block still does not fit.
         """
-        while (block := self.try_lease(nbytes)) is None:
+        while (block := self.try_allocate(nbytes)) is None:
             if self.used_bytes == 0:
-                return self.lease(nbytes, what)
+                return self.allocate(nbytes, what)
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
         return block
 
     @property
-    def allocated_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """Bytes that the arena itself has allocated now."""
-        return 0 if self._data is None or self._region is not None else self._data.numel()
+        return 0 if self._data is None or self._shared is not None else self._data.numel()
 
-    def give_up(self) -> None:
+    def free_memory(self) -> None:
         """Drop the allocation until `make`, or the next lease. The device must have finished all work with it.
 
         Raises StateError: something is leased.
         """
         if self.used_bytes:
             raise StateError(f"the {self.name} arena cannot be freed: {self.used_bytes:,} bytes are in use")
-        if self.allocated_bytes:
+        if self.reserved_bytes:
             undo, self._undo = self._undo, []
             for step in undo:  # before the memory may be freed
                 step()
-            self._data, self._left = None, []
+            self._data, self._freed_in_use = None, []
 
-    def make(self) -> None:
+    def reserve_memory(self) -> None:
         """Allocate now, and not at the next lease."""
         self._memory()
 
     def _memory(self) -> torch.Tensor:
         """The allocation, made at first use: an arena that is planned but never needed costs nothing."""
         if self._data is None:
-            self._data = _allocate(self._extents.capacity_bytes, self._device, region=self._region)
+            self._data = _allocate(self._extents.capacity_bytes, self._device, shared=self._shared)
             unpin = pin(self._data) if self._pinned and self._device.type == "cpu" else None
             self._undo = [unpin] if unpin is not None else []
             if self._register is not None:
-                hide_from_children(self._data)
+                wipe_on_fork(self._data)
                 self._undo.append(self._register(self._data))
         return self._data
 
-    def _fences_of(self, begin: int, end: int) -> tuple[MaybeEvent, ...]:
-        if not self._left:
+    def _events_of(self, begin: int, end: int) -> tuple[MaybeEvent, ...]:
+        if not self._freed_in_use:
             return ()
-        self._left = [(first, last, fence) for first, last, fence in self._left if not fence.query()]
-        return tuple(fence for first, last, fence in self._left if first < end and begin < last)
+        self._freed_in_use = [(first, last, fence) for first, last, fence in self._freed_in_use if not fence.query()]
+        return tuple(fence for first, last, fence in self._freed_in_use if first < end and begin < last)
 
-    def take_back(self, offset: int, nbytes: int, fences: tuple[MaybeEvent, ...]) -> None:
-        self._left += [(offset, offset + nbytes, fence) for fence in fences if fence is not None]
+    def free_range(self, offset: int, nbytes: int, events: tuple[MaybeEvent, ...]) -> None:
+        self._freed_in_use += [(offset, offset + nbytes, fence) for fence in events if fence is not None]
         self._extents.free(offset)
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
@@ -390,22 +392,22 @@ class Arena:
         self._data = None
 
 
-def _check_room(what: str, nbytes: int, region: SharedRegion | None) -> None:
-    if region is not None and nbytes > region.nbytes:
-        raise BudgetError(f"{what}: {nbytes:,} bytes do not fit the shared memory of {region.nbytes:,} ({region.what})")
+def _check_room(what: str, nbytes: int, shared: SharedHostMemory | None) -> None:
+    if shared is not None and nbytes > shared.nbytes:
+        raise BudgetError(f"{what}: {nbytes:,} bytes do not fit the shared memory of {shared.nbytes:,} ({shared.what})")
 
 
 @torch.inference_mode(False)
 def _allocate(
-    nbytes: int, device: torch.device, *, touched: bool = True, region: SharedRegion | None = None
+    nbytes: int, device: torch.device, *, prefault: bool = True, shared: SharedHostMemory | None = None
 ) -> torch.Tensor:
-    if region is not None:
+    if shared is not None:
         if device.type != "cpu":
-            raise StateError(f"{region.what}: shared memory is host memory, not on {device}")
-        return region.data[:nbytes]
+            raise StateError(f"{shared.what}: shared memory is host memory, not on {device}")
+        return shared.data[:nbytes]
     if device.type == "cpu":
         return (
-            tensor_over(map_host(nbytes, touched=touched))[:nbytes]
+            tensor_over(map_host(nbytes, prefault=prefault))[:nbytes]
             if nbytes
             else torch.empty(0, dtype=torch.uint8, device="cpu")
         )

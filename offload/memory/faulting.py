@@ -11,22 +11,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from offload.memory.arena import MemoryRegion
-from offload.memory.pinned import touch
+from offload.memory.arena import LinearPool
+from offload.memory.pinned import fault_in
 from offload.sizes import HUGE_PAGE_BYTES
 
 CHUNK_BYTES = 4 * HUGE_PAGE_BYTES  # Threads that map or unmap memory meanwhile wait for one chunk.
 
 
-class Faulting:
-    """A thread that faults in the host memory of `regions`, in order, and ends. Bytes do not change.
+class Prefaulter:
+    """A thread that faults in the host memory of `pools`, in order, and ends. Bytes do not change.
 
     If the kernel has no memory for a page, the thread ends; the error then appears at the first write to such a page,
     as without this thread.
     """
 
-    def __init__(self, regions: Sequence[MemoryRegion]) -> None:
-        self._regions = tuple(regions)
+    def __init__(self, pools: Sequence[LinearPool]) -> None:
+        self._pools = tuple(pools)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zero-faulting", daemon=True)
         self._thread.start()
@@ -38,15 +38,15 @@ class Faulting:
             self._thread.join()
 
     def _run(self) -> None:
-        for region in self._regions:
+        for region in self._pools:
             for begin in range(0, region.nbytes, CHUNK_BYTES):
                 if self._closing.is_set():
                     return
-                data = region.faultable
+                data = region.unfaulted_data
                 if data is None:
                     break
                 try:
-                    touch(data[begin : begin + CHUNK_BYTES])
+                    fault_in(data[begin : begin + CHUNK_BYTES])
                 except OSError:
                     return
                 del data  # else this thread could keep the memory of a closed region alive

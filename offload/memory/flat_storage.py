@@ -20,7 +20,7 @@ import torch
 from offload.accelerator import is_accelerator, kind_of
 from offload.errors import StateError
 from offload.memory.pinned import map_poison, tensor_over
-from offload.memory.poison import DeviceArray, map_on_device
+from offload.memory.poison import DeviceArray, map_device_poison
 
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
@@ -60,11 +60,11 @@ class Poison:
         elif not has_aliases(device):  # no storage points at poison: each has its own memory while it is bound
             self._data = torch.empty(0, dtype=torch.uint8, device=device)
         else:
-            mapped = map_on_device(device, max(nbytes, 1))
+            mapped = map_device_poison(device, max(nbytes, 1))
             whole = torch.full((max(nbytes, 1),), 0xFF, dtype=torch.uint8, device=device) if mapped is None else mapped
             self._data = whole
 
-    def of(self, nbytes: int) -> torch.Tensor:
+    def tensor(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of exactly `nbytes` with its own storage over the poison."""
         return exact_alias(self._data[:nbytes])
 
@@ -110,9 +110,9 @@ class FlatStorage:
     ) -> None:
         self._nbytes, self._exact = numel * dtype.itemsize, has_aliases(device)
         self._swaps = not copies_to_bind(device)
-        self._bound: torch.Tensor | None = None
+        self._memory: torch.Tensor | None = None
         if self._swaps:
-            self.flat = poison.of(self._nbytes).view(dtype)
+            self.flat = poison.tensor(self._nbytes).view(dtype)
         else:
             self.flat = torch.empty(numel, dtype=dtype, device=device)
         self.views = [self.flat[begin : begin + shape.numel()].view(shape) for begin, shape in cuts]
@@ -120,16 +120,16 @@ class FlatStorage:
             self.flat.untyped_storage().resize_(0)
 
     @property
-    def bound(self) -> bool:
+    def is_bound(self) -> bool:
         """True between `bind` and `unbind`."""
-        return self._bound is not None
+        return self._memory is not None
 
     @property
-    def copies(self) -> bool:
+    def copies_on_bind(self) -> bool:
         """True if `bind` copies."""
         return not self._swaps
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def is_base_of(self, tensor: torch.Tensor) -> bool:
         """True if `tensor` is a view of this storage."""
         if tensor.layout != torch.strided:
             return False
@@ -142,14 +142,14 @@ class FlatStorage:
         `data` itself must not be used until `unbind` returns it: meanwhile it points at the poison. Raises StateError:
         already bound, or the sizes differ.
         """
-        if self._bound is not None:
+        if self._memory is not None:
             raise StateError("bind: the storage is already bound")
         storage = data.untyped_storage()
         found_bytes = storage.nbytes() if self._exact else data.numel()
         if found_bytes != self._nbytes or (self._exact and data.storage_offset() != 0):
             raise StateError(f"bind: expected a storage of {self._nbytes:,} bytes, got {found_bytes:,}")
         if self._nbytes == 0:
-            self._bound = data
+            self._memory = data
             return
         if self._swaps:
             self.flat.untyped_storage()._swap_data_ptr_(storage)  # type: ignore[attr-defined]
@@ -157,9 +157,9 @@ class FlatStorage:
             self.flat.untyped_storage().resize_(self._nbytes)
             # Through .data, which does not count as a modification of tensors that autograd saved.
             self.flat.data.view(torch.uint8).copy_(data)
-        self._bound = data
+        self._memory = data
 
-    def bind_beside(self, other: FlatStorage) -> None:
+    def bind_same_memory(self, other: FlatStorage) -> None:
         """Give `flat` the memory of `other`, which stays bound; without swapping, a copy of it."""
         data = other.flat.detach().view(torch.uint8)
         self.bind(exact_alias(data) if self._swaps else data)
@@ -169,9 +169,9 @@ class FlatStorage:
 
         `modified`: False if nobody has written to `flat`, which need not be copied back then.
         """
-        if self._bound is None:
+        if self._memory is None:
             raise StateError("unbind: the storage is not bound")
-        data, self._bound = self._bound, None
+        data, self._memory = self._memory, None
         if self._nbytes == 0:
             return data
         if self._swaps:

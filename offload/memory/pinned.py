@@ -28,29 +28,31 @@ MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES = 32 << 20, (1 << 31) - 1  # The larg
 MADV_WIPEONFORK = 18
 
 
-def map_host(nbytes: int, *, touched: bool = True) -> memoryview:
+def map_host(nbytes: int, *, prefault: bool = True) -> memoryview:
     """Zeroed private memory of exactly `nbytes` (rounded up to the page), on huge pages.
 
     Raises BudgetError: the kernel refused the mapping.
 
     Args:
         nbytes: the minimum length.
-        touched: all pages are faulted in at once; else each page at its first use, and until then it costs nothing.
+        prefault: all pages are faulted in at once; else each page at its first use, and until then it costs nothing.
     """
     nbytes = align_up(max(nbytes, 1), PAGE_BYTES)
     try:
         lib = native.load()
     except native.NativeUnavailable:
-        return _map_host_python(nbytes, touched=touched)
+        return _map_host_python(nbytes, prefault=prefault)
     out = lib.ffi.new("void **")
-    flags = lib.lib.ZN_MEM_HUGE | (lib.lib.ZN_MEM_TOUCH if touched else 0)
+    flags = lib.lib.ZN_MEM_HUGE | (lib.lib.ZN_MEM_TOUCH if prefault else 0)
     status = lib.lib.zn_mem_alloc(out, nbytes, flags)
     if status != 0:
-        raise BudgetError(f"mapping {nbytes:,} bytes of host memory: {_text(lib, status)}; lower memory_budget.host")
-    return _owned(lib, out[0], nbytes)
+        raise BudgetError(
+            f"mapping {nbytes:,} bytes of host memory: {_error_text(lib, status)}; lower memory_budget.host"
+        )
+    return _owning_view(lib, out[0], nbytes)
 
 
-def map_shared(descriptor: int, nbytes: int, *, touched: bool) -> memoryview:
+def map_shared(descriptor: int, nbytes: int, *, prefault: bool) -> memoryview:
     """A shared mapping of the first `nbytes` (rounded up to the page) of a file; on huge pages if possible.
 
     Raises OSError: the kernel refused.
@@ -58,13 +60,13 @@ def map_shared(descriptor: int, nbytes: int, *, touched: bool) -> memoryview:
     Args:
         descriptor: of a file in memory of at least that length; not needed afterwards.
         nbytes: the minimum length.
-        touched: all pages are faulted in at once.
+        prefault: all pages are faulted in at once.
     """
     nbytes = align_up(max(nbytes, 1), PAGE_BYTES)
     try:
         lib = native.load()
     except native.NativeUnavailable:
-        if touched:
+        if prefault:
             os.posix_fallocate(descriptor, 0, nbytes)
         mapping = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -72,14 +74,14 @@ def map_shared(descriptor: int, nbytes: int, *, touched: bool) -> memoryview:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         return memoryview(mapping)
     out = lib.ffi.new("void **")
-    flags = lib.lib.ZN_MEM_HUGE | (lib.lib.ZN_MEM_TOUCH if touched else 0)
+    flags = lib.lib.ZN_MEM_HUGE | (lib.lib.ZN_MEM_TOUCH if prefault else 0)
     status = lib.lib.zn_mem_share(out, descriptor, nbytes, flags)
     if status != 0:
-        raise OSError(-status, _text(lib, status))
-    return _owned(lib, out[0], nbytes)
+        raise OSError(-status, _error_text(lib, status))
+    return _owning_view(lib, out[0], nbytes)
 
 
-def touch(data: torch.Tensor) -> None:
+def fault_in(data: torch.Tensor) -> None:
     """Fault in the pages of `data` (uint8, host, starting on a page); its bytes stay.
 
     Raises OSError: the kernel has no memory for them.
@@ -93,7 +95,7 @@ def touch(data: torch.Tensor) -> None:
         return
     status = lib.lib.zn_mem_touch(lib.ffi.cast("void *", data.data_ptr()), data.numel())
     if status != 0:
-        raise OSError(-status, _text(lib, status))
+        raise OSError(-status, _error_text(lib, status))
 
 
 def map_poison(nbytes: int) -> memoryview:
@@ -112,11 +114,11 @@ def map_poison(nbytes: int) -> memoryview:
     out = lib.ffi.new("void **")
     status = lib.lib.zn_mem_poison(out, nbytes)
     if status != 0:
-        raise NativeError(f"mapping {nbytes:,} bytes of poison pages: {_text(lib, status)}")
-    return _owned(lib, out[0], nbytes)
+        raise NativeError(f"mapping {nbytes:,} bytes of poison pages: {_error_text(lib, status)}")
+    return _owning_view(lib, out[0], nbytes)
 
 
-def _map_host_python(nbytes: int, *, touched: bool = True) -> memoryview:
+def _map_host_python(nbytes: int, *, prefault: bool = True) -> memoryview:
     try:
         # The kernel aligns to the page only; the part that is cut off is never touched and costs no memory.
         mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -128,18 +130,18 @@ def _map_host_python(nbytes: int, *, touched: bool = True) -> memoryview:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     begin = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
     view = memoryview(mapping)[begin : begin + nbytes]
-    if touched:
+    if prefault:
         torch.frombuffer(view, dtype=torch.uint8).zero_()
     return view
 
 
-def _owned(lib: Any, pointer: Any, nbytes: int) -> memoryview:
+def _owning_view(lib: Any, pointer: Any, nbytes: int) -> memoryview:
     """A view of the memory; it is unmapped when the last reference is gone."""
     owner = lib.ffi.gc(pointer, lambda p: lib.lib.zn_mem_free(p, nbytes), nbytes)
     return memoryview(lib.ffi.buffer(owner, nbytes)).cast("B")
 
 
-def _text(lib: Any, status: int) -> str:
+def _error_text(lib: Any, status: int) -> str:
     return str(lib.ffi.string(lib.lib.zn_strerror(status)).decode())
 
 
@@ -155,7 +157,7 @@ def pin(data: torch.Tensor) -> Callable[[], None] | None:
         lib = load_native(device)
         pointer = lib.ffi.cast("void *", data.data_ptr())
         status = lib.lib.zn_cuda_host_register(pointer, data.numel())
-        why = "" if status == 0 else _text(lib, status)
+        why = "" if status == 0 else _error_text(lib, status)
     except native.NativeUnavailable as error:
         status, why = -1, str(error)
     if status != 0:
@@ -163,18 +165,18 @@ def pin(data: torch.Tensor) -> Callable[[], None] | None:
             f"pinning {data.numel():,} bytes of host memory: {why}; copies to the GPU are slower", stacklevel=2
         )
         return None
-    hide_from_children(data)
+    wipe_on_fork(data)
 
     def undo() -> None:
         status = lib.lib.zn_cuda_host_unregister(pointer)
         if status != 0:
-            warnings.warn(f"unpinning {nbytes:,} bytes of host memory: {_text(lib, status)}", stacklevel=2)
+            warnings.warn(f"unpinning {nbytes:,} bytes of host memory: {_error_text(lib, status)}", stacklevel=2)
 
     nbytes = data.numel()
     return undo
 
 
-def missing_bytes(data: torch.Tensor) -> int:
+def unfaulted_bytes(data: torch.Tensor) -> int:
     """Bytes of `data` (uint8, host, starting on a page) in pages that the kernel has not given yet; 0: unknown."""
     mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
     found = np.empty(-(-data.numel() // PAGE_BYTES), dtype=np.uint8)
@@ -186,7 +188,7 @@ def missing_bytes(data: torch.Tensor) -> int:
     return PAGE_BYTES * int(found.size - np.count_nonzero(found & 1))
 
 
-def hide_from_children(data: torch.Tensor) -> None:
+def wipe_on_fork(data: torch.Tensor) -> None:
     """Let a child of fork see zeros in the pages of `data`.
 
     The kernel cannot share pages that are pinned for I/O or for a GPU: each fork (of a data loader's workers, for
@@ -199,7 +201,7 @@ def hide_from_children(data: torch.Tensor) -> None:
         madvise(ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(nbytes), MADV_WIPEONFORK)
 
 
-def return_freed_memory() -> None:
+def trim_heap() -> None:
     """Hand freed heap memory back to the kernel, where the C library can.
 
     glibc keeps freed blocks of up to 32 MB, which is just the size of a layer's weights: without this call a model
@@ -210,7 +212,7 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def keep_freed_memory() -> None:
+def retain_heap() -> None:
     """Let the C library keep the memory that a step frees for the next step, so that it is not faulted in again.
 
     glibc returns the free end of its heap once it is twice as long as the largest block that was ever mapped. It maps

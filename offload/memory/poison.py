@@ -28,11 +28,11 @@ def poison_bytes(nbytes: int, device: torch.device) -> int:
     kind = kind_of(device)
     if kind is None or not kind.can_alias:  # without aliases no storage points at poison, see `flat_storage`
         return 0
-    granule = _granule(_indexed(device)) if kind == present_kind() else GRANULE_BYTES
+    granule = _granule(_with_index(device)) if kind == present_kind() else GRANULE_BYTES
     return nbytes if granule is None or not nbytes else granule
 
 
-def _indexed(device: torch.device) -> torch.device:
+def _with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, module_of(device).current_device()) if device.index is None else device
 
 
@@ -48,9 +48,9 @@ def _granule(device: torch.device) -> int | None:
     return granule if granule > 0 else None
 
 
-def map_on_device(device: torch.device, nbytes: int) -> torch.Tensor | None:
+def map_device_poison(device: torch.device, nbytes: int) -> torch.Tensor | None:
     """`nbytes` of NaN on a GPU, uint8; None if its driver cannot map memory so."""
-    device = _indexed(device)
+    device = _with_index(device)
     granule = _granule(device)
     if granule is None:
         return None

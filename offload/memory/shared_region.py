@@ -21,7 +21,7 @@ from offload.system.linux import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_S
 SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL  # Its length is final: no process can make another's mapping fault.
 
 
-class SharedRegion:
+class SharedHostMemory:
     """One allocation of exactly `nbytes`, zero at first, that other processes can map.
 
     The mapping lives as long as the last tensor over it, in each process. Raises BudgetError: the kernel refused.
@@ -29,26 +29,26 @@ class SharedRegion:
     Args:
         nbytes: at least one page is allocated.
         what: the purpose of the bytes; appears in errors.
-        touched: fault all pages in now. The first process to touch a page is charged for it, and the page is placed
+        prefault: fault all pages in now. The first process to touch a page is charged for it, and the page is placed
             near that process.
     """
 
     _descriptor: int
     _data: torch.Tensor | None
 
-    def __init__(self, nbytes: int, what: str, *, touched: bool = True) -> None:
-        self._start(nbytes, what)
+    def __init__(self, nbytes: int, what: str, *, prefault: bool = True) -> None:
+        self._init_fields(nbytes, what)
         try:
             self._descriptor = memory_file(sealable=True)
             os.ftruncate(self._descriptor, align_up(max(nbytes, 1), PAGE_BYTES))
             fcntl.fcntl(self._descriptor, F_ADD_SEALS, SEALS)
         except OSError as error:
             self.close()
-            raise self._refused("sharing", error) from error
-        self._map(touched)
+            raise self._budget_error("sharing", error) from error
+        self._map(prefault)
 
     @classmethod
-    def open(cls, descriptor: int, nbytes: int | None, what: str, *, touched: bool = False) -> SharedRegion:
+    def open(cls, descriptor: int, nbytes: int | None, what: str, *, prefault: bool = False) -> SharedHostMemory:
         """Map a region that another process made. The region owns the descriptor from now on, also when this fails.
 
         Raises BudgetError: the kernel refused; StateError: it is no such memory, or of another length.
@@ -56,10 +56,10 @@ class SharedRegion:
         Args:
             nbytes: the length that the other process requested; None takes the whole file, which is whole pages.
             what: the purpose of the bytes; appears in errors.
-            touched: fault all pages in now; pages that exist already keep their owner.
+            prefault: fault all pages in now; pages that exist already keep their owner.
         """
         region = cls.__new__(cls)
-        region._start(0 if nbytes is None else nbytes, what)
+        region._init_fields(0 if nbytes is None else nbytes, what)
         region._descriptor = descriptor
         try:
             found = os.fstat(descriptor).st_size
@@ -76,7 +76,7 @@ class SharedRegion:
                 f"{what}: expected shared memory of {expected:,} bytes with its length sealed, got {found:,} bytes "
                 f"with seals {sealed:#x}: the processes do not agree on what they share"
             )
-        region._map(touched)
+        region._map(prefault)
         return region
 
     @property
@@ -111,41 +111,41 @@ class SharedRegion:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def _start(self, nbytes: int, what: str) -> None:
+    def _init_fields(self, nbytes: int, what: str) -> None:
         self.nbytes, self.what = nbytes, what
         self._descriptor, self._data = -1, None
 
-    def _map(self, touched: bool) -> None:
+    def _map(self, prefault: bool) -> None:
         try:
-            view = map_shared(self._descriptor, self.nbytes, touched=touched)
+            view = map_shared(self._descriptor, self.nbytes, prefault=prefault)
         except OSError as error:
             self.close()
-            raise self._refused("mapping", error) from error
+            raise self._budget_error("mapping", error) from error
         self._data = tensor_over(view)[: self.nbytes]
 
-    def _refused(self, doing: str, error: OSError) -> BudgetError:
+    def _budget_error(self, doing: str, error: OSError) -> BudgetError:
         return BudgetError(
             f"{self.what}: {doing} {self.nbytes:,} bytes of memory: {error.strerror}; lower memory_budget.host, or "
             "raise the limit that prevents it (memory cgroup, ulimit -f, -n, -v)"
         )
 
 
-def exchange_regions(index: int, count: int, share: Share, region: SharedRegion) -> list[SharedRegion]:
+def map_peer_memory(index: int, count: int, all_gather: Share, memory: SharedHostMemory) -> list[SharedHostMemory]:
     """Let every peer map every peer's region. A collective call like `exchange_descriptors`.
 
-    Returns the regions in peer order; this peer's own is `region` itself. The caller closes them. Raises PeerError: a
+    Returns the regions in peer order; this peer's own is `memory` itself. The caller closes them. Raises PeerError: a
     peer cannot be reached; names it. Raises BudgetError: the kernel refused a mapping.
     """
-    received = exchange_descriptors(index, count, share, [region.descriptor])
-    opened: list[SharedRegion] = []
+    received = exchange_descriptors(index, count, all_gather, [memory.descriptor])
+    opened: list[SharedHostMemory] = []
     try:
         for peer, descriptors in enumerate(received):
-            name = f"{region.what} of peer {peer}"
-            opened.append(region if peer == index else SharedRegion.open(descriptors.pop(), None, name))
+            name = f"{memory.what} of peer {peer}"
+            opened.append(memory if peer == index else SharedHostMemory.open(descriptors.pop(), None, name))
     except BaseException:
         close_received(index, received)
         for other in opened:
-            if other is not region:
+            if other is not memory:
                 other.close()
         raise
     return opened

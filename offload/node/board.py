@@ -22,7 +22,7 @@ import torch
 
 import native
 from offload.errors import BudgetError, NativeError, PeerError, StateError, WatchdogError
-from offload.memory.shared_region import SharedRegion
+from offload.memory.shared_region import SharedHostMemory
 from offload.sizes import align_up
 from offload.system.descriptors import Share, close_received, exchange_descriptors
 from offload.system.linux import open_lifeline
@@ -46,7 +46,7 @@ class NodeBoard:
     """
 
     def __init__(
-        self, index: int, count: int, columns: int, region: SharedRegion, lifelines: Sequence[int] = ()
+        self, index: int, count: int, columns: int, region: SharedHostMemory, lifelines: Sequence[int] = ()
     ) -> None:
         self.index, self.count, self.columns = index, count, columns
         self._stride = _row_bytes(columns) // CELL_BYTES
@@ -75,7 +75,7 @@ class NodeBoard:
             own = [] if isinstance(made, BudgetError) else _lifeline()
             for descriptor in own:
                 undo.callback(os.close, descriptor)
-            if isinstance(made, SharedRegion):
+            if isinstance(made, SharedHostMemory):
                 undo.callback(made.close)
                 own.insert(0, made.descriptor)
             received = exchange_descriptors(index, count, share, own)
@@ -88,7 +88,7 @@ class NodeBoard:
                 raise made
             if not first:
                 raise PeerError("the board: peer 0 could not make it; see the error of peer 0", [0])
-            region = made or SharedRegion.open(first[0], nbytes, "board", touched=True)
+            region = made or SharedHostMemory.open(first[0], nbytes, "board", prefault=True)
             return cls(index, count, columns, region, lifelines)
         except BaseException:
             for descriptor in lifelines:
@@ -254,10 +254,10 @@ def _row_bytes(columns: int) -> int:
     return align_up((columns + 1) * CELL_BYTES, ROW_ALIGN_BYTES)  # the last cell is the pid
 
 
-def _made(nbytes: int) -> SharedRegion | BudgetError:
+def _made(nbytes: int) -> SharedHostMemory | BudgetError:
     """The memory of a board, or the error: it is not raised here, since the other peers wait and must learn of it."""
     try:
-        return SharedRegion(nbytes, "board")
+        return SharedHostMemory(nbytes, "board")
     except BudgetError as error:
         return error
 

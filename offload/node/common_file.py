@@ -18,7 +18,7 @@ import torch
 
 from offload.disk.provisional import InitFile
 from offload.errors import PeerError, StateError
-from offload.memory.shared_region import SharedRegion
+from offload.memory.shared_region import SharedHostMemory
 from offload.sizes import PAGE_BYTES
 from offload.system.descriptors import Share, exchange_descriptors
 
@@ -31,7 +31,7 @@ PATIENCE_SECONDS = 300.0  # The first peer may store nothing for so long while a
 class Ledger:
     """The table. `region`: of `nbytes(count)`, zero at first; it is closed here."""
 
-    def __init__(self, region: SharedRegion, count: int) -> None:
+    def __init__(self, region: SharedHostMemory, count: int) -> None:
         table: Any = region.data.numpy()  # keeps the mapping
         region.close()
         sizes = (PAGE_BYTES, 8 * ROWS_MAX, 4 * ROWS_MAX, count * ROWS_MAX)
@@ -79,7 +79,7 @@ class CommonFile:
         """
         what = "the list of initial values"
         if index == 0:
-            region = SharedRegion(Ledger.nbytes(count), what, touched=False)
+            region = SharedHostMemory(Ledger.nbytes(count), what, prefault=False)
             exchange_descriptors(index, count, share, [file.descriptor, region.descriptor])
             return cls(file, Ledger(region, count), index, share, patience_seconds)
         received = exchange_descriptors(index, count, share, [])
@@ -88,7 +88,7 @@ class CommonFile:
             raise PeerError(f"{what}: expected two open files of peer 0, got {len(received[0])}", [0])
         descriptor, ledger = received[0]
         common = InitFile(descriptor, file.where, file.can_free_parts)
-        region = SharedRegion.open(ledger, Ledger.nbytes(count), what)
+        region = SharedHostMemory.open(ledger, Ledger.nbytes(count), what)
         return cls(common, Ledger(region, count), index, share, patience_seconds)
 
     @property

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 
 from offload.errors import PeerError, StateError, WatchdogError
-from offload.memory.shared_region import SharedRegion
+from offload.memory.shared_region import SharedHostMemory
 from offload.node.board import NodeBoard
 
 SLOTS = 16  # Default limit of collectives in flight.
@@ -44,7 +44,7 @@ class SharedExchange:
     def __init__(
         self,
         board: NodeBoard,
-        regions: Sequence[SharedRegion],
+        regions: Sequence[SharedHostMemory],
         part: tuple[int, int],
         deadline_seconds: float,
         check: Callable[[], None] = lambda: None,

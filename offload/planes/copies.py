@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from offload.memory.arena import Arena
+from offload.memory.arena import BlockPool
 from offload.planes.planes import Plane, settle_all
 from offload.sizes import BLOCK_NUMEL
 from offload.streams import MaybeEvent, Streams
@@ -44,7 +44,7 @@ async def fetch_plane(
     begin: int,
     end: int,
     into: torch.Tensor,
-    arena: Arena,
+    arena: BlockPool,
     streams: Streams,
     after: tuple[MaybeEvent, ...],
 ) -> None:
@@ -69,7 +69,7 @@ async def fetch_plane(
 
     async def take_chunks() -> None:
         for lo, hi in waiting:
-            block = await arena.lease_when_free(plane.nbytes(lo, hi), f"chunk of {plane.name}")
+            block = await arena.allocate_async(plane.nbytes(lo, hi), f"chunk of {plane.name}")
             copied: MaybeEvent = None
             try:
                 await plane.read(lo, hi, block.data)
@@ -87,7 +87,7 @@ async def fetch_range(
     begin: int,
     end: int,
     into: torch.Tensor,
-    arena: Arena,
+    arena: BlockPool,
     streams: Streams,
     after: tuple[MaybeEvent, ...],
 ) -> None:
@@ -98,7 +98,7 @@ async def fetch_range(
             _put(target, memory, streams, (*after, streams.record_event()))
             continue
         for lo, hi in _chunks(plane, first // BLOCK_NUMEL * BLOCK_NUMEL, -(-last // BLOCK_NUMEL) * BLOCK_NUMEL):
-            block = await arena.lease_when_free(plane.nbytes(lo, hi), f"chunk of {plane.name}")
+            block = await arena.allocate_async(plane.nbytes(lo, hi), f"chunk of {plane.name}")
             copied: MaybeEvent = None
             try:
                 await plane.read(lo, hi, block.data)
@@ -117,35 +117,35 @@ def _put(target: torch.Tensor, source: torch.Tensor, streams: Streams, after: tu
     return streams.copy_to_device(target, source, *after)
 
 
-async def read_plane(plane: Plane, begin: int, end: int, into: torch.Tensor, arena: Arena) -> None:
+async def read_plane(plane: Plane, begin: int, end: int, into: torch.Tensor, arena: BlockPool) -> None:
     """Fill `into` (uint8, any memory, aligned or not) with [begin, end) of `plane`, through the arena."""
     if plane.swap_bytes(begin, end) == 0:
         await plane.read(begin, end, into)
         return
     for lo, hi in _chunks(plane, begin, end):
         nbytes = plane.nbytes(lo, hi)
-        block = await arena.lease_when_free(nbytes, f"chunk of {plane.name}")
+        block = await arena.allocate_async(nbytes, f"chunk of {plane.name}")
         try:
             await plane.read(lo, hi, block.data)
             target = into[plane.nbytes(begin, lo) :][:nbytes]
             target.copy_(block.data)
         finally:
-            block.release()
+            block.free()
 
 
-async def write_plane(plane: Plane, begin: int, end: int, source: torch.Tensor, arena: Arena) -> None:
+async def write_plane(plane: Plane, begin: int, end: int, source: torch.Tensor, arena: BlockPool) -> None:
     """Store `source` (uint8, any memory) as [begin, end) of `plane`; the mirror of `read_plane`."""
     if plane.swap_bytes(begin, end) == 0:
         await plane.write(begin, end, source)
         return
     for lo, hi in _chunks(plane, begin, end):
         nbytes = plane.nbytes(lo, hi)
-        block = await arena.lease_when_free(nbytes, f"chunk of {plane.name}")
+        block = await arena.allocate_async(nbytes, f"chunk of {plane.name}")
         try:
             block.data.copy_(source[plane.nbytes(begin, lo) :][:nbytes])
             await plane.write(lo, hi, block.data)
         finally:
-            block.release()
+            block.free()
 
 
 def device_chunk_bytes(arena_bytes: int) -> int:

@@ -30,7 +30,7 @@ import torch
 from offload.errors import StateError, StorageError
 from offload.kernels import kernels
 from offload.kernels.block_sums import BLOCK_BYTES, UNKNOWN, BlockChecksums
-from offload.memory.arena import Arena
+from offload.memory.arena import BlockPool
 from offload.memory.pinned import map_host, tensor_over
 from offload.planes.planes import Disk, Home, Plane, settle_all
 from offload.sizes import PAGE_BYTES
@@ -126,7 +126,7 @@ class TwoSlotPlane(Plane):
         inside = self._pairs[bisect_left(self._pair_begins, begin) : bisect_left(self._pair_begins, end)]
         return [pair for pair in inside if self._home_at(pair.begin).memory is not None]
 
-    async def write_through(self, pairs: Sequence[Pair], arena: Arena, *, seldom: bool) -> int:
+    async def write_through(self, pairs: Sequence[Pair], arena: BlockPool, *, seldom: bool) -> int:
         """Write the pairs in memory to the slots that no snapshot names; returns the bytes written.
 
         Args:
@@ -199,7 +199,7 @@ class TwoSlotPlane(Plane):
         return [pair.sums.text for pair in self._pairs]
 
     async def return_to_kept(
-        self, arena: Arena, checksums: Sequence[str], whose: Callable[[int, int], str] = lambda begin, end: ""
+        self, arena: BlockPool, checksums: Sequence[str], whose: Callable[[int, int], str] = lambda begin, end: ""
     ) -> None:
         """Return to the values of the snapshot; all bytes are read and verified.
 
@@ -290,12 +290,12 @@ class TwoSlotPlane(Plane):
 
     # ---- memory -------------------------------------------------------------------------------
 
-    async def _look(self, pair: Pair, arena: Arena, offset: int | None) -> BlockChecksums:
+    async def _look(self, pair: Pair, arena: BlockPool, offset: int | None) -> BlockChecksums:
         """Checksums of a pair in memory; its bytes are written to `offset` if that is given."""
         memory, sums = self._memory_of(pair), BlockChecksums(self.nbytes_of(pair))
         for begin in range(0, memory.numel(), BLOCK_BYTES):
             source = memory[begin : begin + BLOCK_BYTES]
-            block = None if _fit_for_the_disk(source) else await arena.lease_when_free(source.numel(), self.name)
+            block = None if _fit_for_the_disk(source) else await arena.allocate_async(source.numel(), self.name)
             try:
                 if block is not None:
                     await self._copy(block.data, source)
@@ -306,15 +306,15 @@ class TwoSlotPlane(Plane):
                     await self._write_slot(offset, begin, source, sums)
             finally:
                 if block is not None:
-                    block.release()
+                    block.free()
         return sums
 
-    async def _read_back(self, pair: Pair, arena: Arena, whose: Callable[[int, int], str]) -> None:
+    async def _read_back(self, pair: Pair, arena: BlockPool, whose: Callable[[int, int], str]) -> None:
         """Compare the current slot with its checksums, and copy it to memory if the pair lives there."""
         memory = self.memory(pair.begin, pair.end)
         own = tensor_over(map_host(min(self.nbytes_of(pair), BLOCK_BYTES)))
         for begin, end, expected in pair.sums.blocks():
-            block = None if memory is None else await arena.lease_when_free(end - begin, self.name)
+            block = None if memory is None else await arena.allocate_async(end - begin, self.name)
             data = own[: end - begin] if block is None else block.data
             try:
                 await self._read_block(pair, begin, data, expected, whose)
@@ -322,7 +322,7 @@ class TwoSlotPlane(Plane):
                     await self._copy(memory[begin:end], data)
             finally:
                 if block is not None:
-                    block.release()
+                    block.free()
 
     async def _read_block(
         self,

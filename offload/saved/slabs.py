@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from offload.memory.arena import Arena, Block, Extents
+from offload.memory.arena import Block, BlockPool, ExtentAllocator
 from offload.planes.planes import Disk
 from offload.sizes import PAGE_BYTES, align_up
 
@@ -39,10 +39,10 @@ class Slabs:
 
     def lease(self, nbytes: int) -> Block | None:
         """A block of exactly `nbytes`; None if there is no room and the memory may not grow."""
-        block = next((found for arena in self._arenas if (found := arena.try_lease(nbytes)) is not None), None)
+        block = next((found for arena in self._arenas if (found := arena.try_allocate(nbytes)) is not None), None)
         if block is None and self.grows and not self._closed:
             self.add(max(nbytes, STEP_BYTES, self.capacity_bytes // GROWTH))
-            block = self._arenas[-1].lease(nbytes, self.name)
+            block = self._arenas[-1].allocate(nbytes, self.name)
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return block
 
@@ -63,8 +63,8 @@ class Slabs:
             arena.close()
         self._arenas.clear()
 
-    def _arena(self, nbytes: int) -> Arena:
-        return Arena(self.name, nbytes, self.knob, self._device, pinned=self._pinned)
+    def _arena(self, nbytes: int) -> BlockPool:
+        return BlockPool(self.name, nbytes, self.knob, self._device, pinned=self._pinned)
 
 
 class SwapArea:
@@ -79,7 +79,7 @@ class SwapArea:
 
     def __init__(self, disk: Disk, begin: int, nbytes: int, *, grows: bool) -> None:
         self.disk, self._swap, self._grows = disk, disk.swap, grows
-        self._parts = [(begin, Extents(nbytes))]
+        self._parts = [(begin, ExtentAllocator(nbytes))]
         self.peak_bytes = 0  # The most bytes that were taken at once.
 
     @property
@@ -99,7 +99,7 @@ class SwapArea:
             return None
         capacity_bytes = sum(extents.capacity_bytes for _, extents in self._parts)
         more_bytes = align_up(max(nbytes, STEP_BYTES, capacity_bytes // GROWTH), PAGE_BYTES)
-        self._parts.append((self._swap.extend(more_bytes), Extents(more_bytes)))
+        self._parts.append((self._swap.extend(more_bytes), ExtentAllocator(more_bytes)))
         return self.take(nbytes)
 
     def give_back(self, offset: int) -> None:

@@ -185,7 +185,7 @@ class PieceStore:
     def _copy_away(self, piece: SpilledPiece, block: Block, source: torch.Tensor, copied: Callable[[], None]) -> None:
         into = block.data[: piece.nbytes]
         if self._near:
-            self._streams.wait_events(*block.fences)
+            self._streams.wait_events(*block.events)
             into.copy_(source)
             piece.fence = self._streams.record_event()
             copied()
@@ -268,9 +268,9 @@ class PieceStore:
 
     def _has_left(self, block: Block, fence: MaybeEvent) -> bool:
         if self._near:
-            block.release(fence)
+            block.free(fence)
         elif _passed(fence):
-            block.release()
+            block.free()
         else:
             return False
         return True

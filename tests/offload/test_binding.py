@@ -14,7 +14,7 @@ from torch import nn
 
 import offload.memory.flat_storage
 from offload.errors import StateError
-from offload.memory.arena import Arena
+from offload.memory.arena import BlockPool
 from offload.memory.flat_storage import CAN_SWAP, FlatStorage, Poison, exact_alias
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def test_views_follow_whatever_is_bound_and_bring_back_what_was_written(seeds: l
         data = block_of(values)
         address = data.data_ptr()
         storage.bind(data)
-        assert storage.bound
+        assert storage.is_bound
         during = storage.flat[3:8]  # and one made meanwhile
         assert torch.equal(storage.flat, values) and torch.equal(during, values[3:8])
         for views in (storage.views, before):
@@ -84,7 +84,7 @@ def test_views_follow_whatever_is_bound_and_bring_back_what_was_written(seeds: l
         expected[13:18] = 7
         assert torch.equal(storage.flat, expected)
         back = storage.unbind()
-        assert not storage.bound
+        assert not storage.is_bound
         assert back.data_ptr() == address
         assert torch.equal(back.view(dtype), expected)
 
@@ -128,10 +128,10 @@ def test_released_memory_is_not_held_by_the_storage() -> None:
 
 
 def test_blocks_of_an_arena_can_be_bound_in_turn() -> None:
-    arena = Arena("units", 8 * 4096, "memory_budget.device", CPU)
+    arena = BlockPool("units", 8 * 4096, "memory_budget.device", CPU)
     storages = [storage_of([(1000,)]), storage_of([(300, 3)])]
     for step in range(4):
-        blocks = [arena.lease(storage.flat.numel() * 4, "unit") for storage in storages]
+        blocks = [arena.allocate(storage.flat.numel() * 4, "unit") for storage in storages]
         for index, (storage, block) in enumerate(zip(storages, blocks, strict=True)):
             block.view(torch.float32, storage.flat.numel()).fill_(10 * step + index)
             storage.bind(block.data)
@@ -139,7 +139,7 @@ def test_blocks_of_an_arena_can_be_bound_in_turn() -> None:
             assert bool((storage.views[0] == 10 * step + index).all())
             assert storage.unbind() is block.data
             assert bool((block.view(torch.float32, storage.flat.numel()) == 10 * step + index).all())
-            block.release()
+            block.free()
     assert arena.used_bytes == 0
 
 
@@ -244,7 +244,7 @@ def test_a_block_of_another_size_raises_with_both_sizes_and_binds_nothing(wrong:
     storage = storage_of()
     with pytest.raises(StateError, match=rf"{NUMEL * 4} bytes, got {wrong}"):
         storage.bind(torch.zeros(wrong, dtype=torch.uint8))
-    assert not storage.bound
+    assert not storage.is_bound
     storage.bind(block_of(torch.ones(NUMEL)))
 
 
@@ -263,7 +263,7 @@ def test_a_storage_without_elements_is_bound_and_released_like_any_other() -> No
     for _ in range(2):
         data = torch.empty(0, dtype=torch.uint8)
         storage.bind(data)
-        assert storage.bound
+        assert storage.is_bound
         with pytest.raises(StateError, match="already bound"):
             storage.bind(data)
         assert storage.unbind() is data

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from peers import Parent, all_run, running
 
 from offload.errors import BudgetError, NativeError, PeerError, StateError, WatchdogError
-from offload.memory.shared_region import SharedRegion, exchange_regions
+from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.node import board as boards
 from offload.node.board import Naps, NodeBoard
 from offload.system.descriptors import Share
@@ -37,8 +37,8 @@ def open_files() -> int:
 
 def alone(count: int, columns: int) -> list[NodeBoard]:
     """What `count` peers would hold, all in this process."""
-    first = SharedRegion(NodeBoard.nbytes_for(count, columns), "board")
-    others = [SharedRegion.open(os.dup(first.descriptor), first.nbytes, "board") for _ in range(count - 1)]
+    first = SharedHostMemory(NodeBoard.nbytes_for(count, columns), "board")
+    others = [SharedHostMemory.open(os.dup(first.descriptor), first.nbytes, "board") for _ in range(count - 1)]
     return [NodeBoard(index, count, columns, region) for index, region in enumerate([first, *others])]
 
 
@@ -78,7 +78,7 @@ def test_peers_see_what_was_written_before_it_was_published(either_way: None) ->
 
     def job(index: int, share: Share, parent: Parent) -> str:
         board = NodeBoard.join(index, 2, 2, share)
-        regions = exchange_regions(index, 2, share, SharedRegion(numel * 4, "numbers"))
+        regions = map_peer_memory(index, 2, share, SharedHostMemory(numel * 4, "numbers"))
         own, other = (regions[peer].data.view(torch.int32) for peer in (index, 1 - index))
 
         async def play() -> None:
@@ -248,7 +248,7 @@ def test_cells_outside_and_a_closed_board_are_refused(either_way: None) -> None:
 def test_machines_that_reorder_stores_need_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_NATIVE", "0")
     monkeypatch.setattr(boards.platform, "machine", lambda: "aarch64")
-    region = SharedRegion(NodeBoard.nbytes_for(1, 1), "board")
+    region = SharedHostMemory(NodeBoard.nbytes_for(1, 1), "board")
     with pytest.raises(NativeError, match=r"on aarch64 needs the native library: run python -m native.build"):
         NodeBoard(0, 1, 1, region)
     region.close()

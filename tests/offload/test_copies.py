@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from offload.disk.aio import AioFault, AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError, StorageError
-from offload.memory.arena import Arena
+from offload.memory.arena import BlockPool
 from offload.memory.pinned import map_host, tensor_over
 from offload.planes import copies
 from offload.planes.copies import clear_alone, copy_alone, fetch_plane, read_plane, write_plane
@@ -70,7 +70,7 @@ def noise(nbytes: int, seed: int) -> torch.Tensor:
 def test_any_range_goes_out_and_comes_back_through_one_chunk_of_arena(
     disk: Disk, blocks: list[tuple[int, bool]], width: int, data: st.DataObject
 ) -> None:
-    plane, arena = plane_of(disk, blocks, width), Arena("host", 4 * BLOCK, "memory_budget.host", CPU)
+    plane, arena = plane_of(disk, blocks, width), BlockPool("host", 4 * BLOCK, "memory_budget.host", CPU)
     model = np.zeros(plane.numel * width, dtype=np.uint8)
     clear = odd_buffer(model.size)
     run(write_plane(plane, 0, plane.numel, clear, arena))
@@ -88,7 +88,7 @@ def test_any_range_goes_out_and_comes_back_through_one_chunk_of_arena(
 
 
 def test_several_copies_at_once_share_a_small_arena(disk: Disk) -> None:
-    plane, arena = plane_of(disk, [(16, False)], 1), Arena("host", 4 * BLOCK, "memory_budget.host", CPU)
+    plane, arena = plane_of(disk, [(16, False)], 1), BlockPool("host", 4 * BLOCK, "memory_budget.host", CPU)
     truth = noise(16 * BLOCK, 1)
 
     async def job() -> list[torch.Tensor]:
@@ -107,7 +107,7 @@ def test_several_copies_at_once_share_a_small_arena(disk: Disk) -> None:
 
 
 def test_what_is_in_memory_needs_no_arena(disk: Disk) -> None:
-    plane, arena = plane_of(disk, [(2, True), (3, True)], 2), Arena("host", 0, "memory_budget.host", CPU)
+    plane, arena = plane_of(disk, [(2, True), (3, True)], 2), BlockPool("host", 0, "memory_budget.host", CPU)
     source, into = noise(4 * BLOCK * 2, 0), odd_buffer(4 * BLOCK * 2)
     run(write_plane(plane, BLOCK, 5 * BLOCK, source, arena))
     run(read_plane(plane, BLOCK, 5 * BLOCK, into, arena))
@@ -115,14 +115,14 @@ def test_what_is_in_memory_needs_no_arena(disk: Disk) -> None:
 
 
 def test_an_arena_without_room_for_a_chunk_names_plane_and_knob(disk: Disk) -> None:
-    plane, arena = plane_of(disk, [(8, False)], 1), Arena("host", BLOCK, "memory_budget.host", CPU)
+    plane, arena = plane_of(disk, [(8, False)], 1), BlockPool("host", BLOCK, "memory_budget.host", CPU)
     with pytest.raises(BudgetError, match=r"chunk of weights.*memory_budget\.host"):
         run(read_plane(plane, 0, 8 * BLOCK, odd_buffer(8 * BLOCK), arena))
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_fault_gives_its_chunk_back(disk: Disk, op: str) -> None:
-    plane, arena = plane_of(disk, [(12, False)], 1), Arena("host", 4 * BLOCK, "memory_budget.host", CPU)
+    plane, arena = plane_of(disk, [(12, False)], 1), BlockPool("host", 4 * BLOCK, "memory_budget.host", CPU)
     truth, into = noise(12 * BLOCK, 1), odd_buffer(12 * BLOCK)
     copy = read_plane if op == "read" else write_plane
 
@@ -143,10 +143,10 @@ def test_a_fault_gives_its_chunk_back(disk: Disk, op: str) -> None:
 
 @pytest.mark.parametrize("blocks", [[(6, False)], [(6, True)], [(2, True), (4, False)]])
 def test_on_the_cpu_a_fetch_lands_in_the_target_itself(disk: Disk, blocks: list[tuple[int, bool]]) -> None:
-    plane, arena = plane_of(disk, blocks, 2), Arena("host", 4 * BLOCK, "memory_budget.host", CPU)
+    plane, arena = plane_of(disk, blocks, 2), BlockPool("host", 4 * BLOCK, "memory_budget.host", CPU)
     truth, into = noise(12 * BLOCK, 1), tensor_over(map_host(12 * BLOCK))
     run(write_plane(plane, 0, 6 * BLOCK, truth, arena))
-    peak, arena = arena.peak_bytes, Arena("none", 0, "memory_budget.host", CPU)
+    peak, arena = arena.peak_bytes, BlockPool("none", 0, "memory_budget.host", CPU)
     run(fetch_plane(plane, 0, 6 * BLOCK, into, arena, Streams(), ()))
     assert torch.equal(into, truth)
     assert arena.peak_bytes == 0 <= peak

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import StateError
-from offload.memory.arena import Extents
+from offload.memory.arena import ExtentAllocator
 from offload.sizes import PAGE_BYTES, align_up
 
 ALIGN = 16
@@ -37,7 +37,7 @@ def free_runs(living: dict[int, int]) -> list[tuple[int, int]]:
 
 @given(operations=OPERATIONS)
 def test_extents_behave_like_a_map_of_gaps(operations: list[Operation]) -> None:
-    extents, living, peak = Extents(CAPACITY, ALIGN), {}, 0
+    extents, living, peak = ExtentAllocator(CAPACITY, ALIGN), {}, 0
     for nbytes, nth in operations:
         if nth is not None:
             if living:
@@ -63,7 +63,7 @@ def test_extents_behave_like_a_map_of_gaps(operations: list[Operation]) -> None:
 
 @given(sizes=st.lists(st.integers(1, 6 * ALIGN), max_size=40), order=st.randoms(use_true_random=False))
 def test_after_everything_is_freed_in_any_order_there_is_one_run_of_full_capacity(sizes: list[int], order) -> None:  # type: ignore[no-untyped-def]
-    extents = Extents(CAPACITY, ALIGN)
+    extents = ExtentAllocator(CAPACITY, ALIGN)
     offsets = [offset for nbytes in sizes if (offset := extents.allocate(nbytes)) is not None]
     order.shuffle(offsets)
     for offset in offsets:
@@ -73,7 +73,7 @@ def test_after_everything_is_freed_in_any_order_there_is_one_run_of_full_capacit
 
 
 def test_a_hole_of_exactly_the_size_is_taken_before_a_larger_one_that_comes_first() -> None:
-    extents = Extents(100 * ALIGN, ALIGN)
+    extents = ExtentAllocator(100 * ALIGN, ALIGN)
     first, _, exact, _ = (extents.allocate(n * ALIGN) for n in (8, 1, 5, 1))
     assert first is not None and exact is not None
     extents.free(first)
@@ -83,7 +83,7 @@ def test_a_hole_of_exactly_the_size_is_taken_before_a_larger_one_that_comes_firs
 
 
 def test_freeing_what_is_not_allocated_raises_and_changes_nothing() -> None:
-    extents = Extents(CAPACITY, ALIGN)
+    extents = ExtentAllocator(CAPACITY, ALIGN)
     offset = extents.allocate(4 * ALIGN)
     assert offset == 0
     for wrong in (ALIGN, 4 * ALIGN, -1, CAPACITY):
@@ -98,7 +98,7 @@ def test_freeing_what_is_not_allocated_raises_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("capacity_bytes", [0, 1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 10 * PAGE_BYTES - 1])
 def test_offsets_are_page_aligned_and_stay_inside_an_odd_capacity(capacity_bytes: int) -> None:
-    extents = Extents(capacity_bytes)
+    extents = ExtentAllocator(capacity_bytes)
     offsets = []
     while (offset := extents.allocate(1)) is not None:
         offsets.append(offset)
@@ -106,7 +106,7 @@ def test_offsets_are_page_aligned_and_stay_inside_an_odd_capacity(capacity_bytes
 
 
 def test_the_peak_outlives_what_was_freed() -> None:
-    extents = Extents(CAPACITY, ALIGN)
+    extents = ExtentAllocator(CAPACITY, ALIGN)
     for nbytes in (3 * ALIGN, 7 * ALIGN, 2 * ALIGN):
         offset = extents.allocate(nbytes)
         assert offset is not None

@@ -14,7 +14,7 @@ from pretended import pretend_accelerator
 
 import offload.mover
 from offload.errors import StateError
-from offload.memory.arena import Arena
+from offload.memory.arena import BlockPool
 from offload.mover import IoLoop
 from offload.streams import DeviceStreams
 from offload.timeline import Timeline
@@ -130,12 +130,12 @@ def test_a_block_behind_a_fence_that_fails_goes_back_and_the_next_call_raises(
 def test_a_job_that_waits_for_memory_of_a_failed_device_ends_with_the_error(
     streams: DeviceStreams, mover: IoLoop, failing: Callable[[], None]
 ) -> None:
-    arena = Arena("test", 8192, "none", HOST)
-    first = arena.lease(8192, "first")
+    arena = BlockPool("test", 8192, "none", HOST)
+    first = arena.allocate(8192, "first")
     mover.run("releasing", releasing(streams, first, streams.record_event()))
 
     async def next_job() -> None:
-        block = await arena.lease_when_free(8192, "second")
+        block = await arena.allocate_async(8192, "second")
         try:
             streams.copy_to_device(block.data, block.data)
         finally:

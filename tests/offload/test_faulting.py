@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import zero
-from offload.memory.arena import MemoryRegion
-from offload.memory.faulting import CHUNK_BYTES, Faulting
+from offload.memory.arena import LinearPool
+from offload.memory.faulting import CHUNK_BYTES, Prefaulter
 from offload.sizes import PAGE_BYTES
 
 CPU = torch.device("cpu")
@@ -40,11 +40,11 @@ def ended() -> bool:
 
 
 def test_all_pages_are_there_and_no_byte_has_changed() -> None:
-    region = MemoryRegion(NBYTES, CPU)
-    part = region.take(PAGE_BYTES)
+    region = LinearPool(NBYTES, CPU)
+    part = region.allocate(PAGE_BYTES)
     part.fill_(7)
     before = pages_there(region.data)
-    Faulting([region])
+    Prefaulter([region])
     assert ended()
     assert before < NBYTES // PAGE_BYTES == pages_there(region.data)
     assert bool((part == 7).all())
@@ -52,9 +52,9 @@ def test_all_pages_are_there_and_no_byte_has_changed() -> None:
 
 
 def test_memory_that_is_closed_meanwhile_is_returned() -> None:
-    regions = [MemoryRegion(NBYTES, CPU) for _ in range(8)]
+    regions = [LinearPool(NBYTES, CPU) for _ in range(8)]
     held = [weakref.ref(region.data.untyped_storage()) for region in regions]
-    faulting = Faulting(regions)
+    faulting = Prefaulter(regions)
     for region in regions:
         region.close()
     faulting.close()
@@ -74,14 +74,14 @@ def test_it_can_be_closed_on_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> 
 
     ready = threading.Event()
 
-    class Late(MemoryRegion):
+    class Late(LinearPool):
         @property
         def faultable(self) -> torch.Tensor | None:
             ready.wait(60)
-            return super().faultable
+            return super().unfaulted_data
 
     monkeypatch.setattr("offload.memory.faulting.touch", closes)
-    faulting = Faulting([Late(NBYTES, CPU)])
+    faulting = Prefaulter([Late(NBYTES, CPU)])
     ready.set()
     assert ended()
     assert [thread.name for thread in closed] == ["zero-faulting"]
@@ -95,11 +95,11 @@ def test_a_kernel_without_memory_ends_it_and_nothing_else(monkeypatch: pytest.Mo
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("offload.memory.faulting.touch", refuses)
-    region = MemoryRegion(NBYTES, CPU)
-    Faulting([region])
+    region = LinearPool(NBYTES, CPU)
+    Prefaulter([region])
     assert ended()
     assert calls == [CHUNK_BYTES]
-    region.take(NBYTES).fill_(1)
+    region.allocate(NBYTES).fill_(1)
 
 
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])

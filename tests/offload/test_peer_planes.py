@@ -25,7 +25,7 @@ from offload.disk.stripes import StripeMap
 from offload.disk.swapfile import PeerSwap, SwapGeometry, SwapSpace, free_bytes
 from offload.errors import ConfigError, StateError
 from offload.memory.pinned import map_host, tensor_over
-from offload.memory.shared_region import SharedRegion, exchange_regions
+from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.node.board import NodeBoard
 from offload.planes.planes import Disk, Home, Plane
 from offload.system.descriptors import Share, exchange_descriptors
@@ -53,7 +53,7 @@ def buffer() -> torch.Tensor:
     return tensor_over(map_host(NUMEL * WIDTH))[: NUMEL * WIDTH]
 
 
-def plane_over(disk: Disk, region: SharedRegion) -> Plane:
+def plane_over(disk: Disk, region: SharedHostMemory) -> Plane:
     """Alike on both sides: over one's own memory and swap space, or over the other's."""
     low, high = IN_MEMORY
     homes = [
@@ -74,12 +74,12 @@ class Side:
     def __init__(self, index: int, share: Share, path: Path, backend: str) -> None:
         self.index, self.share = index, share
         self.aio = open_aio(AioOptions(backend=backend, chunk_bytes=2 * PAGE))
-        self.region = SharedRegion(region_bytes(), "weights", touched=False)
+        self.region = SharedHostMemory(region_bytes(), "weights", prefault=False)
         swap = SwapSpace(folders(path, 2), 100 * PAGE, [1.0, 2.0])
         self.plane = plane_over(Disk(self.aio, swap), self.region)
         self.swap, other = swap, 1 - index
         self.board = NodeBoard.join(index, 2, 2, share)
-        self.regions = exchange_regions(index, 2, share, self.region)
+        self.regions = map_peer_memory(index, 2, share, self.region)
         received = exchange_descriptors(index, 2, share, swap.descriptors)
         geometry = json.loads(share(json.dumps(asdict(swap.geometry)).encode())[other])
         self.theirs = PeerSwap(received[other], SwapGeometry(**{k: tupled(v) for k, v in geometry.items()}))

@@ -14,7 +14,7 @@ import torch
 
 import native
 from offload.errors import BudgetError
-from offload.memory.pinned import map_host, map_poison, return_freed_memory, tensor_over
+from offload.memory.pinned import map_host, map_poison, tensor_over, trim_heap
 from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,7 +132,7 @@ def test_freed_heap_memory_goes_back_to_the_kernel() -> None:
     top = torch.ones(1000)  # the heap cannot simply shrink
     peak = resident_bytes()
     blocks.clear()
-    return_freed_memory()
+    trim_heap()
     assert peak - resident_bytes() > 120 * MIB
     del top
 

@@ -18,7 +18,7 @@ import torch
 from offload.disk.aio import Aio, AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
 from offload.errors import ConfigError
-from offload.memory.arena import Arena
+from offload.memory.arena import BlockPool
 from offload.planes.planes import Disk
 from offload.sizes import PAGE_BYTES
 
@@ -40,14 +40,14 @@ def uring() -> Aio:
     return aio
 
 
-def arena_of(register: Callable[[torch.Tensor], Callable[[], None]]) -> Arena:
-    return Arena("host", 4 * MIB, "memory_budget.host", torch.device("cpu"), register=register)
+def arena_of(register: Callable[[torch.Tensor], Callable[[], None]]) -> BlockPool:
+    return BlockPool("host", 4 * MIB, "memory_budget.host", torch.device("cpu"), register=register)
 
 
 def test_blocks_of_a_registered_arena_move_through_it_and_a_closed_arena_is_forgotten(tmp_path: Path) -> None:
     disk = Disk(uring(), SwapSpace([tmp_path], 4 * MIB))
     arena = arena_of(disk.aio.register_memory)
-    block = arena.lease(8 * PAGE_BYTES, "record")
+    block = arena.allocate(8 * PAGE_BYTES, "record")
     block.data.copy_(torch.randint(0, 256, (8 * PAGE_BYTES,), dtype=torch.uint8))
     kept = block.data.clone()
 
@@ -131,7 +131,7 @@ def test_a_child_of_fork_finds_zeros_in_a_registered_arena_and_the_parent_keeps_
         return registered.clear
 
     arena = arena_of(register)
-    data = arena.lease(PAGE_BYTES, "record").data
+    data = arena.allocate(PAGE_BYTES, "record").data
     data.fill_(5)
     assert [memory.numel() for memory in registered] == [4 * MIB]
     child = os.fork()

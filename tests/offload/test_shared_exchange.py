@@ -14,8 +14,8 @@ from peers import Parent, all_run, running
 
 from offload.errors import PeerError, StateError, WatchdogError
 from offload.kernels import kernels
-from offload.memory.arena import Arena
-from offload.memory.shared_region import SharedRegion, exchange_regions
+from offload.memory.arena import BlockPool
+from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.node.board import NodeBoard
 from offload.node.shared_exchange import FAILED, SharedExchange
 from offload.system.descriptors import Share
@@ -29,7 +29,7 @@ def exchange_of(
     index: int,
     count: int,
     share: Share,
-    regions: list[SharedRegion],
+    regions: list[SharedHostMemory],
     part: tuple[int, int],
     slots: int = 4,
     deadline_seconds: float = SECONDS,
@@ -46,8 +46,8 @@ class Party:
         self, index: int, count: int, share: Share, *, slots: int = 4, deadline_seconds: float = SECONDS
     ) -> None:
         self.index, self.count = index, count
-        self.region = SharedRegion(REGION_BYTES, "gradients")
-        self.regions = exchange_regions(index, count, share, self.region)
+        self.region = SharedHostMemory(REGION_BYTES, "gradients")
+        self.regions = map_peer_memory(index, count, share, self.region)
         self.exchange = exchange_of(index, count, share, self.regions, (index, count), slots, deadline_seconds)
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ async def exchanged(party: Party, seed: int, collectives: int) -> list[torch.Ten
     """Run them, several at a time, with pauses everywhere. What this peer reduced, in order of number."""
     alike, own = random.Random(seed), random.Random(seed * 100 + party.index)
     numels = [party.count * alike.choice([1, 7, 100, 4096, 5000]) for _ in range(collectives)]
-    arena = Arena("flats", 16 * 4096 * party.count, "knob", CPU, region=party.region)
+    arena = BlockPool("flats", 16 * 4096 * party.count, "knob", CPU, shared=party.region)
     found: list[torch.Tensor] = [torch.empty(0)] * collectives
     leased = [asyncio.Event() for _ in range(collectives + 1)]
     leased[0].set()
@@ -77,7 +77,7 @@ async def exchanged(party: Party, seed: int, collectives: int) -> list[torch.Ten
     async def one(number: int) -> None:
         numel = numels[number - 1]
         await leased[number - 1].wait()  # memory is given in order; else two peers could each lack what the other has
-        block = await arena.lease_when_free(numel * 2, "flat")
+        block = await arena.allocate_async(numel * 2, "flat")
         leased[number].set()
         flat = block.view(torch.bfloat16, numel)
         await pause()
@@ -91,7 +91,7 @@ async def exchanged(party: Party, seed: int, collectives: int) -> list[torch.Ten
             found[number - 1] = stored.clone()
             await pause()
         block.data.fill_(0xFF)  # who still read it would find NaN
-        block.release()
+        block.free()
 
     await asyncio.gather(*(one(number) for number in range(1, collectives + 1)))
     arena.close()
@@ -385,7 +385,7 @@ def test_what_cannot_be_offered_is_refused_here_and_known_there(
 
 
 def test_an_exchange_has_a_region_for_each_peer_and_a_slice_that_there_is() -> None:
-    region = SharedRegion(NodeBoard.nbytes_for(1, 90), "board")
+    region = SharedHostMemory(NodeBoard.nbytes_for(1, 90), "board")
     board = NodeBoard(0, 1, 90, region)
     for regions, part in (([region] * 2, (0, 1)), ([region], (1, 1)), ([region], (-1, 1))):
         with pytest.raises(StateError, match=r"exchange of 1 peers: got \d regions, and slice -?\d of 1"):
@@ -397,8 +397,8 @@ def test_peers_may_read_the_same_slice() -> None:
     """Two groups of two: each slice has two readers."""
 
     def job(index: int, share: Share, parent: Parent) -> list[list[int]]:
-        region = SharedRegion(4096, "gradients")
-        regions = exchange_regions(index, 4, share, region)
+        region = SharedHostMemory(4096, "gradients")
+        regions = map_peer_memory(index, 4, share, region)
         exchange = exchange_of(index, 4, share, regions, (index % 2, 2))
         region.data[8:12] = torch.tensor([10 * index, 10 * index, 10 * index + 1, 10 * index + 1])
 
@@ -417,8 +417,8 @@ def test_a_peer_that_has_read_may_leave_while_others_have_not() -> None:
     """Number 0 leaves as soon as it may; number 1 still waits for number 2, and looks who has left meanwhile."""
 
     def job(index: int, share: Share, parent: Parent) -> list[list[int]]:
-        region = SharedRegion(4096, "gradients")
-        regions = exchange_regions(index, 3, share, region)
+        region = SharedHostMemory(4096, "gradients")
+        regions = map_peer_memory(index, 3, share, region)
         exchange = exchange_of(index, 3, share, regions, (0, 1))
         region.data[:4] = index
 

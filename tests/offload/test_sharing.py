@@ -24,9 +24,9 @@ from shared_names import left_behind, shared_names
 from offload.disk.aio import AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError, ConfigError, PeerError, StateError
-from offload.memory.arena import Arena, MemoryRegion
-from offload.memory.pinned import touch
-from offload.memory.shared_region import SharedRegion, exchange_regions
+from offload.memory.arena import BlockPool, LinearPool
+from offload.memory.pinned import fault_in
+from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.planes.planes import Disk
 from offload.system import descriptors
 from offload.system.descriptors import Share, close_received, exchange_descriptors, same_node
@@ -66,12 +66,12 @@ def test_a_region_is_zeroed_exact_and_page_aligned_and_everything_returns(
     either_way: None, nbytes: int, touched: bool
 ) -> None:
     files, before = open_files(), mapped_regions()
-    region = SharedRegion(nbytes, "test", touched=touched)
+    region = SharedHostMemory(nbytes, "test", prefault=touched)
     data = region.data
     assert data.dtype == torch.uint8 and data.numel() == region.nbytes == nbytes
     assert data.data_ptr() % PAGE == 0 or nbytes == 0
     assert not data.any()
-    touch(data)
+    fault_in(data)
     data.fill_(7)
     region.close()
     region.close()
@@ -82,13 +82,13 @@ def test_a_region_is_zeroed_exact_and_page_aligned_and_everything_returns(
 
 def test_touched_pages_are_resident_at_once_and_others_when_they_are_touched(either_way: None) -> None:
     nbytes = 64 * PAGE
-    region = SharedRegion(nbytes, "test", touched=False)
+    region = SharedHostMemory(nbytes, "test", prefault=False)
     assert os.fstat(region.descriptor).st_blocks == 0
     region.data[PAGE * 3] = 5
-    touch(region.data[PAGE * 2 : PAGE * 10])
+    fault_in(region.data[PAGE * 2 : PAGE * 10])
     assert os.fstat(region.descriptor).st_blocks * 512 == 8 * PAGE
     assert region.data[PAGE * 3] == 5
-    other = SharedRegion(nbytes, "test")
+    other = SharedHostMemory(nbytes, "test")
     assert os.fstat(other.descriptor).st_blocks * 512 == nbytes
     for each in (region, other):
         each.close()
@@ -96,8 +96,8 @@ def test_touched_pages_are_resident_at_once_and_others_when_they_are_touched(eit
 
 def test_two_mappings_see_each_other_and_nobody_can_shorten_them(either_way: None) -> None:
     nbytes = 3 * PAGE + 17
-    first = SharedRegion(nbytes, "test")
-    second = SharedRegion.open(os.dup(first.descriptor), nbytes, "test")
+    first = SharedHostMemory(nbytes, "test")
+    second = SharedHostMemory.open(os.dup(first.descriptor), nbytes, "test")
     first.data[:5] = torch.arange(5, dtype=torch.uint8)
     second.data[-3:] = 9
     assert second.data[:5].tolist() == [0, 1, 2, 3, 4] and first.data[-3:].tolist() == [9, 9, 9]
@@ -112,22 +112,22 @@ def test_two_mappings_see_each_other_and_nobody_can_shorten_them(either_way: Non
 
 def test_what_is_no_region_of_that_length_is_refused_and_closed(tmp_path: Path) -> None:
     files = open_files()
-    region = SharedRegion(2 * PAGE, "test")
+    region = SharedHostMemory(2 * PAGE, "test")
     with pytest.raises(StateError, match=r"weights: expected shared memory of 12,288 bytes .* got 8,192 bytes"):
-        SharedRegion.open(os.dup(region.descriptor), 3 * PAGE, "weights")
+        SharedHostMemory.open(os.dup(region.descriptor), 3 * PAGE, "weights")
     ordinary = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     with pytest.raises(StateError, match=r"weights: descriptor .* is not shared memory"):
-        SharedRegion.open(ordinary, 1, "weights")
+        SharedHostMemory.open(ordinary, 1, "weights")
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, PAGE)
     with pytest.raises(StateError, match="length sealed, got 4,096 bytes with seals 0x0"):
-        SharedRegion.open(unsealed, 1, "weights")
+        SharedHostMemory.open(unsealed, 1, "weights")
     region.close()
     assert open_files() == files
 
 
 def test_a_closed_region_says_so() -> None:
-    region = SharedRegion(PAGE, "weights of the node")
+    region = SharedHostMemory(PAGE, "weights of the node")
     region.close()
     for use in (lambda: region.data, lambda: region.descriptor):
         with pytest.raises(StateError, match="weights of the node: the shared memory is closed"):
@@ -142,14 +142,14 @@ def test_a_region_that_the_kernel_refuses_is_a_budget_error_that_names_it(either
     resource.setrlimit(which, (used, old[1]))
     try:
         with pytest.raises(BudgetError, match=r"gradients of the node: .* 1,073,741,824 bytes of memory: .*lower"):
-            SharedRegion(1 << 30, "gradients of the node", touched=False)
+            SharedHostMemory(1 << 30, "gradients of the node", prefault=False)
     finally:
         resource.setrlimit(which, old)
     assert open_files() == files
 
 
 def test_an_offset_tells_another_mapping_where_a_tensor_lies() -> None:
-    region = SharedRegion(1000, "test")
+    region = SharedHostMemory(1000, "test")
     view = region.data[100:200].view(torch.float32)
     assert region.offset_of(view) == 100
     assert region.offset_of(region.data) == 0
@@ -163,16 +163,16 @@ def test_an_offset_tells_another_mapping_where_a_tensor_lies() -> None:
 
 
 def test_an_arena_on_a_region_tells_where_its_blocks_are() -> None:
-    region = SharedRegion(10 * PAGE, "test")
-    other = SharedRegion.open(os.dup(region.descriptor), 10 * PAGE, "test")
-    arena = Arena("test", 8 * PAGE, "knob", CPU, region=region)
-    blocks = [arena.lease(nbytes, "test") for nbytes in (100, PAGE, 3 * PAGE - 1)]
+    region = SharedHostMemory(10 * PAGE, "test")
+    other = SharedHostMemory.open(os.dup(region.descriptor), 10 * PAGE, "test")
+    arena = BlockPool("test", 8 * PAGE, "knob", CPU, shared=region)
+    blocks = [arena.allocate(nbytes, "test") for nbytes in (100, PAGE, 3 * PAGE - 1)]
     for value, block in enumerate(blocks, 1):
         block.data.fill_(value)
     for value, block in enumerate(blocks, 1):
         offset = region.offset_of(block.data)
         assert bool((other.data[offset : offset + block.data.numel()] == value).all())
-    blocks[0].release()
+    blocks[0].free()
     arena.close()
     assert bool((region.data[PAGE : 2 * PAGE] == 2).all())  # the region is its owner's
     for each in (region, other):
@@ -185,10 +185,10 @@ def test_blocks_of_a_region_are_read_and_written_in_place_and_can_be_registered(
         aio = open_aio(AioOptions(backend=backend))
     except ConfigError as error:
         pytest.skip(str(error))
-    region = SharedRegion(16 * PAGE, "test")
-    arena = Arena("test", 16 * PAGE, "knob", CPU, region=region, register=aio.register_memory)
+    region = SharedHostMemory(16 * PAGE, "test")
+    arena = BlockPool("test", 16 * PAGE, "knob", CPU, shared=region, register=aio.register_memory)
     disk = Disk(aio, SwapSpace([tmp_path], 8 * PAGE))
-    source, target = (arena.lease(7 * PAGE, "test").data for _ in range(2))
+    source, target = (arena.allocate(7 * PAGE, "test").data for _ in range(2))
     source.copy_(torch.arange(7 * PAGE) % 251)
 
     async def move() -> None:
@@ -203,18 +203,18 @@ def test_blocks_of_a_region_are_read_and_written_in_place_and_can_be_registered(
 
 
 def test_an_arena_or_a_plane_that_is_larger_than_its_region_is_refused() -> None:
-    region = SharedRegion(2 * PAGE, "test")
+    region = SharedHostMemory(2 * PAGE, "test")
     with pytest.raises(BudgetError, match="the gradients arena: 12,288 bytes do not fit the shared memory of 8,192"):
-        Arena("gradients", 3 * PAGE, "knob", CPU, region=region)
+        BlockPool("gradients", 3 * PAGE, "knob", CPU, shared=region)
     with pytest.raises(BudgetError, match=r"region of 8,193 bytes: .* shared memory of 8,192"):
-        MemoryRegion(2 * PAGE + 1, CPU, region=region)
+        LinearPool(2 * PAGE + 1, CPU, shared=region)
     region.close()
 
 
 def test_planes_may_lie_in_a_region() -> None:
-    region = SharedRegion(4 * PAGE, "test")
-    memory = MemoryRegion(3 * PAGE, CPU, region=region)
-    pieces = [memory.take(PAGE), memory.take(2 * PAGE)]
+    region = SharedHostMemory(4 * PAGE, "test")
+    memory = LinearPool(3 * PAGE, CPU, shared=region)
+    pieces = [memory.allocate(PAGE), memory.allocate(2 * PAGE)]
     pieces[1].fill_(3)
     assert [region.offset_of(piece) for piece in pieces] == [0, PAGE]
     memory.close()
@@ -350,8 +350,8 @@ def test_a_process_that_can_open_no_more_files_says_so() -> None:
 def test_regions_of_all_peers_are_mapped_by_all() -> None:
     def job(index: int, share: Share, parent: Parent) -> list[list[int]]:
         before = open_files()
-        own = SharedRegion((index + 1) * PAGE, "gradients")
-        regions = exchange_regions(index, 3, share, own)
+        own = SharedHostMemory((index + 1) * PAGE, "gradients")
+        regions = map_peer_memory(index, 3, share, own)
         assert regions[index] is own
         for peer, region in enumerate(regions):
             region.data[index] = 10 * index + peer
@@ -433,7 +433,7 @@ def test_killed_processes_leave_no_shared_memory_whichever_goes_first(killed: in
     nbytes = 256 << 20  # what others take or give back meanwhile is less than half of it
 
     def job(index: int, share: Share, parent: Parent) -> None:
-        regions = exchange_regions(index, 2, share, SharedRegion(nbytes, "test"))
+        regions = map_peer_memory(index, 2, share, SharedHostMemory(nbytes, "test"))
         parent.tell(regions[1 - index].data[0].item())
         parent.receive()
 
@@ -452,7 +452,7 @@ def test_killed_processes_leave_no_shared_memory_whichever_goes_first(killed: in
 
 
 def test_programs_that_are_started_do_not_keep_the_memory() -> None:
-    region = SharedRegion(PAGE, "test")
+    region = SharedHostMemory(PAGE, "test")
     listed = subprocess.run(
         [sys.executable, "-c", "import os; print([os.readlink(f'/proc/self/fd/{fd}') for fd in range(3, 50)"
          " if os.path.exists(f'/proc/self/fd/{fd}') or os.path.islink(f'/proc/self/fd/{fd}')])"],

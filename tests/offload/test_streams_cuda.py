@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offload.memory.arena import Arena
+from offload.memory.arena import BlockPool
 from offload.memory.flat_storage import exact_alias
 from offload.streams import DeviceStreams
 
@@ -29,8 +29,8 @@ def streams() -> Iterator[DeviceStreams]:
 
 @pytest.fixture
 def host() -> Iterator[torch.Tensor]:
-    arena = Arena("host", 2 * NUMEL, "none", torch.device("cpu"), pinned=True)
-    yield arena.lease(NUMEL, "test").data
+    arena = BlockPool("host", 2 * NUMEL, "none", torch.device("cpu"), pinned=True)
+    yield arena.allocate(NUMEL, "test").data
     arena.close()
 
 
@@ -65,17 +65,17 @@ def test_a_copy_out_waits_for_the_producer_and_its_reader_for_the_copy(
 
 
 def test_memory_that_was_returned_early_is_used_again_behind_its_fence(streams: DeviceStreams) -> None:
-    arena = Arena("device", NUMEL, "none", torch.device("cuda", torch.cuda.current_device()))
+    arena = BlockPool("device", NUMEL, "none", torch.device("cuda", torch.cuda.current_device()))
     out = torch.zeros(NUMEL, dtype=torch.uint8, pin_memory=True)
-    block = arena.lease(NUMEL, "test")
+    block = arena.allocate(NUMEL, "test")
     block.data.fill_(5)
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)
-    block.release(streams.copy_to_host(out, block.data, streams.record_event()))
+    block.free(streams.copy_to_host(out, block.data, streams.record_event()))
     other = torch.cuda.Stream()
     with torch.cuda.stream(other):
-        again = arena.lease(NUMEL, "test")
-        streams.wait_events(*again.fences)
+        again = arena.allocate(NUMEL, "test")
+        streams.wait_events(*again.events)
         again.data.fill_(6)
     torch.cuda.synchronize()
     assert bool((out == 5).all()) and bool((again.data == 6).all())

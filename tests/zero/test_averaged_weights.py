@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import zero
 from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
-from offload.memory.pinned import return_freed_memory
+from offload.memory.pinned import trim_heap
 from zero.utils import safe_set_full_fp32_param, safe_set_full_grad
 
 STEPS, DECAY = 9, 0.9
@@ -284,7 +284,7 @@ def test_what_is_put_aside_takes_four_bytes_an_element_and_only_inside(open_engi
     engine.backward(engine(torch.ones(1, 2048, dtype=torch.bfloat16)).float().sum())
     engine.step()
     engine.synchronize()
-    return_freed_memory()
+    trim_heap()
     before, put_aside = resident_bytes(), 4 * layers * 2048 * 2048
     with engine.averaged_weights():
         inside = resident_bytes()

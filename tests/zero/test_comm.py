@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks import RankPool
 
 from offload.errors import ConfigError, StateError
-from offload.memory.pinned import return_freed_memory
+from offload.memory.pinned import trim_heap
 from offload.mover import IoLoop
 from offload.streams import Streams
 from zero.ranks import backend, control_plane
@@ -88,7 +88,7 @@ def kept_after_gathering(numel: int, times: int) -> int:
 
         def gathered(flat: torch.Tensor) -> int:
             mover.run("gather", comm.all_gather(comm.ticket("gather", 0, "a"), flat, group))
-            return_freed_memory()
+            trim_heap()
             return int(psutil.Process().memory_info().rss)
 
         before = gathered(flat[: 2 * comm.world_size])  # connections, and gloo's threads

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import offload.memory.arena
 import zero
 from offload.errors import BudgetError, ConfigError, StateError
-from offload.memory.arena import MemoryRegion
+from offload.memory.arena import LinearPool
 from zero.assembly.state_kinds import ALL, RECORDS, TO_RUN, OffloadDeviceEnum, OffloadStateTypeEnum
 
 Open = Callable[..., Any]
@@ -402,19 +402,19 @@ def test_what_an_offload_that_ended_half_way_has_moved_comes_back_like_the_rest(
 ) -> None:
     engine, calm = (open_engine(build("gpt"), config_of(3)) for _ in range(2))
     train(engine, 0, 1)
-    put_away, calls = MemoryRegion.put_away, []
+    put_away, calls = LinearPool.move_to_host, []
 
-    def second_fails(region: MemoryRegion, *, pinned: bool) -> Any:
+    def second_fails(region: LinearPool, *, pinned: bool) -> Any:
         calls.append(region)
         if len(calls) == 2:
             raise error
         return put_away(region, pinned=pinned)
 
-    monkeypatch.setattr(MemoryRegion, "put_away", second_fails)
+    monkeypatch.setattr(LinearPool, "move_to_host", second_fails)
     with pytest.raises(type(error)):
         engine.offload_states()
-    assert calls[0].away and engine.offloaded_states
+    assert calls[0].is_on_host and engine.offloaded_states
     train(engine, 2, 3)
-    assert not any(region.away for region in storage_of(engine).regions)
+    assert not any(region.is_on_host for region in storage_of(engine).regions)
     assert not engine.offloaded_states
     assert differences(held(engine), held(train(calm, 0, 1, 2, 3))) == []

@@ -291,13 +291,13 @@ def test_memory_that_rows_still_come_to_is_nobody_elses_after_an_interrupt(open_
     hook.remove()
     pool, blocks = storage_of(engine).unit_pool, []
     for power in range(30, 11, -1):
-        while (block := pool.try_lease(1 << power)) is not None:
+        while (block := pool.try_allocate(1 << power)) is not None:
             blocks.append(block)
             block.data.fill_(7)
     engine.inject(None)  # now the rows arrive
     drain_mover(engine)
     assert all(bool((block.data == 7).all()) for block in blocks)
     for block in blocks:
-        block.release()
+        block.free()
     coordinator_of(engine).release_all()
     assert used_bytes(engine, "unit_pool") == 0

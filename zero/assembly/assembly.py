@@ -18,7 +18,7 @@ from torch import nn
 from offload.errors import StateError
 from offload.kernels.threads import update_threads
 from offload.memory.flat_storage import Poison
-from offload.memory.pinned import keep_freed_memory, return_freed_memory
+from offload.memory.pinned import retain_heap, trim_heap
 from offload.node.run_notes import leave_note
 from offload.sizes import format_bytes
 from zero.assembly.model_plan import lay_out, planner_of
@@ -202,8 +202,8 @@ class Assembly:
         if self.storage.disk is not None:
             self.storage.disk.swap.reserve()
         self.exchange.adopted()
-        return_freed_memory()
-        keep_freed_memory()
+        trim_heap()
+        retain_heap()
         logger.info(
             "model sharded in place in %.1f s: %s of its values were in memory%s, %s where zero.Init had put them",
             time.perf_counter() - began,

@@ -18,8 +18,8 @@ import torch
 
 from offload.accelerator import empty_cache, synchronize
 from offload.errors import BudgetError
-from offload.memory.arena import Arena, MemoryRegion
-from offload.memory.pinned import return_freed_memory
+from offload.memory.arena import BlockPool, LinearPool
+from offload.memory.pinned import trim_heap
 from offload.sizes import format_bytes
 from zero.assembly.run import Run
 from zero.assembly.state_kinds import ALL, RECORDS, TO_RUN, OffloadStateTypeEnum
@@ -44,7 +44,7 @@ class StatesAway:
         self._run = run
         self.kinds: Kinds = frozenset()
         self._waiting: dict[int, torch.Tensor] = {}  # Unit index -> this rank's unreduced gradient, on the host.
-        self._pools: dict[OffloadStateTypeEnum, Arena] = {}  # The freed pools, to be allocated again.
+        self._pools: dict[OffloadStateTypeEnum, BlockPool] = {}  # The freed pools, to be allocated again.
 
     @property
     def _storage(self) -> Storage:
@@ -53,13 +53,13 @@ class StatesAway:
     def near_bytes(self, kinds: Iterable[OffloadStateTypeEnum]) -> int:
         """Bytes of these kinds that are on the device and can be put away."""
         whole = self._storage.whole_gradients.allocated_bytes if GRADIENTS in kinds else 0
-        pools = sum(arena.allocated_bytes for _, arena in self._arenas(kinds))
+        pools = sum(arena.reserved_bytes for _, arena in self._arenas(kinds))
         return whole + pools + sum(region.nbytes for region in self._regions(kinds, away=False))
 
     def devices(self, kind: OffloadStateTypeEnum) -> set[torch.device]:
         """The devices that hold memory of a kind now; NVMe is not among them."""
         found = {memory.device for memory in self._memories(kind) if memory.numel()}
-        return found | {self._storage.device for _, arena in self._arenas([kind]) if arena.allocated_bytes}
+        return found | {self._storage.device for _, arena in self._arenas([kind]) if arena.reserved_bytes}
 
     def put(self, kinds: Iterable[OffloadStateTypeEnum], *, pinned: bool) -> None:
         """Put these kinds away; nothing is in flight, and no unit of moved weights is bound.
@@ -77,13 +77,13 @@ class StatesAway:
         if whole:
             storage.whole_gradients.give_up()
         for kind, arena in self._arenas(kinds):
-            if arena.allocated_bytes and not arena.used_bytes:
+            if arena.reserved_bytes and not arena.used_bytes:
                 self._pools[kind] = arena
-                arena.give_up()
+                arena.free_memory()
         for region in regions:
-            storage.relocate(region.put_away(pinned=pinned))
+            storage.relocate(region.move_to_host(pinned=pinned))
         empty_cache(storage.device)
-        return_freed_memory()
+        trim_heap()
 
     def bring_back(self, what: str, needs: Kinds | None = None) -> None:
         """Bring back these kinds (None: all) if they are away. `what`: the call that needs them. Raises BudgetError."""
@@ -95,7 +95,7 @@ class StatesAway:
             self._run.parts.coordinator.end_rest()
         self._bring(kinds)
         if not self.kinds:
-            return_freed_memory()
+            trim_heap()
         why = f"{what} needs what offload_states has moved away" if what else "reload_states"
         logger.info("%s: %s are back on %s in %.2f s", why, names_of(kinds), device, time.perf_counter() - began)
 
@@ -108,9 +108,9 @@ class StatesAway:
         storage = self._storage
         try:
             for region in self._regions(kinds, away=True):
-                storage.relocate(region.bring_back())
+                storage.relocate(region.move_back())
             for kind in kinds.intersection(self._pools):
-                self._pools[kind].make()
+                self._pools[kind].reserve_memory()
                 del self._pools[kind]
             for index in list(self._waiting) if GRADIENTS in kinds else []:
                 self._run.parts.gradients.take_up(index, self._waiting[index])
@@ -135,10 +135,10 @@ class StatesAway:
         self._waiting.clear()
         self._pools.clear()
 
-    def _regions(self, kinds: Iterable[OffloadStateTypeEnum], *, away: bool) -> list[MemoryRegion]:
+    def _regions(self, kinds: Iterable[OffloadStateTypeEnum], *, away: bool) -> list[LinearPool]:
         memories = [memory for kind in kinds for memory in self._memories(kind)]
-        regions = [region for region in self._storage.regions if region.movable and region.away == away]
-        return [region for region in regions if any(region.holds(memory) for memory in memories)]
+        regions = [region for region in self._storage.regions if region.is_movable and region.is_on_host == away]
+        return [region for region in regions if any(region.contains(memory) for memory in memories)]
 
     def _memories(self, kind: OffloadStateTypeEnum) -> list[torch.Tensor]:
         storage, more = self._storage, list[torch.Tensor]()
@@ -150,12 +150,12 @@ class StatesAway:
             planes = list(storage.gradient_planes) if kind == GRADIENTS else []
         return [home.memory for plane in planes for home in plane.homes if home.memory is not None] + more
 
-    def _arenas(self, kinds: Iterable[OffloadStateTypeEnum]) -> list[tuple[OffloadStateTypeEnum, Arena]]:
+    def _arenas(self, kinds: Iterable[OffloadStateTypeEnum]) -> list[tuple[OffloadStateTypeEnum, BlockPool]]:
         storage = self._storage
         pools = {WEIGHTS: storage.unit_pool, STATES: storage.update_pool, BUFFERS: storage.gradient_pool}
         return [(kind, pools[kind]) for kind in kinds if kind in pools]
 
-    def _check_room(self, regions: list[MemoryRegion]) -> None:
+    def _check_room(self, regions: list[LinearPool]) -> None:
         sizes = [region.nbytes for region in regions]
         # If the device is the host itself, the memory of each region is freed before the next region is copied.
         needed = sum(sizes) if self._storage.device.type != "cpu" else max(sizes, default=0)

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from offload.errors import StateError
-from offload.memory.pinned import return_freed_memory
+from offload.memory.pinned import trim_heap
 from offload.sizes import format_bytes
 from offload.system.interrupts import whole
 from zero.assembly.assembly import Assembly
@@ -215,7 +215,7 @@ class ModelChanges:
         finally:  # an interrupt may end a wait
             old.storage.close()
             before.release()
-            return_freed_memory()
+            trim_heap()
         logger.info("%s", _cost(old, new, time.perf_counter() - began))
 
 

@@ -23,7 +23,7 @@ from offload.errors import ConfigError, StateError
 from offload.files.containers import BARE, Container, PackedRun, container, pack
 from offload.files.durable import DurableFile, Files
 from offload.kernels import kernels, masters
-from offload.memory.arena import Arena, Block
+from offload.memory.arena import Block, BlockPool
 from offload.mover import IoFuture
 from offload.planes.copies import copy_alone, read_plane
 from offload.planes.planes import Plane, settle_all
@@ -183,7 +183,7 @@ class ExtentWriter:
         register: Callable[[torch.Tensor], Callable[[], None]] | None = None,
     ) -> None:
         self._layout, self._storage, self._store_bytes = parts.layout, parts.storage, store
-        self._arena = Arena(
+        self._arena = BlockPool(
             "checkpoint", BLOCKS * RUN_BYTES, "nothing: it is fixed", torch.device("cpu"), register=register
         )
         self._encoders = Worker("zero-checkpoint-encoder", ENCODERS)
@@ -240,7 +240,7 @@ class ExtentWriter:
                 try:
                     await self._make(run, block.data, staged)
                 except BaseException:
-                    block.release()
+                    block.free()
                     raise
                 stores.append(asyncio.create_task(self._store(run, block)))
                 await asyncio.sleep(0)  # the task starts now, while the next run is made
@@ -251,9 +251,9 @@ class ExtentWriter:
 
     async def _lease(self, nbytes: int) -> Block:
         if nbytes <= RUN_BYTES:
-            return await self._arena.lease_when_free(nbytes, "checkpoint")
+            return await self._arena.allocate_async(nbytes, "checkpoint")
         # One box, for example of a user's state, that is larger than the limit of all others.
-        return Arena("checkpoint", nbytes, "nothing: it is as large as the state", torch.device("cpu")).lease(
+        return BlockPool("checkpoint", nbytes, "nothing: it is as large as the state", torch.device("cpu")).allocate(
             nbytes, ""
         )
 
@@ -277,7 +277,7 @@ class ExtentWriter:
         try:
             await self._store_bytes(run.offset, block.data)
         finally:
-            block.release()
+            block.free()
 
     async def _filling(self, part: Part, target: torch.Tensor, staged: StagedGroup | None) -> Callable[[], None]:
         """A function that fills `target` (uint8, on the host) with one box, whose values are then already in memory."""

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from offload.errors import BudgetError, StateError
 from offload.kernels import masters
-from offload.memory.pinned import aligned_copy, return_freed_memory
+from offload.memory.pinned import aligned_copy, trim_heap
 from offload.planes.planes import settle_all
 from offload.sizes import format_bytes
 from zero.assembly.assembly import Assembly
@@ -211,7 +211,7 @@ class AveragedWeights:
                 parts.coordinator.rewritten()
         finally:
             self._shown.moving = False
-            return_freed_memory()  # else the C library keeps the memory that held the masters of a sub-group
+            trim_heap()  # else the C library keeps the memory that held the masters of a sub-group
         self._steps.ready("averaged_weights")
 
     def _exchange(self, parts: Assembly, *, shown: bool) -> None:

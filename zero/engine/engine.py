@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offload.errors import StorageError
-from offload.memory.pinned import return_freed_memory
+from offload.memory.pinned import trim_heap
 from offload.system.interrupts import uninterrupted, whole
 from zero.assembly.accumulation import Accumulation
 from zero.assembly.assembly import Assembly
@@ -403,7 +403,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
             parts.coordinator.leave_device()
         finally:
             with ExitStack() as ends:  # last first; each runs even if another raises
-                ends.callback(return_freed_memory)
+                ends.callback(trim_heap)
                 for part in (self.reports.monitor, run.activations, parts.exchange, parts.storage):
                     ends.callback(part.close)
         if unsaved is not None:

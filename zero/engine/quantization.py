@@ -14,7 +14,7 @@ from functools import partial
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.memory.pinned import return_freed_memory
+from offload.memory.pinned import trim_heap
 from offload.sizes import format_bytes
 from zero.config.quantization_block import Codes
 from zero.params.gathering import GatheredParameters
@@ -71,7 +71,7 @@ def quantize(
         after_bytes += sum(
             p.numel() * p.element_size() for p in (layer.packed, layer.steps, layer.least) if p is not None
         )
-        return_freed_memory()
+        trim_heap()
     logger.info(
         "%d weights are kept as codes: %s instead of %s",
         *(len(chosen), format_bytes(after_bytes), format_bytes(before_bytes)),

@@ -17,7 +17,7 @@ import torch
 from offload.archives import bytes_of, bytes_tensor
 from offload.kernels import kernels
 from offload.kernels.square_sums import SquareSum
-from offload.memory.shared_region import SharedRegion
+from offload.memory.shared_region import SharedHostMemory
 from offload.streams import MaybeEvent
 from offload.timeline import Timeline
 from zero.params.layout import Layout, Unit
@@ -74,7 +74,7 @@ class Exchange:
     def note_in(self, timeline: Timeline) -> None:
         """Record collectives in the timeline."""
 
-    def slices(self, nbytes: int) -> SharedRegion | None:
+    def slices(self, nbytes: int) -> SharedHostMemory | None:
         """Host memory for this rank's slices of one space that others can read; None: not needed. Called in order."""
         return None
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload.memory.pinned import pin
-from offload.memory.shared_region import SharedRegion
+from offload.memory.shared_region import SharedHostMemory
 from offload.planes.planes import Plane, settle_all
 from offload.streams import MaybeEvent
 from zero.exchange.exchange import Collectives, Turn, Wire
@@ -40,11 +40,15 @@ class HostGathers(SharedMemory):
         super().__init__(comm, placement, wire)
         self._collectives = Collectives(comm, placement, wire)
         self.memory, self.scale = None, self._collectives.scale
-        self._given: list[list[SharedRegion]] = []  # Regions by rank, for each plane of weights with homes on the host.
-        self._homes: dict[int, tuple[list[SharedRegion], int, int]] = {}  # Unit -> (regions by rank, begin, end byte).
+        self._given: list[
+            list[SharedHostMemory]
+        ] = []  # Regions by rank, for each plane of weights with homes on the host.
+        self._homes: dict[
+            int, tuple[list[SharedHostMemory], int, int]
+        ] = {}  # Unit -> (regions by rank, begin, end byte).
         self._unpin: list[Callable[[], None]] = []
 
-    def slices(self, nbytes: int) -> SharedRegion:
+    def slices(self, nbytes: int) -> SharedHostMemory:
         """The owner page-locks its own mapping."""
         regions = self._regions.each(nbytes, "slices of weights")
         self._given.append(regions)
@@ -118,5 +122,5 @@ class HostGathers(SharedMemory):
         super()._let_go()
 
 
-def _is_over(plane: Plane, region: SharedRegion) -> bool:
+def _is_over(plane: Plane, region: SharedHostMemory) -> bool:
     return plane.host is not None and lies_in(plane.host, region)

@@ -25,7 +25,7 @@ import torch
 
 from offload.disk.swapfile import PeerSwap, SwapGeometry
 from offload.errors import PeerError, StateError, ZeroInfinityError
-from offload.memory.shared_region import SharedRegion, exchange_regions
+from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.node.board import NodeBoard
 from offload.node.shared_exchange import SharedExchange
 from offload.planes.planes import Disk, Home, Plane, settle_all
@@ -49,30 +49,30 @@ AGAIN_SECONDS = 0.5  # Pause after a failed update.
 class Regions:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._regions: list[SharedRegion] = []
-        self.pools: list[SharedRegion] = []  # The region of each rank from `own`, in rank order.
+        self._regions: list[SharedHostMemory] = []
+        self.pools: list[SharedHostMemory] = []  # The region of each rank from `own`, in rank order.
 
-    def common(self, nbytes: int, what: str) -> SharedRegion:
+    def common(self, nbytes: int, what: str) -> SharedHostMemory:
         """All ranks map the first rank's file."""
-        return self._exchange(SharedRegion(nbytes if self._comm.rank == 0 else 1, what, touched=False))[0]
+        return self._exchange(SharedHostMemory(nbytes if self._comm.rank == 0 else 1, what, prefault=False))[0]
 
-    def own(self, nbytes: int, what: str) -> SharedRegion:
+    def own(self, nbytes: int, what: str) -> SharedHostMemory:
         self.pools = self.each(nbytes, what)
         return self.pools[self._comm.rank]
 
-    def each(self, nbytes: int, what: str) -> list[SharedRegion]:
+    def each(self, nbytes: int, what: str) -> list[SharedHostMemory]:
         """Bytes of every rank, in rank order, that the others can read."""
-        return self._exchange(SharedRegion(nbytes, what, touched=False))
+        return self._exchange(SharedHostMemory(nbytes, what, prefault=False))
 
     def close(self) -> None:
         """Close all regions. Idempotent."""
         while self._regions:
             self._regions.pop().close()
 
-    def _exchange(self, mine: SharedRegion) -> list[SharedRegion]:
+    def _exchange(self, mine: SharedHostMemory) -> list[SharedHostMemory]:
         share = partial(self._comm.agree, f"sharing memory for {mine.what}")
         with ranks_named(f"sharing memory for {mine.what}"):
-            regions = exchange_regions(self._comm.rank, self._comm.world_size, share, mine)
+            regions = map_peer_memory(self._comm.rank, self._comm.world_size, share, mine)
         self._regions += regions
         return regions
 
@@ -94,8 +94,8 @@ class SharedMemory(AmongRanks):
         self._swaps: list[PeerSwap] = []
         # Persistent unit -> (begin, end) of the copy of its slice, in bytes of every rank's `_slices`.
         self._copies: dict[int, tuple[int, int]] = {}
-        self._slices: list[SharedRegion] = []
-        self._slots: list[SharedRegion] = []
+        self._slices: list[SharedHostMemory] = []
+        self._slots: list[SharedHostMemory] = []
         self._slot_ranges: list[tuple[int, int]] = []
         self._first_slots: list[list[Home]] = []  # Per space, the homes on the disk, if the planes have two slots.
         self._epoch, self._reductions, self._ended = 0, 0, False
@@ -334,7 +334,7 @@ class SharedMemory(AmongRanks):
         self._ended = True
 
 
-def lies_in(flat: torch.Tensor, region: SharedRegion) -> bool:
+def lies_in(flat: torch.Tensor, region: SharedHostMemory) -> bool:
     try:
         region.offset_of(flat)
     except StateError:

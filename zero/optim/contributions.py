@@ -114,18 +114,18 @@ class ContributionStore:
         """Cast and sum on the device, chunk by chunk, among the copies to the host: the model's work goes on."""
         streams, unit, pool, width = self._streams, item.unit, self._storage.gradient_pool, item.dtype.itemsize
         numel = min(WIDE_CHUNK_NUMEL, unit.numel)
-        while (block := pool.try_lease(numel * width)) is None and numel > BLOCK_NUMEL:
+        while (block := pool.try_allocate(numel * width)) is None and numel > BLOCK_NUMEL:
             numel = max(numel // 2 // BLOCK_NUMEL, 1) * BLOCK_NUMEL  # other units' gradients may lie in between
-        block = block or pool.lease(numel * width, f"gradient of {unit.name}")
+        block = block or pool.allocate(numel * width, f"gradient of {unit.name}")
         copied: MaybeEvent = None
-        with streams.copy_to_host_stream(streams.record_event(), *block.fences):
+        with streams.copy_to_host_stream(streams.record_event(), *block.events):
             for lo in range(0, unit.numel, numel):
                 hi = min(lo + numel, unit.numel)
                 streams.wait_events(copied)  # the chunk before has left; on a device the stream has this order anyway
                 wide = block.view(item.dtype, hi - lo)
                 kernels.cast_sumsq(wide, item.buffer[lo:hi], into=rows_of(sums, lo, hi))
                 copied = streams.copy_to_host(stored[lo:hi], wide)
-        block.release(copied)
+        block.free(copied)
 
     async def store(self, item: Contribution) -> None:
         """Store the chunks that are left, or add them, through the arena.
@@ -186,7 +186,7 @@ class ContributionStore:
         """
         memory = plane.memory(*run)
         stored_bytes = 0 if memory is not None else plane.nbytes(*run)
-        chunk = await self._storage.arena.lease_when_free(stored_bytes + passing_bytes, "gradient chunk")
+        chunk = await self._storage.arena.allocate_async(stored_bytes + passing_bytes, "gradient chunk")
         try:
             raw = chunk.data[:stored_bytes] if memory is None else memory
             if memory is None and not first:
@@ -195,7 +195,7 @@ class ContributionStore:
             if memory is None:
                 await _write(plane, run, raw)
         finally:
-            chunk.release()
+            chunk.free()
 
     def _chunk_numel(self, home: torch.Tensor | None, dtype: torch.dtype, passing_bytes: int) -> int:
         """Elements handled at a time, whole blocks.
@@ -303,14 +303,14 @@ class ContributionStore:
             if source is not None and target is not None:
                 kernels.cast(target.view(torch.float32), source.view(dtype), threads=self._threads)
                 continue
-            block = await self._storage.arena.lease_when_free((hi - lo) * (4 + dtype.itemsize), "gradient chunk")
+            block = await self._storage.arena.allocate_async((hi - lo) * (4 + dtype.itemsize), "gradient chunk")
             try:
                 raw = block.data[(hi - lo) * 4 :]
                 await narrow.read(lo, hi, raw)
                 kernels.cast(block.view(torch.float32, hi - lo), raw.view(dtype), threads=self._threads)
                 await wide.write(lo, hi, block.data[: (hi - lo) * 4])
             finally:
-                block.release()
+                block.free()
 
 
 async def _write(plane: Plane, run: tuple[int, int], raw: torch.Tensor) -> None:

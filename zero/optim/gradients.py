@@ -175,7 +175,7 @@ class Gradients:
             self._put(state, item, home)
         elif home is not None and item.first and item.block is not None:
             state.copied = self._store.copy_out(item, home, _sums_in(item.block, item.unit))
-            item.block.release(state.copied)
+            item.block.free(state.copied)
         else:
             if not self._streams.has_unified_memory and item.block is not None:
                 self._store.sum_on_device(item, _sums_in(item.block, item.unit))
@@ -208,13 +208,13 @@ class Gradients:
         if self._streams.has_unified_memory:
             self._store.put(item, home, item.sums)
             if item.block is not None:
-                item.block.release()
+                item.block.free()
             return
         block = item.block or self._lease(state, gradient_sums_bytes(state.unit))
         sums = _sums_in(block, state.unit)
         self._store.put(item, home, sums)
         state.copied = self._streams.copy_to_host(item.sums, sums, self._streams.record_event())
-        block.release(state.copied)
+        block.free(state.copied)
 
     def flush_all(self) -> None:
         """Flush all buffers at the end of a backward, in the order of the layout."""
@@ -261,7 +261,7 @@ class Gradients:
                 state.storing.transfer.wait()
             for holder in (state.storing, state):
                 if holder is not None and holder.block is not None:
-                    holder.block.release(self._streams.record_event())
+                    holder.block.free(self._streams.record_event())
             state.storing = state.buffer = state.block = state.stream = None
             state.arrived, state.adds = {}, False
             self._begin_anew(state)
@@ -421,7 +421,7 @@ class Gradients:
     def _lease(self, state: UnitGradient, nbytes: int) -> Block:
         """Lease device memory; the current stream may use it at once."""
         pool = self._storage.gradient_pool
-        block = pool.try_lease(nbytes)
+        block = pool.try_allocate(nbytes)
         asked = [self._units[index] for index in self._storing]  # the mover finishes the first of them first
         for other in (*asked, *self._units.values()):
             if block is not None:
@@ -430,9 +430,9 @@ class Gradients:
             if other is not state and other.block is not None:
                 self.flush(other.unit.index)
             self._settle(other)
-            block = pool.try_lease(nbytes)
-        block = block or pool.lease(nbytes, f"gradient of {state.unit.name}")
-        self._streams.wait_events(*block.fences)
+            block = pool.try_allocate(nbytes)
+        block = block or pool.allocate(nbytes, f"gradient of {state.unit.name}")
+        self._streams.wait_events(*block.events)
         return block
 
     def _start(self, state: UnitGradient, item: Contribution) -> None:
@@ -461,7 +461,7 @@ class Gradients:
                 state.storing = None
                 self._storing.pop(state.unit.index, None)
                 if item.block is not None:
-                    item.block.release()
+                    item.block.free()
 
     def _widen(self, state: UnitGradient) -> None:
         """Move a 16-bit gradient to an fp32 home: a second contribution is about to be added."""

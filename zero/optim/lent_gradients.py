@@ -211,4 +211,4 @@ class Places:
             if block is None:
                 self._slots.release()
             else:
-                block.release()
+                block.free()

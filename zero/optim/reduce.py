@@ -270,7 +270,7 @@ class ReducedGradients(Gradients):
     def rest(self, *, aside: bool) -> dict[int, torch.Tensor]:
         nothing, self._nothing = self._nothing, None
         if nothing is not None:
-            nothing.release()
+            nothing.free()
         if not aside:
             return {}
         waiting, self._waiting = self._waiting, {}
@@ -305,7 +305,7 @@ class ReducedGradients(Gradients):
     def _release(self, held: Waiting) -> None:
         """Release its memory, with a fence: the next user must wait for the work queued so far."""
         if held.block is not None:
-            held.block.release(self._streams.record_event())
+            held.block.free(self._streams.record_event())
 
     def _open(self, state: UnitGradient) -> None:
         """Collect outside the plane; the plane's content must not change before the reduction."""
@@ -318,14 +318,14 @@ class ReducedGradients(Gradients):
     def _lease(self, state: UnitGradient, nbytes: int) -> Block:
         """As with one rank; if there is no room left, waiting gradients are moved out of the pool."""
         pool = self._storage.gradient_pool
-        block = pool.try_lease(nbytes)
+        block = pool.try_allocate(nbytes)
         steps = (self._settle_all, self._flush_others, self._settle_all, self._move_out)
         for make_room in steps:
             if block is None:
                 make_room(state)
-                block = pool.try_lease(nbytes)
-        block = block or pool.lease(nbytes, f"gradient of {state.unit.name}")
-        self._streams.wait_events(*block.fences)
+                block = pool.try_allocate(nbytes)
+        block = block or pool.allocate(nbytes, f"gradient of {state.unit.name}")
+        self._streams.wait_events(*block.events)
         return block
 
     def _settle(self, state: UnitGradient) -> None:
@@ -389,7 +389,7 @@ class ReducedGradients(Gradients):
         for held in self._waiting.values():
             if held.block is not None:
                 moved = self._made(held).flat.to("cpu", copy=True)
-                held.block.release(self._streams.record_event())
+                held.block.free(self._streams.record_event())
                 held.flat, held.block, held.made = moved, None, None
 
     def _start_all(self, due: list[int]) -> None:
@@ -521,8 +521,8 @@ class ReducedGradients(Gradients):
         """Lease the zeros that this rank gives in place of gradients it does not have; one block for all units."""
         wide = self.together and self.deferred
         nbytes = max(state.unit.numel * 4 if wide else state.unit.nbytes for state in self._units.values())
-        nothing = self._storage.gradient_pool.lease(nbytes, "gradients that are zero")
-        self._streams.wait_events(*nothing.fences)
+        nothing = self._storage.gradient_pool.allocate(nbytes, "gradients that are zero")
+        self._streams.wait_events(*nothing.events)
         nothing.data.zero_()
         return nothing
 

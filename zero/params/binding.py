@@ -34,12 +34,12 @@ class BoundUnit:
     @property
     def bound(self) -> bool:
         """True while the values are present."""
-        return self._storage.bound
+        return self._storage.is_bound
 
     @property
     def copies(self) -> bool:
         """True if the parameters see a copy of the memory that is bound; see `FlatStorage`."""
-        return self._storage.copies
+        return self._storage.copies_on_bind
 
     @property
     def flat(self) -> torch.Tensor:
@@ -53,7 +53,7 @@ class BoundUnit:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if `tensor` is a view of this unit."""
-        return self._storage.holds(tensor) or self._home.holds(tensor)
+        return self._storage.is_base_of(tensor) or self._home.is_base_of(tensor)
 
     def adopt(self, slot: Slot, keeper: Keeper) -> None:
         """Turn one parameter into a released view of this unit; its old memory is freed."""
@@ -86,7 +86,7 @@ class BoundUnit:
     def _look_at(self, storage: FlatStorage) -> list[nn.Parameter]:
         """Make the parameters views of `storage`, present ones. Returns them, without those with other memory."""
         left, self._storage = self._storage, storage
-        pairs = [each for each in zip(self.parameters, storage.views, strict=True) if left.holds(each[0])]
+        pairs = [each for each in zip(self.parameters, storage.views, strict=True) if left.is_base_of(each[0])]
         for parameter, view in pairs:
             self._turn(parameter, view)
         return [parameter for parameter, _ in pairs]
@@ -106,7 +106,7 @@ class BoundUnit:
         """
         self._look_at(self._new_storage(self.flat.device))
         self.bind(data, edited=True)
-        self._home.bind_beside(self._storage)
+        self._home.bind_same_memory(self._storage)
 
     def leave_apart(self) -> None:
         """Release the parameters and end `bind_apart`."""
@@ -173,7 +173,7 @@ class BoundUnit:
     def _in_place(self, parameter: nn.Parameter, view: torch.Tensor) -> bool:
         return (
             parameter.shape == view.shape
-            and self._storage.holds(parameter)
+            and self._storage.is_base_of(parameter)
             and parameter.storage_offset() == view.storage_offset()
             and parameter.stride() == view.stride()
             and parameter.dtype == view.dtype

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from offload.disk.provisional import InitFile
 from offload.errors import StateError
 from offload.memory.flat_storage import FlatStorage, Poison
-from offload.memory.pinned import return_freed_memory
+from offload.memory.pinned import trim_heap
 from offload.node.common_file import CommonFile
 from offload.saved.saved_views import storage_key
 from zero.params.announced import take_values_of
@@ -262,7 +262,7 @@ class ProvisionalKeeper:
             parameter.data = storage.views[0]
         set_released(parameter)
         if nbytes >= LARGE_BYTES:
-            return_freed_memory()
+            trim_heap()
 
 
 def provisional_source(parameter: nn.Parameter) -> ProvisionalKeeper | None:

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from offload.accelerator import device_identity, free_memory_bytes, is_accelerator
-from offload.memory.arena import MemoryRegion, promised_bytes
+from offload.memory.arena import LinearPool, unfaulted_pool_bytes
 from offload.system.cgroups import limit_bytes, memory_groups, table_in
 
 # Memory that cannot be reclaimed, in the statistics of a control group, by version.
@@ -42,13 +42,13 @@ def aliases() -> bool:
     return os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
 
 
-def machine_to_plan(device: torch.device, leaving: Collection[MemoryRegion] = ()) -> Machine:
+def machine_to_plan(device: torch.device, leaving: Collection[LinearPool] = ()) -> Machine:
     """The limits now, less what other engines of this process have planned and not touched yet.
 
     `leaving`: memory that is about to be closed, and will not be touched.
     """
     found = read_machine(device)
-    available = max(found.available_bytes - promised_bytes(leaving), 0)
+    available = max(found.available_bytes - unfaulted_pool_bytes(leaving), 0)
     on_device = found.device_bytes if is_accelerator(device) else available
     return replace(found, available_bytes=available, device_bytes=on_device)
 

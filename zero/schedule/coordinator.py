@@ -390,7 +390,7 @@ class Coordinator(AlteredCopies):
             if block is None and candidates:
                 self._evict_furthest(candidates)
             elif block is None:
-                block = self._storage.unit_pool.lease(nbytes, f"rows of {unit.name}")
+                block = self._storage.unit_pool.allocate(nbytes, f"rows of {unit.name}")
         self._lent_numel += numel
         self.counters.note_fetch(block.data.numel(), self._units.resident_numel + self._lent_numel)
         self.counters.expert_row_bytes += block.data.numel()
@@ -403,7 +403,7 @@ class Coordinator(AlteredCopies):
 
     def return_rows(self, block: Block, numel: int) -> None:
         self._lent_numel -= numel
-        block.release(self._storage.streams.record_event())
+        block.free(self._storage.streams.record_event())
 
     def _bring(self, one: UnitOnDevice) -> None:
         """Bind the unit now; wait for its values if they are not here yet."""
@@ -450,7 +450,7 @@ class Coordinator(AlteredCopies):
             # Enough memory is free, but in fragments: evict the unit needed last to get a contiguous run.
             candidates = self._units.movable()
             if not candidates:
-                self._loader.lease_error(unit).release()
+                self._loader.lease_error(unit).free()
             self._evict_furthest(candidates)
             arrival = self._loader.begin(unit)
         self._note_coming(one, arrival)

@@ -139,9 +139,9 @@ class Loader:
         # An alias: binding swaps the storage of `block.data`, while the update still writes from this memory.
         flat, turn = exact_alias(block.data), self._near.turn(unit)
         if turn is not None:
-            job = self._near.gather(unit, flat, block.fences, turn)
+            job = self._near.gather(unit, flat, block.events, turn)
         else:
-            job = self._ways.fetch(unit, flat, block.fences, self._exchange.turn("gather", unit))
+            job = self._ways.fetch(unit, flat, block.events, self._exchange.turn("gather", unit))
         return Arrival(block.data, block, self._storage.mover.submit(f"fetching unit {unit.name}", job))
 
     def step_taken(self) -> None:
@@ -275,7 +275,7 @@ class Loader:
 
     def lease_error(self, unit: Unit) -> Block:
         """Lease the unit's memory or raise BudgetError; called when no unit can be evicted any more."""
-        return self._storage.unit_pool.lease(unit.nbytes, f"unit {unit.name}")
+        return self._storage.unit_pool.allocate(unit.nbytes, f"unit {unit.name}")
 
     def end(self, unit: Unit, arrival: Arrival, *, modified: bool) -> None:
         """Release the unit; waits until no transfer writes into its memory.
@@ -378,7 +378,7 @@ class Loader:
     def _give_back(self, leaving: Draining) -> None:
         transfer = leaving.transfer
         moved = transfer.result() if transfer is not None and transfer.wait() is None else None
-        leaving.block.release(*leaving.fences, moved)
+        leaving.block.free(*leaving.fences, moved)
 
     def _drain_one(self) -> None:
         leaving = self._draining[0]

@@ -218,7 +218,7 @@ class RowLender:
         unit, storage = loan.unit, self._storage
         with apart(), self._events.tearing() if in_backward() else nullcontext():
             block = self._coordinator.lease_rows(unit, loan.numel)
-            job = self._updates.fetch_rows(unit, loan.parts, exact_alias(block.data), block.fences)
+            job = self._updates.fetch_rows(unit, loan.parts, exact_alias(block.data), block.events)
             try:
                 transfer = storage.mover.submit(f"fetching rows of {unit.name}", job)
             except BaseException:

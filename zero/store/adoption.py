@@ -24,7 +24,7 @@ from tqdm import tqdm
 from offload.kernels import kernels, masters
 from offload.kernels.kernel_checks import FLOATS
 from offload.kernels.square_sums import nonfinite_of
-from offload.memory.pinned import return_freed_memory
+from offload.memory.pinned import trim_heap
 from offload.planes.copies import CHUNK_BYTES, clear_alone, copy_alone
 from offload.planes.planes import settle_all
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
@@ -160,7 +160,7 @@ class Adoption:
             if self._stored_numel >= RETURN_NUMEL and self._done is not None:
                 # The C library would keep the parameters' freed memory, while the planes grow.
                 self._stored_numel = 0
-                return_freed_memory()
+                trim_heap()
         self._storage.mover.run("storing initial values", self._settle())
         self._finish_groups(0)
         for index, space in enumerate(self._layout.spaces):

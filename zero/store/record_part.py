@@ -43,7 +43,7 @@ class RecordPart:
 
     async def lease(self, what: str) -> None:
         """Lease its memory as soon as it is free; `what` appears in errors."""
-        self._block = await self._storage.arena.lease_when_free(self.nbytes, what)
+        self._block = await self._storage.arena.allocate_async(self.nbytes, what)
 
     async def read(self) -> None:
         """Read the stored values. Raises StorageError."""
@@ -69,7 +69,7 @@ class RecordPart:
         """Give the memory back. Idempotent."""
         block, self._block = self._block, None
         if block is not None:
-            block.release()
+            block.free()
 
     def _staged(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(first byte in the record, memory) of each run of pages. Raises StateError: the memory is not leased."""

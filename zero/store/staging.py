@@ -138,11 +138,11 @@ class Staging:
         """
         host_bytes = sum(part.host_nbytes for part in parts)
         device_bytes = sum(align_up(part.device_nbytes, PAGE_BYTES) for part in parts)
-        host = lent or await storage.arena.lease_when_free(host_bytes, what)
+        host = lent or await storage.arena.allocate_async(host_bytes, what)
         try:  # after the host's memory: a holder of device memory must never wait for host memory
-            device = await storage.update_pool.lease_when_free(device_bytes, what)
+            device = await storage.update_pool.allocate_async(device_bytes, what)
         except BaseException:
-            host.release()
+            host.free()
             raise
         at_host = at_device = 0
         for part in parts:
@@ -156,7 +156,7 @@ class Staging:
 
     def release(self) -> None:
         """Release the memory; host memory becomes free when the device has finished with it. Idempotent."""
-        self._device.release()
+        self._device.free()
         if self._host.data.numel():
             self._streams.free_after(self._host, self._streams.record_event())
 

@@ -16,9 +16,9 @@ from offload.errors import BudgetError
 from offload.files.snapshot_files import SnapshotSwap
 from offload.kernels.block_sums import BlockChecksums
 from offload.kernels.square_sums import rows_in
-from offload.memory.arena import Arena, Block, MemoryRegion, Relocate
-from offload.memory.faulting import Faulting
-from offload.memory.shared_region import SharedRegion
+from offload.memory.arena import Block, BlockPool, LinearPool, Relocate
+from offload.memory.faulting import Prefaulter
+from offload.memory.shared_region import SharedHostMemory
 from offload.mover import IoLoop
 from offload.planes.planes import Disk, Home, Plane
 from offload.planes.two_slots import Pair, TwoSlotPlane
@@ -60,8 +60,8 @@ class Storage:
 
     activations: ActivationStore | None = None
     records_away = False
-    _faulting: Faulting | None = None
-    _unit_room: Arena | None = None  # More memory for gathered units, during a generation.
+    _faulting: Prefaulter | None = None
+    _unit_room: BlockPool | None = None  # More memory for gathered units, during a generation.
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Storage:
         shared: SharedPlaces | None = None,
         open_snapshot: OpenSnapshot | None = None,
         coming: Mapping[int, int] = MappingProxyType({}),
-        slices: Callable[[int], SharedRegion | None] = lambda nbytes: None,
+        slices: Callable[[int], SharedHostMemory | None] = lambda nbytes: None,
     ) -> None:
         self.layout, self.plan, self.device, self._shared = layout, plan, device, shared
         self._open_snapshot, self._slices = open_snapshot, slices
@@ -80,7 +80,7 @@ class Storage:
         self._pinned = is_accelerator(device) and wants_pinning(config)
         tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
         self._on_device = frozenset(group for group, tier in tiers if tier == DEVICE)
-        self._regions: list[MemoryRegion] = []
+        self._regions: list[LinearPool] = []
         self._planes: list[Plane] = []
         self.twice: list[TwoSlotPlane] = []
         self.timeline = Timeline()
@@ -95,22 +95,22 @@ class Storage:
             self._end_disk()
             raise
         try:
-            self.arena = Arena(
+            self.arena = BlockPool(
                 *("host", plan.arena_bytes, "memory_budget.host", torch.device("cpu")),
                 pinned=self._pinned,
                 register=aio.register_memory if aio else None,
             )
-            self.unit_pool = Arena("gathered units", plan.unit_pool_bytes, "memory_budget.device", device)
+            self.unit_pool = BlockPool("gathered units", plan.unit_pool_bytes, "memory_budget.device", device)
             self.whole_gradients = WholeGradients(layout, plan, device, self._region, shared)
             self.gradient_pool = self.whole_gradients.pool
-            self.update_pool = Arena("updates", plan.update_pool_bytes, "memory_budget.device", device)
-            self._sums: MemoryRegion | None = None
+            self.update_pool = BlockPool("updates", plan.update_pool_bytes, "memory_budget.device", device)
+            self._sums: LinearPool | None = None
             self._swap_used_bytes = self._unplanned_bytes = 0
             self.weights = [self._weight_plane(space) for space in layout.spaces]
             self.records = [self._record_plane(i, s) if s.trainable else None for i, s in enumerate(layout.spaces)]
             self.gradients = [self._gradient_plane(space) for space in layout.spaces]
             near = self._region(DEVICE, sum(plan.near_parts.values())) if plan.near_parts else None
-            self.near = {index: near.take(nbytes) for index, nbytes in plan.near_parts.items()} if near else {}
+            self.near = {index: near.allocate(nbytes) for index, nbytes in plan.near_parts.items()} if near else {}
             self.activations = open_activations(
                 plan, device, (self.disk, self.mover, self.streams), pinned=self._pinned
             )
@@ -137,7 +137,7 @@ class Storage:
         """
         nbytes, tier = unit.shard_numel * 4, self.plan.gradient_tiers[unit.index]
         if tier == DEVICE or (tier == HOST and self._take_of_host(nbytes)):
-            memory = self._region(tier, nbytes).take(nbytes)
+            memory = self._region(tier, nbytes).allocate(nbytes)
             home = Home(unit.begin, unit.end, memory)
         elif self.disk is not None:
             home = Home(unit.begin, unit.end, None, self.disk.swap.extend(nbytes))
@@ -169,7 +169,7 @@ class Storage:
         if self._sums is None:  # one allocation, page-locked because the device writes there
             trained = [unit for unit in self.layout.units if unit.trainable]
             self._sums = self._region(HOST, sum(gradient_sums_bytes(unit) for unit in trained))
-        return rows_in(self._sums.take(nbytes))
+        return rows_in(self._sums.allocate(nbytes))
 
     def compute(self, group: SubGroup) -> torch.device:
         """The device that updates the sub-group: the compute device if its states live there, else the CPU.
@@ -181,7 +181,7 @@ class Storage:
         return self.device if here and not (lives and self.records_away) else torch.device("cpu")
 
     @property
-    def regions(self) -> tuple[MemoryRegion, ...]:
+    def regions(self) -> tuple[LinearPool, ...]:
         """The memory regions of the planes, on all tiers."""
         return tuple(self._regions)
 
@@ -200,14 +200,14 @@ class Storage:
 
     def lease_unit(self, nbytes: int) -> Block | None:
         """Memory for a gathered unit; None if no free run is long enough."""
-        block = self._unit_room.try_lease(nbytes) if self._unit_room is not None else None
-        return self.unit_pool.try_lease(nbytes) if block is None else block
+        block = self._unit_room.try_allocate(nbytes) if self._unit_room is not None else None
+        return self.unit_pool.try_allocate(nbytes) if block is None else block
 
     def open_unit_room(self, nbytes: int) -> int:
         """Take more device memory for gathered units; returns the bytes taken, 0 if the device has no room."""
-        room = Arena("generation", nbytes, "memory_budget.device", self.device)
+        room = BlockPool("generation", nbytes, "memory_budget.device", self.device)
         try:
-            room.make()
+            room.reserve_memory()
         except (BudgetError, torch.OutOfMemoryError):
             return 0
         self._unit_room = room
@@ -223,7 +223,7 @@ class Storage:
     def fault_in(self) -> None:
         """Training begins: fault its memory in, in the background. Only the first call has an effect."""
         if self._faulting is None:
-            self._faulting = Faulting(self._regions)
+            self._faulting = Prefaulter(self._regions)
 
     async def rewrite_stranded(self) -> None:
         """Repeat writes that failed. Raises StorageError if one fails again."""
@@ -314,12 +314,12 @@ class Storage:
             raise
 
     def _region(
-        self, tier: str, nbytes: int, shared: SharedRegion | None = None, *, travels: bool = True
-    ) -> MemoryRegion:
+        self, tier: str, nbytes: int, shared: SharedHostMemory | None = None, *, travels: bool = True
+    ) -> LinearPool:
         """Allocate memory of a tier; only memory that `travels` between host and device is worth page-locking."""
         device = self.device if tier == DEVICE else torch.device("cpu")
         pinned = self._pinned and travels
-        region = MemoryRegion(nbytes, device, pinned=pinned, region=shared, of_device=tier == DEVICE)
+        region = LinearPool(nbytes, device, pinned=pinned, shared=shared, of_device=tier == DEVICE)
         self._regions = [*(other for other in self._regions if other.data is not None), region]
         return region
 
@@ -345,7 +345,7 @@ class Storage:
             nbytes = sum(u.nbytes for u in together)
             common = self._shared.common(nbytes, "weights") if self._shared and not unit.persistent else None
             region = self._region(tier, nbytes, common)
-            self._flats.update({u.index: region.take(u.nbytes) for u in together})
+            self._flats.update({u.index: region.allocate(u.nbytes) for u in together})
         return self._flats[unit.index]
 
     def _cut_at_sub_groups(self, space: Space, runs: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, str]]:
@@ -387,7 +387,7 @@ class Storage:
         given: Mapping[int, torch.Tensor] = MappingProxyType({}),
         pieces: Sequence[tuple[int, int, str]] = (),
         travels: bool = True,
-        shared: Callable[[int], SharedRegion | None] = lambda nbytes: None,
+        shared: Callable[[int], SharedHostMemory | None] = lambda nbytes: None,
     ) -> Plane:
         """Make a plane with a home for each run: `given` memory (begin of the run -> memory), or a part of one region
         per memory tier, or of the swap space. With snapshots each of `pieces`, on any tier, has two places there.
@@ -415,7 +415,7 @@ class Storage:
                 homes.append(Home(begin, end, None, offset))
             else:
                 homes.append(
-                    Home(begin, end, regions[tier].take(nbytes), host_offset=host_bytes if tier == HOST else -1)
+                    Home(begin, end, regions[tier].allocate(nbytes), host_offset=host_bytes if tier == HOST else -1)
                 )
                 host_bytes += nbytes if tier == HOST else 0
         if pairs and self.disk is not None:

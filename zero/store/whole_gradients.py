@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from offload.memory.arena import Arena, MemoryRegion
-from offload.memory.shared_region import SharedRegion
+from offload.memory.arena import BlockPool, LinearPool
+from offload.memory.shared_region import SharedHostMemory
 from offload.sizes import PAGE_BYTES, align_up
 from zero.params.layout import Layout, Unit
 from zero.plan.plan import DEVICE, Plan
@@ -17,10 +17,10 @@ from zero.plan.plan import DEVICE, Plan
 class SharedPlaces(Protocol):
     """Allocates memory that all ranks see. All ranks make the same calls, in the same order."""
 
-    def common(self, nbytes: int, what: str) -> SharedRegion:
+    def common(self, nbytes: int, what: str) -> SharedHostMemory:
         """The same bytes for all ranks, zero."""
 
-    def own(self, nbytes: int, what: str) -> SharedRegion:
+    def own(self, nbytes: int, what: str) -> SharedHostMemory:
         """Bytes of this rank that the others can read."""
 
 
@@ -40,20 +40,20 @@ class WholeGradients:
         layout: Layout,
         plan: Plan,
         device: torch.device,
-        region: Callable[[str, int], MemoryRegion],
+        region: Callable[[str, int], LinearPool],
         shared: SharedPlaces | None,
     ) -> None:
         self._layout, self._plan, self._region = layout, plan, region
         self._deferred: dict[int, torch.Tensor] = {}
         self._deferred_memory: torch.Tensor | None = None
         self._arriving: torch.Tensor | None = None
-        self._regions: list[MemoryRegion] = []
+        self._regions: list[LinearPool] = []
         both = None
         if shared is not None:
             pool_bytes = align_up(plan.gradient_pool_bytes, PAGE_BYTES)
             both = shared.own(pool_bytes + plan.deferred_bytes, "gradients")
             self._deferred_memory = both.data[pool_bytes:]
-        self.pool = Arena("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device, region=both)
+        self.pool = BlockPool("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device, shared=both)
 
     def deferred(self, unit: Unit) -> torch.Tensor:
         """The sum of several contributions to a unit, fp32 (unit.numel,); in planned memory if the plan has some."""
@@ -78,7 +78,7 @@ class WholeGradients:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of device memory that only this rank uses, in all results of `deferred` and `arriving`."""
-        return sum(region.nbytes for region in self._regions if region.movable)
+        return sum(region.nbytes for region in self._regions if region.is_movable)
 
     def give_up(self) -> None:
         """Free the unused memory of `deferred` and `arriving`; a later call allocates it again."""
@@ -89,4 +89,4 @@ class WholeGradients:
     def _taken(self, nbytes: int) -> torch.Tensor:
         region = self._region(DEVICE, nbytes)
         self._regions.append(region)
-        return region.take(nbytes)
+        return region.allocate(nbytes)
