@@ -27,7 +27,7 @@ from offload.kernels import kernels
 from offload.memory.pinned import fault_in
 from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.node.board import NodeBoard
-from offload.node.shared_exchange import SharedExchange
+from offload.node.shared_exchange import NodeCollectives
 from offload.sizes import BLOCK_NUMEL
 
 MIB = 1 << 20
@@ -44,8 +44,8 @@ class Rank:
         self.regions = map_peer_memory(rank, count, share, self.region)
         for region in self.regions:
             fault_in(region.data)
-        board = NodeBoard.join(rank, count, SharedExchange.columns(), share)
-        self.exchange = SharedExchange(board, self.regions, (rank, count), DEADLINE_SECONDS)
+        board = NodeBoard.join(rank, count, NodeCollectives.columns(), share)
+        self.exchange = NodeCollectives(board, self.regions, (rank, count), DEADLINE_SECONDS)
         self.flat = self.region.data.view(torch.bfloat16).normal_()
         self.own = self.flat.numel() // count
         self.slices = [r.data.view(torch.bfloat16)[rank * self.own :][: self.own] for r in self.regions]
@@ -77,7 +77,7 @@ class Rank:
     def _ours(self) -> None:
         async def reduce() -> None:
             self.number += 1
-            async with self.exchange.reduce(self.number, 0, self.flat.nbytes) as slices:
+            async with self.exchange.reduce_scatter(self.number, 0, self.flat.nbytes) as slices:
                 self._kernel([part.view(torch.bfloat16) for part in slices])
 
         self.loop.run_until_complete(reduce())

@@ -40,20 +40,20 @@ class NodeBoard:
 
     Args:
         columns: cells per peer.
-        region: of `nbytes_for(count, columns)`; the board owns it from now on.
-        lifelines: pidfds of the peers in peer order, which the board owns from now on; without them a peer's death is
+        memory: of `nbytes_for(count, columns)`; the board owns it from now on.
+        pidfds: pidfds of the peers in peer order, which the board owns from now on; without them a peer's death is
             noticed only when a deadline passes.
     """
 
     def __init__(
-        self, index: int, count: int, columns: int, region: SharedHostMemory, lifelines: Sequence[int] = ()
+        self, index: int, count: int, columns: int, memory: SharedHostMemory, pidfds: Sequence[int] = ()
     ) -> None:
         self.index, self.count, self.columns = index, count, columns
         self._stride = _row_bytes(columns) // CELL_BYTES
-        self._region, self._lifelines = region, list(lifelines)
-        self._cells = _cells(region.data)
+        self._memory, self._pidfds = memory, list(pidfds)
+        self._cells = _cells(memory.data)
         self._poll = select.poll()
-        for lifeline in self._lifelines:
+        for lifeline in self._pidfds:
             self._poll.register(lifeline, select.POLLIN)
         self._cells.publish(index * self._stride + columns, os.getpid())
 
@@ -63,26 +63,26 @@ class NodeBoard:
         return count * _row_bytes(columns)
 
     @classmethod
-    def join(cls, index: int, count: int, columns: int, share: Share) -> NodeBoard:
-        """Make a board together: every peer calls this, with equal `count` and `columns`. It calls `share` once.
+    def join(cls, index: int, count: int, columns: int, all_gather: Share) -> NodeBoard:
+        """Make a board together: every peer calls this, with equal `count` and `columns`. It calls `all_gather` once.
 
         Raises PeerError: a peer cannot be reached; names it. Raises StateError: the peers requested boards of different
         sizes. Raises BudgetError: the kernel refused the memory.
         """
         nbytes = cls.nbytes_for(count, columns)
-        made = _made(nbytes) if index == 0 else None
+        made = _try_make_memory(nbytes) if index == 0 else None
         with contextlib.ExitStack() as undo:
-            own = [] if isinstance(made, BudgetError) else _lifeline()
+            own = [] if isinstance(made, BudgetError) else _own_pidfd()
             for descriptor in own:
                 undo.callback(os.close, descriptor)
             if isinstance(made, SharedHostMemory):
                 undo.callback(made.close)
                 own.insert(0, made.descriptor)
-            received = exchange_descriptors(index, count, share, own)
+            received = exchange_descriptors(index, count, all_gather, own)
             undo.pop_all()
         # On every peer, the first descriptor of peer 0 is the board; all others are lifelines, one per peer.
         first, received[0] = received[0][:1], received[0][1:]
-        lifelines = _lifelines(received)
+        lifelines = _peer_pidfds(received)
         try:
             if isinstance(made, BudgetError):
                 raise made
@@ -107,11 +107,11 @@ class NodeBoard:
         """The numbers of all peers, in peer order."""
         return [self.read(peer, column) for peer in range(self.count)]
 
-    def all_reached(self, column: int, value: int) -> bool:
+    def is_reached_by_all(self, column: int, value: int) -> bool:
         """True if every peer's number is at least `value`."""
         return all(number >= value for number in self.read_all(column))
 
-    async def reached(
+    async def wait_for_peer(
         self,
         peer: int,
         column: int,
@@ -119,7 +119,7 @@ class NodeBoard:
         *,
         what: str = "",
         deadline_seconds: float,
-        urge: Callable[[], None] | None = None,
+        on_pause: Callable[[], None] | None = None,
     ) -> None:
         """Wait until `peer` has published at least `value`. The loop runs other tasks meanwhile.
 
@@ -129,40 +129,40 @@ class NodeBoard:
         Args:
             what: the meaning of the wait; appears in errors.
             deadline_seconds: a longer wait is an error.
-            urge: called before every pause, so that work that the peer itself waits for proceeds.
+            on_pause: called before every pause, so that work that the peer itself waits for proceeds.
         """
         if self.read(peer, column) < value:
-            await self._wait([peer], column, value, what, deadline_seconds, urge)
+            await self._wait([peer], column, value, what, deadline_seconds, on_pause)
 
-    async def everybody_reached(
+    async def wait_for_all(
         self,
         column: int,
         value: int,
         *,
         what: str = "",
         deadline_seconds: float,
-        urge: Callable[[], None] | None = None,
+        on_pause: Callable[[], None] | None = None,
     ) -> None:
-        if not self.all_reached(column, value):
-            await self._wait(range(self.count), column, value, what, deadline_seconds, urge)
+        if not self.is_reached_by_all(column, value):
+            await self._wait(range(self.count), column, value, what, deadline_seconds, on_pause)
 
-    def dead(self) -> list[int]:
-        if not self._lifelines:
+    def dead_peers(self) -> list[int]:
+        if not self._pidfds:
             return []
         ended = {descriptor for descriptor, _ in self._poll.poll(0)}
-        return [peer for peer, lifeline in enumerate(self._lifelines) if lifeline in ended]
+        return [peer for peer, lifeline in enumerate(self._pidfds) if lifeline in ended]
 
-    def name(self, peer: int) -> str:
+    def peer_name(self, peer: int) -> str:
         """The name of a peer in errors."""
         return f"peer {peer} (pid {self._cells.read(peer * self._stride + self.columns)})"
 
     def close(self) -> None:
         """Release the memory and the descriptors. Idempotent."""
-        lifelines, self._lifelines = self._lifelines, []
+        lifelines, self._pidfds = self._pidfds, []
         for lifeline in lifelines:
             os.close(lifeline)
-        self._cells = _Closed()
-        self._region.close()
+        self._cells = _ClosedCells()
+        self._memory.close()
 
     async def _wait(
         self,
@@ -171,28 +171,30 @@ class NodeBoard:
         value: int,
         what: str,
         deadline_seconds: float,
-        urge: Callable[[], None] | None,
+        on_pause: Callable[[], None] | None,
     ) -> None:
         loop = asyncio.get_running_loop()
         begin, pause = loop.time(), POLL_SECONDS[0]
-        with Naps() as naps:
+        with Sleeper() as naps:
             while True:
-                dead = self.dead()  # read before the cells: a number that a peer published before it died still counts
+                dead = (
+                    self.dead_peers()
+                )  # read before the cells: a number that a peer published before it died still counts
                 behind = [peer for peer in peers if self.read(peer, column) < value]
                 if not behind:
                     return
                 what = what or f"column {column} to reach {value:,}"
                 if gone := [peer for peer in behind if peer in dead]:
-                    names = ", ".join(f"{self.name(peer)} ended at {self.read(peer, column):,}" for peer in gone)
+                    names = ", ".join(f"{self.peer_name(peer)} ended at {self.read(peer, column):,}" for peer in gone)
                     raise PeerError(f"waiting for {what}: expected {value:,}, but {names}", gone)
                 if loop.time() - begin >= deadline_seconds:
-                    names = ", ".join(f"{self.name(peer)} is at {self.read(peer, column):,}" for peer in behind)
+                    names = ", ".join(f"{self.peer_name(peer)} is at {self.read(peer, column):,}" for peer in behind)
                     raise WatchdogError(
                         f"waiting for {what}: expected {value:,}, but after {deadline_seconds:g} s {names}"
                     )
-                if urge is not None:
-                    urge()
-                await naps.take(pause)
+                if on_pause is not None:
+                    on_pause()
+                await naps.sleep(pause)
                 pause = min(pause * POLL_GROWTH, POLL_SECONDS[1])
 
     def _cell(self, peer: int, column: int) -> int:
@@ -203,7 +205,7 @@ class NodeBoard:
         return peer * self._stride + column
 
 
-class Naps:
+class Sleeper:
     """Pauses of an asyncio task. They may be shorter than a millisecond, to which the loop rounds its own pauses up.
 
     A context manager; one task at a time.
@@ -212,7 +214,7 @@ class Naps:
     def __init__(self) -> None:
         self._timer = -1
 
-    def __enter__(self) -> Naps:
+    def __enter__(self) -> Sleeper:
         library = _timers()
         if library is not None:
             self._timer = library.timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)
@@ -222,7 +224,7 @@ class Naps:
         if self._timer >= 0:
             os.close(self._timer)
 
-    async def take(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
         library, loop = _timers(), asyncio.get_running_loop()
         if library is None or self._timer < 0:
             await asyncio.sleep(seconds)
@@ -231,14 +233,14 @@ class Naps:
         once = struct.pack("@qqqq", 0, 0, nanoseconds // 10**9, nanoseconds % 10**9)  # struct itimerspec
         rung = loop.create_future()
         library.timerfd_settime(self._timer, 0, once, None)
-        loop.add_reader(self._timer, _ring, rung)
+        loop.add_reader(self._timer, _wake, rung)
         try:
             await rung
         finally:
             loop.remove_reader(self._timer)
 
 
-def _ring(rung: asyncio.Future[None]) -> None:
+def _wake(rung: asyncio.Future[None]) -> None:
     if not rung.done():
         rung.set_result(None)
 
@@ -254,7 +256,7 @@ def _row_bytes(columns: int) -> int:
     return align_up((columns + 1) * CELL_BYTES, ROW_ALIGN_BYTES)  # the last cell is the pid
 
 
-def _made(nbytes: int) -> SharedHostMemory | BudgetError:
+def _try_make_memory(nbytes: int) -> SharedHostMemory | BudgetError:
     """The memory of a board, or the error: it is not raised here, since the other peers wait and must learn of it."""
     try:
         return SharedHostMemory(nbytes, "board")
@@ -262,7 +264,7 @@ def _made(nbytes: int) -> SharedHostMemory | BudgetError:
         return error
 
 
-def _lifeline() -> list[int]:
+def _own_pidfd() -> list[int]:
     """A pidfd of this process, if the kernel has them."""
     try:
         return [open_lifeline()]
@@ -270,7 +272,7 @@ def _lifeline() -> list[int]:
         return []
 
 
-def _lifelines(received: list[list[int]]) -> list[int]:
+def _peer_pidfds(received: list[list[int]]) -> list[int]:
     """One descriptor per peer, or none at all."""
     if all(received):
         return [descriptors[0] for descriptors in received]
@@ -313,14 +315,14 @@ class _PythonCells:
         return int(self._cells[cell])
 
 
-class _Closed:
+class _ClosedCells:
     """The cells of a closed board: every operation raises StateError."""
 
     def __getattr__(self, operation: str) -> Any:
         raise StateError("the board is closed")
 
 
-def _cells(data: torch.Tensor) -> _NativeCells | _PythonCells | _Closed:
+def _cells(data: torch.Tensor) -> _NativeCells | _PythonCells | _ClosedCells:
     try:
         return _NativeCells(native.load(), data)
     except native.NativeUnavailable:

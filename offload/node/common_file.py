@@ -24,7 +24,7 @@ from offload.system.descriptors import Share, exchange_descriptors
 
 ROWS_MAX = 1 << 22  # Tensors that the ledger can list; pages with only untouched rows take no memory.
 WORKS, ENDED = 0, 1
-LOOK_SECONDS = (0.0005, 0.05)  # Between two reads of the ledger: the first pause, and the longest.
+POLL_SECONDS = (0.0005, 0.05)  # Between two reads of the ledger: the first pause, and the longest.
 PATIENCE_SECONDS = 300.0  # The first peer may store nothing for so long while another peer waits for it.
 
 
@@ -48,31 +48,31 @@ class Ledger:
         return PAGE_BYTES + (12 + count) * ROWS_MAX
 
 
-class CommonFile:
+class SharedInitFile:
     """One peer's side; used in place of its `ProvisionalFile`.
 
     Args:
         file: the first peer's file, open in this process.
         ledger: over the first peer's region.
-        share: how the peers exchange bytes.
+        all_gather: how the peers exchange bytes.
         patience_seconds: how long the first peer may store nothing.
     """
 
-    def __init__(self, file: InitFile, ledger: Ledger, index: int, share: Share, patience_seconds: float) -> None:
-        self._file, self._ledger, self._index, self._share = file, ledger, index, share
+    def __init__(self, file: InitFile, ledger: Ledger, index: int, all_gather: Share, patience_seconds: float) -> None:
+        self._file, self._ledger, self._index, self._all_gather = file, ledger, index, all_gather
         self._patience_seconds = patience_seconds
         self._offsets: list[int] = []  # Of each row; a tensor's row is its index in this list.
         self._kinds: list[int] = []
         self._versions: list[int] = []  # How often this peer has edited each row.
-        self._agreed: dict[int, int] = {}  # Row that it has edited since all agreed -> the version then.
+        self._unsynced_edits: dict[int, int] = {}  # Row that it has edited since all agreed -> the version then.
         # Row -> digest of the values that were read, to see whether a write changes them; None once settled.
-        self._seen: dict[int, bytes] | None = {}
+        self._read_digests: dict[int, bytes] | None = {}
 
     @classmethod
-    def meet(
-        cls, file: InitFile, index: int, count: int, share: Share, *, patience_seconds: float = PATIENCE_SECONDS
-    ) -> CommonFile:
-        """Use the file of peer 0 instead of `file`, which is closed. A collective call that calls `share` once.
+    def join(
+        cls, file: InitFile, index: int, count: int, all_gather: Share, *, patience_seconds: float = PATIENCE_SECONDS
+    ) -> SharedInitFile:
+        """Use the file of peer 0 instead of `file`, which is closed. A collective call that calls `all_gather` once.
 
         Raises PeerError: a peer cannot be reached; names it. Raises BudgetError: the kernel has no memory for the
         ledger.
@@ -80,19 +80,19 @@ class CommonFile:
         what = "the list of initial values"
         if index == 0:
             region = SharedHostMemory(Ledger.nbytes(count), what, prefault=False)
-            exchange_descriptors(index, count, share, [file.descriptor, region.descriptor])
-            return cls(file, Ledger(region, count), index, share, patience_seconds)
-        received = exchange_descriptors(index, count, share, [])
+            exchange_descriptors(index, count, all_gather, [file.descriptor, region.descriptor])
+            return cls(file, Ledger(region, count), index, all_gather, patience_seconds)
+        received = exchange_descriptors(index, count, all_gather, [])
         file.close()
         if len(received[0]) != 2:
             raise PeerError(f"{what}: expected two open files of peer 0, got {len(received[0])}", [0])
         descriptor, ledger = received[0]
         common = InitFile(descriptor, file.where, file.can_free_parts)
         region = SharedHostMemory.open(ledger, Ledger.nbytes(count), what)
-        return cls(common, Ledger(region, count), index, share, patience_seconds)
+        return cls(common, Ledger(region, count), index, all_gather, patience_seconds)
 
     @property
-    def writes(self) -> bool:
+    def is_writer(self) -> bool:
         return self._index == 0
 
     def append(self, values: torch.Tensor) -> int:
@@ -107,7 +107,7 @@ class CommonFile:
         self._offsets.append(offset)
         self._kinds.append(kind)
         self._versions.append(0)
-        if self.writes:
+        if self.is_writer:
             self._store(offset, values)
             self._ledger.kinds[row] = kind
         return offset
@@ -115,11 +115,11 @@ class CommonFile:
     def write(self, offset: int, values: torch.Tensor) -> None:
         """Replace the values at `offset`, unless they equal the values that were read there. Raises StorageError."""
         row = self._row_of(offset)
-        if self._seen is not None and self._seen.pop(row, b"") == _digest(values):
+        if self._read_digests is not None and self._read_digests.pop(row, b"") == _digest(values):
             return
-        self._agreed.setdefault(row, self._versions[row])
+        self._unsynced_edits.setdefault(row, self._versions[row])
         self._versions[row] += 1
-        if self.writes:
+        if self.is_writer:
             self._store(offset, values)
             self._ledger.versions[row] = self._versions[row]
 
@@ -130,47 +130,47 @@ class CommonFile:
         stores nothing any more.
         """
         row = self._row_of(offset)
-        if not self.writes:
+        if not self.is_writer:
             self._wait_for(row)
         values = self._file.read(offset, numel, dtype)
-        if self._seen is not None:
-            self._seen[row] = _digest(values)
+        if self._read_digests is not None:
+            self._read_digests[row] = _digest(values)
         return values
 
-    def agree(self) -> None:
+    def sync_edits(self) -> None:
         """A collective call: afterwards each peer reads the values that the first peer stored before it.
 
         A peer may have counted fewer edits than the first: the values that it read may already have contained an edit.
         """
         # Not the ledger: the first peer may have edited again by the time that another one reads it. Only the rows
         # edited since the last agreement: clients agree once for each module, and the store keeps all messages.
-        edited = [(row, self._versions[row]) for row in self._agreed] if self.writes else []
-        told = self._share(np.asarray(edited, "int32").tobytes())
-        for row, version in (*self._agreed.items(), *np.frombuffer(told[0], "int32").reshape(-1, 2).tolist()):
+        edited = [(row, self._versions[row]) for row in self._unsynced_edits] if self.is_writer else []
+        told = self._all_gather(np.asarray(edited, "int32").tobytes())
+        for row, version in (*self._unsynced_edits.items(), *np.frombuffer(told[0], "int32").reshape(-1, 2).tolist()):
             self._versions[row] = version
-        self._agreed.clear()
+        self._unsynced_edits.clear()
 
-    def release(self, offset: int, nbytes: int) -> None:
+    def free(self, offset: int, nbytes: int) -> None:
         """This peer does not read these bytes again. When this is true for all peers, their space is freed."""
         row = self._row_of(offset)
         self._ledger.done[self._index, row] = 1
         if self._ledger.done[:, row].all():
             self._file.free(offset, nbytes)
 
-    def settle(self) -> bytes:
+    def end_edits(self) -> bytes:
         """From now on the first peer's values are valid, not this peer's edits; returns a digest of the built model.
 
         Call it when the first peer stores nothing any more.
         """
-        self._seen = None
-        if not self.writes:
+        self._read_digests = None
+        if not self.is_writer:
             self._versions = [0] * len(self._versions)
-        self._agreed.clear()
+        self._unsynced_edits.clear()
         return hashlib.sha256(repr(self._kinds).encode()).digest()
 
     def close(self) -> None:
         """Close the file; its space is freed when every peer has closed it. Idempotent."""
-        if self.writes:
+        if self.is_writer:
             self._ledger.state[0] = ENDED
         self._file.close()
 
@@ -187,11 +187,11 @@ class CommonFile:
 
     def _wait_for(self, row: int) -> None:
         """Wait until the first peer has stored the row as often as this one."""
-        state, pause = self._ledger.state, LOOK_SECONDS[0]
+        state, pause = self._ledger.state, POLL_SECONDS[0]
         stored, since = -1, time.monotonic()
-        while not self._is_there(row):
+        while not self._is_stored(row):
             # It may have stored this row just before it ended.
-            if state[0] == ENDED and not self._is_there(row):
+            if state[0] == ENDED and not self._is_stored(row):
                 raise StateError(
                     "zero.Init: rank 0 of this node has failed or released the model; see the error of that rank"
                 )
@@ -204,14 +204,14 @@ class CommonFile:
                     "way on every rank, or edit them in zero.GatheredParameters(..., modifier_rank=R)"
                 )
             time.sleep(pause)
-            pause = min(2 * pause, LOOK_SECONDS[1])
+            pause = min(2 * pause, POLL_SECONDS[1])
         if self._ledger.kinds[row] != self._kinds[row]:
             raise StateError(
                 f"zero.Init: parameter {row} differs from that of rank 0 of this node; build the same model on every "
                 "rank"
             )
 
-    def _is_there(self, row: int) -> bool:
+    def _is_stored(self, row: int) -> bool:
         return bool(self._ledger.kinds[row]) and self._ledger.versions[row] >= self._versions[row]
 
 

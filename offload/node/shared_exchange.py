@@ -27,7 +27,7 @@ LEFT = -1
 OFFSET, NBYTES, UNIT, OFFERED, READ, SLOT_COLUMNS = 0, 1, 2, 3, 4, 5
 
 
-class SharedExchange:
+class NodeCollectives:
     """Collectives over flats in shared memory, numbered 1, 2, ...; equal on all peers. Used from one event loop.
 
     After an error of the exchange itself it cannot be used any more, and the other peers learn of the error at once.
@@ -35,8 +35,8 @@ class SharedExchange:
     Args:
         board: of `columns(slots)` columns for `slots` collectives in flight; a further one waits. The exchange owns it
             from now on.
-        regions: the memory of each peer's flats, in peer order, mapped in this process; the caller keeps them.
-        part: (index, count): this peer reads slice `index` of `count` of every flat.
+        memories: the memory of each peer's flats, in peer order, mapped in this process; the caller keeps them.
+        shard: (index, count): this peer reads slice `index` of `count` of every flat.
         deadline_seconds: how long to wait for another peer.
         check: called during waits; an error that it raises ends the wait.
     """
@@ -44,21 +44,21 @@ class SharedExchange:
     def __init__(
         self,
         board: NodeBoard,
-        regions: Sequence[SharedHostMemory],
-        part: tuple[int, int],
+        memories: Sequence[SharedHostMemory],
+        shard: tuple[int, int],
         deadline_seconds: float,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        if len(regions) != board.count or not 0 <= part[0] < part[1]:
+        if len(memories) != board.count or not 0 <= shard[0] < shard[1]:
             raise StateError(
-                f"exchange of {board.count} peers: got {len(regions)} regions, and slice {part[0]} of {part[1]}"
+                f"exchange of {board.count} peers: got {len(memories)} regions, and slice {shard[0]} of {shard[1]}"
             )
-        self._board, self._regions, self._part = board, tuple(regions), part
+        self._board, self._memories, self._shard = board, tuple(memories), shard
         self._deadline_seconds, self._check = deadline_seconds, check
         self._slots = slots = (board.columns - COMMON_COLUMNS) // SLOT_COLUMNS
-        self._taken: set[int] = set()  # Numbers that were entered and are not finished.
+        self._in_flight: set[int] = set()  # Numbers that were entered and are not finished.
         self._next = [number or slots for number in range(slots)]  # Per slot: the number that may use it next.
-        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._waiters: dict[int, asyncio.Future[None]] = {}
         self._failure: BaseException | None = None
         self._closed = False
 
@@ -68,7 +68,7 @@ class SharedExchange:
         return COMMON_COLUMNS + slots * SLOT_COLUMNS
 
     @contextlib.asynccontextmanager
-    async def reduce(
+    async def reduce_scatter(
         self, number: int, offset: int, nbytes: int, *, unit: int = 0
     ) -> AsyncIterator[list[torch.Tensor]]:
         """Collective `number`: this peer's flat is bytes [offset, offset + nbytes) of its region.
@@ -95,8 +95,8 @@ class SharedExchange:
         try:
             self._enter(number, offset, nbytes)
             await self._offer(number, offset, nbytes, unit)
-            await self._everybody(number, OFFERED, f"{what} to be offered")
-            slices = self._slices(number, nbytes, unit)
+            await self._wait_for_all(number, OFFERED, f"{what} to be offered")
+            slices = self._shards(number, nbytes, unit)
         except BaseException as error:
             self._fail(number, error)
             raise
@@ -119,23 +119,23 @@ class SharedExchange:
             self._board.close()
 
     def _enter(self, number: int, offset: int, nbytes: int) -> None:
-        self._check_going(number)
-        if number in self._taken or number < self._next[number % self._slots]:
+        self._check_usable(number)
+        if number in self._in_flight or number < self._next[number % self._slots]:
             raise StateError(f"collective {number}: numbers begin at 1, and each is used once")
-        region, count = self._regions[self._board.index], self._part[1]
+        region, count = self._memories[self._board.index], self._shard[1]
         if nbytes % count or not (offset >= 0 and nbytes >= 0 and offset + nbytes <= region.nbytes):
             raise StateError(
                 f"collective {number}: bytes [{offset:,}, {offset + nbytes:,}) have to be a multiple of {count} and "
                 f"lie in the shared memory of {region.nbytes:,}"
             )
-        self._taken.add(number)
+        self._in_flight.add(number)
 
     async def _offer(self, number: int, offset: int, nbytes: int, unit: int) -> None:
         """Publish the offer once its slot is free, when all peers have read the flat that used the slot before."""
         while self._next[number % self._slots] != number:
-            self._waiting[number] = asyncio.get_running_loop().create_future()
-            await self._waiting[number]
-            self._check_going(number)
+            self._waiters[number] = asyncio.get_running_loop().create_future()
+            await self._waiters[number]
+            self._check_usable(number)
         board = self._board
         for column, value in ((OFFSET, offset), (NBYTES, nbytes), (UNIT, unit), (OFFERED, number)):
             board.publish(self._column(number, column), value)
@@ -144,11 +144,11 @@ class SharedExchange:
     async def _leave(self, number: int, what: str) -> None:
         self._board.publish(self._column(number, READ), number)
         try:
-            await self._everybody(number, READ, f"{what} to be read")
+            await self._wait_for_all(number, READ, f"{what} to be read")
         except BaseException as error:
             self._fail(number, error)
             raise
-        self._taken.discard(number)
+        self._in_flight.discard(number)
         self._next[number % self._slots] = following = number + self._slots
         self._wake([following])
 
@@ -157,26 +157,26 @@ class SharedExchange:
             self._failure = error
             with contextlib.suppress(StateError):  # closed meanwhile; `error` is the one that the caller must get
                 self._board.publish(FAILED, max(number, 1))
-        self._wake(list(self._waiting))
+        self._wake(list(self._waiters))
 
     def _wake(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            waiting = self._waiting.pop(number, None)
+            waiting = self._waiters.pop(number, None)
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)
 
-    def _check_going(self, number: int) -> None:
+    def _check_usable(self, number: int) -> None:
         if self._failure is not None:
             raise StateError(f"collective {number}: an earlier one failed: {self._failure}") from self._failure
 
-    async def _everybody(self, number: int, column: int, what: str) -> None:
+    async def _wait_for_all(self, number: int, column: int, what: str) -> None:
         try:
-            await self._board.everybody_reached(
+            await self._board.wait_for_all(
                 self._column(number, column),
                 number,
                 what=what,
                 deadline_seconds=self._deadline_seconds,
-                urge=partial(self._check_others, self._column(number, column), number),
+                on_pause=partial(self._check_others, self._column(number, column), number),
             )
         except WatchdogError as error:
             raise WatchdogError(f"{error}; last offered by each peer: {self._board.read_all(LATEST)}") from error
@@ -198,30 +198,30 @@ class SharedExchange:
             offers = self._offers(awaited)
             others = [peer for peer, offer in enumerate(offers) if offer[0] == awaited and offer != offers[board.index]]
             if offers[board.index][0] == awaited and others:
-                self._diverged(awaited, offers, others)
+                self._raise_divergence(awaited, offers, others)
             ends = {peer: f"stopped in collective {numbers[peer]}" for peer in failed}
             ends |= {peer: "has closed its exchange" for peer in failed if numbers[peer] == LEFT}
-            names = ", ".join(f"{self._board.name(peer)} {ends[peer]}" for peer in failed)
+            names = ", ".join(f"{self._board.peer_name(peer)} {ends[peer]}" for peer in failed)
             raise PeerError(f"{names}; see the error of that peer", failed)
 
-    def _slices(self, number: int, nbytes: int, unit: int) -> list[torch.Tensor]:
+    def _shards(self, number: int, nbytes: int, unit: int) -> list[torch.Tensor]:
         """This peer's slice of every flat, if all offers are equal."""
         offers, offsets = self._offers(number), self._board.read_all(self._column(number, OFFSET))
         if others := [peer for peer, offer in enumerate(offers) if offer != (number, unit, nbytes)]:
-            self._diverged(number, offers, others)
-        index, count = self._part
+            self._raise_divergence(number, offers, others)
+        index, count = self._shard
         own = nbytes // count
         begins = [offset + index * own for offset in offsets]
-        return [region.data[begin : begin + own] for region, begin in zip(self._regions, begins, strict=True)]
+        return [region.data[begin : begin + own] for region, begin in zip(self._memories, begins, strict=True)]
 
     def _offers(self, number: int) -> list[tuple[int, int, int]]:
         """(collective, unit, bytes) in the collective's slot, for each peer."""
         columns = (self._board.read_all(self._column(number, column)) for column in (OFFERED, UNIT, NBYTES))
         return list(zip(*columns, strict=True))
 
-    def _diverged(self, number: int, offers: Sequence[tuple[int, int, int]], others: list[int]) -> NoReturn:
+    def _raise_divergence(self, number: int, offers: Sequence[tuple[int, int, int]], others: list[int]) -> NoReturn:
         table = "; ".join(
-            f"{self._board.name(peer)}: collective {there}, unit {unit}, {nbytes:,} bytes"
+            f"{self._board.peer_name(peer)}: collective {there}, unit {unit}, {nbytes:,} bytes"
             for peer, (there, unit, nbytes) in enumerate(offers)
         )
         raise PeerError(f"collective {number}: the peers run different collectives: {table}", others)

@@ -17,7 +17,7 @@ from peers import Parent, all_run, running
 from offload.errors import BudgetError, NativeError, PeerError, StateError, WatchdogError
 from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.node import board as boards
-from offload.node.board import Naps, NodeBoard
+from offload.node.board import NodeBoard, Sleeper
 from offload.system.descriptors import Share
 
 SECONDS = 30.0
@@ -58,13 +58,13 @@ def test_every_cell_holds_what_its_peer_published_last(data: st.DataObject) -> N
             column_values = [row[column] for row in table]
             assert view.read_all(column) == column_values
             for value in column_values:
-                assert view.all_reached(column, value) == (min(column_values) >= value)
+                assert view.is_reached_by_all(column, value) == (min(column_values) >= value)
         view.close()
 
 
 def test_rows_share_no_cache_line(either_way: None) -> None:
     views = alone(3, 1)
-    base = views[0]._region.data
+    base = views[0]._memory.data
     views[0].publish(0, 1)
     views[2].publish(0, 1)
     cells = [int(i) * 8 for i in base.view(torch.int64).eq(1).nonzero()]
@@ -85,14 +85,14 @@ def test_peers_see_what_was_written_before_it_was_published(either_way: None) ->
             for number in range(1, rounds + 1):
                 own.fill_(number)
                 board.publish(0, number)
-                await board.reached(1 - index, 0, number, deadline_seconds=SECONDS)
+                await board.wait_for_peer(1 - index, 0, number, deadline_seconds=SECONDS)
                 assert bool((other == number).all())
                 board.publish(1, number)
-                await board.everybody_reached(1, number, deadline_seconds=SECONDS)
+                await board.wait_for_all(1, number, deadline_seconds=SECONDS)
 
         asyncio.run(play())
-        assert board.all_reached(0, rounds) and not board.all_reached(0, rounds + 1)
-        names = [board.name(peer) for peer in range(2)]
+        assert board.is_reached_by_all(0, rounds) and not board.is_reached_by_all(0, rounds + 1)
+        names = [board.peer_name(peer) for peer in range(2)]
         assert names[index] == f"peer {index} (pid {os.getpid()})"
         share(b"")
         board.close()
@@ -123,13 +123,13 @@ def test_waiting_lets_other_tasks_run_and_urges() -> None:
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        await second.reached(0, 0, 7, deadline_seconds=SECONDS, urge=urge)
+        await second.wait_for_peer(0, 0, 7, deadline_seconds=SECONDS, on_pause=urge)
         task.cancel()
         return turns
 
     assert asyncio.run(play()) > 5
     assert urged == [0] * 5
-    asyncio.run(second.reached(0, 0, 7, deadline_seconds=0, urge=lambda: pytest.fail("it is there already")))
+    asyncio.run(second.wait_for_peer(0, 0, 7, deadline_seconds=0, on_pause=lambda: pytest.fail("it is there already")))
     for view in (first, second):
         view.close()
 
@@ -141,10 +141,10 @@ def test_a_deadline_names_the_peer_what_was_awaited_and_how_far_it_is() -> None:
     files = open_files()
 
     async def one() -> None:
-        await views[0].reached(2, 1, 5, what="weights of step 5", deadline_seconds=0.01)
+        await views[0].wait_for_peer(2, 1, 5, what="weights of step 5", deadline_seconds=0.01)
 
     async def everybody() -> None:
-        await views[1].everybody_reached(1, 5, deadline_seconds=0.01)
+        await views[1].wait_for_all(1, 5, deadline_seconds=0.01)
 
     with pytest.raises(
         WatchdogError, match=r"weights of step 5: expected 5, but after 0.01 s peer 2 \(pid \d+\) is at 3"
@@ -170,10 +170,10 @@ def test_a_peer_that_died_is_named_at_once_but_what_it_had_published_counts() ->
         board = NodeBoard.join(index, 3, 1, share)
         parent.tell("joined")
         parent.receive()
-        asyncio.run(board.reached(1, 0, 2, deadline_seconds=SECONDS))
-        assert 1 in board.dead()  # the other one that waits may have ended too
+        asyncio.run(board.wait_for_peer(1, 0, 2, deadline_seconds=SECONDS))
+        assert 1 in board.dead_peers()  # the other one that waits may have ended too
         try:
-            asyncio.run(board.reached(1, 0, 3, what="its third", deadline_seconds=600))
+            asyncio.run(board.wait_for_peer(1, 0, 3, what="its third", deadline_seconds=600))
         except PeerError as error:
             return str(error), error.peers
         return None
@@ -193,12 +193,12 @@ def test_a_peer_that_died_is_named_at_once_but_what_it_had_published_counts() ->
 def test_without_lifelines_a_dead_peer_costs_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     def job(index: int, share: Share, parent: Parent) -> Any:
         if index == 1:
-            monkeypatch.setattr(boards, "_lifeline", list)  # a kernel without pidfds
+            monkeypatch.setattr(boards, "_own_pidfd", list)  # a kernel without pidfds
         files = open_files()
         board = NodeBoard.join(index, 2, 1, share)
         board.publish(0, 1)
-        asyncio.run(board.everybody_reached(0, 1, deadline_seconds=SECONDS))
-        assert board.dead() == []
+        asyncio.run(board.wait_for_all(0, 1, deadline_seconds=SECONDS))
+        assert board.dead_peers() == []
         board.close()
         assert open_files() == files
         return "fine"
@@ -209,7 +209,7 @@ def test_without_lifelines_a_dead_peer_costs_the_deadline(monkeypatch: pytest.Mo
 def test_a_board_that_cannot_be_made_is_an_error_on_every_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     def job(index: int, share: Share, parent: Parent) -> Any:
         if index == 0:
-            monkeypatch.setattr(boards, "_made", lambda nbytes: BudgetError("board: no memory"))
+            monkeypatch.setattr(boards, "_try_make_memory", lambda nbytes: BudgetError("board: no memory"))
         files = open_files()
         try:
             NodeBoard.join(index, 3, 4, share)
@@ -240,7 +240,7 @@ def test_cells_outside_and_a_closed_board_are_refused(either_way: None) -> None:
         with pytest.raises(StateError, match=r"board of 1 peers and 2 columns: there is no cell"):
             board.read(peer, column)
     board.close()
-    for use in (lambda: board.read(0, 0), lambda: board.publish(0, 1), lambda: board.all_reached(0, 1)):
+    for use in (lambda: board.read(0, 0), lambda: board.publish(0, 1), lambda: board.is_reached_by_all(0, 1)):
         with pytest.raises(StateError, match="the board is closed"):
             use()
 
@@ -261,12 +261,12 @@ def test_naps_end_and_can_be_cancelled(monkeypatch: pytest.MonkeyPatch, timers: 
     files = open_files()
 
     async def play() -> None:
-        with Naps() as naps:
+        with Sleeper() as naps:
             for seconds in (0.0, 1e-6, 5e-5, 2e-3):
-                await naps.take(seconds)
+                await naps.sleep(seconds)
             with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(naps.take(600), 0.01)
-            await naps.take(1e-6)
+                await asyncio.wait_for(naps.sleep(600), 0.01)
+            await naps.sleep(1e-6)
 
     asyncio.run(play())
     assert open_files() == files

@@ -13,7 +13,7 @@ from peers import Parent, all_run
 
 from offload.disk.provisional import InitFile
 from offload.errors import StateError, StorageError
-from offload.node.common_file import CommonFile
+from offload.node.common_file import SharedInitFile
 from offload.system.descriptors import Share
 
 MIB = 1 << 20
@@ -22,10 +22,10 @@ COUNT = 3
 
 def opened(folder: Path | None, index: int, share: Share, count: int = COUNT, patience_seconds: float = 60.0) -> Any:
     own = InitFile.in_memory() if folder is None else InitFile.on_disk([folder])
-    return CommonFile.meet(own, index, count, share, patience_seconds=patience_seconds)
+    return SharedInitFile.join(own, index, count, share, patience_seconds=patience_seconds)
 
 
-def held_bytes(file: CommonFile) -> int:
+def held_bytes(file: SharedInitFile) -> int:
     return 512 * os.fstat(file._file.descriptor).st_blocks
 
 
@@ -88,7 +88,7 @@ def test_a_peer_that_is_late_at_a_meeting_does_not_count_what_the_first_has_edit
 
         file = opened(folder, index, late, count=2, patience_seconds=3.0)
         offset = file.append(values(index))
-        file.agree()
+        file.sync_edits()
         file.write(offset, 2 * file.read(offset, MIB, torch.float32) + index)
         same = torch.equal(file.read(offset, MIB, torch.float32), 2 * values(0))
         share(b"")
@@ -102,7 +102,7 @@ def test_room_returns_when_every_peer_has_released_it(folder: Path | None) -> No
     def job(index: int, share: Share, parent: Parent) -> list[int]:
         file = opened(folder, index, share)
         offsets = [file.append(values(at)) for at in range(2)]
-        file.settle()
+        file.end_edits()
         held = []
         for peer in range(COUNT):
             share(b"")
@@ -129,7 +129,7 @@ def test_a_peer_that_builds_something_else_says_so(tmp_path: Path) -> None:
         file = opened(tmp_path, index, share, count=2)
         offset = file.append(torch.zeros(4 + index))
         said = raises(lambda: file.read(offset, 4, torch.float32)) if index else ""
-        return said, file.settle()
+        return said, file.end_edits()
 
     (_, first), (said, second) = all_run(2, job)
     assert "parameter 0 differs from that of rank 0" in said and first != second
@@ -144,7 +144,7 @@ def test_an_edit_of_one_peer_alone_is_named_where_it_is_read_and_settling_drops_
             file.write(offset, torch.zeros(2))
             said = raises(lambda: file.read(offset, 2, torch.float32))
         share(b"")
-        file.settle()
+        file.end_edits()
         return said, file.read(offset, 2, torch.float32).tolist()
 
     (_, first), (said, second) = all_run(2, job)
@@ -188,7 +188,7 @@ def test_what_all_have_agreed_on_is_read_also_by_one_that_saw_an_edit_too_early(
         if index == 0:
             time.sleep(0.3)
         file.write(offset, torch.full((2,), 2.0))
-        file.agree()
+        file.sync_edits()
         return file.read(offset, 2, torch.float32).tolist()
 
     assert all_run(2, job) == [[2.0, 2.0]] * 2

@@ -127,7 +127,7 @@ def test_each_of_two_processes_reads_what_the_other_has_written(
                 source.copy_(values(index, epoch))
                 await side.plane.write(0, NUMEL, source)
                 side.board.publish(0, epoch)
-                await side.board.reached(1 - index, 0, epoch, what="the write", deadline_seconds=SECONDS)
+                await side.board.wait_for_peer(1 - index, 0, epoch, what="the write", deadline_seconds=SECONDS)
                 expected = values(1 - index, epoch)
                 for begin, end in ranges:
                     part = into[: (end - begin) * WIDTH]
@@ -137,7 +137,7 @@ def test_each_of_two_processes_reads_what_the_other_has_written(
                 memory = side.other.memory(*IN_MEMORY)
                 assert memory is not None and torch.equal(memory, expected[IN_MEMORY[0] * WIDTH : IN_MEMORY[1] * WIDTH])
                 side.board.publish(1, epoch)
-                await side.board.everybody_reached(1, epoch, what="the read", deadline_seconds=SECONDS)
+                await side.board.wait_for_all(1, epoch, what="the read", deadline_seconds=SECONDS)
             with pytest.raises(StateError, match="can only read the swap space of another process"):
                 await side.other.write(0, PAGE, source[: PAGE * WIDTH])
             return compared

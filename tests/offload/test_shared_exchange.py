@@ -17,7 +17,7 @@ from offload.kernels import kernels
 from offload.memory.arena import BlockPool
 from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.node.board import NodeBoard
-from offload.node.shared_exchange import FAILED, SharedExchange
+from offload.node.shared_exchange import FAILED, NodeCollectives
 from offload.system.descriptors import Share
 
 CPU = torch.device("cpu")
@@ -33,10 +33,10 @@ def exchange_of(
     part: tuple[int, int],
     slots: int = 4,
     deadline_seconds: float = SECONDS,
-) -> SharedExchange:
+) -> NodeCollectives:
     """What every peer makes, all of them together."""
-    board = NodeBoard.join(index, count, SharedExchange.columns(slots), share)
-    return SharedExchange(board, regions, part, deadline_seconds)
+    board = NodeBoard.join(index, count, NodeCollectives.columns(slots), share)
+    return NodeCollectives(board, regions, part, deadline_seconds)
 
 
 class Party:
@@ -83,7 +83,7 @@ async def exchanged(party: Party, seed: int, collectives: int) -> list[torch.Ten
         await pause()
         flat.copy_(contribution(seed, number, party.index, numel))
         offset, nbytes = party.region.offset_of(block.data), block.data.numel()
-        async with party.exchange.reduce(number, offset, nbytes, unit=seed + number) as found_slices:
+        async with party.exchange.reduce_scatter(number, offset, nbytes, unit=seed + number) as found_slices:
             slices = [piece.view(torch.bfloat16) for piece in found_slices]
             await pause()
             stored = slices[party.index]  # in place: only this peer reads it
@@ -132,7 +132,7 @@ def test_every_peer_gets_the_sum_of_its_slices_whatever_the_sizes_and_the_order_
 
 
 def outcome(
-    party: Party, play: Callable[[SharedExchange], Coroutine[Any, Any, None]]
+    party: Party, play: Callable[[NodeCollectives], Coroutine[Any, Any, None]]
 ) -> tuple[str, str, tuple[int, ...]]:
     """Kind, text and peers of the error in which `play` ends."""
     try:
@@ -142,15 +142,15 @@ def outcome(
     return "", "", ()
 
 
-async def plain(exchange: SharedExchange, number: int, nbytes: int = 3 * 64, unit: int = 5) -> None:
-    async with exchange.reduce(number, 0, nbytes, unit=unit):
+async def plain(exchange: NodeCollectives, number: int, nbytes: int = 3 * 64, unit: int = 5) -> None:
+    async with exchange.reduce_scatter(number, 0, nbytes, unit=unit):
         pass
 
 
-def look_when_others_have_failed(exchange: SharedExchange, count: int) -> None:
+def look_when_others_have_failed(exchange: NodeCollectives, count: int) -> None:
     """What this peer waits for next, it looks at once `count` others have given up."""
     board = exchange._board
-    reached = board.everybody_reached
+    reached = board.wait_for_all
 
     async def late(column: int, value: int, *, urge: Callable[[], None], **more: Any) -> None:
         while sum(number > 0 for number in board.read_all(FAILED)) < count:
@@ -158,7 +158,7 @@ def look_when_others_have_failed(exchange: SharedExchange, count: int) -> None:
         urge()
         await reached(column, value, urge=urge, **more)
 
-    board.everybody_reached = late  # type: ignore[method-assign]
+    board.wait_for_all = late  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
@@ -167,7 +167,7 @@ def test_peers_that_do_not_do_the_same_are_all_told_who(what: str, late: bool) -
     def job(index: int, share: Share, parent: Parent) -> Any:
         party = Party(index, 3, share)
 
-        async def play(exchange: SharedExchange) -> None:
+        async def play(exchange: NodeCollectives) -> None:
             await plain(exchange, 1)
             odd = index == 1
             if odd and late:
@@ -189,7 +189,7 @@ def test_a_peer_that_dies_is_named_by_all_others_at_once() -> None:
     def job(index: int, share: Share, parent: Parent) -> Any:
         party = Party(index, 3, share, deadline_seconds=600)
 
-        async def play(exchange: SharedExchange) -> None:
+        async def play(exchange: NodeCollectives) -> None:
             await plain(exchange, 1)
             parent.tell("one is done")
             if index == 1:
@@ -218,8 +218,8 @@ def test_a_peer_that_dies_while_it_reads_is_named_too() -> None:
     def job(index: int, share: Share, parent: Parent) -> Any:
         party = Party(index, 2, share, deadline_seconds=600)
 
-        async def play(exchange: SharedExchange) -> None:
-            async with exchange.reduce(1, 0, 64):
+        async def play(exchange: NodeCollectives) -> None:
+            async with exchange.reduce_scatter(1, 0, 64):
                 if index == 1:
                     parent.tell("reading")
                     parent.receive()
@@ -238,8 +238,8 @@ def test_an_error_inside_is_its_peers_own_affair() -> None:
     def job(index: int, share: Share, parent: Parent) -> Any:
         party = Party(index, 3, share)
 
-        async def play(exchange: SharedExchange) -> None:
-            async with exchange.reduce(1, 0, 3 * 8):
+        async def play(exchange: NodeCollectives) -> None:
+            async with exchange.reduce_scatter(1, 0, 3 * 8):
                 if index == 2:
                     raise ValueError("no room")
 
@@ -254,7 +254,7 @@ def test_a_peer_that_gives_up_tells_the_others_and_all_their_exchanges_are_over(
     def job(index: int, share: Share, parent: Parent) -> Any:
         party = Party(index, 3, share, slots=2, deadline_seconds=600)
 
-        async def play(exchange: SharedExchange) -> None:
+        async def play(exchange: NodeCollectives) -> None:
             if index != 2:
                 await asyncio.gather(*(plain(exchange, number) for number in range(1, 7)))
             else:
@@ -295,7 +295,7 @@ def test_a_cancelled_collective_ends_the_exchange() -> None:
     def job(index: int, share: Share, parent: Parent) -> Any:
         party = Party(index, 2, share)
 
-        async def play(exchange: SharedExchange) -> None:
+        async def play(exchange: NodeCollectives) -> None:
             if index == 1:
                 await plain(exchange, 1, 64)
                 return
@@ -325,8 +325,8 @@ def test_what_a_check_raises_ends_the_wait() -> None:
             if len(looks) == 3:
                 raise ValueError("somebody else has failed")
 
-        board = NodeBoard.join(index, 2, SharedExchange.columns(), share)
-        exchange = SharedExchange(board, party.regions, (index, 2), SECONDS, check)
+        board = NodeBoard.join(index, 2, NodeCollectives.columns(), share)
+        exchange = NodeCollectives(board, party.regions, (index, 2), SECONDS, check)
         party.exchange = exchange
         found = outcome(party, lambda exchange: plain(exchange, 1, 64)) if index == 0 else None
         share(b"")
@@ -339,7 +339,7 @@ def test_closing_while_one_waits_hides_no_error() -> None:
     def job(index: int, share: Share, parent: Parent) -> Any:
         party = Party(index, 2, share)
 
-        async def play(exchange: SharedExchange) -> None:
+        async def play(exchange: NodeCollectives) -> None:
             task = asyncio.create_task(plain(exchange, 1, 64))
             await asyncio.sleep(0)
             exchange.close()
@@ -367,9 +367,9 @@ def test_what_cannot_be_offered_is_refused_here_and_known_there(
     def job(index: int, share: Share, parent: Parent) -> Any:
         party = Party(index, 2, share)
 
-        async def play(exchange: SharedExchange) -> None:
+        async def play(exchange: NodeCollectives) -> None:
             if index == 0:
-                async with exchange.reduce(number, offset, nbytes):
+                async with exchange.reduce_scatter(number, offset, nbytes):
                     raise AssertionError("entered")
             await plain(exchange, 1, 64)
 
@@ -389,7 +389,7 @@ def test_an_exchange_has_a_region_for_each_peer_and_a_slice_that_there_is() -> N
     board = NodeBoard(0, 1, 90, region)
     for regions, part in (([region] * 2, (0, 1)), ([region], (1, 1)), ([region], (-1, 1))):
         with pytest.raises(StateError, match=r"exchange of 1 peers: got \d regions, and slice -?\d of 1"):
-            SharedExchange(board, regions, part, SECONDS)
+            NodeCollectives(board, regions, part, SECONDS)
     board.close()
 
 
@@ -403,7 +403,7 @@ def test_peers_may_read_the_same_slice() -> None:
         region.data[8:12] = torch.tensor([10 * index, 10 * index, 10 * index + 1, 10 * index + 1])
 
         async def play() -> list[list[int]]:
-            async with exchange.reduce(1, 8, 4) as slices:
+            async with exchange.reduce_scatter(1, 8, 4) as slices:
                 return [piece.tolist() for piece in slices]
 
         found = asyncio.run(play())
@@ -426,7 +426,7 @@ def test_a_peer_that_has_read_may_leave_while_others_have_not() -> None:
             found: list[list[int]] = []
 
             async def one() -> None:
-                async with exchange.reduce(1, 0, 4) as slices:
+                async with exchange.reduce_scatter(1, 0, 4) as slices:
                     found.extend(piece.tolist() for piece in slices)
                     if index == 2:
                         await asyncio.sleep(0.5)

@@ -27,7 +27,7 @@ from offload.disk.swapfile import PeerSwap, SwapGeometry
 from offload.errors import PeerError, StateError, ZeroInfinityError
 from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.node.board import NodeBoard
-from offload.node.shared_exchange import SharedExchange
+from offload.node.shared_exchange import NodeCollectives
 from offload.planes.planes import Disk, Home, Plane, settle_all
 from offload.planes.two_slots import PeerSlotPlane, TwoSlotPlane
 from offload.streams import MaybeEvent
@@ -89,7 +89,7 @@ class SharedMemory(AmongRanks):
         super().__init__(comm, placement, wire, everyone)
         self.memory = self._regions = Regions(comm)
         self._board: NodeBoard | None = None
-        self._reducer: SharedExchange | None = None
+        self._reducer: NodeCollectives | None = None
         self._planes: dict[int, list[Plane]] = {}  # Rank whose slices this one reads -> its weight planes, by space.
         self._swaps: list[PeerSwap] = []
         # Persistent unit -> (begin, end) of the copy of its slice, in bytes of every rank's `_slices`.
@@ -105,9 +105,9 @@ class SharedMemory(AmongRanks):
         comm, placement = self._comm, self.placement
         share = self._join(layout, storage, updates)
         with ranks_named("sharing memory for collectives"):
-            board = NodeBoard.join(comm.rank, comm.world_size, SharedExchange.columns(), share)
+            board = NodeBoard.join(comm.rank, comm.world_size, NodeCollectives.columns(), share)
         part = placement.shard_index, placement.shard_size
-        self._reducer = SharedExchange(board, self._regions.pools, part, comm.timeout_seconds, comm.check)
+        self._reducer = NodeCollectives(board, self._regions.pools, part, comm.timeout_seconds, comm.check)
         self._share_slices()
         self._tell_slots()
         if storage.disk is not None:  # all ranks have the same plan, so all have a disk or none has
@@ -162,8 +162,8 @@ class SharedMemory(AmongRanks):
             urge = partial(self._urge, rank, unit, epoch)
             async with self._named(what):
                 with self._comm.waiting(what):
-                    await self._there.reached(
-                        rank, unit.index, epoch, what=what, deadline_seconds=self._comm.timeout_seconds, urge=urge
+                    await self._there.wait_for_peer(
+                        rank, unit.index, epoch, what=what, deadline_seconds=self._comm.timeout_seconds, on_pause=urge
                     )
 
     @asynccontextmanager
@@ -189,7 +189,9 @@ class SharedMemory(AmongRanks):
         number, ticket = turn
         async with self._named(f"the gradient of {unit.name}"):
             with self._comm.waiting(str(ticket)):
-                async with self._reducer.reduce(number, own.offset_of(flat), flat.nbytes, unit=unit.index) as slices:
+                async with self._reducer.reduce_scatter(
+                    number, own.offset_of(flat), flat.nbytes, unit=unit.index
+                ) as slices:
                     yield [part.view(flat.dtype) for part in slices]
 
     def sees(self, flat: torch.Tensor) -> bool:
@@ -315,7 +317,7 @@ class SharedMemory(AmongRanks):
         board = self._there
         board.publish(self._urges + rank, epoch)
         if board.read(rank, self._left) and board.read(rank, unit.index) < epoch:
-            raise PeerError(f"{board.name(rank)} has closed its engine without providing it", [rank])
+            raise PeerError(f"{board.peer_name(rank)} has closed its engine without providing it", [rank])
 
     async def _listen(self, epoch: int) -> None:
         """Run the updates of a step as soon as another rank waits for one, if they have not run before."""

@@ -16,7 +16,7 @@ from offload.disk.provisional import InitFile
 from offload.errors import StateError
 from offload.memory.flat_storage import FlatStorage, Poison
 from offload.memory.pinned import trim_heap
-from offload.node.common_file import CommonFile
+from offload.node.common_file import SharedInitFile
 from offload.saved.saved_views import storage_key
 from zero.params.announced import take_values_of
 from zero.params.released import (
@@ -186,8 +186,8 @@ class ProvisionalKeeper:
                 self._store(parameter)
                 mark(parameter, self, _provisional_name(parameter))  # its shape may be another now
                 self._release(parameter)
-        if modifier_rank is not None and isinstance(self._file, CommonFile):
-            self._file.agree()
+        if modifier_rank is not None and isinstance(self._file, SharedInitFile):
+            self._file.sync_edits()
 
     def drop(self, parameters: list[nn.Parameter]) -> None:
         """End `open` of parameters that were only read: their values in the file are the same."""
@@ -222,7 +222,7 @@ class ProvisionalKeeper:
 
     def settle(self) -> bytes:
         """End editing on all ranks: from now on the file's values count. Returns a digest of this rank's model."""
-        return self._file.settle() if isinstance(self._file, CommonFile) else b""
+        return self._file.end_edits() if isinstance(self._file, SharedInitFile) else b""
 
     def room_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """(device, bytes) of space that is freed when the parameter is adopted; None: only when all are adopted."""
@@ -236,7 +236,7 @@ class ProvisionalKeeper:
         """An engine has stored the values: free their space. The last parameter closes the file, unless it `grows`."""
         place = self._places.pop(parameter, None)
         if place is not None and place.file is self._file:
-            self._file.release(place.offset_bytes, place.nbytes)
+            self._file.free(place.offset_bytes, place.nbytes)
         if not self._places and not self.grows:
             self._file.close()
 

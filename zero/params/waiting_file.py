@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 
 from offload.disk.provisional import InitFile
 from offload.errors import StateError
-from offload.node.common_file import CommonFile
+from offload.node.common_file import SharedInitFile
 from offload.system.descriptors import node_identity, same_node
 from zero.ranks import backend, world
 from zero.ranks.failure import ranks_named
 
-WaitingFile: TypeAlias = InitFile | CommonFile
+WaitingFile: TypeAlias = InitFile | SharedInitFile
 _opened = itertools.count()
 """Number of files that the ranks have opened together; equal on all ranks, so it makes keys in the store unique."""
 
@@ -46,7 +46,7 @@ def open_waiting_file(folders: Sequence[str]) -> tuple[WaitingFile | None, bool]
     own = InitFile.on_disk(folders) if folders else InitFile.in_memory()
     index = neighbours.index(world.rank())
     with ranks_named("sharing initial values", neighbours):
-        return CommonFile.meet(own, index, len(neighbours), share), len(neighbours) == world_size
+        return SharedInitFile.join(own, index, len(neighbours), share), len(neighbours) == world_size
 
 
 class _Said:
