@@ -19,7 +19,7 @@ from benchmarks import rank_loop
 from benchmarks.loop import emit
 from benchmarks.shapes import SHAPES, Shape
 from offload.memory.pinned import trim_heap
-from offload.planes.planes import Plane
+from offload.planes.planes import TieredArray
 from zero.plan.plan import NVME
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -61,7 +61,7 @@ def planned(engine: zero.ZeroEngine) -> dict[str, int]:
 def allocated(engine: zero.ZeroEngine) -> dict[str, int]:
     """Bytes of memory the engine holds by plane: the sizes of the tensors, whatever a plan says."""
     storage = storage_of(engine)
-    kinds: dict[str, Iterable[Plane | None]] = {
+    kinds: dict[str, Iterable[TieredArray | None]] = {
         "weights": storage.weights,
         "gradients": storage.gradients,
         "optimizer states": storage.records,
@@ -87,7 +87,7 @@ def other_slices_bytes(engine: zero.ZeroEngine) -> int:
     return sum(flat.nbytes - units[i].shard_numel * units[i].dtype.itemsize for i, flat in whole_flats(engine).items())
 
 
-def memory_bytes(plane: Plane | None) -> int:
+def memory_bytes(plane: TieredArray | None) -> int:
     """Of a plane, what lies in memory."""
     if plane is None:
         return 0

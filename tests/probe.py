@@ -471,7 +471,7 @@ def only_updates_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Callab
 
 def stranded_in(plane: Any) -> list[tuple[int, int]]:
     """Ranges whose newest values could not be written to the disk, in the order in which the writes failed."""
-    return [(each.begin, each.end) for each in plane._stranded]
+    return [(each.begin, each.end) for each in plane._failed_writes]
 
 
 # ---- snapshots and checkpoints --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from offload.memory.arena import BlockPool
-from offload.planes.planes import Plane, settle_all
+from offload.planes.planes import TieredArray, await_all
 from offload.sizes import BLOCK_NUMEL
 from offload.streams import MaybeEvent, Streams
 
@@ -19,7 +19,7 @@ CHUNKS_IN_FLIGHT = 4
 """Per fetch: some chunks are read while others are copied to the device."""
 
 
-def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy_single_threaded(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy to a tensor of the same dtype and length; if both are on the host, only the calling thread works.
 
     torch would split the work among its threads and wait for all of them. They are late while other threads compute,
@@ -31,7 +31,7 @@ def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def clear_alone(target: torch.Tensor) -> None:
+def zero_single_threaded(target: torch.Tensor) -> None:
     """Zero a tensor; if it is on the host, only the calling thread works, see `copy_alone`."""
     if target.device.type == "cpu":
         target.view(torch.uint8).numpy().fill(0)
@@ -39,77 +39,79 @@ def clear_alone(target: torch.Tensor) -> None:
         target.zero_()
 
 
-async def fetch_plane(
-    plane: Plane,
+async def fetch_array(
+    array: TieredArray,
     begin: int,
     end: int,
     into: torch.Tensor,
-    arena: BlockPool,
+    pool: BlockPool,
     streams: Streams,
     after: tuple[MaybeEvent, ...],
 ) -> None:
-    """Fill `into` (uint8, on the compute device) with [begin, end) of `plane`.
+    """Fill `into` (uint8, on the compute device) with [begin, end) of `array`.
 
     On the CPU the disk writes into `into` itself. On a GPU the bytes pass through chunks of the arena, so a unit may
     be larger than the arena. Returns once the last copy is queued on the device; the fence
     `streams.behind_copies_in()` then covers all of them. `after`: fences that cover the last uses of `into`.
     """
     if streams.has_unified_memory:
-        await plane.read(begin, end, into)
+        await array.read(begin, end, into)
         return
     chunks: list[tuple[int, int]] = []
-    for first, last, memory in plane.runs(begin, end):
+    for first, last, memory in array.runs(begin, end):
         if memory is None:
-            chunks += _chunks(plane, first, last, device_chunk_bytes(arena.capacity_bytes))
+            chunks += _chunks(array, first, last, device_chunk_bytes(pool.capacity_bytes))
         else:  # the copy waits for the mover's own work: an update may have been the last to write this memory
             streams.copy_to_device(
-                into[plane.nbytes(begin, first) : plane.nbytes(begin, last)], memory, *after, streams.record_event()
+                into[array.nbytes(begin, first) : array.nbytes(begin, last)], memory, *after, streams.record_event()
             )
     waiting = iter(chunks)
 
     async def take_chunks() -> None:
         for lo, hi in waiting:
-            block = await arena.allocate_async(plane.nbytes(lo, hi), f"chunk of {plane.name}")
+            block = await pool.allocate_async(array.nbytes(lo, hi), f"chunk of {array.name}")
             copied: MaybeEvent = None
             try:
-                await plane.read(lo, hi, block.data)
+                await array.read(lo, hi, block.data)
                 copied = streams.copy_to_device(
-                    into[plane.nbytes(begin, lo) : plane.nbytes(begin, hi)], block.data, *after
+                    into[array.nbytes(begin, lo) : array.nbytes(begin, hi)], block.data, *after
                 )
             finally:
                 streams.free_after(block, copied)
 
-    await settle_all([take_chunks() for _ in range(min(CHUNKS_IN_FLIGHT, len(chunks)))])
+    await await_all([take_chunks() for _ in range(min(CHUNKS_IN_FLIGHT, len(chunks)))])
 
 
 async def fetch_range(
-    plane: Plane,
+    array: TieredArray,
     begin: int,
     end: int,
     into: torch.Tensor,
-    arena: BlockPool,
+    pool: BlockPool,
     streams: Streams,
     after: tuple[MaybeEvent, ...],
 ) -> None:
     """As `fetch_plane`, for any range: the disk is read in whole blocks, and the requested part is cut out of them."""
-    for first, last, memory in plane.runs(begin, end):
-        target = into[plane.nbytes(begin, first) : plane.nbytes(begin, last)]
+    for first, last, memory in array.runs(begin, end):
+        target = into[array.nbytes(begin, first) : array.nbytes(begin, last)]
         if memory is not None:
-            _put(target, memory, streams, (*after, streams.record_event()))
+            _copy_to_compute(target, memory, streams, (*after, streams.record_event()))
             continue
-        for lo, hi in _chunks(plane, first // BLOCK_NUMEL * BLOCK_NUMEL, -(-last // BLOCK_NUMEL) * BLOCK_NUMEL):
-            block = await arena.allocate_async(plane.nbytes(lo, hi), f"chunk of {plane.name}")
+        for lo, hi in _chunks(array, first // BLOCK_NUMEL * BLOCK_NUMEL, -(-last // BLOCK_NUMEL) * BLOCK_NUMEL):
+            block = await pool.allocate_async(array.nbytes(lo, hi), f"chunk of {array.name}")
             copied: MaybeEvent = None
             try:
-                await plane.read(lo, hi, block.data)
+                await array.read(lo, hi, block.data)
                 inside, past = max(lo, first), min(hi, last)
-                part = block.data[plane.nbytes(lo, inside) : plane.nbytes(lo, past)]
-                copied = _put(target[plane.nbytes(first, inside) :][: part.numel()], part, streams, after)
+                part = block.data[array.nbytes(lo, inside) : array.nbytes(lo, past)]
+                copied = _copy_to_compute(target[array.nbytes(first, inside) :][: part.numel()], part, streams, after)
             finally:
                 streams.free_after(block, copied)
 
 
-def _put(target: torch.Tensor, source: torch.Tensor, streams: Streams, after: tuple[MaybeEvent, ...]) -> MaybeEvent:
+def _copy_to_compute(
+    target: torch.Tensor, source: torch.Tensor, streams: Streams, after: tuple[MaybeEvent, ...]
+) -> MaybeEvent:
     """Copy to the compute device; returns a fence after the copy."""
     if streams.has_unified_memory:
         target.copy_(source)
@@ -117,43 +119,43 @@ def _put(target: torch.Tensor, source: torch.Tensor, streams: Streams, after: tu
     return streams.copy_to_device(target, source, *after)
 
 
-async def read_plane(plane: Plane, begin: int, end: int, into: torch.Tensor, arena: BlockPool) -> None:
-    """Fill `into` (uint8, any memory, aligned or not) with [begin, end) of `plane`, through the arena."""
-    if plane.swap_bytes(begin, end) == 0:
-        await plane.read(begin, end, into)
+async def read_array(array: TieredArray, begin: int, end: int, into: torch.Tensor, pool: BlockPool) -> None:
+    """Fill `into` (uint8, any memory, aligned or not) with [begin, end) of `array`, through the arena."""
+    if array.swap_bytes(begin, end) == 0:
+        await array.read(begin, end, into)
         return
-    for lo, hi in _chunks(plane, begin, end):
-        nbytes = plane.nbytes(lo, hi)
-        block = await arena.allocate_async(nbytes, f"chunk of {plane.name}")
+    for lo, hi in _chunks(array, begin, end):
+        nbytes = array.nbytes(lo, hi)
+        block = await pool.allocate_async(nbytes, f"chunk of {array.name}")
         try:
-            await plane.read(lo, hi, block.data)
-            target = into[plane.nbytes(begin, lo) :][:nbytes]
+            await array.read(lo, hi, block.data)
+            target = into[array.nbytes(begin, lo) :][:nbytes]
             target.copy_(block.data)
         finally:
             block.free()
 
 
-async def write_plane(plane: Plane, begin: int, end: int, source: torch.Tensor, arena: BlockPool) -> None:
-    """Store `source` (uint8, any memory) as [begin, end) of `plane`; the mirror of `read_plane`."""
-    if plane.swap_bytes(begin, end) == 0:
-        await plane.write(begin, end, source)
+async def write_array(array: TieredArray, begin: int, end: int, source: torch.Tensor, pool: BlockPool) -> None:
+    """Store `source` (uint8, any memory) as [begin, end) of `array`; the mirror of `read_plane`."""
+    if array.swap_bytes(begin, end) == 0:
+        await array.write(begin, end, source)
         return
-    for lo, hi in _chunks(plane, begin, end):
-        nbytes = plane.nbytes(lo, hi)
-        block = await arena.allocate_async(nbytes, f"chunk of {plane.name}")
+    for lo, hi in _chunks(array, begin, end):
+        nbytes = array.nbytes(lo, hi)
+        block = await pool.allocate_async(nbytes, f"chunk of {array.name}")
         try:
-            block.data.copy_(source[plane.nbytes(begin, lo) :][:nbytes])
-            await plane.write(lo, hi, block.data)
+            block.data.copy_(source[array.nbytes(begin, lo) :][:nbytes])
+            await array.write(lo, hi, block.data)
         finally:
             block.free()
 
 
-def device_chunk_bytes(arena_bytes: int) -> int:
+def device_chunk_bytes(pool_bytes: int) -> int:
     """Arena bytes that one copy to or from a device uses; the arena has room for two such chunks at once."""
-    return min(DEVICE_CHUNK_BYTES, arena_bytes // 2)
+    return min(DEVICE_CHUNK_BYTES, pool_bytes // 2)
 
 
-def _chunks(plane: Plane, begin: int, end: int, chunk_bytes: int | None = None) -> Iterator[tuple[int, int]]:
-    block_bytes = plane.nbytes(begin, begin + BLOCK_NUMEL)
+def _chunks(array: TieredArray, begin: int, end: int, chunk_bytes: int | None = None) -> Iterator[tuple[int, int]]:
+    block_bytes = array.nbytes(begin, begin + BLOCK_NUMEL)
     step = max((chunk_bytes or CHUNK_BYTES) // block_bytes, 1) * BLOCK_NUMEL
     return ((lo, min(lo + step, end)) for lo in range(begin, end, step))

@@ -56,7 +56,7 @@ class Disk:
 
     async def read(self, offset: int, buffer: torch.Tensor, what: str = "read") -> None:
         """Fill `buffer` (uint8, host) from the swap space; `what` is its name in a timeline. Raises StorageError."""
-        await self._move(self.aio.read, offset, buffer, what)
+        await self._transfer_ranges(self.aio.read, offset, buffer, what)
         self.traffic.read_bytes += buffer.numel()
 
     async def write(self, offset: int, buffer: torch.Tensor, what: str = "write") -> None:
@@ -66,15 +66,15 @@ class Disk:
         """
         if self.swap.read_only:
             raise StateError(f"{what}: this process can only read the swap space of another process, not write to it")
-        await self._move(self.aio.write, offset, buffer, what)
+        await self._transfer_ranges(self.aio.write, offset, buffer, what)
         self.traffic.write_bytes += buffer.numel()
 
     async def sync(self) -> None:
         """Sync all finished writes to stable storage. Raises StorageError."""
         files = zip(self.swap.descriptors, self.swap.paths, strict=True)
-        await settle_all([self.aio.sync(descriptor, path) for descriptor, path in files])
+        await await_all([self.aio.sync(descriptor, path) for descriptor, path in files])
 
-    def follow(self, other: Disk) -> None:
+    def take_over_counters(self, other: Disk) -> None:
         """Continue the counters of `other`, which has no transfer in flight any more."""
         mine, theirs, seconds = self.traffic, other.traffic, other.aio.stats()
         mine.read_bytes += theirs.read_bytes
@@ -89,8 +89,8 @@ class Disk:
         finally:
             self.swap.close()
 
-    async def _move(self, move: Callable[..., Any], offset: int, buffer: torch.Tensor, what: str) -> None:
-        await settle_all(
+    async def _transfer_ranges(self, move: Callable[..., Any], offset: int, buffer: torch.Tensor, what: str) -> None:
+        await await_all(
             [
                 move(span.fd, span.file_offset, buffer[span.begin : span.begin + span.nbytes], span.path, what)
                 for span in self.swap.file_ranges(offset, buffer.numel())
@@ -98,7 +98,7 @@ class Disk:
         )
 
 
-async def settle_all(moves: Sequence[Awaitable[None]]) -> None:
+async def await_all(moves: Sequence[Awaitable[None]]) -> None:
     """Run all moves; raise the first error only after every one has settled.
 
     Until then bytes may still move, and the buffer must not be reused.
@@ -113,7 +113,7 @@ async def settle_all(moves: Sequence[Awaitable[None]]) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stranded:
+class FailedWrite:
     """The newest values of coordinates [begin, end): their write failed, so they stay in memory."""
 
     begin: int
@@ -121,7 +121,7 @@ class Stranded:
     data: torch.Tensor
 
 
-class Plane:
+class TieredArray:
     """One array over [0, numel) coordinates.
 
     Args:
@@ -151,7 +151,7 @@ class Plane:
         self._streams = streams or Streams()
         self._homes, self._disk = homes, disk
         self._begins = [home.begin for home in homes]
-        self._stranded: list[Stranded] = []
+        self._failed_writes: list[FailedWrite] = []
         self._writing: dict[asyncio.Future[None], tuple[int, int]] = {}  # Range of each write in flight.
         if disk is None and any(home.memory is None for home in homes):
             raise StateError(f"plane {name}: a part of it is in swap space, but there is no swap space")
@@ -188,7 +188,7 @@ class Plane:
 
     def close(self) -> None:
         """Drop all homes and their memory; the plane is empty afterwards."""
-        self._homes, self._begins, self._stranded, self._disk, self.host = [], [], [], None, None
+        self._homes, self._begins, self._failed_writes, self._disk, self.host = [], [], [], None, None
 
     def memory(self, begin: int, end: int) -> torch.Tensor | None:
         """A view of the bytes of [begin, end), if one memory home holds them all; else None."""
@@ -197,7 +197,7 @@ class Plane:
         home = self._home_at(begin)
         if home.memory is None or end > home.end:
             return None
-        return self._slice(home, begin, end)
+        return self._memory_view(home, begin, end)
 
     def host_range(self, begin: int, end: int) -> tuple[int, int] | None:
         """Which bytes of `host` hold [begin, end), if one home there holds them all; else None."""
@@ -209,7 +209,7 @@ class Plane:
     def runs(self, begin: int, end: int) -> Iterator[tuple[int, int, torch.Tensor | None]]:
         """(first, last, view of the bytes or None if not in memory) of each home's part of [begin, end), in order."""
         for home, lo, hi in self._pieces(begin, end):
-            yield lo, hi, None if home.memory is None else self._slice(home, lo, hi)
+            yield lo, hi, None if home.memory is None else self._memory_view(home, lo, hi)
 
     def swap_bytes(self, begin: int, end: int) -> int:
         """How many bytes of [begin, end) live in the swap space."""
@@ -231,10 +231,10 @@ class Plane:
         home = self._home_at(begin)
         if source.numel() == self.nbytes(begin, end):
             await self.write(begin, end, source)
-        elif self._stranded or not self.starts_as_zeros:
+        elif self._failed_writes or not self.starts_as_zeros:
             raise StateError(f"plane {self.name}: [{begin:,}, {end:,}) can only be written as a whole")
         elif home.memory is not None:
-            await self._transfer_device(self._slice(home, begin, end)[: source.numel()], source)
+            await self._transfer_device(self._memory_view(home, begin, end)[: source.numel()], source)
         elif self._disk is not None:
             await self._disk.write(home.swap_offset + self.nbytes(home.begin, begin), source, self.name)
 
@@ -243,8 +243,8 @@ class Plane:
 
         Raises StorageError. Raises StateError: the record is not in the swap space. `begin`, `end`: of the record.
         """
-        disk, offset = self._swapped(begin, end)
-        newer = next((s for s in self._stranded if (s.begin, s.end) == (begin, end)), None)
+        disk, offset = self._swap_location(begin, end)
+        newer = next((s for s in self._failed_writes if (s.begin, s.end) == (begin, end)), None)
         if newer is not None:
             into.copy_(newer.data[at : at + into.numel()])
         else:
@@ -252,16 +252,16 @@ class Plane:
 
     async def write_part(self, begin: int, end: int, at: int, source: torch.Tensor) -> None:
         """The mirror of `read_part`. Raises StateError: the record does not take parts, or is not in the swap space."""
-        disk, offset = self._swapped(begin, end)
-        if not self.takes_parts(begin, end):
+        disk, offset = self._swap_location(begin, end)
+        if not self.can_write_part(begin, end):
             raise StateError(f"plane {self.name}: [{begin:,}, {end:,}) can only be written as a whole")
         await disk.write(offset + at, source, self.name)
 
-    def takes_parts(self, begin: int, end: int) -> bool:
+    def can_write_part(self, begin: int, end: int) -> bool:
         """True if `write_part` can write to a record: no newer values of it wait in memory."""
-        return all((s.begin, s.end) != (begin, end) for s in self._stranded)
+        return all((s.begin, s.end) != (begin, end) for s in self._failed_writes)
 
-    def _swapped(self, begin: int, end: int) -> tuple[Disk, int]:
+    def _swap_location(self, begin: int, end: int) -> tuple[Disk, int]:
         """The disk that holds a record, and where the record begins in the swap space."""
         home = self._home_at(begin)
         if self._disk is None or home.memory is not None or (begin, end) != (home.begin, home.end):
@@ -272,17 +272,17 @@ class Plane:
         """Where the newest bytes of a home begin in the swap space."""
         return home.swap_offset
 
-    def strand(self, begin: int, end: int, data: torch.Tensor) -> None:
+    def keep_failed_write(self, begin: int, end: int, data: torch.Tensor) -> None:
         """After a failed write of [begin, end): `data` holds the plane's values there until a write succeeds."""
         self._supersede(begin, end, data)
-        self._stranded.append(Stranded(begin, end, data))
+        self._failed_writes.append(FailedWrite(begin, end, data))
 
-    async def rewrite_stranded(self) -> None:
+    async def retry_failed_writes(self) -> None:
         """Try the failed writes again. Raises the first StorageError."""
         failure: StorageError | None = None
-        for s in list(self._stranded):  # one by one: a write also removes the entries that it supersedes
-            await self._unwritten(s.begin, s.end)  # a newer write in flight may supersede the entry
-            if s not in self._stranded:
+        for s in list(self._failed_writes):  # one by one: a write also removes the entries that it supersedes
+            await self._wait_for_writes(s.begin, s.end)  # a newer write in flight may supersede the entry
+            if s not in self._failed_writes:
                 continue
             try:
                 await self.write(s.begin, s.end, s.data)
@@ -299,12 +299,12 @@ class Plane:
                 f"got a buffer of {buffer.numel():,}"
             )
         if write:  # a stranded entry that is being rewritten must not land after newer values
-            await self._unwritten(begin, end)
+            await self._wait_for_writes(begin, end)
         moves = []
         for home, lo, hi in pieces:
             part = buffer[self.nbytes(begin, lo) : self.nbytes(begin, hi)]
             if home.memory is not None:
-                stored = self._slice(home, lo, hi)
+                stored = self._memory_view(home, lo, hi)
                 target, source = (stored, part) if write else (part, stored)
                 if target.device == source.device:
                     target.copy_(source)
@@ -315,16 +315,16 @@ class Plane:
         if moves and write:
             self._writing[ended := asyncio.get_running_loop().create_future()] = begin, end
             try:
-                await settle_all(moves)
+                await await_all(moves)
             finally:
                 del self._writing[ended]
                 ended.set_result(None)
         elif moves:
-            await settle_all(moves)
+            await await_all(moves)
         if write:
             self._supersede(begin, end, buffer)
 
-    async def _unwritten(self, begin: int, end: int) -> None:
+    async def _wait_for_writes(self, begin: int, end: int) -> None:
         """Wait until no write to any of [begin, end) is in flight."""
         while ended := [future for future, (lo, hi) in self._writing.items() if lo < end and begin < hi]:
             await asyncio.wait(ended)
@@ -340,10 +340,10 @@ class Plane:
             await self._disk.write(self._offset_of(home) + self.nbytes(home.begin, lo), part, self.name)
             return
         while True:
-            stranded = [s for s in self._stranded if s.begin < hi and lo < s.end]
+            stranded = [s for s in self._failed_writes if s.begin < hi and lo < s.end]
             if not any(s.begin <= lo and hi <= s.end for s in stranded):
                 await self._disk.read(self._offset_of(home) + self.nbytes(home.begin, lo), part, self.name)
-            if all(s in self._stranded for s in stranded):
+            if all(s in self._failed_writes for s in stranded):
                 break
             home = self._home_at(lo)  # a rewrite ended beside the read: its bytes are on the disk now, in another slot
         for kept, given in self._overlaps(lo, hi, part):
@@ -351,13 +351,13 @@ class Plane:
 
     def _supersede(self, begin: int, end: int, newer: torch.Tensor) -> None:
         """`newer` holds the newest values: drop stranded entries inside the range, and update those that overlap it."""
-        self._stranded = [s for s in self._stranded if not (begin <= s.begin and s.end <= end)]
+        self._failed_writes = [s for s in self._failed_writes if not (begin <= s.begin and s.end <= end)]
         for kept, given in self._overlaps(begin, end, newer):
             kept.copy_(given)
 
     def _overlaps(self, begin: int, end: int, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(stranded bytes, bytes of `buffer`) wherever both hold a part of [begin, end); the newest entry is last."""
-        for s in self._stranded:
+        for s in self._failed_writes:
             first, last = max(begin, s.begin), min(end, s.end)
             if first < last:
                 yield (
@@ -379,7 +379,7 @@ class Plane:
             raise StateError(f"plane {self.name}: coordinate {coordinate:,} is outside its {self.numel:,} elements")
         return self._homes[index]
 
-    def _slice(self, home: Home, begin: int, end: int) -> torch.Tensor:
+    def _memory_view(self, home: Home, begin: int, end: int) -> torch.Tensor:
         if home.memory is None:
             raise StateError(f"plane {self.name}: coordinates {begin:,} to {end:,} are not in memory")
         return home.memory[self.nbytes(home.begin, begin) : self.nbytes(home.begin, end)]

@@ -32,7 +32,7 @@ from offload.kernels import kernels
 from offload.kernels.block_sums import BLOCK_BYTES, UNKNOWN, BlockChecksums
 from offload.memory.arena import BlockPool
 from offload.memory.pinned import map_host, tensor_over
-from offload.planes.planes import Disk, Home, Plane, settle_all
+from offload.planes.planes import Disk, Home, TieredArray, await_all
 from offload.sizes import PAGE_BYTES
 from offload.streams import Streams
 
@@ -41,21 +41,21 @@ PAIRS_AT_ONCE = 4
 
 
 @dataclass(slots=True)
-class Pair:
+class SlotPair:
     """The two places of coordinates [begin, end)."""
 
     begin: int
     end: int
     offsets: tuple[int, int]
-    sums: BlockChecksums
+    checksums: BlockChecksums
     """Checksums of the current slot."""
-    current: int = 0
+    current_slot: int = 0
     """The slot with the newest values; for a run in memory, the slot of the last write-through."""
-    kept: int | None = None
+    committed_slot: int | None = None
     """The slot that a snapshot names."""
 
 
-class TwoSlotPlane(Plane):
+class TwoSlotArray(TieredArray):
     """A plane over pairs of slots.
 
     Args:
@@ -67,7 +67,7 @@ class TwoSlotPlane(Plane):
         streams: as of any plane.
 
     Attributes:
-        frozen: a snapshot that may or may not be valid names the current slots: writing to the disk is refused.
+        is_frozen: a snapshot that may or may not be valid names the current slots: writing to the disk is refused.
     """
 
     starts_as_zeros = False  # The files may remain from an earlier run.
@@ -77,28 +77,28 @@ class TwoSlotPlane(Plane):
         name: str,
         width: int | Callable[[int], int],
         homes: list[Home],
-        pairs: Sequence[Pair],
+        pairs: Sequence[SlotPair],
         disk: Disk,
         streams: Streams | None = None,
     ) -> None:
         super().__init__(name, width, homes, disk, streams)
         self._pairs = list(pairs)
         self._pair_begins = [pair.begin for pair in pairs]
-        self._carrying: dict[int, asyncio.Lock] = {}
+        self._copy_locks: dict[int, asyncio.Lock] = {}
         self._table: torch.Tensor | None = None
-        self.frozen = False
+        self.is_frozen = False
 
     @property
-    def pairs(self) -> tuple[Pair, ...]:
+    def pairs(self) -> tuple[SlotPair, ...]:
         """The pairs as they are now."""
         return tuple(self._pairs)
 
     @property
-    def stranded(self) -> bool:
+    def has_failed_writes(self) -> bool:
         """True while the plane keeps values in memory because their write to the disk failed."""
-        return bool(self._stranded)
+        return bool(self._failed_writes)
 
-    def tell(self, table: torch.Tensor) -> list[Home]:
+    def publish_slots(self, table: torch.Tensor) -> list[Home]:
         """From now on publish the current slots to other processes; returns the swap homes, at their first slots.
 
         Args:
@@ -106,14 +106,14 @@ class TwoSlotPlane(Plane):
         """
         self._table = table
         on_disk = [pair for pair in self._pairs if self._home_at(pair.begin).memory is None]
-        self._told = {pair.begin: number for number, pair in enumerate(on_disk)}
+        self._table_rows = {pair.begin: number for number, pair in enumerate(on_disk)}
         for pair in on_disk:
-            table[self._told[pair.begin]] = pair.current
+            table[self._table_rows[pair.begin]] = pair.current_slot
         return [Home(pair.begin, pair.end, None, pair.offsets[0]) for pair in on_disk]
 
     # ---- snapshots ----------------------------------------------------------------------------
 
-    def nbytes_of(self, pair: Pair) -> int:
+    def nbytes_of(self, pair: SlotPair) -> int:
         """Length of each slot of the pair."""
         return (
             (pair.end - pair.begin) * self._width
@@ -121,85 +121,85 @@ class TwoSlotPlane(Plane):
             else self._width(pair.end - pair.begin)
         )
 
-    def in_memory(self, begin: int, end: int) -> list[Pair]:
+    def pairs_in_memory(self, begin: int, end: int) -> list[SlotPair]:
         """The pairs inside [begin, end) whose newest values are in memory."""
         inside = self._pairs[bisect_left(self._pair_begins, begin) : bisect_left(self._pair_begins, end)]
         return [pair for pair in inside if self._home_at(pair.begin).memory is not None]
 
-    async def write_through(self, pairs: Sequence[Pair], arena: BlockPool, *, seldom: bool) -> int:
+    async def write_through(self, pairs: Sequence[SlotPair], pool: BlockPool, *, seldom_changes: bool) -> int:
         """Write the pairs in memory to the slots that no snapshot names; returns the bytes written.
 
         Args:
             pairs: of `in_memory`.
-            arena: for memory that the disk cannot write from directly; its bytes are copied through a block.
-            seldom: the values hardly ever change: compare checksums first, and do not write unchanged pairs.
+            pool: for memory that the disk cannot write from directly; its bytes are copied through a block.
+            seldom_changes: the values hardly ever change: compare checksums first, and do not write unchanged pairs.
         """
         turn = asyncio.Semaphore(PAIRS_AT_ONCE)
 
-        async def write(pair: Pair) -> int:
+        async def write(pair: SlotPair) -> int:
             async with turn:
-                before = pair.sums.text if seldom and pair.current == pair.kept else ""
-                if before and before == (await self._look(pair, arena, None)).text:
+                before = pair.checksums.text if seldom_changes and pair.current_slot == pair.committed_slot else ""
+                if before and before == (await self._checksum_memory(pair, pool, None)).text:
                     return 0
-                slot = 0 if pair.kept is None else 1 - pair.kept
-                pair.sums = await self._look(pair, arena, pair.offsets[slot])
-                pair.current = slot
+                slot = 0 if pair.committed_slot is None else 1 - pair.committed_slot
+                pair.checksums = await self._checksum_memory(pair, pool, pair.offsets[slot])
+                pair.current_slot = slot
                 return self.nbytes_of(pair)
 
         written = [0] * len(pairs)
 
-        async def note(number: int, pair: Pair) -> None:
+        async def note(number: int, pair: SlotPair) -> None:
             written[number] = await write(pair)
 
-        await settle_all([note(number, pair) for number, pair in enumerate(pairs)])
+        await await_all([note(number, pair) for number, pair in enumerate(pairs)])
         return sum(written)
 
-    def keep(self) -> None:
+    def commit_slots(self) -> None:
         """The only valid snapshot now names the current slots: they are not written any more."""
         for pair in self._pairs:
-            pair.kept = pair.current
+            pair.committed_slot = pair.current_slot
 
-    def named(self, slots: str) -> None:
+    def set_committed_slots(self, slots: str) -> None:
         """An earlier snapshot names these slots ("0" or "1" of each pair); all writes go to the other ones."""
         for index, (pair, slot) in enumerate(zip(self._pairs, slots, strict=True)):
-            pair.kept = int(slot)
-            pair.sums = BlockChecksums(self.nbytes_of(pair))
-            self._turn(index, 1 - pair.kept)
+            pair.committed_slot = int(slot)
+            pair.checksums = BlockChecksums(self.nbytes_of(pair))
+            self._set_current_slot(index, 1 - pair.committed_slot)
 
     @property
     def slots(self) -> str:
         """The current slots, "0" or "1" of each pair."""
-        return "".join(str(pair.current) for pair in self._pairs)
+        return "".join(str(pair.current_slot) for pair in self._pairs)
 
     async def complete_checksums(self) -> None:
         """Read all blocks on the disk whose checksum is unknown, and sum them. Raises StorageError."""
         for pair in self._pairs:
-            for begin, end in pair.sums.unknown_blocks():
+            for begin, end in pair.checksums.unknown_blocks():
                 buffer = tensor_over(map_host(end - begin))
-                await self._open_disk().read(pair.offsets[pair.current] + begin, buffer, self.name)
-                pair.sums.add_bytes(begin, buffer)
+                await self._open_disk().read(pair.offsets[pair.current_slot] + begin, buffer, self.name)
+                pair.checksums.add_bytes(begin, buffer)
 
-    async def write_again(self) -> None:
+    async def repeat_writes(self) -> None:
         """Repeat all writes to slots that no snapshot names: a sync has failed, so the drive may have lost them.
 
         Raises StorageError: one fails, or what is read has changed already.
         """
         for pair in self._pairs:
-            if pair.current == pair.kept:
+            if pair.current_slot == pair.committed_slot:
                 continue
             buffer = tensor_over(map_host(min(self.nbytes_of(pair), BLOCK_BYTES)))
-            for begin, end, expected in pair.sums.blocks():
+            for begin, end, expected in pair.checksums.blocks():
                 part = buffer[: end - begin]
                 await self._read_block(pair, begin, part, expected)
-                await self._open_disk().write(pair.offsets[pair.current] + begin, part, self.name)
+                await self._open_disk().write(pair.offsets[pair.current_slot] + begin, part, self.name)
 
     @property
     def checksums(self) -> list[str]:
         """Checksums of the blocks of each pair's current slot; "" if some of them are unknown."""
-        return [pair.sums.text for pair in self._pairs]
+        return [pair.checksums.text for pair in self._pairs]
 
-    async def return_to_kept(
-        self, arena: BlockPool, checksums: Sequence[str], whose: Callable[[int, int], str] = lambda begin, end: ""
+    async def restore_committed(
+        self, pool: BlockPool, checksums: Sequence[str], describe: Callable[[int, int], str] = lambda begin, end: ""
     ) -> None:
         """Return to the values of the snapshot; all bytes are read and verified.
 
@@ -207,25 +207,25 @@ class TwoSlotPlane(Plane):
         changed.
 
         Args:
-            arena: for runs in memory; their bytes are read into a block, verified and copied.
+            pool: for runs in memory; their bytes are read into a block, verified and copied.
             checksums: of the slots that the snapshot names.
-            whose: describes coordinates [begin, end) in errors.
+            describe: describes coordinates [begin, end) in errors.
         """
         turn = asyncio.Semaphore(PAIRS_AT_ONCE)
 
-        async def read(pair: Pair) -> None:
+        async def read(pair: SlotPair) -> None:
             async with turn:
-                await self._read_back(pair, arena, whose)
+                await self._verify_and_load(pair, pool, describe)
 
-        self._stranded.clear()  # values that could not be written do not belong to the snapshot
+        self._failed_writes.clear()  # values that could not be written do not belong to the snapshot
         reads = []
         for index, (pair, text) in enumerate(zip(self._pairs, checksums, strict=True)):
-            if pair.kept is None:
+            if pair.committed_slot is None:
                 raise StateError(f"plane {self.name}: no snapshot contains [{pair.begin:,}, {pair.end:,})")
-            self._turn(index, pair.kept)
-            pair.sums = BlockChecksums(self.nbytes_of(pair), text)
+            self._set_current_slot(index, pair.committed_slot)
+            pair.checksums = BlockChecksums(self.nbytes_of(pair), text)
             reads.append(read(pair))
-        await settle_all(reads)
+        await await_all(reads)
 
     def close(self) -> None:
         super().close()
@@ -233,7 +233,7 @@ class TwoSlotPlane(Plane):
 
     # ---- writes -------------------------------------------------------------------------------
 
-    def takes_parts(self, begin: int, end: int) -> bool:
+    def can_write_part(self, begin: int, end: int) -> bool:
         """False: the slot that a snapshot names must not change, so a record is written to the other one as a whole."""
         return False
 
@@ -243,59 +243,59 @@ class TwoSlotPlane(Plane):
             return
         index = bisect_right(self._pair_begins, lo) - 1
         pair = self._pairs[index]
-        if self.frozen:
+        if self.is_frozen:
             raise StateError(f"plane {self.name}: nothing can be written while a snapshot is being committed")
-        if pair.current == pair.kept and (lo, hi) == (pair.begin, pair.end):
-            other, sums = 1 - pair.current, BlockChecksums(part.numel())
+        if pair.current_slot == pair.committed_slot and (lo, hi) == (pair.begin, pair.end):
+            other, sums = 1 - pair.current_slot, BlockChecksums(part.numel())
             await self._write_slot(pair.offsets[other], 0, part, sums)
-            pair.sums = sums
-            self._turn(index, other)
+            pair.checksums = sums
+            self._set_current_slot(index, other)
             return
-        if pair.current == pair.kept:
-            await self._carry_over(index, pair)
-        await self._write_slot(pair.offsets[pair.current], self.nbytes(pair.begin, lo), part, pair.sums)
+        if pair.current_slot == pair.committed_slot:
+            await self._copy_to_other(index, pair)
+        await self._write_slot(pair.offsets[pair.current_slot], self.nbytes(pair.begin, lo), part, pair.checksums)
 
     async def _write_slot(self, offset: int, begin: int, part: torch.Tensor, sums: BlockChecksums) -> None:
         """Write the bytes of a slot from `begin` on, and sum them during the write."""
         sums.invalidate(begin, begin + part.numel())
         try:
             writing = self._open_disk().write(offset + begin, part, self.name)
-            await settle_all([writing, _note(sums, begin, part)])
+            await await_all([writing, _add_in_blocks(sums, begin, part)])
         except BaseException:
             sums.invalidate(begin, begin + part.numel())
             raise
 
-    async def _carry_over(self, index: int, pair: Pair) -> None:
+    async def _copy_to_other(self, index: int, pair: SlotPair) -> None:
         """Before a part is written to the other slot: copy the whole pair there, so that it holds the rest too."""
-        async with self._carrying.setdefault(index, asyncio.Lock()):
-            if pair.current != pair.kept:
+        async with self._copy_locks.setdefault(index, asyncio.Lock()):
+            if pair.current_slot != pair.committed_slot:
                 return
-            disk, other, nbytes = self._open_disk(), 1 - pair.current, self.nbytes_of(pair)
+            disk, other, nbytes = self._open_disk(), 1 - pair.current_slot, self.nbytes_of(pair)
             buffer = tensor_over(map_host(min(nbytes, BLOCK_BYTES)))
             for begin in range(0, nbytes, BLOCK_BYTES):
                 part = buffer[: min(BLOCK_BYTES, nbytes - begin)]
-                await disk.read(pair.offsets[pair.current] + begin, part, self.name)
+                await disk.read(pair.offsets[pair.current_slot] + begin, part, self.name)
                 await disk.write(pair.offsets[other] + begin, part, self.name)
-            self._turn(index, other)
+            self._set_current_slot(index, other)
 
-    def _turn(self, index: int, slot: int) -> None:
+    def _set_current_slot(self, index: int, slot: int) -> None:
         """Make `slot` the current one."""
         pair = self._pairs[index]
-        pair.current = slot
+        pair.current_slot = slot
         at = bisect_right(self._begins, pair.begin) - 1
         if self._homes[at].memory is None:
             self._homes[at] = replace(self._homes[at], swap_offset=pair.offsets[slot])
             if self._table is not None:
-                self._table[self._told[pair.begin]] = slot
+                self._table[self._table_rows[pair.begin]] = slot
 
     # ---- memory -------------------------------------------------------------------------------
 
-    async def _look(self, pair: Pair, arena: BlockPool, offset: int | None) -> BlockChecksums:
+    async def _checksum_memory(self, pair: SlotPair, pool: BlockPool, offset: int | None) -> BlockChecksums:
         """Checksums of a pair in memory; its bytes are written to `offset` if that is given."""
         memory, sums = self._memory_of(pair), BlockChecksums(self.nbytes_of(pair))
         for begin in range(0, memory.numel(), BLOCK_BYTES):
             source = memory[begin : begin + BLOCK_BYTES]
-            block = None if _fit_for_the_disk(source) else await arena.allocate_async(source.numel(), self.name)
+            block = None if _allows_direct_io(source) else await pool.allocate_async(source.numel(), self.name)
             try:
                 if block is not None:
                     await self._copy(block.data, source)
@@ -309,15 +309,15 @@ class TwoSlotPlane(Plane):
                     block.free()
         return sums
 
-    async def _read_back(self, pair: Pair, arena: BlockPool, whose: Callable[[int, int], str]) -> None:
+    async def _verify_and_load(self, pair: SlotPair, pool: BlockPool, describe: Callable[[int, int], str]) -> None:
         """Compare the current slot with its checksums, and copy it to memory if the pair lives there."""
         memory = self.memory(pair.begin, pair.end)
         own = tensor_over(map_host(min(self.nbytes_of(pair), BLOCK_BYTES)))
-        for begin, end, expected in pair.sums.blocks():
-            block = None if memory is None else await arena.allocate_async(end - begin, self.name)
+        for begin, end, expected in pair.checksums.blocks():
+            block = None if memory is None else await pool.allocate_async(end - begin, self.name)
             data = own[: end - begin] if block is None else block.data
             try:
-                await self._read_block(pair, begin, data, expected, whose)
+                await self._read_block(pair, begin, data, expected, describe)
                 if memory is not None:
                     await self._copy(memory[begin:end], data)
             finally:
@@ -326,27 +326,29 @@ class TwoSlotPlane(Plane):
 
     async def _read_block(
         self,
-        pair: Pair,
+        pair: SlotPair,
         begin: int,
         data: torch.Tensor,
         expected: int,
-        whose: Callable[[int, int], str] = lambda begin, end: "",
+        describe: Callable[[int, int], str] = lambda begin, end: "",
     ) -> None:
         """Read the current slot from byte `begin` on. Raises StorageError: its checksum is not the expected one."""
-        await self._open_disk().read(pair.offsets[pair.current] + begin, data, self.name)
+        await self._open_disk().read(pair.offsets[pair.current_slot] + begin, data, self.name)
         found = kernels.crc32c(data)
         if expected not in (found, UNKNOWN):
             how = f"expected the checksum {expected:08x}, got {found:08x}"
-            raise self._damaged(pair, begin, begin + data.numel(), how, whose)
+            raise self._damage_error(pair, begin, begin + data.numel(), how, describe)
 
-    def _damaged(self, pair: Pair, begin: int, end: int, how: str, whose: Callable[[int, int], str]) -> StorageError:
+    def _damage_error(
+        self, pair: SlotPair, begin: int, end: int, how: str, describe: Callable[[int, int], str]
+    ) -> StorageError:
         """The error of bytes [begin, end) of the pair's current slot."""
         lo, hi = pair.begin, pair.end
         if isinstance(self._width, int):
             lo, hi = pair.begin + begin // self._width, pair.begin - (-end // self._width)
-        spans = list(self._open_disk().swap.file_ranges(pair.offsets[pair.current] + begin, end - begin))
+        spans = list(self._open_disk().swap.file_ranges(pair.offsets[pair.current_slot] + begin, end - begin))
         return StorageError(
-            f"snapshot: {end - begin:,} bytes of {self.name} [{lo:,}, {hi:,}){whose(lo, hi)} are damaged ({how})",
+            f"snapshot: {end - begin:,} bytes of {self.name} [{lo:,}, {hi:,}){describe(lo, hi)} are damaged ({how})",
             errno=errno.EIO,
             path=" and ".join(span.path for span in spans),
             offset=spans[0].file_offset,
@@ -359,7 +361,7 @@ class TwoSlotPlane(Plane):
         else:
             await self._transfer_device(target, source)
 
-    def _memory_of(self, pair: Pair) -> torch.Tensor:
+    def _memory_of(self, pair: SlotPair) -> torch.Tensor:
         memory = self.memory(pair.begin, pair.end)
         if memory is None:
             raise StateError(f"plane {self.name}: [{pair.begin:,}, {pair.end:,}) is not in memory")
@@ -371,7 +373,7 @@ class TwoSlotPlane(Plane):
         return self._disk
 
 
-class PeerSlotPlane(Plane):
+class PeerSlotArray(TieredArray):
     """Another process's plane over pairs of slots, all of it in its swap space.
 
     Args:
@@ -389,12 +391,12 @@ class PeerSlotPlane(Plane):
         return home.swap_offset + int(self._table[index]) * self.nbytes(home.begin, home.end)
 
 
-def _fit_for_the_disk(memory: torch.Tensor) -> bool:
+def _allows_direct_io(memory: torch.Tensor) -> bool:
     """True when a file opened with O_DIRECT can be written from this memory."""
     return memory.device.type == "cpu" and memory.data_ptr() % PAGE_BYTES == 0 and memory.numel() % PAGE_BYTES == 0
 
 
-async def _note(sums: BlockChecksums, begin: int, data: torch.Tensor) -> None:
+async def _add_in_blocks(sums: BlockChecksums, begin: int, data: torch.Tensor) -> None:
     """`BlockSums.note`, one block at a time: between two blocks the loop runs other tasks."""
     for at in range(0, data.numel(), BLOCK_BYTES):
         sums.add_bytes(begin + at, data[at : at + BLOCK_BYTES])

@@ -27,7 +27,7 @@ from offload.errors import ConfigError, StateError
 from offload.memory.pinned import map_host, tensor_over
 from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.node.board import NodeBoard
-from offload.planes.planes import Disk, Home, Plane
+from offload.planes.planes import Disk, Home, TieredArray
 from offload.system.descriptors import Share, exchange_descriptors
 
 PAGE = 4096
@@ -53,7 +53,7 @@ def buffer() -> torch.Tensor:
     return tensor_over(map_host(NUMEL * WIDTH))[: NUMEL * WIDTH]
 
 
-def plane_over(disk: Disk, region: SharedHostMemory) -> Plane:
+def plane_over(disk: Disk, region: SharedHostMemory) -> TieredArray:
     """Alike on both sides: over one's own memory and swap space, or over the other's."""
     low, high = IN_MEMORY
     homes = [
@@ -61,7 +61,7 @@ def plane_over(disk: Disk, region: SharedHostMemory) -> Plane:
         Home(low, high, region.data[PAGE : PAGE + (high - low) * WIDTH]),
         Home(high, NUMEL, None, 3 * PAGE + low * WIDTH),
     ]
-    return Plane("weights", WIDTH, homes, disk)
+    return TieredArray("weights", WIDTH, homes, disk)
 
 
 def region_bytes() -> int:

@@ -25,7 +25,7 @@ from offload.disk.stripes import StripeMap
 from offload.disk.swapfile import FileRange, SwapSpace
 from offload.errors import ConfigError, StateError, StorageError
 from offload.memory.pinned import map_host, tensor_over
-from offload.planes.planes import Disk, Home, Plane, settle_all
+from offload.planes.planes import Disk, Home, TieredArray, await_all
 
 BACKENDS = ("io_uring", "libaio", "threads", "aiofiles")
 PAGE = 4096
@@ -99,7 +99,7 @@ class Bench:
             begin, offset = begin + length, offset + (0 if in_memory else nbytes + 3)
         self.numel = begin
         self.disk = Disk(self.aio, MemorySwap())
-        self.plane = Plane("weights", self.width, homes, self.disk)
+        self.plane = TieredArray("weights", self.width, homes, self.disk)
 
     def write(self, begin: int, end: int, data: torch.Tensor) -> None:
         asyncio.run(self.plane.write(begin, end, data))
@@ -156,7 +156,7 @@ def test_writes_then_reads_over_any_homes_are_those_of_one_array(
             try:
                 await bench.plane.write(begin, end, data.clone())
             except StorageError:
-                bench.plane.strand(begin, end, data.clone())
+                bench.plane.keep_failed_write(begin, end, data.clone())
             bench.aio.fails = lambda request: False
             model[begin:end] = data.numpy().reshape(-1, width)
         everything = torch.empty(bench.numel * width, dtype=torch.uint8)
@@ -224,7 +224,7 @@ def test_a_buffer_of_another_length_raises_before_a_byte_moves(nbytes: int) -> N
 
 def test_a_plane_with_a_home_in_the_swap_space_needs_one() -> None:
     with pytest.raises(StateError, match="swap space"):
-        Plane("states", 1, [Home(0, 4, None, 0)], None)
+        TieredArray("states", 1, [Home(0, 4, None, 0)], None)
 
 
 def test_a_closed_plane_holds_nothing_and_gives_nothing() -> None:
@@ -267,14 +267,14 @@ def test_a_part_of_a_record_that_could_not_be_written_is_read_from_memory_and_no
     bench.write(0, 30, values(30, 0))
     truth, into = values(30, 1), torch.empty(12, dtype=torch.uint8)
     bench.fail_write(0, 30, truth, lambda request: True)
-    bench.plane.strand(0, 30, truth.clone())
+    bench.plane.keep_failed_write(0, 30, truth.clone())
     asyncio.run(bench.plane.read_part(0, 30, 5, into))
     assert torch.equal(into, truth[5:17])
-    assert not bench.plane.takes_parts(0, 30)
+    assert not bench.plane.can_write_part(0, 30)
     with pytest.raises(StateError, match=r"weights: \[0, 30\) can only be written as a whole"):
         asyncio.run(bench.plane.write_part(0, 30, 5, into))
-    asyncio.run(bench.plane.rewrite_stranded())
-    assert bench.plane.takes_parts(0, 30)
+    asyncio.run(bench.plane.retry_failed_writes())
+    assert bench.plane.can_write_part(0, 30)
 
 
 # ---- failed writes -----------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def stranded() -> tuple[Bench, torch.Tensor]:
     bench.write(0, 50, truth)
     truth[10:30] = values(20, 1)
     bench.fail_write(10, 30, truth[10:30], lambda request: True)
-    bench.plane.strand(10, 30, truth[10:30].clone())
+    bench.plane.keep_failed_write(10, 30, truth[10:30].clone())
     return bench, truth
 
 
@@ -354,7 +354,7 @@ def test_a_write_beside_a_rewrite_is_the_newest(
         await work
 
     async def both() -> None:
-        jobs = [bench.plane.rewrite_stranded(), bench.plane.write(begin, end, truth[begin:end].clone())]
+        jobs = [bench.plane.retry_failed_writes(), bench.plane.write(begin, end, truth[begin:end].clone())]
         await asyncio.gather(*(job(n, work) for n, work in enumerate(jobs if rewrite_first else reversed(jobs))))
         bench.aio._transfer_request = move  # type: ignore[method-assign]
 
@@ -378,7 +378,7 @@ def test_a_read_beside_a_rewrite_is_the_truth(stranded: tuple[Bench, torch.Tenso
     async def both() -> None:
         reading = asyncio.create_task(bench.plane.read(begin, end, into))
         await asyncio.sleep(0.005)
-        await bench.plane.rewrite_stranded()
+        await bench.plane.retry_failed_writes()
         await reading
 
     bench.aio._transfer_request = late  # type: ignore[method-assign]
@@ -392,7 +392,7 @@ def test_a_write_that_fails_again_keeps_the_newest(stranded: tuple[Bench, torch.
     bench, truth = stranded
     truth[begin:end] = values(end - begin, 7)
     bench.fail_write(begin, end, truth[begin:end], lambda request: True)
-    bench.plane.strand(begin, end, truth[begin:end].clone())
+    bench.plane.keep_failed_write(begin, end, truth[begin:end].clone())
     replaced = begin <= 10 and end >= 30
     assert stranded_in(bench.plane) == [*([] if replaced else [(10, 30)]), (begin, end)]
     assert torch.equal(bench.read(0, 50), truth)
@@ -414,7 +414,7 @@ def test_what_is_stranded_over_several_homes_ends_with_one_good_write() -> None:
     bench = Bench([(10, False), (10, True), (10, False)])
     data = values(20, 1)
     bench.fail_write(5, 25, data, lambda request: True)
-    bench.plane.strand(5, 25, data.clone())
+    bench.plane.keep_failed_write(5, 25, data.clone())
     assert torch.equal(bench.read(5, 25), data)
     bench.write(5, 25, data)
     assert stranded_in(bench.plane) == []
@@ -425,7 +425,7 @@ def test_bytes_changed_in_a_memory_home_are_the_truth_there_whatever_was_strande
     bench = Bench([(10, False), (10, True)])
     data = values(20, 1)
     bench.fail_write(0, 20, data, lambda request: True)
-    bench.plane.strand(0, 20, data.clone())
+    bench.plane.keep_failed_write(0, 20, data.clone())
     memory = bench.plane.memory(10, 20)
     assert memory is not None
     memory.fill_(3)
@@ -449,20 +449,20 @@ def test_what_is_stranded_is_rewritten_on_request_with_the_newest_on_top(
     bench, truth = stranded
     begin, end = newer
     truth[begin:end] = values(end - begin, 8)
-    bench.plane.strand(begin, end, truth[begin:end].clone())
-    asyncio.run(bench.plane.rewrite_stranded())
+    bench.plane.keep_failed_write(begin, end, truth[begin:end].clone())
+    asyncio.run(bench.plane.retry_failed_writes())
     assert stranded_in(bench.plane) == []
     bench.aio.moves.clear()
     assert torch.equal(bench.read(0, 50), truth)
     assert set(bench.aio.moves) == {"read"}
-    asyncio.run(bench.plane.rewrite_stranded())  # nothing is left to do
+    asyncio.run(bench.plane.retry_failed_writes())  # nothing is left to do
     assert set(bench.aio.moves) == {"read"}
 
 
 def test_a_rewrite_tries_everything_and_raises_what_failed(stranded: tuple[Bench, torch.Tensor]) -> None:
     bench, truth = stranded
     truth[40:45] = values(5, 8)
-    bench.plane.strand(40, 45, truth[40:45].clone())
+    bench.plane.keep_failed_write(40, 45, truth[40:45].clone())
     failing = True
 
     def fails_once(request: Request) -> bool:
@@ -472,7 +472,7 @@ def test_a_rewrite_tries_everything_and_raises_what_failed(stranded: tuple[Bench
 
     bench.aio.fails = fails_once
     with pytest.raises(StorageError):
-        asyncio.run(bench.plane.rewrite_stranded())
+        asyncio.run(bench.plane.retry_failed_writes())
     assert stranded_in(bench.plane) == [(10, 30)]
     assert torch.equal(bench.read(0, 50), truth)
 
@@ -492,7 +492,7 @@ def test_an_error_is_raised_only_after_every_move_has_settled(failing: set[int])
             raise StorageError(f"move {index}", errno=errno.EIO, path="f", offset=0, free_bytes=None)
 
     with pytest.raises(StorageError, match=f"move {min(failing)}"):
-        asyncio.run(settle_all([move(index) for index in range(3)]))
+        asyncio.run(await_all([move(index) for index in range(3)]))
     assert settled == [0, 1, 2]
 
 
@@ -508,7 +508,7 @@ def test_a_cancelled_caller_waits_for_every_move() -> None:
             settled.append(index)
 
     async def job() -> None:
-        task = asyncio.ensure_future(settle_all([move(index) for index in range(3)]))
+        task = asyncio.ensure_future(await_all([move(index) for index in range(3)]))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         task.cancel()
@@ -525,7 +525,7 @@ def test_moves_that_all_succeed_return_nothing(count: int) -> None:
         await asyncio.sleep(0)
 
     moves: list[Coroutine[Any, Any, None]] = [move() for _ in range(count)]
-    assert asyncio.run(settle_all(moves)) is None  # type: ignore[func-returns-value]
+    assert asyncio.run(await_all(moves)) is None  # type: ignore[func-returns-value]
 
 
 # ---- on a real disk ----------------------------------------------------------------------------
@@ -548,7 +548,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_every_backend_stores_and_returns_the_plane(disk: Disk) -> None:
     host = torch.zeros(8 * PAGE, dtype=torch.uint8)
-    plane = Plane("states", 1, [Home(0, 20 * PAGE, None, PAGE), Home(20 * PAGE, 28 * PAGE, host)], disk)
+    plane = TieredArray("states", 1, [Home(0, 20 * PAGE, None, PAGE), Home(20 * PAGE, 28 * PAGE, host)], disk)
     data, back = (tensor_over(map_host(28 * PAGE)) for _ in range(2))
     data.copy_(values(28 * PAGE, 3))
 
@@ -563,7 +563,7 @@ def test_every_backend_stores_and_returns_the_plane(disk: Disk) -> None:
 
 
 def test_an_injected_fault_surfaces_with_path_and_offset_and_the_stranded_truth_survives(disk: Disk) -> None:
-    plane = Plane("states", 1, [Home(0, 20 * PAGE, None, 0)], disk)
+    plane = TieredArray("states", 1, [Home(0, 20 * PAGE, None, 0)], disk)
     old, new, back = (tensor_over(map_host(20 * PAGE)) for _ in range(3))
     old.copy_(values(20 * PAGE, 3))
     new.copy_(values(20 * PAGE, 4))
@@ -578,7 +578,7 @@ def test_an_injected_fault_surfaces_with_path_and_offset_and_the_stranded_truth_
         assert error.offset % PAGE == 0 and 0 <= error.offset < 10 * PAGE
         assert error.free_bytes is not None and error.path in str(error) and "ENOSPC" in str(error)
         assert disk.aio.in_flight() == []
-        plane.strand(0, 20 * PAGE, new.clone())
+        plane.keep_failed_write(0, 20 * PAGE, new.clone())
         await plane.read(PAGE, 20 * PAGE, back[: 19 * PAGE])
         assert torch.equal(back[: 19 * PAGE], new[PAGE:])
         disk.aio.inject(None)

@@ -314,7 +314,7 @@ def _carry_counts(old: Assembly, new: Assembly) -> None:
     new.coordinator.counters = replace(old.coordinator.counters, releases=counts)
     new.storage.mover.exposed_wait.seconds += old.storage.mover.exposed_wait.seconds
     if old.storage.disk is not None and new.storage.disk is not None:
-        new.storage.disk.follow(old.storage.disk)
+        new.storage.disk.take_over_counters(old.storage.disk)
 
 
 def _cost(old: Assembly, new: Assembly, seconds: float) -> str:

@@ -25,8 +25,8 @@ from offload.files.durable import DurableFile, Files
 from offload.kernels import kernels, masters
 from offload.memory.arena import Block, BlockPool
 from offload.mover import IoFuture
-from offload.planes.copies import copy_alone, read_plane
-from offload.planes.planes import Plane, settle_all
+from offload.planes.copies import copy_single_threaded, read_array
+from offload.planes.planes import TieredArray, await_all
 from offload.sizes import BLOCK_NUMEL, align_up
 from offload.system.worker import Worker
 from zero.assembly.assembly import Assembly
@@ -66,7 +66,7 @@ class Part:
     unit: Unit | None = None
     coordinate: int = 0  # Of the box's first element.
     state: int | None = None  # Index of the optimizer's state plane; None: the weight, or its master, or `values`.
-    values: Plane | torch.Tensor | None = None  # A plane over coordinates, or the whole tensor, flat.
+    values: TieredArray | torch.Tensor | None = None  # A plane over coordinates, or the whole tensor, flat.
     is_blob: bool = False  # The bytes are already an archive.
 
     @property
@@ -114,7 +114,7 @@ class Extents:
         boxes = short_boxes(shape, 0, flat.numel(), PIECE_NUMEL)
         self._others += [Part(name, flat.dtype, box, shape, None, box.begin, values=flat) for box in boxes]
 
-    def add_plane(self, name: str, dtype: torch.dtype, plane: Plane, unit: Unit) -> None:
+    def add_plane(self, name: str, dtype: torch.dtype, plane: TieredArray, unit: Unit) -> None:
         """Add a plane's values of a unit, as a tensor of (shard_numel,)."""
         shape = (unit.shard_numel,)
         boxes = short_boxes(shape, 0, unit.shard_numel, PIECE_NUMEL)
@@ -209,11 +209,11 @@ class ExtentWriter:
                     self.stopped = True
                     raise
 
-        await settle_all([asyncio.ensure_future(take_turns()) for _ in range(at_once)])
+        await await_all([asyncio.ensure_future(take_turns()) for _ in range(at_once)])
 
     async def write(self, extent: Extent) -> None:
         """Write one extent with the planes' present values. Raises StorageError."""
-        await settle_all(await self.encode(extent))
+        await await_all(await self.encode(extent))
 
     async def encode(self, extent: Extent) -> list[asyncio.Task[None]]:
         """Encode one extent with the planes' present values; the planes may change once this returns.
@@ -285,12 +285,12 @@ class ExtentWriter:
         if lo == hi:
             return lambda: None
         if isinstance(part.values, torch.Tensor):
-            return partial(copy_alone, target, part.values[lo:hi].view(torch.uint8))
+            return partial(copy_single_threaded, target, part.values[lo:hi].view(torch.uint8))
         if part.unit is None:
             raise StateError(f"{part.name}: it is not known where its values are")
         if staged is None:
             plane = part.values or self._storage.weights[self._layout.space_of(part.unit)]
-            return partial(copy_alone, target, await self._stored(plane, part.unit, lo, hi))
+            return partial(copy_single_threaded, target, await self._stored(plane, part.unit, lo, hi))
         begin, values = staged.group.begin, target.view(part.dtype)
         if part.state is not None:
             return partial(_fill_state, staged.record(), part.state, lo - begin, hi - begin, values)
@@ -298,13 +298,13 @@ class ExtentWriter:
         stored = weight.bytes.view(part.unit.dtype)[lo - weight.begin : hi - weight.begin]
         return partial(_fill_master, stored, staged.record().remainder, lo - begin, values)
 
-    async def _stored(self, plane: Plane, unit: Unit, lo: int, hi: int) -> torch.Tensor:
+    async def _stored(self, plane: TieredArray, unit: Unit, lo: int, hi: int) -> torch.Tensor:
         memory = plane.memory(lo, hi)
         if memory is not None:
             return memory
         begin, end = lo // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(hi, BLOCK_NUMEL), unit.end)
         whole = torch.empty(plane.nbytes(begin, end), dtype=torch.uint8, device="cpu")
-        await read_plane(plane, begin, end, whole, self._storage.arena)
+        await read_array(plane, begin, end, whole, self._storage.arena)
         return whole[plane.nbytes(begin, lo) : plane.nbytes(begin, hi)]
 
 
@@ -312,7 +312,7 @@ def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: in
     """Join `weight` and the remainder from element `first` on to fp32 values in `target`."""
     part = None if remainder is None else remainder[first : first + weight.numel()]
     if part is None or part.dtype == torch.float32:
-        copy_alone(target, weight if part is None else part)
+        copy_single_threaded(target, weight if part is None else part)
         return
     joined = target if weight.device.type == "cpu" else torch.empty_like(target, device=weight.device)
     masters.join(joined, weight, part)
@@ -324,7 +324,7 @@ def _fill_state(record: Record, which: int, begin: int, end: int, target: torch.
     """Fill `target` with elements [begin, end) of one of the record's state planes, in fp32."""
     planes = record.states.planes
     if planes:
-        copy_alone(target, planes[which][begin:end])
+        copy_single_threaded(target, planes[which][begin:end])
     else:
         target.copy_(record.states.load(begin, end)[which])
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 from offload.errors import BudgetError, StateError
 from offload.kernels import masters
 from offload.memory.pinned import aligned_copy, trim_heap
-from offload.planes.planes import settle_all
+from offload.planes.planes import await_all
 from offload.sizes import format_bytes
 from zero.assembly.assembly import Assembly
 from zero.assembly.model_changes import ModelChanges
@@ -260,7 +260,7 @@ class AveragedWeights:
             change = _trade if is_ema else _average if shown else _write_masters
             await staged.compute(lambda: change(runs))
             (done.add if shown else done.discard)(group)
-            await settle_all([part.store() for part in staged.parts])
+            await await_all([part.store() for part in staged.parts])
             if not shown:
                 aside.forget(group)
         finally:

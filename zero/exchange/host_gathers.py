@@ -20,7 +20,7 @@ import torch
 
 from offload.memory.pinned import pin
 from offload.memory.shared_region import SharedHostMemory
-from offload.planes.planes import Plane, settle_all
+from offload.planes.planes import TieredArray, await_all
 from offload.streams import MaybeEvent
 from zero.exchange.exchange import Collectives, Turn, Wire
 from zero.exchange.shared_memory import SharedMemory, lies_in
@@ -64,7 +64,7 @@ class HostGathers(SharedMemory):
         for space, plane in zip(layout.spaces, storage.weights, strict=True):
             regions = next((given for given in self._given if _is_over(plane, given[self._comm.rank])), None)
             # A plane with two slots changes its places by itself: its units are gathered by collectives.
-            if regions is None or type(plane) is not Plane:
+            if regions is None or type(plane) is not TieredArray:
                 continue
             for unit in space.units:
                 place = plane.host_range(unit.begin, unit.end)
@@ -94,7 +94,7 @@ class HostGathers(SharedMemory):
             copies.append(self._storage.streams.copy_to_device(into, regions[rank].data[begin:end], *after))
 
         try:
-            await settle_all([fetch(rank) for rank in others])
+            await await_all([fetch(rank) for rank in others])
         finally:
             await self._storage.streams.synchronize(*copies)
         return copies[-1]
@@ -122,5 +122,5 @@ class HostGathers(SharedMemory):
         super()._let_go()
 
 
-def _is_over(plane: Plane, region: SharedHostMemory) -> bool:
+def _is_over(plane: TieredArray, region: SharedHostMemory) -> bool:
     return plane.host is not None and lies_in(plane.host, region)

@@ -28,8 +28,8 @@ from offload.errors import PeerError, StateError, ZeroInfinityError
 from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.node.board import NodeBoard
 from offload.node.shared_exchange import NodeCollectives
-from offload.planes.planes import Disk, Home, Plane, settle_all
-from offload.planes.two_slots import PeerSlotPlane, TwoSlotPlane
+from offload.planes.planes import Disk, Home, TieredArray, await_all
+from offload.planes.two_slots import PeerSlotArray, TwoSlotArray
 from offload.streams import MaybeEvent
 from offload.system.descriptors import Share, exchange_descriptors
 from zero.exchange.exchange import AmongRanks, Exchange, Turn, Wire
@@ -90,7 +90,9 @@ class SharedMemory(AmongRanks):
         self.memory = self._regions = Regions(comm)
         self._board: NodeBoard | None = None
         self._reducer: NodeCollectives | None = None
-        self._planes: dict[int, list[Plane]] = {}  # Rank whose slices this one reads -> its weight planes, by space.
+        self._planes: dict[
+            int, list[TieredArray]
+        ] = {}  # Rank whose slices this one reads -> its weight planes, by space.
         self._swaps: list[PeerSwap] = []
         # Persistent unit -> (begin, end) of the copy of its slice, in bytes of every rank's `_slices`.
         self._copies: dict[int, tuple[int, int]] = {}
@@ -142,7 +144,7 @@ class SharedMemory(AmongRanks):
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         others = [rank for rank in self.placement.shard_ranks if rank != self._comm.rank]
-        await settle_all([self._fetch(rank, turn[0], unit, flat) for rank in others])
+        await await_all([self._fetch(rank, turn[0], unit, flat) for rank in others])
         return None
 
     async def _fetch(self, rank: int, epoch: int, unit: Unit, flat: torch.Tensor) -> None:
@@ -262,7 +264,7 @@ class SharedMemory(AmongRanks):
 
     def _tell_slots(self) -> None:
         """Publish from now on which slot counts, for planes that snapshots keep; makes shared memory for this."""
-        planes = [plane for plane in self._storage.weights if isinstance(plane, TwoSlotPlane)]
+        planes = [plane for plane in self._storage.weights if isinstance(plane, TwoSlotArray)]
         position = 0
         for plane in planes:
             self._slot_ranges.append((position, position + len(plane.pairs)))
@@ -271,16 +273,16 @@ class SharedMemory(AmongRanks):
             return
         self._slots = self._regions.each(position, "slots of weights")
         for plane, (begin, end) in zip(planes, self._slot_ranges, strict=True):
-            self._first_slots.append(plane.tell(self._slots[self._comm.rank].data[begin:end]))
+            self._first_slots.append(plane.publish_slots(self._slots[self._comm.rank].data[begin:end]))
 
-    def _peer_weights(self, rank: int, number: int, disk: Disk) -> Plane:
+    def _peer_weights(self, rank: int, number: int, disk: Disk) -> TieredArray:
         """Another rank's weights of a space in its swap space. All ranks have the same plan, so places are known."""
         plane, width = self._storage.weights[number], self._layout.spaces[number].dtype.itemsize
         name = f"{plane.name} of rank {rank}"
         if self._first_slots:
             begin, end = self._slot_ranges[number]
-            return PeerSlotPlane(name, width, self._first_slots[number], self._slots[rank].data[begin:end], disk)
-        return Plane(name, width, [home for home in plane.homes if home.memory is None], disk)
+            return PeerSlotArray(name, width, self._first_slots[number], self._slots[rank].data[begin:end], disk)
+        return TieredArray(name, width, [home for home in plane.homes if home.memory is None], disk)
 
     @property
     def _there(self) -> NodeBoard:

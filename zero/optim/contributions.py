@@ -23,7 +23,7 @@ from offload.memory.arena import Block
 from offload.memory.pinned import aligned_copy
 from offload.mover import IoFuture
 from offload.planes.copies import device_chunk_bytes
-from offload.planes.planes import Plane, settle_all
+from offload.planes.planes import TieredArray, await_all
 from offload.sizes import BLOCK_NUMEL
 from offload.streams import MaybeEvent
 from zero.params.layout import Slot, Unit
@@ -41,7 +41,7 @@ class Contribution:
     """Gradients that have arrived for one unit. After a failure, storing continues where it stopped."""
 
     unit: Unit
-    plane: Plane
+    plane: TieredArray
     dtype: torch.dtype  # The dtype in which the plane holds this unit's gradient.
     # The flat gradient, unit.numel elements of unit.dtype or the plane's dtype; garbage where none has arrived.
     buffer: torch.Tensor
@@ -178,7 +178,7 @@ class ContributionStore:
 
     @asynccontextmanager
     async def _chunk(
-        self, plane: Plane, run: tuple[int, int], passing_bytes: int, *, first: bool
+        self, plane: TieredArray, run: tuple[int, int], passing_bytes: int, *, first: bool
     ) -> AsyncIterator[tuple[torch.Tensor, torch.Tensor]]:
         """(the plane's bytes of the run, memory for `passing_bytes`); at the end, unless it failed, the run is stored.
 
@@ -237,7 +237,7 @@ class ContributionStore:
     async def store_sum(
         self,
         unit: Unit,
-        home: tuple[Plane, torch.dtype],
+        home: tuple[TieredArray, torch.dtype],
         sources: list[torch.Tensor],
         scale: float,
         sums: torch.Tensor,
@@ -295,7 +295,7 @@ class ContributionStore:
 
         await _each(range(0, unit.shard_numel, numel), store)
 
-    async def widen(self, unit: Unit, narrow: Plane, dtype: torch.dtype, wide: Plane) -> None:
+    async def widen(self, unit: Unit, narrow: TieredArray, dtype: torch.dtype, wide: TieredArray) -> None:
         """Copy a 16-bit gradient to its fp32 home. Raises StorageError."""
         for lo in range(unit.begin, unit.end, CHUNK_NUMEL):
             hi = min(lo + CHUNK_NUMEL, unit.end)
@@ -313,12 +313,12 @@ class ContributionStore:
                 block.free()
 
 
-async def _write(plane: Plane, run: tuple[int, int], raw: torch.Tensor) -> None:
+async def _write(plane: TieredArray, run: tuple[int, int], raw: torch.Tensor) -> None:
     """Write to the plane. Raises StorageError: the plane keeps a copy until the write succeeds."""
     try:
         await plane.write(*run, raw)
     except StorageError as error:
-        plane.strand(*run, aligned_copy(raw))
+        plane.keep_failed_write(*run, aligned_copy(raw))
         error.is_in_memory = True
         raise
 
@@ -391,6 +391,6 @@ async def _each(chunks: Iterable[int], deal: Callable[[int], Awaitable[None]]) -
             except StorageError as error:
                 errors.append(error)
 
-    await settle_all([some() for _ in range(CHUNKS_IN_FLIGHT)])
+    await await_all([some() for _ in range(CHUNKS_IN_FLIGHT)])
     if errors:
         raise min(errors, key=lambda error: error.is_in_memory)

@@ -22,8 +22,8 @@ from offload.kernels import kernels
 from offload.kernels.square_sums import SquareSum, rows_in, rows_of
 from offload.memory.arena import Block
 from offload.mover import IoFuture
-from offload.planes.copies import read_plane, write_plane
-from offload.planes.planes import Plane
+from offload.planes.copies import read_array, write_array
+from offload.planes.planes import TieredArray
 from offload.sizes import BLOCK_NUMEL, align_up
 from offload.streams import MaybeEvent
 from zero.optim.contributions import CHUNK_NUMEL, Contribution, ContributionStore, add_up
@@ -38,7 +38,7 @@ EPOCHS = itertools.count(1)
 class Sealed:
     """Place and dtype of a gradient of the last step."""
 
-    plane: Plane
+    plane: TieredArray
     dtype: torch.dtype
 
 
@@ -47,9 +47,9 @@ class UnitGradient:
     """The state of one unit's gradient since the last step."""
 
     unit: Unit
-    plane: Plane
+    plane: TieredArray
     dtype: torch.dtype  # The dtype in which the plane holds this unit's gradient.
-    narrow_plane: Plane
+    narrow_plane: TieredArray
     contributions: list[int]  # Per slot, the number of contributions that the plane holds.
     sums: torch.Tensor  # Block sums of the plane's gradient, in host memory.
     summed: bool = False  # A contribution has been stored since the last step.
@@ -115,7 +115,7 @@ class Gradients:
         self._units: dict[int, UnitGradient] = {}
         self._storing: dict[int, None] = {}  # Units that the mover is storing, in the order in which it was asked.
         self._busy: set[int] = set()  # All units with a buffer, or with something on its way; perhaps also others.
-        self._wide: dict[int, Plane] = {}
+        self._wide: dict[int, TieredArray] = {}
         for unit in layout.units:
             plane = storage.gradients[layout.space_of(unit)] if unit.trainable else None
             if plane is not None:
@@ -332,7 +332,7 @@ class Gradients:
         memory = state.plane.memory(lo, hi)
         if memory is None:
             memory = torch.empty(state.plane.nbytes(lo, hi), dtype=torch.uint8, device="cpu")
-            job = read_plane(state.plane, lo, hi, memory, self._storage.arena)
+            job = read_array(state.plane, lo, hi, memory, self._storage.arena)
             self._storage.mover.run(f"reading the gradient of {state.unit.name}", job)
         return memory.view(state.dtype)[begin - lo : end - lo].to("cpu", copy=True)
 
@@ -340,7 +340,7 @@ class Gradients:
         """Store `values` (in the plane's dtype, whole blocks) from coordinate `begin` on. Raises StorageError."""
         unit, end = state.unit, begin + values.numel()
         kernels.block_sumsq(values, into=rows_of(state.sums, begin - unit.begin, end - unit.begin))
-        job = write_plane(state.plane, begin, end, values.view(torch.uint8), self._storage.arena)
+        job = write_array(state.plane, begin, end, values.view(torch.uint8), self._storage.arena)
         self._storage.mover.run(f"storing the gradient of {unit.name}", job)
         state.summed = True
 
@@ -349,7 +349,7 @@ class Gradients:
         if state.dtype != torch.float32:
             state.plane, state.dtype = self._wide_home(state.unit), torch.float32
 
-    def _wide_home(self, unit: Unit) -> Plane:
+    def _wide_home(self, unit: Unit) -> TieredArray:
         """The unit's fp32 home, the same one in every step that needs it."""
         if unit.index not in self._wide:
             self._wide[unit.index] = self._storage.wide_gradient(unit)

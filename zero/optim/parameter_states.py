@@ -22,7 +22,7 @@ from offload.errors import ConfigError, StateError, StorageError, ZeroInfinityEr
 from offload.kernels import masters
 from offload.kernels.threads import kernel_threads, update_threads
 from offload.mover import IoFuture
-from offload.planes.planes import Home, Plane, settle_all
+from offload.planes.planes import Home, TieredArray, await_all
 from offload.streams import shares_host_memory
 from zero.config import Config
 from zero.optim.gradients import Gradients, Sealed
@@ -184,7 +184,7 @@ class ParameterStates:
                     failed = True
                     raise
 
-        await settle_all([work() for _ in range(self.plan.records_in_flight)])
+        await await_all([work() for _ in range(self.plan.records_in_flight)])
 
     # ---- states --------------------------------------------------------------------------------
 
@@ -323,10 +323,10 @@ class ParameterStates:
         """Until `_rest`, the planes of weights are views of the parameters' present memory."""
         self.storage.weights[:] = self._planes_over("weights", self._weight_homes())
 
-    def _planes_over(self, what: str, homes: Sequence[list[Home]]) -> list[Plane]:
+    def _planes_over(self, what: str, homes: Sequence[list[Home]]) -> list[TieredArray]:
         streams = self.storage.streams
         return [
-            Plane(f"{what} ({space.dtype})", space.dtype.itemsize, of_space, None, streams)
+            TieredArray(f"{what} ({space.dtype})", space.dtype.itemsize, of_space, None, streams)
             for space, of_space in zip(self.layout.spaces, homes, strict=True)
         ]
 

@@ -27,8 +27,8 @@ from functools import partial
 import torch
 
 from offload.errors import StateError, StorageError
-from offload.planes.copies import fetch_plane, fetch_range
-from offload.planes.planes import settle_all
+from offload.planes.copies import fetch_array, fetch_range
+from offload.planes.planes import await_all
 from offload.streams import MaybeEvent
 from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline, Told
 from zero.params.layout import Layout, SubGroup, Unit
@@ -146,7 +146,7 @@ class DueUpdates:
         plane = storage.weights[self._layout.space_of(unit)]
         parts = [(begin, end, into[at * width : (at + end - begin) * width]) for begin, end, at in rows]
         read = partial(fetch_range, plane)
-        await self.repeat(lambda: settle_all([read(*p, storage.arena, storage.streams, fences) for p in parts]))
+        await self.repeat(lambda: await_all([read(*p, storage.arena, storage.streams, fences) for p in parts]))
         return storage.streams.record_copy_event()
 
     async def bring(self, groups: Iterable[SubGroup]) -> None:
@@ -155,7 +155,7 @@ class DueUpdates:
         Raises StorageError: at least one of them is still due.
         """
         groups = list(groups)
-        await self.repeat(lambda: settle_all([self._bring(group) for group in groups]))
+        await self.repeat(lambda: await_all([self._bring(group) for group in groups]))
 
     async def bring_unit(self, unit: Unit) -> None:
         await self.bring(self._groups[unit.index])
@@ -249,7 +249,7 @@ class DueUpdates:
         groups = self._groups[unit.index]
         if any(group in self._due or group in self._running for group in groups):
             # Make tasks even for a single sub-group: units fetched at the same moment are then updated in that order.
-            await settle_all([asyncio.create_task(self._fetch_part(unit, group, delivery)) for group in groups])
+            await await_all([asyncio.create_task(self._fetch_part(unit, group, delivery)) for group in groups])
         else:
             await self._read(unit, unit.begin, unit.end, delivery)
 
@@ -269,7 +269,7 @@ class DueUpdates:
         storage, width = self._storage, unit.dtype.itemsize
         plane = storage.weights[self._layout.space_of(unit)]
         part = delivery.into[(begin - unit.begin) * width : (end - unit.begin) * width]
-        await fetch_plane(plane, begin, end, part, storage.arena, storage.streams, delivery.fences)
+        await fetch_array(plane, begin, end, part, storage.arena, storage.streams, delivery.fences)
 
     def _start(self, group: SubGroup, wanted: dict[int, Delivery], threads: int) -> Running:
         self._due.discard(group)  # so that it is not begun twice; `_run` adds it again if it fails before it is applied

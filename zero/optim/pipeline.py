@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from offload.planes.planes import Plane, settle_all
+from offload.planes.planes import TieredArray, await_all
 from offload.streams import MaybeEvent
 from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
@@ -155,7 +155,7 @@ class SubGroupPipeline:
         if error is not None:
             raise error
 
-    def _plane_of(self, unit: Unit) -> Plane:
+    def _plane_of(self, unit: Unit) -> TieredArray:
         """The plane of the gradient that an update of the unit uses."""
         return self._gradients.taken(unit.index).plane
 
@@ -185,7 +185,7 @@ class SubGroupPipeline:
                     streams.copy_to_device(target, weight.bytes, *delivery.fences, streams.record_event())
                 )
         # Weights that are used in their home on the device must be there before the update counts.
-        await settle_all([weight.write() for weight in work.weights.values() if weight.copied_home])
+        await await_all([weight.write() for weight in work.weights.values() if weight.copied_home])
 
     async def _write_back(self, work: StagedGroup, told: Told) -> BaseException | None:
         """Store the results; returns the first error. See `Staged.store`."""

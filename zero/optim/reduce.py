@@ -549,7 +549,7 @@ class ReducedGradients(Gradients):
                 home = state.plane, state.dtype
                 try:
                     if item.stores:
-                        await home[0].rewrite_stranded()  # on a failing disk each further sum would stay in memory
+                        await home[0].retry_failed_writes()  # on a failing disk each further sum would stay in memory
                         await self._store.store_sum(unit, home, sources, scale, state.sums, first=first, rounds=rounds)
                 finally:
                     if waiting.blank:

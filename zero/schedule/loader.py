@@ -13,7 +13,7 @@ from offload.memory.arena import Block
 from offload.memory.flat_storage import exact_alias
 from offload.memory.pinned import aligned_copy
 from offload.mover import IoFuture
-from offload.planes.copies import write_plane
+from offload.planes.copies import write_array
 from offload.streams import MaybeEvent
 from zero.exchange.exchange import Exchange, Turn
 from zero.exchange.neighbours import Neighbours
@@ -402,10 +402,10 @@ class Loader:
             await self._updates.settle_weights(unit)  # its update writes to the same place
             kept = self._near.keep(unit, data, None)  # no fence: the device has reached all of them
             try:
-                await write_plane(plane, unit.begin, unit.end, unit.own(data), self._storage.arena)
+                await write_array(plane, unit.begin, unit.end, unit.own(data), self._storage.arena)
                 return kept
             except StorageError as error:
-                plane.strand(unit.begin, unit.end, aligned_copy(unit.own(data).cpu()))
+                plane.keep_failed_write(unit.begin, unit.end, aligned_copy(unit.own(data).cpu()))
                 self._updates.fail(error)
                 if self._updates.alone:
                     raise

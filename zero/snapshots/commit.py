@@ -28,7 +28,7 @@ from typing import Any
 
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.snapshot_files import Manifest, SnapshotFiles, SnapshotSwap
-from offload.planes.two_slots import TwoSlotPlane
+from offload.planes.two_slots import TwoSlotArray
 from offload.system.regular_files import reading
 from zero.config import Config
 from zero.config.swap_paths import ready_swap_paths
@@ -99,7 +99,7 @@ class Snapshots:
         self._storage = storage
         if self._found is not None:
             for plane, slots in zip(storage.twice, self._found.body["slots"], strict=True):
-                plane.named(slots)
+                plane.set_committed_slots(slots)
 
     def close(self) -> None:
         """Close the files, if no storage was made that does so."""
@@ -153,7 +153,7 @@ class Snapshots:
     def _prepare(self, pending: Pending) -> None:
         """Put everything that the manifest names, and the manifest, on stable storage."""
         storage = self._there
-        if storage.disk is None or any(plane.stranded for plane in storage.twice):
+        if storage.disk is None or any(plane.has_failed_writes for plane in storage.twice):
             raise StateError("snapshot: some values are not on the disk yet")
         self.write_bound()
         if not pending.written:
@@ -163,7 +163,7 @@ class Snapshots:
             storage.mover.run("checksums of a snapshot", plane.complete_checksums())
         if self._unsynced:
             for plane in storage.twice:
-                storage.mover.run("writing a snapshot again", plane.write_again())
+                storage.mover.run("writing a snapshot again", plane.repeat_writes())
         self._unsynced = True  # if the sync fails, the next one says nothing about the writes before it
         storage.mover.run("putting a snapshot on stable storage", storage.disk.sync())
         self._unsynced = False
@@ -205,7 +205,7 @@ class Snapshots:
     def _freeze(self, frozen: bool) -> None:
         self._frozen = frozen
         for plane in self._there.twice:
-            plane.frozen = frozen
+            plane.is_frozen = frozen
 
     def _settle(self, pending: Pending) -> None:
         """The first rank commits. Once all ranks know, the slots of the previous snapshot are free."""
@@ -219,7 +219,7 @@ class Snapshots:
                 failure = error
         self._meet("snapshot committed", failure, pending)
         for plane in self._there.twice:
-            plane.keep()
+            plane.commit_slots()
         self._freeze(False)
         self._number += 1
         self.committed_step, self.pending, self._missed = pending.step, None, False
@@ -236,12 +236,12 @@ class Snapshots:
             if space is not None:
                 for unit in space.units:
                     if unit.persistent == persistent:
-                        pairs += plane.in_memory(unit.begin, unit.end)
+                        pairs += plane.pairs_in_memory(unit.begin, unit.end)
             elif not persistent:
-                pairs = plane.in_memory(0, plane.numel)
+                pairs = plane.pairs_in_memory(0, plane.numel)
             if pairs:
                 seldom = space is not None and not space.trainable
-                job = plane.write_through(pairs, storage.arena, seldom=seldom)
+                job = plane.write_through(pairs, storage.arena, seldom_changes=seldom)
                 storage.mover.run("writing a snapshot of what is in memory", job)
 
     def load(self, check: Callable[[bytes], None]) -> bytes | None:
@@ -287,7 +287,7 @@ class Snapshots:
         """Restore the planes from the slots that the manifest names. Raises StorageError."""
         for plane, checksums in zip(storage.twice, manifest.body["block_checksums"], strict=True):
             whose = partial(_names, _space_of(storage, plane))
-            storage.mover.run("going back to a snapshot", plane.return_to_kept(storage.arena, checksums, whose))
+            storage.mover.run("going back to a snapshot", plane.restore_committed(storage.arena, checksums, whose))
 
     def check_loaded(self) -> None:
         """Raise StateError if the engine has not continued from an existing snapshot: the next one would replace it."""
@@ -305,7 +305,7 @@ class Snapshots:
         return self._storage
 
 
-def _space_of(storage: Storage, plane: TwoSlotPlane) -> Space:
+def _space_of(storage: Storage, plane: TwoSlotArray) -> Space:
     pairs = zip(storage.layout.spaces, storage.weights, storage.records, strict=True)
     return next(space for space, weights, records in pairs if plane in (weights, records))
 

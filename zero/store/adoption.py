@@ -25,8 +25,8 @@ from offload.kernels import kernels, masters
 from offload.kernels.kernel_checks import FLOATS
 from offload.kernels.square_sums import nonfinite_of
 from offload.memory.pinned import trim_heap
-from offload.planes.copies import CHUNK_BYTES, clear_alone, copy_alone
-from offload.planes.planes import settle_all
+from offload.planes.copies import CHUNK_BYTES, copy_single_threaded, zero_single_threaded
+from offload.planes.planes import await_all
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
 from zero.plan.record import Record
 from zero.ranks import world
@@ -177,11 +177,11 @@ class Adoption:
     async def _begin(self, parts: list[Staged]) -> None:
         """Fill the parts with zeros, or with the planes' values if only some parameters are replaced."""
         if self._only is not None:
-            await settle_all([part.read() for part in parts])
+            await await_all([part.read() for part in parts])
             return
         for part in parts:
             if not part.in_place:  # a plane in memory is zero already, and pages of states never written cost nothing
-                clear_alone(part.bytes)
+                zero_single_threaded(part.bytes)
 
     async def _adopt_group(self, group: SubGroup) -> None:
         staged = StagedGroup(self._storage, self._layout, group)
@@ -202,7 +202,7 @@ class Adoption:
     async def _store(self, staged: StagedGroup, front_bytes: int) -> None:
         try:
             weights = (weight.write() for weight in staged.weights.values())
-            await settle_all([staged.state.write_front(front_bytes), *weights])
+            await await_all([staged.state.write_front(front_bytes), *weights])
         finally:
             staged.release()
 
@@ -235,7 +235,7 @@ class Adoption:
             self._note(slot, finite or piece.states is not None)
             if piece.states is not None and record.states.planes:
                 for plane, given in zip(record.states.planes, piece.states, strict=True):
-                    copy_alone(plane[shift + at : shift + at + numel], given)
+                    copy_single_threaded(plane[shift + at : shift + at + numel], given)
             elif piece.states is not None:
                 if states is None:  # states of the whole run are stored together, so load those of others unchanged
                     states = record.states.load(shift, shift + hi - lo)
@@ -328,7 +328,7 @@ def _front_for(piece: Piece, staged: StagedGroup, record: Record, front_bytes: i
         exact = piece.remainder is None and piece.weight.dtype == staged.space.dtype
         needed_bytes = 0 if exact and record.remainder.dtype == torch.int16 else record.remainder.nbytes
     if needed_bytes > front_bytes and not staged.state.in_place:
-        clear_alone(staged.state.bytes[front_bytes:needed_bytes])
+        zero_single_threaded(staged.state.bytes[front_bytes:needed_bytes])
     return max(front_bytes, needed_bytes)
 
 

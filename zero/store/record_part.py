@@ -8,7 +8,7 @@ import torch
 
 from offload.errors import StateError
 from offload.memory.arena import Block
-from offload.planes.planes import settle_all
+from offload.planes.planes import await_all
 from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up
 from zero.params.layout import Layout, SubGroup
 from zero.plan.record import Record
@@ -48,12 +48,12 @@ class RecordPart:
     async def read(self) -> None:
         """Read the stored values. Raises StorageError."""
         plane, group = self._plane, self._group
-        await settle_all([plane.read_part(group.begin, group.end, at, data) for at, data in self._staged()])
+        await await_all([plane.read_part(group.begin, group.end, at, data) for at, data in self._staged()])
 
     async def write_record(self) -> None:
         """Write the values back. Raises StorageError."""
         plane, group = self._plane, self._group
-        await settle_all([plane.write_part(group.begin, group.end, at, data) for at, data in self._staged()])
+        await await_all([plane.write_part(group.begin, group.end, at, data) for at, data in self._staged()])
 
     def record(self) -> Record:
         """The record of the blocks, in the memory of this object."""
@@ -84,7 +84,7 @@ class RecordPart:
 def stage_record(storage: Storage, layout: Layout, group: SubGroup, begin: int, end: int) -> RecordPart | StagedGroup:
     """The record of a sub-group, or at least coordinates [begin, end) of it, to be read and written; not leased yet."""
     plane = storage.records[group.space]
-    takes_parts = plane is not None and plane.takes_parts(group.begin, group.end)
+    takes_parts = plane is not None and plane.can_write_part(group.begin, group.end)
     part = part_of_record(storage, layout, group, begin, end) if takes_parts else None
     return StagedGroup(storage, layout, group, units=()) if part is None else part
 

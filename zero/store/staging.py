@@ -9,7 +9,7 @@ import torch
 from offload.errors import StateError
 from offload.memory.arena import Block
 from offload.memory.pinned import aligned_copy
-from offload.planes.planes import Plane, settle_all
+from offload.planes.planes import TieredArray, await_all
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Streams
 from zero.params.layout import Layout, SubGroup, Unit
@@ -30,7 +30,7 @@ class Staged:
 
     def __init__(
         self,
-        plane: Plane,
+        plane: TieredArray,
         begin: int,
         end: int,
         compute: torch.device,
@@ -95,7 +95,7 @@ class Staged:
         try:
             await self.write()
         except BaseException:
-            self.plane.strand(self.begin, self.end, aligned_copy(self.host_bytes))
+            self.plane.keep_failed_write(self.begin, self.end, aligned_copy(self.host_bytes))
             raise
 
     async def write_front(self, nbytes: int) -> None:
@@ -188,7 +188,7 @@ class StagedGroup:
         group: SubGroup,
         units: Iterable[Unit] | None = None,
         given: Mapping[int, torch.Tensor] | None = None,
-        gradients: Callable[[Unit], Plane] | None = None,
+        gradients: Callable[[Unit], TieredArray] | None = None,
     ) -> None:
         self._storage, self.group, self.space = storage, group, layout.spaces[group.space]
         records, weights = storage.records[group.space], storage.weights[group.space]
@@ -197,7 +197,7 @@ class StagedGroup:
         self.units = list(layout.units_in(group) if units is None else units)
         compute, streams, given = storage.compute(group), storage.streams, given or {}
 
-        def run(unit: Unit, plane: Plane, memory: torch.Tensor | None = None) -> Staged:
+        def run(unit: Unit, plane: TieredArray, memory: torch.Tensor | None = None) -> Staged:
             return Staged(plane, *group.part_of(unit), compute, streams, memory)
 
         self.state = Staged(records, group.begin, group.end, compute, streams)
@@ -232,7 +232,7 @@ class StagedGroup:
 
     async def read(self) -> None:
         """Read the stored values. Raises StorageError."""
-        await settle_all([part.read() for part in self.parts if not part.in_place])
+        await await_all([part.read() for part in self.parts if not part.in_place])
 
     async def write_record(self) -> None:
         """Write the record back. Raises StorageError."""

@@ -20,8 +20,8 @@ from offload.memory.arena import Block, BlockPool, LinearPool, Relocate
 from offload.memory.faulting import Prefaulter
 from offload.memory.shared_region import SharedHostMemory
 from offload.mover import IoLoop
-from offload.planes.planes import Disk, Home, Plane
-from offload.planes.two_slots import Pair, TwoSlotPlane
+from offload.planes.planes import Disk, Home, TieredArray
+from offload.planes.two_slots import SlotPair, TwoSlotArray
 from offload.saved.activations import ActivationStore
 from offload.streams import open_streams
 from offload.timeline import Timeline
@@ -81,8 +81,8 @@ class Storage:
         tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
         self._on_device = frozenset(group for group, tier in tiers if tier == DEVICE)
         self._regions: list[LinearPool] = []
-        self._planes: list[Plane] = []
-        self.twice: list[TwoSlotPlane] = []
+        self._planes: list[TieredArray] = []
+        self.twice: list[TwoSlotArray] = []
         self.timeline = Timeline()
         self.at_end: list[Callable[[], None]] = []
         self.at_rest: list[Callable[[], None]] = []
@@ -130,7 +130,7 @@ class Storage:
         """The dtype of the unit's gradient while it is in its place in the gradient plane."""
         return torch.float32 if self.plan.gradient_wide else unit.dtype
 
-    def wide_gradient(self, unit: Unit) -> Plane:
+    def wide_gradient(self, unit: Unit) -> TieredArray:
         """A new fp32 home for one unit's gradient: an unannounced second contribution has arrived.
 
         Raises BudgetError: the host budget has no room for it, and there is no swap space.
@@ -147,7 +147,7 @@ class Storage:
                 "accumulation; raise memory_budget.host, or set gradient_accumulation_steps so that the plan "
                 "includes them"
             )
-        return self._kept(Plane(f"fp32 gradient of {unit.name}", 4, [home], self.disk, self.streams))
+        return self._kept(TieredArray(f"fp32 gradient of {unit.name}", 4, [home], self.disk, self.streams))
 
     def _take_of_host(self, nbytes: int) -> bool:
         """Take bytes of host memory beyond the plan. False: there is no room."""
@@ -186,7 +186,7 @@ class Storage:
         return tuple(self._regions)
 
     @property
-    def gradient_planes(self) -> Sequence[Plane]:
+    def gradient_planes(self) -> Sequence[TieredArray]:
         """The planes of gradients, including unplanned fp32 ones."""
         others = {id(plane) for plane in (*self.weights, *self.records)}
         return tuple(plane for plane in self._planes if id(plane) not in others)
@@ -228,7 +228,7 @@ class Storage:
     async def rewrite_stranded(self) -> None:
         """Repeat writes that failed. Raises StorageError if one fails again."""
         for plane in self._planes:
-            await plane.rewrite_stranded()
+            await plane.retry_failed_writes()
 
     def close(self) -> None:
         """Wait for running transfers, then free everything. Idempotent. Does nothing in a forked child."""
@@ -323,7 +323,7 @@ class Storage:
         self._regions = [*(other for other in self._regions if other.data is not None), region]
         return region
 
-    def _weight_plane(self, space: Space) -> Plane:
+    def _weight_plane(self, space: Space) -> TieredArray:
         width = space.dtype.itemsize
         if self.plan.states_only:
             return self._plane(f"weights ({space.dtype})", width, [])
@@ -360,7 +360,7 @@ class Storage:
                 if group.begin < end and begin < group.end:
                     yield max(begin, group.begin), min(end, group.end), tier
 
-    def _record_plane(self, index: int, space: Space) -> Plane:
+    def _record_plane(self, index: int, space: Space) -> TieredArray:
         runs = [
             (group.begin, group.end, tier)
             for group, tier in zip(self.plan.sub_groups, self.plan.record_tiers, strict=True)
@@ -372,7 +372,7 @@ class Storage:
             travels=space.whole,  # the host itself updates all other records that it keeps
         )
 
-    def _gradient_plane(self, space: Space) -> Plane | None:
+    def _gradient_plane(self, space: Space) -> TieredArray | None:
         if not space.trainable or self.plan.states_only:
             return None
         width = 4 if self.plan.gradient_wide else space.dtype.itemsize
@@ -388,7 +388,7 @@ class Storage:
         pieces: Sequence[tuple[int, int, str]] = (),
         travels: bool = True,
         shared: Callable[[int], SharedHostMemory | None] = lambda nbytes: None,
-    ) -> Plane:
+    ) -> TieredArray:
         """Make a plane with a home for each run: `given` memory (begin of the run -> memory), or a part of one region
         per memory tier, or of the swap space. With snapshots each of `pieces`, on any tier, has two places there.
         """
@@ -419,21 +419,21 @@ class Storage:
                 )
                 host_bytes += nbytes if tier == HOST else 0
         if pairs and self.disk is not None:
-            plane: Plane = TwoSlotPlane(name, width, homes, pairs, self.disk, self.streams)
+            plane: TieredArray = TwoSlotArray(name, width, homes, pairs, self.disk, self.streams)
             self.twice.append(plane)  # type: ignore[arg-type]
         else:
-            plane = Plane(name, width, homes, self.disk, self.streams)
+            plane = TieredArray(name, width, homes, self.disk, self.streams)
         plane.host = regions[HOST].data if HOST in regions else None
         return self._kept(plane)
 
-    def _pair(self, begin: int, end: int, nbytes: int) -> Pair:
-        return Pair(begin, end, (self._reserved(nbytes), self._reserved(nbytes)), BlockChecksums(nbytes))
+    def _pair(self, begin: int, end: int, nbytes: int) -> SlotPair:
+        return SlotPair(begin, end, (self._reserved(nbytes), self._reserved(nbytes)), BlockChecksums(nbytes))
 
     def _reserved(self, nbytes: int) -> int:
         offset = self._swap_used_bytes
         self._swap_used_bytes += nbytes
         return offset
 
-    def _kept(self, plane: Plane) -> Plane:
+    def _kept(self, plane: TieredArray) -> TieredArray:
         self._planes.append(plane)
         return plane

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from offload.planes.copies import read_plane
+from offload.planes.copies import read_array
 from offload.sizes import BLOCK_NUMEL, align_up
 from offload.streams import MaybeEvent, Streams
 from zero.params.layout import Layout, Slot, SubGroup, Unit
@@ -82,7 +82,7 @@ class StoredValues:
         self.close()  # release the held block of the arena: a holder must not wait for another block
         begin, end = lo // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(hi, BLOCK_NUMEL), unit.end)
         out = torch.empty(plane.nbytes(begin, end), dtype=torch.uint8, device="cpu")
-        job = read_plane(plane, begin, end, out, self._storage.arena)
+        job = read_array(plane, begin, end, out, self._storage.arena)
         self._storage.mover.run(f"reading {unit.name}", job)
         return out.view(unit.dtype)[lo - begin : hi - begin]
 

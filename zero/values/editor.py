@@ -13,7 +13,7 @@ import torch
 
 from offload.errors import BudgetError, StateError
 from offload.kernels import masters
-from offload.planes.copies import read_plane, write_plane
+from offload.planes.copies import read_array, write_array
 from offload.sizes import format_bytes
 from zero.exchange.exchange import Exchange, whole
 from zero.params.binding import BoundUnit, recapture_all
@@ -225,7 +225,7 @@ class UnitEditor:
             return live.view(torch.uint8).cpu().clone()
         out = torch.empty(unit.nbytes, dtype=torch.uint8, device="cpu")
         plane = self._storage.weights[self._layout.space_of(unit)]
-        job = read_plane(plane, unit.begin, unit.end, unit.own(out), self._storage.arena)
+        job = read_array(plane, unit.begin, unit.end, unit.own(out), self._storage.arena)
         self._storage.mover.run(f"reading {unit.name}", job)
         return whole(self._exchange, unit, out)
 
@@ -261,7 +261,7 @@ class UnitEditor:
         plane, streams = self._storage.weights[space], self._storage.streams
         await streams.synchronize(streams.record_copy_event())  # an earlier forward may still copy from this plane
         own = unit.own(after)
-        await write_plane(plane, unit.begin, unit.end, own, self._storage.arena)
+        await write_array(plane, unit.begin, unit.end, own, self._storage.arena)
         await self._forget_masters(unit, unit.own(before), own)
         self._exchange.stored(unit.index)
 

@@ -22,7 +22,7 @@ import zero
 from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
 from offload.kernels.block_sums import BLOCK_BYTES
-from offload.planes.two_slots import TwoSlotPlane
+from offload.planes.two_slots import TwoSlotArray
 
 Open = Callable[..., Any]
 PAIRS = [("nvme", "nvme"), ("cpu", "nvme"), ("none", "nvme")]
@@ -487,13 +487,13 @@ def test_what_the_steps_write_is_not_read_again_for_its_checksums(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    complete = TwoSlotPlane.complete_checksums
+    complete = TwoSlotArray.complete_checksums
 
-    async def counted(plane: TwoSlotPlane) -> None:
-        read.append(sum(end - begin for pair in plane.pairs for begin, end in pair.sums.unknown_blocks()))
+    async def counted(plane: TwoSlotArray) -> None:
+        read.append(sum(end - begin for pair in plane.pairs for begin, end in pair.checksums.unknown_blocks()))
         await complete(plane)
 
-    monkeypatch.setattr(TwoSlotPlane, "complete_checksums", counted)
+    monkeypatch.setattr(TwoSlotArray, "complete_checksums", counted)
     train(open_engine(build("gpt"), config_of(nvme_path)), 0, 1, 2, 3).close()
     assert len(read) >= 8 and not any(read)
 

@@ -113,7 +113,7 @@ def test_a_watched_disk_sees_a_write_to_what_is_named(open_engine: Open, nvme_pa
     watch = WatchedDisk(engine, nvme_path)
     for plane in storage_of(engine).twice:
         for pair in plane.pairs:
-            pair.kept = None
+            pair.committed_slot = None
     with pytest.raises(AssertionError, match="named is"):
         train(engine, 2, 3)
         engine.synchronize()
