@@ -522,7 +522,7 @@ def activation_store_of(engine: Any) -> Any:
 
 def pieces_in_motion(engine: Any) -> list[Any]:
     """Pieces of saved activations that are being written or read."""
-    return list(engine.run.parts.storage.activations._pieces._moving)
+    return list(engine.run.parts.storage.activations._pieces._in_flight)
 
 
 def pieces_kept(engine: Any) -> list[Any]:

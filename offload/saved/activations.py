@@ -22,62 +22,66 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.errors import StateError, StorageError, mark_reported
-from offload.saved.saved_views import View, bytes_of, bytes_to_keep, storage_key, version_of
-from offload.saved.spill_store import PieceStore, SpilledPiece
+from offload.saved.saved_views import View, bytes_of, range_to_save, storage_key, version_of
+from offload.saved.spill_store import SpilledPiece, SpillStore
 from offload.streams import MaybeEvent, Streams
 
-KEPT_BYTES_MIN = 4096  # Smaller tensors are not moved: each would take a page.
+SAVED_BYTES_MIN = 4096  # Smaller tensors are not moved: each would take a page.
 
 
-class Kept:
+class SavedStorage:
     """Kept bytes of one storage; shared by the handles of all tensors on it.
 
     Attributes:
         data: the bytes on the device, until all handles are restored; else None.
-        fence: after the copy to `data`.
-        watched: the tensor, until its bytes are copied: an earlier write to it would make the copy inconsistent.
+        event: after the copy to `data`.
+        source_tensor: the tensor, until its bytes are copied: an earlier write to it would make the copy inconsistent.
     """
 
-    def __init__(self, number: int, begin: int, end: int, watched: torch.Tensor, gone: deque[_Gone]) -> None:
-        self.number, self.begin, self.end, self._gone = number, begin, end, gone
+    def __init__(
+        self, number: int, begin: int, end: int, source_tensor: torch.Tensor, dropped: deque[_DroppedStorage]
+    ) -> None:
+        self.number, self.begin, self.end, self._dropped = number, begin, end, dropped
         self.pieces: list[SpilledPiece] = []
-        self.watched: torch.Tensor | None = watched
-        self.version, self.torn = version_of(watched), False
+        self.source_tensor: torch.Tensor | None = source_tensor
+        self.version, self.is_modified = version_of(source_tensor), False
         self.source: StorageWeakRef | None = None
-        self.handles = self.served = 0
+        self.handle_count = self.restore_count = 0
         self.data: torch.Tensor | None = None
-        self.fence: MaybeEvent = None
+        self.event: MaybeEvent = None
 
     @property
     def nbytes(self) -> int:
         return self.end - self.begin
 
-    def check_whole(self) -> None:
+    def check_unmodified(self) -> None:
         """Raise if the tensor was written to before its bytes were copied; torch would raise the same in backward."""
-        self.torn = self.torn or (self.watched is not None and version_of(self.watched) != self.version)
-        if self.torn:
+        self.is_modified = self.is_modified or (
+            self.source_tensor is not None and version_of(self.source_tensor) != self.version
+        )
+        if self.is_modified:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"saved tensor of {self.nbytes:,} bytes was at version {self.version} when it was saved, and was "
                 "written to before it had been copied away"
             )
 
-    def copied(self) -> None:
+    def on_copied(self) -> None:
         """Called when the bytes are copied, or when the copy precedes all work that the device is given from now on."""
-        if self.watched is not None:
-            self.torn, self.watched = version_of(self.watched) != self.version, None
+        if self.source_tensor is not None:
+            self.is_modified, self.source_tensor = version_of(self.source_tensor) != self.version, None
 
     def __del__(self) -> None:
         """Leave a note for the store, see the module."""
-        self._gone.append(_Gone(self.number, self.pieces, self.data, self.fence))
+        self._dropped.append(_DroppedStorage(self.number, self.pieces, self.data, self.event))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Gone:
+class _DroppedStorage:
     number: int
     pieces: list[SpilledPiece]
     data: torch.Tensor | None
-    fence: MaybeEvent
+    event: MaybeEvent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +89,7 @@ class Handle:
     """Autograd holds it in place of a saved tensor."""
 
     store: ActivationStore
-    kept: Kept
+    saved: SavedStorage
     view: View
 
     def restore(self) -> torch.Tensor:
@@ -102,29 +106,29 @@ class ActivationCounters:
 class ActivationStore:
     """Keeps tensors of one device. Any thread may call it. `pieces`: stores their bytes."""
 
-    def __init__(self, pieces: PieceStore, device: torch.device, streams: Streams) -> None:
+    def __init__(self, pieces: SpillStore, device: torch.device, streams: Streams) -> None:
         self._pieces, self._device, self._streams = pieces, device, streams
         self.counters = ActivationCounters()
         self._lock = threading.RLock()  # reentrant: garbage collection may close an engine inside any call
-        self._gone: deque[_Gone] = deque()
-        self._by_number: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
-        self._by_key: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
+        self._dropped: deque[_DroppedStorage] = deque()
+        self._by_number: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._by_key: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         self._numbers = 0
         self._closed = False
 
-    def takes(self, tensor: torch.Tensor) -> bool:
+    def can_save(self, tensor: torch.Tensor) -> bool:
         """True for a tensor that is large enough, and that can be rebuilt from its bytes."""
         return (
             type(tensor) is torch.Tensor
             and tensor.device == self._device
             and tensor.layout == torch.strided
-            and tensor.numel() * tensor.element_size() >= KEPT_BYTES_MIN
+            and tensor.numel() * tensor.element_size() >= SAVED_BYTES_MIN
             and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference())
             and not getattr(tensor, "no_checkpointing", False)
         )
 
-    def keep(self, tensor: torch.Tensor) -> Handle:
+    def save(self, tensor: torch.Tensor) -> Handle:
         """A handle for a tensor that the store `takes`; the tensor's own memory is then not needed any more.
 
         Raises BudgetError: no room; names the knob. Raises StorageError: an earlier tensor could not be stored; it is
@@ -132,15 +136,15 @@ class ActivationStore:
         """
         with self._lock, torch.no_grad():
             self._check("saving an activation")
-            self._collect()
+            self._free_dropped()
             self._raise_failure()
-            view = View.of(tensor)
+            view = View.from_tensor(tensor)
             kept = self._find(tensor, view)
             if kept is None:
                 kept, view = self._store(tensor, view)
             else:
                 self.counters.shared += 1
-            kept.handles += 1
+            kept.handle_count += 1
             return Handle(self, kept, view)
 
     def restore(self, handle: Handle) -> torch.Tensor:
@@ -150,37 +154,37 @@ class ActivationStore:
         """
         with self._lock, torch.no_grad():
             self._check("restoring an activation")
-            self._collect()
-            kept = handle.kept
-            kept.check_whole()
+            self._free_dropped()
+            kept = handle.saved
+            kept.check_unmodified()
             if kept.data is None or version_of(kept.data) > 0:  # the user wrote to a tensor of another handle
-                self._bring(kept)
+                self._fetch(kept)
             data = self._data_of(kept)
-            self._streams.wait_and_record_stream(data, kept.fence)  # another stream may have requested the copy
-            tensor = handle.view.rebuilt(data, kept.begin)
-            kept.served += 1
-            if kept.served % kept.handles == 0:
-                kept.data, kept.fence = None, None
-            self._look_ahead(kept)
+            self._streams.wait_and_record_stream(data, kept.event)  # another stream may have requested the copy
+            tensor = handle.view.rebuild(data, kept.begin)
+            kept.restore_count += 1
+            if kept.restore_count % kept.handle_count == 0:
+                kept.data, kept.event = None, None
+            self._prefetch(kept)
             return tensor
 
-    def check(self) -> None:
+    def check_failure(self) -> None:
         """Raise once if a tensor could not be stored; its bytes are in memory. Raises StorageError."""
         with self._lock:
             if not self._closed:
-                self._collect()
+                self._free_dropped()
                 self._raise_failure()
 
-    def add_room(self, nbytes: int) -> None:
+    def grow_memory(self, nbytes: int) -> None:
         """Let memory grow by one arena of `nbytes`, if it may grow."""
         with self._lock:
-            if self._pieces.memory.grows:
-                self._pieces.memory.add(nbytes)
+            if self._pieces.memory.can_grow:
+                self._pieces.memory.grow(nbytes)
 
     def trim(self) -> None:
         """Release memory in which nothing is kept."""
         with self._lock:
-            self._collect()
+            self._free_dropped()
             self._pieces.memory.trim()
 
     def close(self) -> None:
@@ -189,21 +193,21 @@ class ActivationStore:
             self._closed = True
             for kept in self._by_number.values():
                 for piece in kept.pieces:
-                    piece.block = piece.rescued = None
+                    piece.block = piece.host_copy = None
                 kept.data = None
-            self._gone.clear()
+            self._dropped.clear()
             self._by_number.clear()
             self._by_key.clear()
-            self._pieces.end()
+            self._pieces.clear()
             self._pieces.memory.close()
 
     @property
-    def kept_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes in memory and on the disk now, in whole pages."""
         with self._lock:
             if not self._closed:
-                self._collect()
-            return self._pieces.kept_bytes
+                self._free_dropped()
+            return self._pieces.used_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -217,28 +221,28 @@ class ActivationStore:
             raise StateError(f"{what}: the engine that keeps it is closed")
 
     def _raise_failure(self) -> None:
-        error = self._pieces.take_failure()
+        error = self._pieces.pop_failure()
         if error is not None:
             mark_reported(error)
             raise error
 
-    def _find(self, tensor: torch.Tensor, view: View) -> Kept | None:
+    def _find(self, tensor: torch.Tensor, view: View) -> SavedStorage | None:
         kept = self._by_key.get(storage_key(tensor))
         if kept is None or kept.version != version_of(tensor) or kept.number not in self._by_number:
             return None
         return kept if kept.begin <= view.begin and view.end <= kept.end else None
 
-    def _store(self, tensor: torch.Tensor, view: View) -> tuple[Kept, View]:
-        limits = bytes_to_keep(tensor, view)
+    def _store(self, tensor: torch.Tensor, view: View) -> tuple[SavedStorage, View]:
+        limits = range_to_save(tensor, view)
         packed = limits is None
         if limits is None:
             tensor = tensor.contiguous()
-            view = View.of(tensor)
+            view = View.from_tensor(tensor)
             limits = view.begin, view.end
         begin, end = limits
         self._numbers += 1
-        kept = Kept(self._numbers, begin, end, tensor.detach(), self._gone)
-        kept.pieces = self._pieces.put(bytes_of(tensor, begin, end), kept.copied)
+        kept = SavedStorage(self._numbers, begin, end, tensor.detach(), self._dropped)
+        kept.pieces = self._pieces.put(bytes_of(tensor, begin, end), kept.on_copied)
         self._by_number[kept.number] = kept
         if not packed:
             # The weak reference reserves the key, so that no other storage gets it; it does not keep the memory.
@@ -247,42 +251,42 @@ class ActivationStore:
         self.counters.stored_bytes += kept.nbytes
         return kept, view
 
-    def _bring(self, kept: Kept) -> None:
+    def _fetch(self, kept: SavedStorage) -> None:
         data = torch.empty(kept.nbytes, dtype=torch.uint8, device=self._device)
-        before = [piece for other in self._before(kept) for piece in other.pieces]
-        kept.fence = self._pieces.get(kept.pieces, data, before)
+        before = [piece for other in self._saved_before(kept) for piece in other.pieces]
+        kept.event = self._pieces.get(kept.pieces, data, before)
         # `.data` has its own version counter at 0: the copy must not count, but users' writes must.
         kept.data = data.data
         self.counters.restored_bytes += kept.nbytes
 
     @staticmethod
-    def _data_of(kept: Kept) -> torch.Tensor:
+    def _data_of(kept: SavedStorage) -> torch.Tensor:
         if kept.data is None:
             raise StateError("an activation that was fetched no longer exists")
         return kept.data
 
-    def _look_ahead(self, kept: Kept) -> None:
+    def _prefetch(self, kept: SavedStorage) -> None:
         """Start the copy of the tensor saved before this one, if copies to the device do not delay the computation."""
-        before = next(self._before(kept), None)
+        before = next(self._saved_before(kept), None)
         if self._streams.has_unified_memory or before is None or before.data is not None:
             return
-        if self._pieces.at_hand(before.pieces):
+        if self._pieces.is_ready(before.pieces):
             # A failure is raised again when the tensor is restored; a lack of memory now is no failure.
             with contextlib.suppress(StorageError, torch.OutOfMemoryError):
-                self._bring(before)
+                self._fetch(before)
 
-    def _before(self, kept: Kept, most: int = 8) -> Iterator[Kept]:
+    def _saved_before(self, kept: SavedStorage, most: int = 8) -> Iterator[SavedStorage]:
         """The bytes that backward will need next: those kept before `kept`, the latest first."""
         for number in range(kept.number - 1, max(kept.number - 1 - most, 0), -1):
             if (other := self._by_number.get(number)) is not None:
                 yield other
 
-    def _collect(self) -> None:
-        while self._gone:
-            gone = self._gone.popleft()
+    def _free_dropped(self) -> None:
+        while self._dropped:
+            gone = self._dropped.popleft()
             if gone.data is not None:  # a copy in flight to this memory must end before the memory is reused
-                self._streams.wait_and_record_stream(gone.data, gone.fence)
+                self._streams.wait_and_record_stream(gone.data, gone.event)
             # Weak references to it end later than its `__del__`, which told of it: until then others could find it.
             self._by_number.pop(gone.number, None)
-            self._pieces.drop(gone.pieces)
-        self._pieces.collect()
+            self._pieces.free_pieces(gone.pieces)
+        self._pieces.free_finished()

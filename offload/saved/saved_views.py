@@ -8,7 +8,7 @@ import torch
 
 from offload.sizes import ALIGN_BYTES
 
-WASTE = 4  # A copy has at most so many times a view's bytes: bytes that several views share are then copied once.
+WASTE_MAX = 4  # A copy has at most so many times a view's bytes: bytes that several views share are then copied once.
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,13 @@ class View:
     end: int
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> View:
+    def from_tensor(tensor: torch.Tensor) -> View:
         """The view of `tensor`, which must be strided and not empty."""
         width, begin = tensor.element_size(), int(tensor.storage_offset()) * tensor.element_size()
         reach = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
         return View(tensor.dtype, tensor.shape, tensor.stride(), begin, begin + (int(reach) + 1) * width)
 
-    def rebuilt(self, data: torch.Tensor, begin: int) -> torch.Tensor:
+    def rebuild(self, data: torch.Tensor, begin: int) -> torch.Tensor:
         """The tensor over `data` (uint8), a copy of the storage from byte `begin` on, with the same strides."""
         width = self.dtype.itemsize
         typed = data[: data.numel() // width * width].view(self.dtype)
@@ -49,16 +49,16 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AsIs:
+class UnmovedTensor:
     """A tensor that is saved without moving it; for `saved_tensors_hooks`."""
 
     tensor: torch.Tensor
     version: int
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> AsIs:
+    def from_tensor(tensor: torch.Tensor) -> UnmovedTensor:
         """Detached: a node of autograd must not hold its own output, which would be a reference cycle."""
-        return AsIs(tensor.detach(), version_of(tensor))
+        return UnmovedTensor(tensor.detach(), version_of(tensor))
 
     def restore(self) -> torch.Tensor:
         """The tensor, after a check of its version: torch does not check it for tensors saved through hooks."""
@@ -71,7 +71,7 @@ class AsIs:
         return self.tensor
 
 
-def bytes_to_keep(tensor: torch.Tensor, view: View) -> tuple[int, int] | None:
+def range_to_save(tensor: torch.Tensor, view: View) -> tuple[int, int] | None:
     """The range of the storage's bytes to copy; None: copy only the tensor, packed.
 
     It is all of the storage, unless the tensor is a small part of it. So one copy serves all views of the storage
@@ -79,10 +79,10 @@ def bytes_to_keep(tensor: torch.Tensor, view: View) -> tuple[int, int] | None:
     """
     own_bytes = tensor.numel() * tensor.element_size()
     whole_bytes = tensor.untyped_storage().nbytes()
-    if whole_bytes <= WASTE * own_bytes:
+    if whole_bytes <= WASTE_MAX * own_bytes:
         return 0, whole_bytes
     begin = view.begin // ALIGN_BYTES * ALIGN_BYTES
-    return (begin, view.end) if view.end - begin <= WASTE * own_bytes else None
+    return (begin, view.end) if view.end - begin <= WASTE_MAX * own_bytes else None
 
 
 def bytes_of(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:

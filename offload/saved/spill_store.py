@@ -17,7 +17,7 @@ from offload.errors import BudgetError, StateError, StorageError
 from offload.memory.arena import Block
 from offload.memory.pinned import aligned_copy
 from offload.mover import IoFuture, IoLoop
-from offload.saved.slabs import Slabs, SwapArea
+from offload.saved.slabs import GrowingPool, SwapPool
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import MaybeEvent, Streams
 
@@ -33,48 +33,50 @@ class SpilledPiece:
     begin: int
     end: int
     block: Block | None  # Memory that holds the bytes, or into which they are read.
-    fence: MaybeEvent = None  # After the last copy from or to the block.
+    event: MaybeEvent = None  # After the last copy from or to the block.
     offset: int = -1  # In the swap space.
     write: IoFuture[None] | None = None
     read: IoFuture[None] | None = None
-    rescued: torch.Tensor | None = None  # A host copy of the bytes, if their write failed.
-    dropped: bool = False
-    covered: bool = False  # A caller learned of a failure while this piece was being written: its own is no news.
+    host_copy: torch.Tensor | None = None  # A host copy of the bytes, if their write failed.
+    is_freed: bool = False
+    is_failure_reported: bool = (
+        False  # A caller learned of a failure while this piece was being written: its own is no news.
+    )
 
     @property
     def nbytes(self) -> int:
         return self.end - self.begin
 
 
-class PieceStore:
+class SpillStore:
     """Spills bytes of one device.
 
     Args:
         memory: of the host or of the device; its name appears in errors and in a timeline.
-        near: `memory` is memory of the device.
+        is_device_memory: `memory` is memory of the device.
         swap: None: pieces stay in memory.
-        mover: waits for copies, and for the disk; not needed for memory that grows.
+        io_loop: waits for copies, and for the disk; not needed for memory that grows.
     """
 
     def __init__(
         self,
-        memory: Slabs,
+        memory: GrowingPool,
         streams: Streams,
         *,
-        near: bool = False,
-        swap: SwapArea | None = None,
-        mover: IoLoop | None = None,
+        is_device_memory: bool = False,
+        swap: SwapPool | None = None,
+        io_loop: IoLoop | None = None,
     ) -> None:
         self.name, self.memory = memory.name, memory
-        self._streams, self._near, self._swap, self._mover = streams, near, swap, mover
-        self._moving: list[SpilledPiece] = []  # Being written, or dropped with a transfer in flight.
-        self._ahead: list[SpilledPiece] = []  # Read ahead, or being read.
-        self._leaving: list[tuple[Block, MaybeEvent]] = []
-        self._copied: deque[tuple[torch.Tensor, MaybeEvent, Callable[[], None]]] = deque()
+        self._streams, self._is_device_memory, self._swap, self._io_loop = streams, is_device_memory, swap, io_loop
+        self._in_flight: list[SpilledPiece] = []  # Being written, or dropped with a transfer in flight.
+        self._prefetched: list[SpilledPiece] = []  # Read ahead, or being read.
+        self._pending_frees: list[tuple[Block, MaybeEvent]] = []
+        self._copies: deque[tuple[torch.Tensor, MaybeEvent, Callable[[], None]]] = deque()
         self._failure: StorageError | None = None
 
     @property
-    def kept_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes spilled now, in whole pages, on the last tier (swap space, or else memory)."""
         return self.memory.used_bytes if self._swap is None else self._swap.used_bytes
 
@@ -83,43 +85,43 @@ class PieceStore:
         """The most `kept_bytes` so far."""
         return self.memory.peak_bytes if self._swap is None else self._swap.peak_bytes
 
-    def put(self, source: torch.Tensor, copied: Callable[[], None]) -> list[SpilledPiece]:
+    def put(self, source: torch.Tensor, on_copied: Callable[[], None]) -> list[SpilledPiece]:
         """Spill `source` (uint8, on the device).
 
         Raises BudgetError: memory or swap space is bounded and used up; names the knob. Raises StorageError: the swap
         space cannot grow.
 
         Args:
-            source: must not be overwritten until `copied` is called.
-            copied: called when all later work on the device is ordered after the copy.
+            source: must not be overwritten until `on_copied` is called.
+            on_copied: called when all later work on the device is ordered after the copy.
         """
         pieces: list[SpilledPiece] = []
         try:
             for begin in range(0, source.numel(), PIECE_BYTES):
                 piece = SpilledPiece(begin, min(begin + PIECE_BYTES, source.numel()), None)
                 pieces.append(piece)
-                piece.block = self._lease(piece)
+                piece.block = self._allocate(piece)
                 last = piece.end == source.numel()
                 part = source[piece.begin : piece.end]
-                self._copy_away(piece, piece.block, part, copied if last else _nothing)
-                if self._swap is not None and self._mover is not None:
-                    self._start_write(piece, piece.block, self._swap, self._mover)
+                self._copy_out(piece, piece.block, part, on_copied if last else _ignore)
+                if self._swap is not None and self._io_loop is not None:
+                    self._start_write(piece, piece.block, self._swap, self._io_loop)
         except BaseException:
-            self.drop(pieces)
+            self.free_pieces(pieces)
             raise
         return pieces
 
-    def start(self, pieces: Iterable[SpilledPiece]) -> None:
+    def prefetch(self, pieces: Iterable[SpilledPiece]) -> None:
         """Start to read pieces that are on the disk, as long as there is free memory."""
         for piece in pieces:
-            if not self._in_reach(piece):
-                block = self.memory.lease(align_up(piece.nbytes, PAGE_BYTES))
+            if not self._is_loaded(piece):
+                block = self.memory.try_allocate(align_up(piece.nbytes, PAGE_BYTES))
                 if block is None:
                     return
                 self._start_read(piece, block)
 
     def get(
-        self, pieces: Sequence[SpilledPiece], target: torch.Tensor, next_ones: Sequence[SpilledPiece] = ()
+        self, pieces: Sequence[SpilledPiece], target: torch.Tensor, upcoming: Sequence[SpilledPiece] = ()
     ) -> MaybeEvent:
         """Copy pieces to `target` (uint8, on the device).
 
@@ -128,110 +130,112 @@ class PieceStore:
         Args:
             pieces: all pieces of one `put`.
             target: as long as the source of that `put`.
-            next_ones: pieces that will be needed soon.
+            upcoming: pieces that will be needed soon.
         """
         fence: MaybeEvent = None
         made = self._streams.record_event()
         try:
             for index, piece in enumerate(pieces):
-                if not self._in_reach(piece):
-                    self._start_read(piece, self._lease(piece))
-                self.start([*pieces[index + 1 :], *next_ones])
+                if not self._is_loaded(piece):
+                    self._start_read(piece, self._allocate(piece))
+                self.prefetch([*pieces[index + 1 :], *upcoming])
                 fence = self._copy_back(piece, target[piece.begin : piece.end], made)
         except BaseException:
             self._streams.wait_events(fence)  # the memory of `target` will be reused: copies in flight must end before
             raise
         return fence
 
-    def at_hand(self, pieces: Iterable[SpilledPiece]) -> bool:
+    def is_ready(self, pieces: Iterable[SpilledPiece]) -> bool:
         """True when `get` need not wait for the disk."""
         return all(
-            piece.rescued is not None or (piece.block is not None and (piece.read is None or piece.read.done()))
+            piece.host_copy is not None or (piece.block is not None and (piece.read is None or piece.read.done()))
             for piece in pieces
         )
 
-    def drop(self, pieces: Iterable[SpilledPiece]) -> None:
+    def free_pieces(self, pieces: Iterable[SpilledPiece]) -> None:
         """These pieces are not needed any more; memory and swap space are freed once their transfers have ended."""
         for piece in pieces:
-            piece.dropped = True
+            piece.is_freed = True
             if piece.write is None:  # else the piece is in the list already
-                self._moving.append(piece)
-        self.collect()
+                self._in_flight.append(piece)
+        self.free_finished()
 
-    def collect(self) -> None:
+    def free_finished(self) -> None:
         """Release the blocks and swap space of transfers and copies that have ended."""
-        self._moving = [piece for piece in self._moving if not self._has_ended(piece)]
-        self._ahead = [piece for piece in self._ahead if piece.read is not None]
-        self._leaving = [(block, fence) for block, fence in self._leaving if not self._has_left(block, fence)]
-        while self._copied and _passed(self._copied[0][1]):
-            self._copied.popleft()[2]()
+        self._in_flight = [piece for piece in self._in_flight if not self._try_finish(piece)]
+        self._prefetched = [piece for piece in self._prefetched if piece.read is not None]
+        self._pending_frees = [
+            (block, fence) for block, fence in self._pending_frees if not self._try_free_block(block, fence)
+        ]
+        while self._copies and _is_complete(self._copies[0][1]):
+            self._copies.popleft()[2]()
 
-    def take_failure(self) -> StorageError | None:
+    def pop_failure(self) -> StorageError | None:
         """A failed write that no caller knows of yet; its bytes are kept in memory.
 
         Writes in flight are likely to fail for the same reason. They are kept too, and no later call returns them.
         """
         failure, self._failure = self._failure, None
         if failure is not None:
-            for piece in self._moving:
-                piece.covered = True
+            for piece in self._in_flight:
+                piece.is_failure_reported = True
         return failure
 
-    def end(self) -> None:
+    def clear(self) -> None:
         """Drop everything; no transfer may be in flight."""
-        self._moving, self._ahead, self._leaving, self._failure = [], [], [], None
-        self._copied.clear()
+        self._in_flight, self._prefetched, self._pending_frees, self._failure = [], [], [], None
+        self._copies.clear()
 
-    def _copy_away(self, piece: SpilledPiece, block: Block, source: torch.Tensor, copied: Callable[[], None]) -> None:
+    def _copy_out(self, piece: SpilledPiece, block: Block, source: torch.Tensor, on_copied: Callable[[], None]) -> None:
         into = block.data[: piece.nbytes]
-        if self._near:
+        if self._is_device_memory:
             self._streams.wait_events(*block.events)
             into.copy_(source)
-            piece.fence = self._streams.record_event()
-            copied()
+            piece.event = self._streams.record_event()
+            on_copied()
             return
-        piece.fence = self._streams.copy_to_host(into, source, self._streams.record_event())
-        self._copied.append((source, piece.fence, copied))
-        while len(self._copied) > COPIES_IN_FLIGHT or _passed(self._copied[0][1]):
+        piece.event = self._streams.copy_to_host(into, source, self._streams.record_event())
+        self._copies.append((source, piece.event, on_copied))
+        while len(self._copies) > COPIES_IN_FLIGHT or _is_complete(self._copies[0][1]):
             # Later work on this stream is ordered after the copy, and so is the next user of the memory. The allocator
             # must order the reuse by this stream, not by the copying one: else no memory is freed while the host runs
             # ahead of the device.
-            oldest, fence, oldest_copied = self._copied.popleft()
+            oldest, fence, oldest_copied = self._copies.popleft()
             self._streams.wait_and_record_stream(oldest, fence)
             oldest_copied()
-            if not self._copied:
+            if not self._copies:
                 return
 
-    def _copy_back(self, piece: SpilledPiece, target: torch.Tensor, made: MaybeEvent) -> MaybeEvent:
-        source = self._arrived(piece)
-        if self._near:
-            self._streams.wait_events(piece.fence)  # another stream may have spilled it
+    def _copy_back(self, piece: SpilledPiece, target: torch.Tensor, after: MaybeEvent) -> MaybeEvent:
+        source = self._wait_for_read(piece)
+        if self._is_device_memory:
+            self._streams.wait_events(piece.event)  # another stream may have spilled it
             target.copy_(source)
-            piece.fence = self._streams.record_event()
-            return piece.fence
-        fence = piece.fence = self._streams.copy_to_device(target, source, piece.fence, made)
+            piece.event = self._streams.record_event()
+            return piece.event
+        fence = piece.event = self._streams.copy_to_device(target, source, piece.event, after)
         if piece.offset >= 0 and piece.write is None:
-            self._let_go(piece)
+            self._free_block(piece)
         return fence
 
-    def _arrived(self, piece: SpilledPiece) -> torch.Tensor:
-        if piece.rescued is not None:
-            return piece.rescued[: piece.nbytes]
+    def _wait_for_read(self, piece: SpilledPiece) -> torch.Tensor:
+        if piece.host_copy is not None:
+            return piece.host_copy[: piece.nbytes]
         block = piece.block
         if block is None:
             raise StateError(f"{self.name}: bytes that were moved away no longer exist")
         if piece.read is not None:
             error = piece.read.wait()
             if error is not None:
-                self._let_go(piece)
+                self._free_block(piece)
                 raise error.within(f"reading {self.name}") if isinstance(error, StorageError) else error
-            piece.fence = None
+            piece.event = None
         return block.data[: piece.nbytes]
 
-    def _lease(self, piece: SpilledPiece) -> Block:
+    def _allocate(self, piece: SpilledPiece) -> Block:
         nbytes = align_up(piece.nbytes, PAGE_BYTES)
-        self.collect()
-        while (block := self.memory.lease(nbytes)) is None:
+        self.free_finished()
+        while (block := self.memory.try_allocate(nbytes)) is None:
             if not self._wait_for_memory():
                 raise BudgetError(
                     f"{self.name}: {nbytes:,} more bytes do not fit, because {self.memory.used_bytes:,} of "
@@ -241,96 +245,96 @@ class PieceStore:
 
     def _wait_for_memory(self) -> bool:
         """Wait until more memory is free; False if none will be."""
-        writing = next((piece.write for piece in self._moving if piece.write is not None), None)
+        writing = next((piece.write for piece in self._in_flight if piece.write is not None), None)
         if writing is not None:
             writing.wait()
-        elif self._leaving and self._mover is not None:
-            self._mover.run(f"copies of {self.name}", self._streams.synchronize(self._leaving[0][1]))
-        elif not self._forget_read():
+        elif self._pending_frees and self._io_loop is not None:
+            self._io_loop.run(f"copies of {self.name}", self._streams.synchronize(self._pending_frees[0][1]))
+        elif not self._free_prefetched():
             return False
-        self.collect()
+        self.free_finished()
         return True
 
-    def _forget_read(self) -> bool:
+    def _free_prefetched(self) -> bool:
         """Release the oldest piece that was read ahead; False if there is none."""
-        for piece in self._ahead:
+        for piece in self._prefetched:
             if piece.read is not None and piece.block is not None:
                 piece.read.wait()
-                self._let_go(piece)
+                self._free_block(piece)
                 return True
         return False
 
-    def _let_go(self, piece: SpilledPiece) -> None:
+    def _free_block(self, piece: SpilledPiece) -> None:
         """Release the piece's block, if it has one, once its last copy has passed."""
         block, piece.block, piece.read = piece.block, None, None
-        if block is not None and not self._has_left(block, piece.fence):
-            self._leaving.append((block, piece.fence))
+        if block is not None and not self._try_free_block(block, piece.event):
+            self._pending_frees.append((block, piece.event))
 
-    def _has_left(self, block: Block, fence: MaybeEvent) -> bool:
-        if self._near:
-            block.free(fence)
-        elif _passed(fence):
+    def _try_free_block(self, block: Block, event: MaybeEvent) -> bool:
+        if self._is_device_memory:
+            block.free(event)
+        elif _is_complete(event):
             block.free()
         else:
             return False
         return True
 
     @staticmethod
-    def _in_reach(piece: SpilledPiece) -> bool:
-        return piece.block is not None or piece.rescued is not None
+    def _is_loaded(piece: SpilledPiece) -> bool:
+        return piece.block is not None or piece.host_copy is not None
 
-    def _start_write(self, piece: SpilledPiece, block: Block, swap: SwapArea, mover: IoLoop) -> None:
-        offset = swap.take(block.data.numel())
+    def _start_write(self, piece: SpilledPiece, block: Block, swap: SwapPool, io_loop: IoLoop) -> None:
+        offset = swap.try_allocate(block.data.numel())
         if offset is None:
             raise BudgetError(
                 f"{self.name}: {block.data.numel():,} more bytes do not fit, because {swap.used_bytes:,} bytes "
                 f"of swap space are in use; raise {self.memory.knob}"
             )
-        piece.offset, fence, streams = offset, piece.fence, self._streams
+        piece.offset, fence, streams = offset, piece.event, self._streams
 
         async def write() -> None:
             await streams.synchronize(fence)
             await swap.disk.write(offset, block.data, self.name)
 
-        self._moving.append(piece)
-        piece.write = mover.submit(f"storing {self.name}", write())
+        self._in_flight.append(piece)
+        piece.write = io_loop.submit(f"storing {self.name}", write())
 
     def _start_read(self, piece: SpilledPiece, block: Block) -> None:
-        if self._swap is None or self._mover is None:
+        if self._swap is None or self._io_loop is None:
             raise StateError(f"{self.name}: bytes that were moved away no longer exist")
         reading = self._swap.disk.read(piece.offset, block.data, self.name)
-        piece.read = self._mover.submit(f"reading {self.name}", reading)
+        piece.read = self._io_loop.submit(f"reading {self.name}", reading)
         piece.block = block  # set last: a piece with a block and without a read counts as held in memory
-        self._ahead.append(piece)
+        self._prefetched.append(piece)
 
-    def _has_ended(self, piece: SpilledPiece) -> bool:
+    def _try_finish(self, piece: SpilledPiece) -> bool:
         if piece.write is not None:
             if not piece.write.done():
                 return False
-            self._written(piece, piece.write)
-        if not piece.dropped:
+            self._finish_write(piece, piece.write)
+        if not piece.is_freed:
             return True
         if piece.read is not None and not piece.read.done():
             return False
-        piece.rescued = None
-        self._let_go(piece)
+        piece.host_copy = None
+        self._free_block(piece)
         if piece.offset >= 0 and self._swap is not None:
-            self._swap.give_back(piece.offset)
+            self._swap.free(piece.offset)
             piece.offset = -1
         return True
 
-    def _written(self, piece: SpilledPiece, write: IoFuture[None]) -> None:
+    def _finish_write(self, piece: SpilledPiece, write: IoFuture[None]) -> None:
         error, piece.write = write.wait(), None
-        if error is not None and piece.block is not None and not piece.dropped:
-            piece.rescued = aligned_copy(piece.block.data)
-            if isinstance(error, StorageError) and not piece.covered:
+        if error is not None and piece.block is not None and not piece.is_freed:
+            piece.host_copy = aligned_copy(piece.block.data)
+            if isinstance(error, StorageError) and not piece.is_failure_reported:
                 self._failure = self._failure or error.within(f"storing {self.name}")
-        self._let_go(piece)
+        self._free_block(piece)
 
 
-def _passed(fence: MaybeEvent) -> bool:
-    return fence is None or fence.query()
+def _is_complete(event: MaybeEvent) -> bool:
+    return event is None or event.query()
 
 
-def _nothing() -> None:
+def _ignore() -> None:
     """Used as `copied` for all pieces but the last."""

@@ -24,8 +24,8 @@ from offload.mover import IoLoop
 from offload.planes.planes import Disk
 from offload.saved import activations, spill_store
 from offload.saved.activations import ActivationStore, Handle
-from offload.saved.slabs import Slabs, SwapArea
-from offload.saved.spill_store import PieceStore
+from offload.saved.slabs import GrowingPool, SwapPool
+from offload.saved.spill_store import SpillStore
 from offload.streams import Streams
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ class Place:
     """A store and what is below it."""
 
     store: ActivationStore
-    pieces: PieceStore
+    pieces: SpillStore
     disk: Disk | None
 
     def inject(self, fault: AioFault | None) -> None:
@@ -58,10 +58,10 @@ def open_place(nvme_path: Path) -> Iterator[Open]:
             memory_bytes = nbytes
             if kind.startswith("disk"):
                 disk = Disk(open_aio(AioOptions(chunk_bytes=4096)), SwapSpace([nvme_path], nbytes or 1 << 20))
-                swap = SwapArea(disk, 0, nbytes or 1 << 20, grows=nbytes is None)
+                swap = SwapPool(disk, 0, nbytes or 1 << 20, can_grow=nbytes is None)
                 memory_bytes = passing_bytes
-            memory = Slabs("saved", "the knob", CPU, memory_bytes)
-            piece_store = PieceStore(memory, streams, near=kind == "device", swap=swap, mover=mover)
+            memory = GrowingPool("saved", "the knob", CPU, memory_bytes)
+            piece_store = SpillStore(memory, streams, is_device_memory=kind == "device", swap=swap, io_loop=mover)
             store = ActivationStore(piece_store, CPU, streams)
 
             def close() -> None:
@@ -92,11 +92,11 @@ def settled(place: Place, bytes_left: int = 0) -> bool:
     """Dropped handles give their bytes back, once what moves has ended."""
     gc.collect()
     for _ in range(500):
-        if place.store.kept_bytes == bytes_left:
+        if place.store.used_bytes == bytes_left:
             return True
-        lagging = (*place.pieces._leaving, *place.pieces._copied)
+        lagging = (*place.pieces._pending_frees, *place.pieces._copies)
         place.pieces._streams.wait_events(*(entry[1] for entry in lagging))  # what lags waits to be waited for
-        if place.store.kept_bytes == bytes_left:
+        if place.store.used_bytes == bytes_left:
             return True
         threading.Event().wait(0.01)
     return False
@@ -136,7 +136,7 @@ def test_every_kind_of_tensor_comes_back(place: Place, cut: bool, request: pytes
     if cut:
         request.getfixturevalue("small_pieces")
     given = tensors()
-    handles = {name: place.store.keep(tensor) for name, tensor in given.items()}
+    handles = {name: place.store.save(tensor) for name, tensor in given.items()}
     for name in reversed(given):
         back = place.store.restore(handles[name])
         assert same(back, given[name]), name
@@ -150,7 +150,7 @@ def test_every_kind_of_tensor_comes_back(place: Place, cut: bool, request: pytes
 
 def test_views_of_one_storage_are_one_copy_and_come_back_on_one(place: Place) -> None:
     base = torch.randn(3, 64, 64)
-    handles = [place.store.keep(part) for part in base]
+    handles = [place.store.save(part) for part in base]
     assert place.store.counters.stored_bytes == base.nbytes and place.store.counters.shared == 2
     back = [place.store.restore(handle) for handle in handles]
     assert torch.equal(torch.stack(back), base)
@@ -160,11 +160,11 @@ def test_views_of_one_storage_are_one_copy_and_come_back_on_one(place: Place) ->
 
 def test_a_tensor_that_was_written_to_meanwhile_is_another_one(place: Place) -> None:
     x = torch.randn(64, 64)
-    before, first = x.clone(), place.store.keep(x)
-    place.pieces._streams.wait_events(*(fence for _, fence, _ in place.pieces._copied))
-    place.store.check()  # the copy is taken note of: what follows comes after it
+    before, first = x.clone(), place.store.save(x)
+    place.pieces._streams.wait_events(*(fence for _, fence, _ in place.pieces._copies))
+    place.store.check_failure()  # the copy is taken note of: what follows comes after it
     x.add_(1)
-    second = place.store.keep(x)
+    second = place.store.save(x)
     assert same(place.store.restore(second), x) and same(place.store.restore(first), before)
 
 
@@ -172,7 +172,7 @@ def test_another_tensor_at_the_place_of_a_dead_one_is_not_taken_for_it(place: Pl
     handles, values = [], []
     for index in range(50):  # the allocator gives the same addresses again
         x = torch.full((64, 64), float(index))
-        handles.append(place.store.keep(x))
+        handles.append(place.store.save(x))
         values.append(float(index))
         del x
     for handle, value in zip(handles, values, strict=True):
@@ -181,7 +181,7 @@ def test_another_tensor_at_the_place_of_a_dead_one_is_not_taken_for_it(place: Pl
 
 def test_writing_to_what_one_handle_got_leaves_the_other_handles_alone(place: Place) -> None:
     x = torch.randn(64, 64)
-    one, other = place.store.keep(x), place.store.keep(x.view(-1))
+    one, other = place.store.save(x), place.store.save(x.view(-1))
     place.store.restore(one).zero_()
     assert torch.equal(place.store.restore(other), x.view(-1))
     assert torch.equal(place.store.restore(one), x)
@@ -191,7 +191,7 @@ def test_writing_to_what_one_handle_got_leaves_the_other_handles_alone(place: Pl
 def test_a_write_that_overtakes_the_copy_is_told_as_torch_tells_it(open_place: Open, kind: str) -> None:
     place = open_place(kind)
     x = torch.randn(64, 64)
-    handle = place.store.keep(x)
+    handle = place.store.save(x)
     x.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         place.store.restore(handle)
@@ -200,8 +200,8 @@ def test_a_write_that_overtakes_the_copy_is_told_as_torch_tells_it(open_place: O
 def test_a_lagging_copy_keeps_its_source_and_no_more_than_a_few(open_place: Open) -> None:
     place = open_place("host, lagging")
     values = [torch.full((64, 64), float(index)) for index in range(20)]
-    handles = [place.store.keep(values.pop()) for _ in range(20)]
-    assert len(place.pieces._copied) <= spill_store.COPIES_IN_FLIGHT
+    handles = [place.store.save(values.pop()) for _ in range(20)]
+    assert len(place.pieces._copies) <= spill_store.COPIES_IN_FLIGHT
     assert [place.store.restore(handle)[0, 0].item() for handle in handles] == [float(i) for i in reversed(range(20))]
 
 
@@ -217,7 +217,7 @@ def test_any_order_of_keeping_restoring_and_dropping_gives_every_tensor_its_byte
         action = chance.random()
         if action < 0.45 or not held:
             x = torch.randint(0, 255, (chance.randrange(4096, 30_000),), dtype=torch.uint8)
-            copy, handle = x.clone(), place.store.keep(x)
+            copy, handle = x.clone(), place.store.save(x)
             held.append((handle, copy))
         elif action < 0.8:
             handle, copy = held[-1 if chance.random() < 0.7 else chance.randrange(len(held))]
@@ -237,30 +237,30 @@ def test_what_does_not_fit_is_refused_with_the_knob_and_leaves_nothing(
     open_place: Open, small_pieces: None, kind: str
 ) -> None:
     place = open_place(kind, nbytes=4 * 8192)
-    first = place.store.keep(torch.ones(3 * 8192, dtype=torch.uint8))
+    first = place.store.save(torch.ones(3 * 8192, dtype=torch.uint8))
     with pytest.raises(BudgetError, match=r"saved: .* more bytes do not fit.*raise the knob"):
-        place.store.keep(torch.ones(3 * 8192, dtype=torch.uint8))
+        place.store.save(torch.ones(3 * 8192, dtype=torch.uint8))
     assert place.store.restore(first).eq(1).all()
     assert settled(place, 3 * 8192)
     del first
     assert settled(place)
-    assert place.store.restore(place.store.keep(torch.ones(4 * 8192, dtype=torch.uint8))).eq(1).all()
+    assert place.store.restore(place.store.save(torch.ones(4 * 8192, dtype=torch.uint8))).eq(1).all()
 
 
 def test_what_cannot_be_written_is_told_once_and_comes_back_all_the_same(open_place: Open) -> None:
     place = open_place("disk")
     x = torch.randn(64, 64)
     place.inject(AioFault(errno=errno.ENOSPC, fail_rate=1.0, ops=("write",)))
-    handle = place.store.keep(x)
-    for piece in handle.kept.pieces:
+    handle = place.store.save(x)
+    for piece in handle.saved.pieces:
         assert piece.write is not None
         piece.write.wait()
     with pytest.raises(StorageError, match=r"storing saved: .*ENOSPC.*offset [\d,]+; free space there: [\d,]+ bytes"):
-        place.store.check()
-    place.store.check()
+        place.store.check_failure()
+    place.store.check_failure()
     assert torch.equal(place.store.restore(handle), x)
     place.inject(None)
-    assert torch.equal(place.store.restore(place.store.keep(x + 1)), x + 1)
+    assert torch.equal(place.store.restore(place.store.save(x + 1)), x + 1)
     assert torch.equal(place.store.restore(handle), x)
     del handle
     assert settled(place)
@@ -269,18 +269,18 @@ def test_what_cannot_be_written_is_told_once_and_comes_back_all_the_same(open_pl
 def test_a_write_that_failed_is_told_by_the_next_tensor_that_is_to_be_kept(open_place: Open) -> None:
     place = open_place("disk")
     place.inject(AioFault(errno=errno.EIO, fail_rate=1.0, ops=("write",)))
-    handle = place.store.keep(torch.ones(64, 64))
-    for piece in handle.kept.pieces:
+    handle = place.store.save(torch.ones(64, 64))
+    for piece in handle.saved.pieces:
         assert piece.write is not None
         piece.write.wait()
     with pytest.raises(StorageError, match="storing saved"):
-        place.store.keep(torch.ones(64, 64))
+        place.store.save(torch.ones(64, 64))
 
 
 def test_what_cannot_be_read_is_told_and_can_be_read_later(open_place: Open, small_pieces: None) -> None:
     place = open_place("disk", passing_bytes=4 * 8192)
     given = [torch.randn(64, 64) for _ in range(4)]
-    handles = [place.store.keep(x) for x in given]
+    handles = [place.store.save(x) for x in given]
     place.inject(AioFault(errno=errno.EIO, fail_rate=1.0, ops=("read",)))
     with pytest.raises(StorageError, match=r"reading saved: .*EIO"):
         place.store.restore(handles[0])
@@ -298,14 +298,14 @@ def test_what_cannot_be_read_is_told_and_can_be_read_later(open_place: Open, sma
 def test_what_is_dropped_while_it_is_written_gives_its_place_back_only_then(open_place: Open) -> None:
     place = open_place("disk", nbytes=1 << 16)
     place.inject(AioFault(delay_rate=1.0, delay_seconds=math.inf))
-    place.store.keep(torch.ones(1 << 16, dtype=torch.uint8))
-    assert place.store.kept_bytes == 1 << 16 and place.pieces.memory.used_bytes == 1 << 16
+    place.store.save(torch.ones(1 << 16, dtype=torch.uint8))
+    assert place.store.used_bytes == 1 << 16 and place.pieces.memory.used_bytes == 1 << 16
     place.inject(None)
     assert settled(place) and place.pieces.memory.used_bytes == 0
 
 
 def test_handles_may_end_on_any_thread(place: Place) -> None:
-    handles = [place.store.keep(torch.randn(64, 64)) for _ in range(8)]
+    handles = [place.store.save(torch.randn(64, 64)) for _ in range(8)]
     thread = threading.Thread(target=handles.clear)
     thread.start()
     thread.join()
@@ -314,45 +314,45 @@ def test_handles_may_end_on_any_thread(place: Place) -> None:
 
 def test_small_odd_and_foreign_tensors_are_not_taken(place: Place) -> None:
     x = torch.randn(64, 64)
-    assert place.store.takes(x)
+    assert place.store.can_save(x)
     marked = torch.randn(64, 64)
     marked.no_checkpointing = True  # type: ignore[attr-defined]
     with torch.inference_mode():
         inference = torch.randn(64, 64)
     refused = [x[0], x.to_sparse(), torch.nn.Parameter(x), torch.complex(x, x).conj(), x.to("meta"), marked, inference]
-    assert not any(place.store.takes(tensor) for tensor in refused)
-    assert x[0].nbytes < activations.KEPT_BYTES_MIN <= x.nbytes
+    assert not any(place.store.can_save(tensor) for tensor in refused)
+    assert x[0].nbytes < activations.SAVED_BYTES_MIN <= x.nbytes
 
 
 def test_memory_grows_and_returns_when_it_is_trimmed(open_place: Open) -> None:
     place = open_place("host")
-    handles = [place.store.keep(torch.ones(10 << 20, dtype=torch.uint8)) for _ in range(4)]
+    handles = [place.store.save(torch.ones(10 << 20, dtype=torch.uint8)) for _ in range(4)]
     grown = place.pieces.memory.capacity_bytes
     assert place.pieces.memory.used_bytes == 40 << 20 <= grown <= 60 << 20
     handles.clear()
     place.store.trim()
     assert place.pieces.memory.capacity_bytes == 0
-    place.store.add_room(30 << 20)
-    handles = [place.store.keep(torch.ones(10 << 20, dtype=torch.uint8)) for _ in range(3)]
+    place.store.grow_memory(30 << 20)
+    handles = [place.store.save(torch.ones(10 << 20, dtype=torch.uint8)) for _ in range(3)]
     assert place.pieces.memory.capacity_bytes == 30 << 20
 
 
 def test_a_swap_area_grows_behind_what_others_have(open_place: Open, small_pieces: None) -> None:
     place = open_place("disk")
     given = [torch.full((1 << 19,), index, dtype=torch.uint8) for index in range(6)]
-    handles = [place.store.keep(x) for x in given]
+    handles = [place.store.save(x) for x in given]
     assert place.disk is not None and place.disk.swap.capacity_bytes > 1 << 20
     assert all(torch.equal(place.store.restore(h), x) for h, x in zip(handles, given, strict=True))
 
 
 def test_after_the_end_nothing_is_kept_and_nothing_is_restored(place: Place) -> None:
-    handle = place.store.keep(torch.randn(64, 64))
+    handle = place.store.save(torch.randn(64, 64))
     place.pieces._streams.close()
-    if place.pieces._mover is not None:
-        place.pieces._mover.close()
+    if place.pieces._io_loop is not None:
+        place.pieces._io_loop.close()
     place.store.close()
-    calls: list[Callable[[], Any]] = [lambda: place.store.restore(handle), lambda: place.store.keep(torch.ones(64, 64))]
+    calls: list[Callable[[], Any]] = [lambda: place.store.restore(handle), lambda: place.store.save(torch.ones(64, 64))]
     for call in calls:
         with pytest.raises(StateError, match="closed"):
             call()
-    assert place.pieces.memory.capacity_bytes == 0 and handle.kept.pieces[0].block is None
+    assert place.pieces.memory.capacity_bytes == 0 and handle.saved.pieces[0].block is None

@@ -75,7 +75,7 @@ def kept(engine: Any) -> int:
     store = activation_store_of(engine)
     if store is None:
         return 0
-    store.check()
+    store.check_failure()
     for piece in pieces_in_motion(engine):
         for transfer in (piece.write, piece.read):
             if transfer is not None:

@@ -7,8 +7,8 @@ import torch
 from offload.mover import IoLoop
 from offload.planes.planes import Disk
 from offload.saved.activations import ActivationStore
-from offload.saved.slabs import Slabs, SwapArea
-from offload.saved.spill_store import PieceStore
+from offload.saved.slabs import GrowingPool, SwapPool
+from offload.saved.spill_store import SpillStore
 from offload.streams import Streams
 from zero.plan.beside_planes import KNOB
 from zero.plan.plan import DEVICE, NVME, Plan
@@ -31,7 +31,7 @@ def open_activations(
     memory_bytes, swap = wish.nbytes, None
     if wish.tier == NVME and disk is not None:
         begin, memory_bytes = plan.swap_bytes - wish.swap_bytes, wish.passing_bytes
-        swap = SwapArea(disk, begin, wish.swap_bytes, grows=wish.nbytes is None)
+        swap = SwapPool(disk, begin, wish.swap_bytes, can_grow=wish.nbytes is None)
     return open_store(wish.tier, device, streams, memory_bytes, pinned=pinned, swap=swap, mover=mover)
 
 
@@ -42,12 +42,12 @@ def open_store(
     nbytes: int | None = None,
     *,
     pinned: bool = True,
-    swap: SwapArea | None = None,
+    swap: SwapPool | None = None,
     mover: IoLoop | None = None,
 ) -> ActivationStore:
     """A store over `nbytes` of memory; None: it grows. With `swap` tensors pass through the memory to the disk."""
     near = tier == DEVICE
     where = device if near else torch.device("cpu")
-    memory = Slabs("saved activations", KNOB, where, nbytes, pinned=pinned and not near)
-    pieces = PieceStore(memory, streams, near=near, swap=swap, mover=mover)
+    memory = GrowingPool("saved activations", KNOB, where, nbytes, pinned=pinned and not near)
+    pieces = SpillStore(memory, streams, is_device_memory=near, swap=swap, io_loop=mover)
     return ActivationStore(pieces, device, streams)

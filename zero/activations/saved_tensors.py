@@ -17,7 +17,7 @@ from torch import nn
 
 from offload.errors import StorageError
 from offload.saved.activations import ActivationStore, Handle
-from offload.saved.saved_views import AsIs, storage_key
+from offload.saved.saved_views import UnmovedTensor, storage_key
 from offload.sizes import PAGE_BYTES, align_up
 from offload.system.interrupts import whole
 from zero.config.activation_block import ActivationCheckpointing
@@ -78,7 +78,7 @@ class Activations:
     def check(self) -> None:
         """Raise StorageError, once, if a tensor could not be stored; it stays in memory, and the next call goes on."""
         if self.store is not None:
-            self.store.check()
+            self.store.check_failure()
 
     def _look_at_model(self) -> None:
         """Note what stays where it is. The keys are valid while a forward runs."""
@@ -88,19 +88,19 @@ class Activations:
             self._fixed = flats.union(map(storage_key, buffers))
 
     @whole
-    def _pack(self, tensor: torch.Tensor) -> Handle | AsIs:
+    def _pack(self, tensor: torch.Tensor) -> Handle | UnmovedTensor:
         store = self.store
-        if store is None or not store.takes(tensor) or storage_key(tensor) in self._fixed:
-            return AsIs.of(tensor)
+        if store is None or not store.can_save(tensor) or storage_key(tensor) in self._fixed:
+            return UnmovedTensor.from_tensor(tensor)
         if not self._room_added:
             self._room_added = True
             if self.block.contiguous_memory_optimization and self.block.number_checkpoints:
                 each_bytes = align_up(tensor.untyped_storage().nbytes(), PAGE_BYTES)
-                store.add_room(self.block.number_checkpoints * each_bytes)
-        return store.keep(tensor)
+                store.grow_memory(self.block.number_checkpoints * each_bytes)
+        return store.save(tensor)
 
     @whole
-    def _unpack(self, packed: Handle | AsIs) -> torch.Tensor:
+    def _unpack(self, packed: Handle | UnmovedTensor) -> torch.Tensor:
         try:
             return packed.restore()
         except StorageError:

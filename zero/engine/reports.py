@@ -289,7 +289,7 @@ class Reports(StepListener):
             arena_peak_bytes=storage.arena.peak_bytes,
             activation_stored_bytes=kept.counters.stored_bytes if kept else 0,
             activation_restored_bytes=kept.counters.restored_bytes if kept else 0,
-            activation_kept_bytes=kept.kept_bytes if kept else 0,
+            activation_kept_bytes=kept.used_bytes if kept else 0,
             activation_peak_bytes=kept.peak_bytes if kept else 0,
             aio_backend=disk.aio.backend if disk else "none",
             aio_reason=disk.aio.reason if disk else "no plane lives on NVMe",

@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from offload.saved.saved_views import AsIs
+from offload.saved.saved_views import UnmovedTensor
 from offload.system.interrupts import uninterrupted, whole
 from zero.params.announced import check_rank, is_announced, take_values_of
 from zero.params.released import Keeper, is_kept, keeper_of
@@ -18,9 +18,11 @@ _entered: list[GatheredParameters] = []
 """Open contexts that have saved-tensor hooks."""
 
 
-def _saved(tensor: torch.Tensor) -> AsIs:
+def _saved(tensor: torch.Tensor) -> UnmovedTensor:
     """Save a tensor for backward; as a copy, if its values are released before (a penalty on a weight needs this)."""
-    return AsIs.of(tensor.detach().clone() if any(context.lends(tensor) for context in _entered) else tensor)
+    return UnmovedTensor.from_tensor(
+        tensor.detach().clone() if any(context.lends(tensor) for context in _entered) else tensor
+    )
 
 
 class GatheredParameters:
@@ -91,7 +93,7 @@ class GatheredParameters:
         if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             _entered.append(self)
             self._saving.callback(_entered.remove, self)
-            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, AsIs.restore))
+            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, UnmovedTensor.restore))
 
     @whole
     def _close_all(self) -> None:

@@ -23,7 +23,7 @@ from torch.utils.weak import TensorWeakRef
 from offload.accelerator import KINDS
 from offload.errors import StateError
 from offload.memory.flat_storage import viewable
-from offload.saved.saved_views import AsIs, storage_key
+from offload.saved.saved_views import UnmovedTensor, storage_key
 from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, has_face, put_on_face
 from zero.params.kept import KEEPER, KEPT, Collected, KeptParameter, Mixin
 from zero.params.released_storage import ReleasedStorage
@@ -498,11 +498,11 @@ def _saving_copies(owners: Collection[int]) -> AbstractContextManager[Any]:
     if not (torch.is_grad_enabled() and hooks._saved_tensors_hooks_is_enabled()):
         return nullcontext()
 
-    def save(tensor: torch.Tensor) -> AsIs:
+    def save(tensor: torch.Tensor) -> UnmovedTensor:
         owned = tensor.layout == torch.strided and storage_key(tensor) in owners
-        return AsIs.of(tensor.detach().clone() if owned else tensor)
+        return UnmovedTensor.from_tensor(tensor.detach().clone() if owned else tensor)
 
-    return torch.autograd.graph.saved_tensors_hooks(save, AsIs.restore)
+    return torch.autograd.graph.saved_tensors_hooks(save, UnmovedTensor.restore)
 
 
 def _needs_face(parameter: nn.Parameter, name: str) -> None:
