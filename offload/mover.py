@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from offload.accelerator import device_initializer
 from offload.errors import StateError, WatchdogError
-from offload.system.interrupts import uninterrupted
+from offload.system.interrupts import deferring_interrupts
 from offload.timeline import STALLS, Stopwatch, Timeline, has_external_wait
 
 T = TypeVar("T")
@@ -152,7 +152,7 @@ class IoLoop:
         with self.exposed_wait.running(), self._timeline.span(STALLS, what):
             since, known, warned = time.perf_counter(), self._progress_state(), False
             while not _wait_done(future, min(WARN_SECONDS, RAISE_SECONDS) / 300):
-                uninterrupted.deliver_late()
+                deferring_interrupts.deliver_overdue()
                 reached = self._progress_state()
                 if reached != known or self._kernels_running:
                     since, known, warned = time.perf_counter(), reached, False

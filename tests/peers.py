@@ -12,7 +12,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from offload.system.descriptors import Share
+from offload.system.descriptors import AllGatherBytes
 
 SECONDS_MAX = 60.0
 CONTEXT = multiprocessing.get_context("fork")
@@ -65,7 +65,7 @@ class Parent:
             return None
 
 
-Job = Callable[[int, Share, Parent], Any]
+Job = Callable[[int, AllGatherBytes, Parent], Any]
 """(number of the peer, connection to the other peers, connection to the test) -> the result that the test receives."""
 
 

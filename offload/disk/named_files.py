@@ -24,7 +24,7 @@ from offload.errors import ConfigError, StorageError
 from offload.memory.pinned import map_host, pin, tensor_over
 from offload.mover import IoFuture, IoLoop
 from offload.sizes import PAGE_BYTES
-from offload.system.linux import reopened
+from offload.system.linux import reopen
 
 Operation = Literal["read", "write"]
 PathOrDescriptor = str | int  # The path of a file, or an open descriptor, which stays open.
@@ -153,7 +153,7 @@ async def _move(aio: Aio, kind: Operation, fd: int, data: torch.Tensor, path: st
     whole = data.numel() // PAGE_BYTES * PAGE_BYTES
     aligned = not (offset % PAGE_BYTES or data.data_ptr() % PAGE_BYTES)
     mode = os.O_DIRECT | (os.O_RDONLY if kind == "read" else os.O_WRONLY)
-    direct = reopened(fd, mode) if whole and aligned else None
+    direct = reopen(fd, mode) if whole and aligned else None
     if direct is None:
         await move(fd, offset, data, path)
         return

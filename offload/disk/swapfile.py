@@ -205,7 +205,7 @@ class PeerSwap(SwapSpace):
             )
         flags = os.O_RDONLY | (os.O_DIRECT if geometry.direct else 0)
         for descriptor, path in zip(descriptors, geometry.paths, strict=True):
-            own = linux.reopened(descriptor, flags)  # None: it keeps the right to write
+            own = linux.reopen(descriptor, flags)  # None: it keeps the right to write
             if own is not None:
                 os.close(descriptor)
             self._files.append(SwapFile(descriptor if own is None else own, path))

@@ -19,7 +19,7 @@ import torch
 
 from offload.disk.provisional import read_tensor
 from offload.errors import ConfigError
-from offload.system.regular_files import open_regular, read_json, reading
+from offload.system.regular_files import open_regular, read_json, report_read_errors
 
 DTYPES = {
     "F64": torch.float64,
@@ -73,7 +73,7 @@ class SafetensorsFile:
         closing = weakref.finalize(self, os.close, self._fd)
         closing.atexit = False  # a function that runs at exit may still read
         try:
-            with reading(path, REREAD):
+            with report_read_errors(path, REREAD):
                 self.entries = self._read_header()
         except BaseException:
             closing()
@@ -138,7 +138,7 @@ def open_checkpoint(folder: Path) -> dict[str, SafetensorsFile]:
 
     Raises ConfigError: there is nothing to load, a shard is missing, or a file is damaged.
     """
-    with reading(folder, REREAD):
+    with report_read_errors(folder, REREAD):
         paths = [folder] if folder.is_file() else _shards(folder)
     files = {path: SafetensorsFile(path) for path in paths}
     return {name: file for file in files.values() for name in file.entries}

@@ -33,7 +33,7 @@ from offload.errors import ConfigError, StorageError
 from offload.files.durable import Files, Operation, write_all
 from offload.kernels import kernels
 from offload.sizes import PAGE_BYTES, align_up
-from offload.system.regular_files import is_direct, open_own_file, open_own_folder, reading
+from offload.system.regular_files import is_direct, open_own_file, open_own_folder, report_read_errors
 
 FOLDER = "zero-snapshots"
 FORMAT = 3
@@ -86,7 +86,7 @@ class SnapshotFiles:
         self._descriptors: list[int] = []
         try:
             for number, folder in enumerate(self.folders, 1):
-                with reading(folder, REMOVE):
+                with report_read_errors(folder, REMOVE):
                     self._descriptors.append(self._lock(folder / "swap"))
                     self._check_part(folder / "part", f"{number} of {len(folders)}")
             self.has_commit = any(True for _ in self.folders[0].glob("manifest-*"))
@@ -105,7 +105,7 @@ class SnapshotFiles:
     def manifest(self, number: int) -> Manifest | None:
         """This rank's manifest of that number; None if it has none. Raises StorageError: it is damaged."""
         path = self._manifest(number)
-        with reading(path, REMOVE):
+        with report_read_errors(path, REMOVE):
             if not path.exists():
                 return None
             return self._manifest_in(self._disk.read_bytes(path), number, path)
@@ -314,7 +314,7 @@ def read_committed(root: Path) -> dict[str, Any] | None:
     Raises StorageError: it cannot be read, or is damaged; ConfigError: it is of another version.
     """
     path, found = root / "committed", []
-    with reading(path, REMOVE):
+    with report_read_errors(path, REMOVE):
         if not path.exists():
             return None
         data = Files().read_bytes(path, COMMITTED_BYTES_MAX)
@@ -345,7 +345,7 @@ def _unpack(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
     checksum = rest.partition(b"\n")[0]
     if checksum != _checksum(text).encode():
         raise _damage_error(path)
-    with reading(path, REMOVE):
+    with report_read_errors(path, REMOVE):
         body = dict(json.loads(text))
     if body.get("format") != FORMAT:
         raise ConfigError(

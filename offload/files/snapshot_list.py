@@ -12,7 +12,7 @@ from typing import Any
 
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.snapshot_files import FOLDER, NAME, read_body, read_committed, remove_empty, remove_ranks
-from offload.system.regular_files import open_regular, reading
+from offload.system.regular_files import open_regular, report_read_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def list_snapshots(path: Path | str) -> list[SnapshotInfo]:
         raise ConfigError(
             f"snapshots: expected a folder of nvme_path, got {path}, which is none; is its drive mounted?"
         )
-    with reading(path):
+    with report_read_errors(path):
         return [_inspect(folder) for folder in sorted((Path(path) / FOLDER).glob("*")) if folder.is_dir()]
 
 
@@ -68,7 +68,7 @@ def _parts_elsewhere(rank: Path) -> list[Path]:
     """The folders of a rank's part below other paths, which its manifest names."""
     found: list[Path] = []
     for manifest in rank.glob("manifest-*"):
-        with contextlib.suppress(StorageError, ConfigError), reading(manifest):
+        with contextlib.suppress(StorageError, ConfigError), report_read_errors(manifest):
             found += [Path(folder) for folder in read_body(manifest)["folders"]]
     # Do not trust the manifest: accept only folders that are parts of this snapshot and rank.
     whole = [folder.resolve() for folder in found]

@@ -22,7 +22,7 @@ import torch
 from offload.disk.provisional import read_into
 from offload.errors import ConfigError, StorageError
 from offload.plain_objects import NotPlainError, allow_harmless, refusal
-from offload.system.regular_files import open_regular, reading
+from offload.system.regular_files import open_regular, report_read_errors
 
 
 class UnknownObject:
@@ -105,7 +105,7 @@ class TorchFile:
 
     def __init__(self, path: Path, wanted: str) -> None:
         self.path = path
-        with reading(path, COPY):
+        with report_read_errors(path, COPY):
             if not path.is_file():
                 raise ConfigError(f"{path}: missing; expected {wanted}. {COPY}")
             self._nbytes = path.stat().st_size

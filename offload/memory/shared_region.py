@@ -15,7 +15,7 @@ import torch
 from offload.errors import BudgetError, StateError
 from offload.memory.pinned import map_shared, tensor_over
 from offload.sizes import PAGE_BYTES, align_up
-from offload.system.descriptors import Share, close_received, exchange_descriptors
+from offload.system.descriptors import AllGatherBytes, close_received, exchange_descriptors
 from offload.system.linux import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, memory_file
 
 SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL  # Its length is final: no process can make another's mapping fault.
@@ -130,7 +130,9 @@ class SharedHostMemory:
         )
 
 
-def map_peer_memory(index: int, count: int, all_gather: Share, memory: SharedHostMemory) -> list[SharedHostMemory]:
+def map_peer_memory(
+    index: int, count: int, all_gather: AllGatherBytes, memory: SharedHostMemory
+) -> list[SharedHostMemory]:
     """Let every peer map every peer's region. A collective call like `exchange_descriptors`.
 
     Returns the regions in peer order; this peer's own is `memory` itself. The caller closes them. Raises PeerError: a

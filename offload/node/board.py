@@ -24,8 +24,8 @@ import native
 from offload.errors import BudgetError, NativeError, PeerError, StateError, WatchdogError
 from offload.memory.shared_region import SharedHostMemory
 from offload.sizes import align_up
-from offload.system.descriptors import Share, close_received, exchange_descriptors
-from offload.system.linux import open_lifeline
+from offload.system.descriptors import AllGatherBytes, close_received, exchange_descriptors
+from offload.system.linux import open_pidfd
 
 CELL_BYTES = 8
 ROW_ALIGN_BYTES = 128  # Rows of two peers share no cache line, and no pair of lines: some processors fetch pairs.
@@ -63,7 +63,7 @@ class NodeBoard:
         return count * _row_bytes(columns)
 
     @classmethod
-    def join(cls, index: int, count: int, columns: int, all_gather: Share) -> NodeBoard:
+    def join(cls, index: int, count: int, columns: int, all_gather: AllGatherBytes) -> NodeBoard:
         """Make a board together: every peer calls this, with equal `count` and `columns`. It calls `all_gather` once.
 
         Raises PeerError: a peer cannot be reached; names it. Raises StateError: the peers requested boards of different
@@ -267,7 +267,7 @@ def _try_make_memory(nbytes: int) -> SharedHostMemory | BudgetError:
 def _own_pidfd() -> list[int]:
     """A pidfd of this process, if the kernel has them."""
     try:
-        return [open_lifeline()]
+        return [open_pidfd()]
     except OSError:
         return []
 

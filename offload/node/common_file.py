@@ -20,7 +20,7 @@ from offload.disk.provisional import InitFile
 from offload.errors import PeerError, StateError
 from offload.memory.shared_region import SharedHostMemory
 from offload.sizes import PAGE_BYTES
-from offload.system.descriptors import Share, exchange_descriptors
+from offload.system.descriptors import AllGatherBytes, exchange_descriptors
 
 ROWS_MAX = 1 << 22  # Tensors that the ledger can list; pages with only untouched rows take no memory.
 WORKS, ENDED = 0, 1
@@ -58,7 +58,9 @@ class SharedInitFile:
         patience_seconds: how long the first peer may store nothing.
     """
 
-    def __init__(self, file: InitFile, ledger: Ledger, index: int, all_gather: Share, patience_seconds: float) -> None:
+    def __init__(
+        self, file: InitFile, ledger: Ledger, index: int, all_gather: AllGatherBytes, patience_seconds: float
+    ) -> None:
         self._file, self._ledger, self._index, self._all_gather = file, ledger, index, all_gather
         self._patience_seconds = patience_seconds
         self._offsets: list[int] = []  # Of each row; a tensor's row is its index in this list.
@@ -70,7 +72,13 @@ class SharedInitFile:
 
     @classmethod
     def join(
-        cls, file: InitFile, index: int, count: int, all_gather: Share, *, patience_seconds: float = PATIENCE_SECONDS
+        cls,
+        file: InitFile,
+        index: int,
+        count: int,
+        all_gather: AllGatherBytes,
+        *,
+        patience_seconds: float = PATIENCE_SECONDS,
     ) -> SharedInitFile:
         """Use the file of peer 0 instead of `file`, which is closed. A collective call that calls `all_gather` once.
 

@@ -17,7 +17,7 @@ from offload.errors import PeerError, StateError
 from offload.system.linux import memory_file
 
 # Sends this process's bytes to all peers, and returns all peers' bytes in peer order. All call it equally often.
-Share = Callable[[bytes], list[bytes]]
+AllGatherBytes = Callable[[bytes], list[bytes]]
 SECONDS_MAX = 30.0
 SAME_NODE_SECONDS_MAX = 10.0
 DESCRIPTORS_PER_MESSAGE = 64  # The kernel allows 253; fewer at a time keep those in flight below RLIMIT_NOFILE.
@@ -27,15 +27,15 @@ CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid.
 NAMESPACES = ("net", "user", "pid", "ipc")
 
 
-LOOK_SECONDS = 0.2  # Between two checks whether the awaited peers still run.
+POLL_SECONDS = 0.2  # Between two checks whether the awaited peers still run.
 
 
 def exchange_descriptors(
-    index: int, count: int, share: Share, descriptors: Sequence[int], *, seconds: float = SECONDS_MAX
+    index: int, count: int, all_gather: AllGatherBytes, descriptors: Sequence[int], *, seconds: float = SECONDS_MAX
 ) -> list[list[int]]:
     """Send every peer duplicates of these open files, and receive those of every peer.
 
-    A collective call: every peer makes it, and it calls `share` once. Files are sent over sockets in the abstract
+    A collective call: every peer makes it, and it calls `all_gather` once. Files are sent over sockets in the abstract
     namespace, which leave no file behind. A peer is accepted if it runs as the same user and knows a shared secret.
     Each peer may send any number of descriptors. Returns for each peer its descriptors in the order sent; they are
     close-on-exec, and the caller closes them. This peer's own entry has `descriptors` themselves. Raises PeerError: a
@@ -43,21 +43,21 @@ def exchange_descriptors(
 
     Args:
         index: number of this peer, 0 <= index < count.
-        share: how the peers exchange bytes without files.
+        all_gather: how the peers exchange bytes without files.
         descriptors: open ones; the caller keeps them.
         seconds: how long to wait for the other peers, once all of them have called.
     """
-    meeting = _Meeting(index, count, descriptors, seconds)
+    meeting = _DescriptorExchange(index, count, descriptors, seconds)
     try:
-        meeting.introduce(share)
+        meeting.listen(all_gather)
         # Each peer first connects to all peers with lower numbers, then accepts those with higher ones. Peer 0
         # connects to none, so there is always one that answers, and no deadlock.
         for peer in range(index):
-            meeting.call_on(peer)
+            meeting.connect(peer)
         for _ in range(index + 1, count):
-            meeting.answer()
+            meeting.accept()
     except BaseException:
-        meeting.drop()
+        meeting.abort()
         raise
     finally:
         meeting.close()
@@ -77,23 +77,23 @@ def node_identity() -> bytes:
     return json.dumps([boot, os.geteuid(), *spaces]).encode()
 
 
-def same_node(share: Share) -> bool:
+def same_node(all_gather: AllGatherBytes) -> bool:
     """True if all peers can share memory: on one kernel, in one container, and each peer got a file of each other one.
 
-    A collective call; all peers get the same answer. It calls `share` once, or three times.
+    A collective call; all peers get the same answer. It calls `all_gather` once, or three times.
     """
     token = secrets.token_hex(TOKEN_BYTES).encode()
-    shared = [payload.partition(b"/") for payload in share(token + b"/" + node_identity())]
+    shared = [payload.partition(b"/") for payload in all_gather(token + b"/" + node_identity())]
     if len({identity for _, _, identity in shared}) != 1:
         return False
     tokens = [other for other, _, _ in shared]
     proof = _proof(token)
     try:
-        reached = _proven(tokens.index(token), tokens, share, proof)
+        reached = _check_proofs(tokens.index(token), tokens, all_gather, proof)
     finally:
         for descriptor in proof:
             os.close(descriptor)
-    return all(answer == b"yes" for answer in share(b"yes" if reached else b"no"))
+    return all(answer == b"yes" for answer in all_gather(b"yes" if reached else b"no"))
 
 
 def _proof(token: bytes) -> list[int]:
@@ -106,10 +106,10 @@ def _proof(token: bytes) -> list[int]:
     return [descriptor]
 
 
-def _proven(index: int, tokens: Sequence[bytes], share: Share, proof: Sequence[int]) -> bool:
+def _check_proofs(index: int, tokens: Sequence[bytes], all_gather: AllGatherBytes, proof: Sequence[int]) -> bool:
     """True if a file of every peer was received, and holds that peer's token."""
     try:
-        received = exchange_descriptors(index, len(tokens), share, proof, seconds=SAME_NODE_SECONDS_MAX)
+        received = exchange_descriptors(index, len(tokens), all_gather, proof, seconds=SAME_NODE_SECONDS_MAX)
     except PeerError:
         return False
     found = [b"".join(os.pread(descriptor, 2 * TOKEN_BYTES + 1, 0) for descriptor in given) for given in received]
@@ -124,7 +124,7 @@ def close_received(index: int, received: Sequence[Sequence[int]]) -> None:
             os.close(descriptor)
 
 
-class _Meeting:
+class _DescriptorExchange:
     """One exchange: a socket to which others connect, and the received descriptors."""
 
     def __init__(self, index: int, count: int, descriptors: Sequence[int], seconds: float) -> None:
@@ -134,13 +134,13 @@ class _Meeting:
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._listener: socket.socket | None = None
         self._peers: list[dict[str, Any]] = []
-        self._met: set[int] = {index}
+        self._served_peers: set[int] = {index}
         self._deadline = 0.0
         self._strangers = 0
-        self._seen: set[int] = set()  # Peers whose processes were seen running.
+        self._running_peers: set[int] = set()  # Peers whose processes were seen running.
         self.received: list[list[int]] = [list(descriptors) if peer == index else [] for peer in range(count)]
 
-    def introduce(self, share: Share) -> None:
+    def listen(self, all_gather: AllGatherBytes) -> None:
         """Listen, and share the address with all peers."""
         mine: dict[str, Any] = {"pid": os.getpid(), "given": len(self._own), "token": self._token.hex(), "error": ""}
         try:
@@ -150,7 +150,7 @@ class _Meeting:
             self._listener.listen(max(self._count, socket.SOMAXCONN))
         except OSError as error:
             mine["error"] = str(error)  # not raised yet: the others wait in `share` and must learn of it
-        self._peers = [json.loads(payload) for payload in share(json.dumps(mine).encode())]
+        self._peers = [json.loads(payload) for payload in all_gather(json.dumps(mine).encode())]
         if len(self._peers) != self._count:
             raise StateError(
                 f"share returned {len(self._peers)} payloads, expected one from each of {self._count} peers"
@@ -160,48 +160,48 @@ class _Meeting:
             reasons = "; ".join(f"{self._name(peer)}: {self._peers[peer]['error']}" for peer in failed)
             raise PeerError(f"passing files between processes: these peers could not make a socket: {reasons}", failed)
         self._deadline = time.monotonic() + self._seconds
-        self._seen = {peer for peer, other in enumerate(self._peers) if is_running(other["pid"])}
+        self._running_peers = {peer for peer, other in enumerate(self._peers) if is_running(other["pid"])}
 
-    def call_on(self, peer: int) -> None:
+    def connect(self, peer: int) -> None:
         """Connect to a peer; the peer sends its descriptors first."""
         with _socket() as connection:
             try:
-                connection.settimeout(self._left())
+                connection.settimeout(self._seconds_left())
                 self._connect(connection, peer)
                 user = _user_of(connection)
                 if user != os.geteuid():
-                    self._fail(peer, f"it runs as user {user}, but this process as user {os.geteuid()}")
+                    self._raise_peer_error(peer, f"it runs as user {user}, but this process as user {os.geteuid()}")
                 connection.send(HELLO.pack(self._index, bytes.fromhex(self._peers[peer]["token"])))
-                self._take(connection, peer)
-                self._give(connection)
+                self._receive_all(connection, peer)
+                self._send_all(connection)
             except ConnectionRefusedError:
-                self._fail(
+                self._raise_peer_error(
                     peer, "it does not listen: it has ended, or is in another network namespace or on another machine"
                 )
             except OSError as error:
-                self._fail(peer, _reason(error, self._seconds), left=True)
-        self._met.add(peer)
+                self._raise_peer_error(peer, _reason(error, self._seconds), is_gone=True)
+        self._served_peers.add(peer)
 
-    def answer(self) -> None:
+    def accept(self) -> None:
         """Wait for the next peer that connects; connections of other processes are closed."""
         peer = -1
         while peer < 0:
             try:
-                connection = self._accepted()
+                connection = self._accept_connection()
             except OSError as error:
-                self._nobody_came(error)
+                self._raise_no_connection(error)
             with connection:
                 try:
-                    peer = self._recognised(connection)
+                    peer = self._identify_peer(connection)
                     if peer >= 0:
-                        self._give(connection)
-                        self._take(connection, peer)
+                        self._send_all(connection)
+                        self._receive_all(connection, peer)
                 except OSError as error:
                     if peer >= 0:
-                        self._fail(peer, _reason(error, self._seconds), left=True)
-        self._met.add(peer)
+                        self._raise_peer_error(peer, _reason(error, self._seconds), is_gone=True)
+        self._served_peers.add(peer)
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         close_received(self._index, self.received)
 
     def close(self) -> None:
@@ -219,12 +219,12 @@ class _Meeting:
                     raise TimeoutError from None
                 time.sleep(1e-3)
 
-    def _accepted(self) -> socket.socket:
+    def _accept_connection(self) -> socket.socket:
         if self._listener is None:
             raise StateError("this process does not listen")
         ended: list[int] = []
         while True:
-            self._listener.settimeout(min(self._left(), LOOK_SECONDS))
+            self._listener.settimeout(min(self._seconds_left(), POLL_SECONDS))
             try:
                 connection, _ = self._listener.accept()
                 break
@@ -232,13 +232,13 @@ class _Meeting:
                 if time.monotonic() >= self._deadline:
                     raise
                 if ended:  # noticed in the last round; since then no connection that it made before has arrived
-                    self._fail(ended[0], f"its process has ended{self._sent_away}")
-                waited = self._seen - self._met - set(range(self._index))
+                    self._raise_peer_error(ended[0], f"its process has ended{self._refused_text}")
+                waited = self._running_peers - self._served_peers - set(range(self._index))
                 ended = [peer for peer in sorted(waited) if not is_running(self._peers[peer]["pid"])]
-        connection.settimeout(self._left())
+        connection.settimeout(self._seconds_left())
         return connection
 
-    def _recognised(self, connection: socket.socket) -> int:
+    def _identify_peer(self, connection: socket.socket) -> int:
         """Number of the peer that connected; -1 for another process."""
         if _user_of(connection) == os.geteuid():
             hello = connection.recv(HELLO.size)
@@ -249,48 +249,50 @@ class _Meeting:
         self._strangers += 1
         return -1
 
-    def _give(self, connection: socket.socket) -> None:
+    def _send_all(self, connection: socket.socket) -> None:
         for first in range(0, len(self._own), DESCRIPTORS_PER_MESSAGE):
             part = self._own[first : first + DESCRIPTORS_PER_MESSAGE]
-            connection.settimeout(self._left())
+            connection.settimeout(self._seconds_left())
             socket.send_fds(connection, [b"f"], part)
 
-    def _take(self, connection: socket.socket, peer: int) -> None:
+    def _receive_all(self, connection: socket.socket, peer: int) -> None:
         received, expected = self.received[peer], self._peers[peer]["given"]
         while len(received) < expected:
-            connection.settimeout(self._left())
+            connection.settimeout(self._seconds_left())
             message, found, cut = _receive(connection)
             received += found
             if not message:
-                self._fail(peer, f"it stopped after {len(received)} of {expected} descriptors", left=True)
+                self._raise_peer_error(
+                    peer, f"it stopped after {len(received)} of {expected} descriptors", is_gone=True
+                )
             if cut:
-                self._fail(peer, "this process cannot open more files; raise ulimit -n")
+                self._raise_peer_error(peer, "this process cannot open more files; raise ulimit -n")
 
     @property
-    def _sent_away(self) -> str:
+    def _refused_text(self) -> str:
         return f"; {self._strangers} unknown connections were refused" if self._strangers else ""
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         """Seconds until the deadline; never 0, so that data that has arrived already can be received."""
         return max(self._deadline - time.monotonic(), 1e-3)
 
     def _name(self, peer: int) -> str:
         return f"peer {peer} (pid {self._peers[peer]['pid']})"
 
-    def _fail(self, peer: int, why: str, *, left: bool = False) -> NoReturn:
-        """Raise PeerError; `left`: the peer does not answer any more."""
+    def _raise_peer_error(self, peer: int, why: str, *, is_gone: bool = False) -> NoReturn:
+        """Raise PeerError; `is_gone`: the peer does not answer any more."""
         # A peer leaves when it sees another one's death, and may be noticed first: also name the one that died.
-        others = sorted(self._seen - {peer}) if left else []
+        others = sorted(self._running_peers - {peer}) if is_gone else []
         gone = [other for other in others if not is_running(self._peers[other]["pid"])]
         first = f"; {', '.join(map(self._name, gone))} ended" if gone else ""
         raise PeerError(f"passing files between processes: {self._name(peer)}: {why}{first}", [*gone, peer])
 
-    def _nobody_came(self, error: OSError) -> NoReturn:
-        missing = [peer for peer in range(self._index + 1, self._count) if peer not in self._met]
+    def _raise_no_connection(self, error: OSError) -> NoReturn:
+        missing = [peer for peer in range(self._index + 1, self._count) if peer not in self._served_peers]
         names = ", ".join(self._name(peer) for peer in missing)
         raise PeerError(
             f"passing files between processes: no connection from {names}: "
-            f"{_reason(error, self._seconds)}{self._sent_away}",
+            f"{_reason(error, self._seconds)}{self._refused_text}",
             missing,
         ) from error
 

@@ -24,19 +24,19 @@ SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
-LATE_SECONDS = 0.2  # A signal that is held for so long may end a wait.
+DEFER_SECONDS_MAX = 0.2  # A signal that is held for so long may end a wait.
 _MAIN = threading.main_thread().ident
 
 
-class _Uninterrupted:
+class _DeferringInterrupts:
     """The context manager. The process has one; it acts in the main thread only, in others it does nothing."""
 
     def __init__(self) -> None:
         self._depth = 0
-        self._before: dict[int, Any] = {}  # Signal -> the handler that ours has replaced.
-        self._kept: list[tuple[int, FrameType | None]] = []
+        self._replaced_handlers: dict[int, Any] = {}  # Signal -> the handler that ours has replaced.
+        self._deferred: list[tuple[int, FrameType | None]] = []
         self._since = 0.0
-        self._handler = self._keep
+        self._handler = self._defer
 
     def __enter__(self) -> None:
         if threading.get_ident() != _MAIN:
@@ -45,7 +45,7 @@ class _Uninterrupted:
             for number in SIGNALS:
                 before = _signal.getsignal(number)
                 if callable(before) and before is not self._handler:  # else no other Python handler can raise
-                    self._before[number] = before
+                    self._replaced_handlers[number] = before
                     _signal.signal(number, self._handler)
         self._depth += 1
 
@@ -57,40 +57,40 @@ class _Uninterrupted:
         # At depth 0 our handler passes signals on. If a handler raises here, ours stays installed, which does no harm.
         self._depth -= 1
         if self._depth == 0:
-            for number, before in self._before.items():
+            for number, before in self._replaced_handlers.items():
                 if _signal.getsignal(number) is self._handler:  # code inside may have set another one
                     _signal.signal(number, before)
             self._deliver()
 
     def _deliver(self) -> None:
         """Run the handlers of the held signals; stops at the first that raises."""
-        while self._kept:
-            number, frame = self._kept.pop(0)
-            self._before[number](number, frame)
+        while self._deferred:
+            number, frame = self._deferred.pop(0)
+            self._replaced_handlers[number](number, frame)
 
-    def _keep(self, number: int, frame: FrameType | None) -> None:
+    def _defer(self, number: int, frame: FrameType | None) -> None:
         if self._depth == 0:  # during `__enter__` or `__exit__`
-            self._before[number](number, frame)
+            self._replaced_handlers[number](number, frame)
             return
-        if not self._kept:
+        if not self._deferred:
             self._since = time.monotonic()
-        self._kept.append((number, frame))
+        self._deferred.append((number, frame))
 
-    def deliver_late(self) -> None:
+    def deliver_overdue(self) -> None:
         """Run the handlers of held signals if the first is held for LATE_SECONDS and this is the main thread."""
-        if self._kept and threading.get_ident() == _MAIN and time.monotonic() - self._since >= LATE_SECONDS:
+        if self._deferred and threading.get_ident() == _MAIN and time.monotonic() - self._since >= DEFER_SECONDS_MAX:
             self._deliver()
 
 
-uninterrupted = _Uninterrupted()
+deferring_interrupts = _DeferringInterrupts()
 
 
-def whole(function: Function) -> Function:
+def atomic(function: Function) -> Function:
     """Decorator: runs `function` inside `uninterrupted`, so that signal handlers run after it."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with uninterrupted:
+        with deferring_interrupts:
             return function(*args, **kwargs)
 
     return run  # type: ignore[return-value]

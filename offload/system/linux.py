@@ -78,7 +78,7 @@ def nameless_file(folder: Path, *, direct: bool) -> tuple[int, bool]:
     return again
 
 
-def reopened(descriptor: int, flags: int) -> int | None:
+def reopen(descriptor: int, flags: int) -> int | None:
     """Another descriptor of the same file, opened with `flags`; None if that is not possible."""
     try:
         return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_CLOEXEC)
@@ -118,7 +118,7 @@ def _fallocate(descriptor: int, mode: int, offset: int, nbytes: int) -> None:
             raise _error()
 
 
-def open_lifeline() -> int:
+def open_pidfd() -> int:
     """A descriptor that becomes readable when this process has ended, also in other processes that received it.
 
     Raises OSError: the kernel has no such descriptors (before 5.3), or does not allow it.

@@ -28,7 +28,16 @@ KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 # Contents that are not what a reader expects make Python raise any of these.
-ODD = (ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+CONTENT_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def open_regular(
@@ -84,7 +93,7 @@ def read_regular(path: Path | str, nbytes_max: int = SMALL_BYTES_MAX) -> bytes:
 
 
 @contextmanager
-def reading(place: Path | str, advice: str = "copy or write it again") -> Iterator[None]:
+def report_read_errors(place: Path | str, advice: str = "copy or write it again") -> Iterator[None]:
     """Whatever reading the file makes Python raise becomes an error that names it.
 
     Raises StorageError: the file cannot be opened or read; ConfigError: its contents are not what is expected. Errors
@@ -96,14 +105,14 @@ def reading(place: Path | str, advice: str = "copy or write it again") -> Iterat
         raise
     except OSError as error:
         raise StorageError.from_os_error(error, "read", Path(error.filename or place)) from error
-    except ODD as error:
+    except CONTENT_ERRORS as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"{place} is damaged, or not what its name says ({why}); {advice}") from error
 
 
 def read_json(path: Path | str) -> Any:
     """The JSON value in a file. Raises as `reading`."""
-    with reading(path):
+    with report_read_errors(path):
         return json.loads(read_regular(path))
 
 
@@ -130,9 +139,9 @@ def open_own_folder(
     try:
         for name in names:
             path = path / name
-            above, descriptor = descriptor, _enter(descriptor, path, flags | os.O_NOFOLLOW, make)
+            above, descriptor = descriptor, _open_subfolder(descriptor, path, flags | os.O_NOFOLLOW, make)
             os.close(above)
-            wrong = "" if shared else _in_other_hands(descriptor, path)
+            wrong = "" if shared else _why_not_private(descriptor, path)
             if wrong:
                 raise ConfigError(f"{path}: expected a folder that only this user can write to, but {wrong}; {advice}")
         return descriptor
@@ -141,14 +150,14 @@ def open_own_folder(
         raise
 
 
-def _enter(descriptor: int, path: Path, flags: int, make: Callable[[int, Path], None] | None) -> int:
+def _open_subfolder(descriptor: int, path: Path, flags: int, make: Callable[[int, Path], None] | None) -> int:
     try:
         return os.open(path.name, flags, dir_fd=descriptor)
     except FileNotFoundError:
         if make is None:
             raise
         make(descriptor, path)
-        return _enter(descriptor, path, flags, None)
+        return _open_subfolder(descriptor, path, flags, None)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise ConfigError(f"{path}: expected a folder, got a link or a file; remove it") from error
@@ -180,7 +189,7 @@ def _is_ours(found: os.stat_result) -> bool:
     return found.st_uid in (os.geteuid(), 0)
 
 
-def _in_other_hands(descriptor: int, path: Path) -> str:
+def _why_not_private(descriptor: int, path: Path) -> str:
     """Why others may have put files into an open folder; empty if they cannot."""
     found = os.fstat(descriptor)
     if not _is_ours(found):
@@ -189,15 +198,15 @@ def _in_other_hands(descriptor: int, path: Path) -> str:
         return ""
     if found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH:
         return f"its mode is {stat.S_IMODE(found.st_mode):04o} (chmod go-w)"
-    return _close_to_group(descriptor, stat.S_IMODE(found.st_mode), path)
+    return _remove_group_write(descriptor, stat.S_IMODE(found.st_mode), path)
 
 
-def _close_to_group(descriptor: int, mode: int, path: Path) -> str:
+def _remove_group_write(descriptor: int, mode: int, path: Path) -> str:
     """Take the right to write away from the group: umask 0002 gave it to all folders. Why not; empty if it is done."""
-    planted = _planted(descriptor)
+    planted = _foreign_entry(descriptor)
     if not planted:
         os.fchmod(descriptor, mode & ~stat.S_IWGRP)
-        planted = _planted(descriptor)  # again, as nothing can be added any more
+        planted = _foreign_entry(descriptor)  # again, as nothing can be added any more
         if not planted:
             logger.warning("%s had mode %04o: its group can no longer write to it", path, mode)
             return ""
@@ -205,7 +214,7 @@ def _close_to_group(descriptor: int, mode: int, path: Path) -> str:
     return f"its mode is {mode:04o} (chmod go-w), and {planted} in it may have been put there by others"
 
 
-def _planted(descriptor: int) -> str:
+def _foreign_entry(descriptor: int) -> str:
     """Name of a link, of a file with a second name or of another user in an open folder; empty: none."""
     for name in os.listdir(descriptor):
         found = os.stat(name, dir_fd=descriptor, follow_symlinks=False)

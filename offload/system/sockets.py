@@ -44,7 +44,7 @@ def _address(name: tuple[str, int]) -> str:
     return f"{name[0]} {name[1]}"
 
 
-def shut(ends: Iterable[Connection]) -> None:
+def shut_down(ends: Iterable[Connection]) -> None:
     """Shut these connections down, which ends transfers in flight; their owners keep the descriptors."""
     for end in ends:
         with suppress(OSError):

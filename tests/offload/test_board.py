@@ -18,7 +18,7 @@ from offload.errors import BudgetError, NativeError, PeerError, StateError, Watc
 from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.node import board as boards
 from offload.node.board import NodeBoard, Sleeper
-from offload.system.descriptors import Share
+from offload.system.descriptors import AllGatherBytes
 
 SECONDS = 30.0
 
@@ -76,7 +76,7 @@ def test_rows_share_no_cache_line(either_way: None) -> None:
 def test_peers_see_what_was_written_before_it_was_published(either_way: None) -> None:
     rounds, numel = 300, 4096
 
-    def job(index: int, share: Share, parent: Parent) -> str:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> str:
         board = NodeBoard.join(index, 2, 2, share)
         regions = map_peer_memory(index, 2, share, SharedHostMemory(numel * 4, "numbers"))
         own, other = (regions[peer].data.view(torch.int32) for peer in (index, 1 - index))
@@ -160,13 +160,13 @@ def test_a_deadline_names_the_peer_what_was_awaited_and_how_far_it_is() -> None:
 
 
 def test_a_peer_that_died_is_named_at_once_but_what_it_had_published_counts() -> None:
-    def dies(index: int, share: Share, parent: Parent) -> None:
+    def dies(index: int, share: AllGatherBytes, parent: Parent) -> None:
         board = NodeBoard.join(index, 3, 1, share)
         board.publish(0, 2)
         parent.tell("published")
         parent.receive()
 
-    def waits(index: int, share: Share, parent: Parent) -> Any:
+    def waits(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         board = NodeBoard.join(index, 3, 1, share)
         parent.tell("joined")
         parent.receive()
@@ -191,7 +191,7 @@ def test_a_peer_that_died_is_named_at_once_but_what_it_had_published_counts() ->
 
 
 def test_without_lifelines_a_dead_peer_costs_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         if index == 1:
             monkeypatch.setattr(boards, "_own_pidfd", list)  # a kernel without pidfds
         files = open_files()
@@ -207,7 +207,7 @@ def test_without_lifelines_a_dead_peer_costs_the_deadline(monkeypatch: pytest.Mo
 
 
 def test_a_board_that_cannot_be_made_is_an_error_on_every_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         if index == 0:
             monkeypatch.setattr(boards, "_try_make_memory", lambda nbytes: BudgetError("board: no memory"))
         files = open_files()
@@ -223,7 +223,7 @@ def test_a_board_that_cannot_be_made_is_an_error_on_every_peer(monkeypatch: pyte
 
 
 def test_boards_of_different_sizes_are_refused() -> None:
-    def job(index: int, share: Share, parent: Parent) -> str:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> str:
         try:
             NodeBoard.join(index, 2, 4 if index == 0 else 900, share).close()
         except StateError as error:

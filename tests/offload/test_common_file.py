@@ -14,13 +14,15 @@ from peers import Parent, all_run
 from offload.disk.provisional import InitFile
 from offload.errors import StateError, StorageError
 from offload.node.common_file import SharedInitFile
-from offload.system.descriptors import Share
+from offload.system.descriptors import AllGatherBytes
 
 MIB = 1 << 20
 COUNT = 3
 
 
-def opened(folder: Path | None, index: int, share: Share, count: int = COUNT, patience_seconds: float = 60.0) -> Any:
+def opened(
+    folder: Path | None, index: int, share: AllGatherBytes, count: int = COUNT, patience_seconds: float = 60.0
+) -> Any:
     own = InitFile.in_memory() if folder is None else InitFile.on_disk([folder])
     return SharedInitFile.join(own, index, count, share, patience_seconds=patience_seconds)
 
@@ -43,7 +45,7 @@ def values(seed: int, numel: int = MIB) -> torch.Tensor:
 
 
 def test_every_peer_reads_what_the_first_has_stored_and_the_file_holds_it_once(folder: Path | None) -> None:
-    def job(index: int, share: Share, parent: Parent) -> tuple[list[bool], int]:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> tuple[list[bool], int]:
         before = descriptors()
         file = opened(folder, index, share)
         if index == 0:
@@ -60,7 +62,7 @@ def test_every_peer_reads_what_the_first_has_stored_and_the_file_holds_it_once(f
 
 
 def test_an_edit_of_all_peers_is_the_first_ones_and_a_look_is_no_edit(folder: Path | None) -> None:
-    def job(index: int, share: Share, parent: Parent) -> list[bool]:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> list[bool]:
         file = opened(folder, index, share)
         offset = file.append(values(index))
         looked = file.read(offset, MIB, torch.float32)
@@ -80,7 +82,7 @@ def test_an_edit_of_all_peers_is_the_first_ones_and_a_look_is_no_edit(folder: Pa
 
 
 def test_a_peer_that_is_late_at_a_meeting_does_not_count_what_the_first_has_edited_since(folder: Path | None) -> None:
-    def job(index: int, share: Share, parent: Parent) -> bool:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> bool:
         def late(told: bytes) -> list[bytes]:
             answers = share(told)
             time.sleep(0.3 * index)
@@ -99,7 +101,7 @@ def test_a_peer_that_is_late_at_a_meeting_does_not_count_what_the_first_has_edit
 
 
 def test_room_returns_when_every_peer_has_released_it(folder: Path | None) -> None:
-    def job(index: int, share: Share, parent: Parent) -> list[int]:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> list[int]:
         file = opened(folder, index, share)
         offsets = [file.append(values(at)) for at in range(2)]
         file.end_edits()
@@ -125,7 +127,7 @@ def raises(call: Any) -> str:
 
 
 def test_a_peer_that_builds_something_else_says_so(tmp_path: Path) -> None:
-    def job(index: int, share: Share, parent: Parent) -> tuple[str, bytes]:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> tuple[str, bytes]:
         file = opened(tmp_path, index, share, count=2)
         offset = file.append(torch.zeros(4 + index))
         said = raises(lambda: file.read(offset, 4, torch.float32)) if index else ""
@@ -136,7 +138,7 @@ def test_a_peer_that_builds_something_else_says_so(tmp_path: Path) -> None:
 
 
 def test_an_edit_of_one_peer_alone_is_named_where_it_is_read_and_settling_drops_it(tmp_path: Path) -> None:
-    def job(index: int, share: Share, parent: Parent) -> tuple[str, list[float]]:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> tuple[str, list[float]]:
         file = opened(tmp_path, index, share, count=2, patience_seconds=0.3)
         offset = file.append(torch.ones(2))
         said = ""
@@ -154,7 +156,7 @@ def test_an_edit_of_one_peer_alone_is_named_where_it_is_read_and_settling_drops_
 
 @pytest.mark.parametrize("fails", [True, False], ids=["that fails", "that ends"])
 def test_nobody_waits_for_a_first_peer(tmp_path: Path, fails: bool) -> None:
-    def job(index: int, share: Share, parent: Parent) -> str:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> str:
         file = opened(tmp_path, index, share, count=2)
         if index == 0 and fails:
             os.close(file._file.descriptor)
@@ -173,7 +175,7 @@ def test_nobody_waits_for_a_first_peer(tmp_path: Path, fails: bool) -> None:
 def test_what_all_have_agreed_on_is_read_also_by_one_that_saw_an_edit_too_early(tmp_path: Path) -> None:
     """Number 1 reads the first edit before it makes it, so it counts none; then both make another."""
 
-    def job(index: int, share: Share, parent: Parent) -> list[float]:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> list[float]:
         file = opened(tmp_path, index, share, count=2)
         offset = file.append(torch.zeros(2))
         if index == 0:

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from offload.system.garbage import no_collection
+from offload.system.garbage import pause_gc
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
@@ -14,7 +14,7 @@ def test_collections_wait_inside_and_are_as_before_after_an_error_too(was_enable
     found = gc.isenabled()
     try:
         (gc.enable if was_enabled else gc.disable)()
-        with pytest.raises(ValueError, match="broken"), no_collection():
+        with pytest.raises(ValueError, match="broken"), pause_gc():
             assert not gc.isenabled()
             raise ValueError("broken")
         assert gc.isenabled() == was_enabled

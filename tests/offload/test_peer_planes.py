@@ -28,7 +28,7 @@ from offload.memory.pinned import map_host, tensor_over
 from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.node.board import NodeBoard
 from offload.planes.planes import Disk, Home, TieredArray
-from offload.system.descriptors import Share, exchange_descriptors
+from offload.system.descriptors import AllGatherBytes, exchange_descriptors
 
 PAGE = 4096
 SECONDS = 30.0
@@ -71,7 +71,7 @@ def region_bytes() -> int:
 class Side:
     """A process with a plane of its own, and the other's."""
 
-    def __init__(self, index: int, share: Share, path: Path, backend: str) -> None:
+    def __init__(self, index: int, share: AllGatherBytes, path: Path, backend: str) -> None:
         self.index, self.share = index, share
         self.aio = open_aio(AioOptions(backend=backend, chunk_bytes=2 * PAGE))
         self.region = SharedHostMemory(region_bytes(), "weights", prefault=False)
@@ -116,7 +116,7 @@ def test_each_of_two_processes_reads_what_the_other_has_written(
     )
     ranges = [(0, NUMEL), (5 * PAGE, 30 * PAGE), (0, 2 * PAGE), (12 * PAGE, 13 * PAGE), (36 * PAGE, NUMEL)]
 
-    def job(index: int, share: Share, parent: Parent) -> int:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> int:
         before = len(os.listdir("/proc/self/fd"))
         side = Side(index, share, tmp_path, backend)
         source, into, compared = buffer(), buffer(), 0
@@ -208,7 +208,7 @@ def small_fs(tmp_path: Path) -> Iterator[Path]:
 def test_whichever_process_is_killed_first_not_a_byte_is_left(small_fs: Path, killed: int) -> None:
     before, names = free_bytes(small_fs), shared_names()
 
-    def job(index: int, share: Share, parent: Parent) -> None:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> None:
         side = Side(index, share, small_fs, "auto")
         parent.tell("open")
         parent.receive()

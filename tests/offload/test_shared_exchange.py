@@ -18,7 +18,7 @@ from offload.memory.arena import BlockPool
 from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.node.board import NodeBoard
 from offload.node.shared_exchange import FAILED, NodeCollectives
-from offload.system.descriptors import Share
+from offload.system.descriptors import AllGatherBytes
 
 CPU = torch.device("cpu")
 SECONDS = 60.0
@@ -28,7 +28,7 @@ REGION_BYTES = 1 << 20
 def exchange_of(
     index: int,
     count: int,
-    share: Share,
+    share: AllGatherBytes,
     regions: list[SharedHostMemory],
     part: tuple[int, int],
     slots: int = 4,
@@ -43,7 +43,7 @@ class Party:
     """A peer with a region and an exchange."""
 
     def __init__(
-        self, index: int, count: int, share: Share, *, slots: int = 4, deadline_seconds: float = SECONDS
+        self, index: int, count: int, share: AllGatherBytes, *, slots: int = 4, deadline_seconds: float = SECONDS
     ) -> None:
         self.index, self.count = index, count
         self.region = SharedHostMemory(REGION_BYTES, "gradients")
@@ -114,7 +114,7 @@ def expected(seed: int, collectives: int, index: int, count: int) -> list[torch.
 def test_every_peer_gets_the_sum_of_its_slices_whatever_the_sizes_and_the_order_of_arrival(count: int) -> None:
     collectives, seeds = 40, range(3)
 
-    def job(index: int, share: Share, parent: Parent) -> int:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> int:
         right = 0
         for seed in seeds:
             party = Party(index, count, share, slots=[4, 1, 7][seed])
@@ -164,7 +164,7 @@ def look_when_others_have_failed(exchange: NodeCollectives, count: int) -> None:
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("what", ["unit", "length"])
 def test_peers_that_do_not_do_the_same_are_all_told_who(what: str, late: bool) -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         party = Party(index, 3, share)
 
         async def play(exchange: NodeCollectives) -> None:
@@ -186,7 +186,7 @@ def test_peers_that_do_not_do_the_same_are_all_told_who(what: str, late: bool) -
 
 
 def test_a_peer_that_dies_is_named_by_all_others_at_once() -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         party = Party(index, 3, share, deadline_seconds=600)
 
         async def play(exchange: NodeCollectives) -> None:
@@ -215,7 +215,7 @@ def test_a_peer_that_dies_is_named_by_all_others_at_once() -> None:
 
 
 def test_a_peer_that_dies_while_it_reads_is_named_too() -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         party = Party(index, 2, share, deadline_seconds=600)
 
         async def play(exchange: NodeCollectives) -> None:
@@ -235,7 +235,7 @@ def test_a_peer_that_dies_while_it_reads_is_named_too() -> None:
 
 
 def test_an_error_inside_is_its_peers_own_affair() -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         party = Party(index, 3, share)
 
         async def play(exchange: NodeCollectives) -> None:
@@ -251,7 +251,7 @@ def test_an_error_inside_is_its_peers_own_affair() -> None:
 
 
 def test_a_peer_that_gives_up_tells_the_others_and_all_their_exchanges_are_over() -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         party = Party(index, 3, share, slots=2, deadline_seconds=600)
 
         async def play(exchange: NodeCollectives) -> None:
@@ -277,7 +277,7 @@ def test_a_peer_that_gives_up_tells_the_others_and_all_their_exchanges_are_over(
 
 
 def test_a_peer_that_does_nothing_is_named_when_the_deadline_passes() -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         party = Party(index, 2, share, deadline_seconds=0.05)
         found = outcome(party, lambda exchange: plain(exchange, 1, 64)) if index == 0 else None
         share(b"")
@@ -292,7 +292,7 @@ def test_a_peer_that_does_nothing_is_named_when_the_deadline_passes() -> None:
 
 
 def test_a_cancelled_collective_ends_the_exchange() -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         party = Party(index, 2, share)
 
         async def play(exchange: NodeCollectives) -> None:
@@ -316,7 +316,7 @@ def test_a_cancelled_collective_ends_the_exchange() -> None:
 
 
 def test_what_a_check_raises_ends_the_wait() -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         party = Party(index, 2, share)
         looks: list[int] = []
 
@@ -336,7 +336,7 @@ def test_what_a_check_raises_ends_the_wait() -> None:
 
 
 def test_closing_while_one_waits_hides_no_error() -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         party = Party(index, 2, share)
 
         async def play(exchange: NodeCollectives) -> None:
@@ -364,7 +364,7 @@ def test_closing_while_one_waits_hides_no_error() -> None:
 def test_what_cannot_be_offered_is_refused_here_and_known_there(
     number: int, offset: int, nbytes: int, message: str
 ) -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         party = Party(index, 2, share)
 
         async def play(exchange: NodeCollectives) -> None:
@@ -396,7 +396,7 @@ def test_an_exchange_has_a_region_for_each_peer_and_a_slice_that_there_is() -> N
 def test_peers_may_read_the_same_slice() -> None:
     """Two groups of two: each slice has two readers."""
 
-    def job(index: int, share: Share, parent: Parent) -> list[list[int]]:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> list[list[int]]:
         region = SharedHostMemory(4096, "gradients")
         regions = map_peer_memory(index, 4, share, region)
         exchange = exchange_of(index, 4, share, regions, (index % 2, 2))
@@ -416,7 +416,7 @@ def test_peers_may_read_the_same_slice() -> None:
 def test_a_peer_that_has_read_may_leave_while_others_have_not() -> None:
     """Number 0 leaves as soon as it may; number 1 still waits for number 2, and looks who has left meanwhile."""
 
-    def job(index: int, share: Share, parent: Parent) -> list[list[int]]:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> list[list[int]]:
         region = SharedHostMemory(4096, "gradients")
         regions = map_peer_memory(index, 3, share, region)
         exchange = exchange_of(index, 3, share, regions, (0, 1))

@@ -29,7 +29,7 @@ from offload.memory.pinned import fault_in
 from offload.memory.shared_region import SharedHostMemory, map_peer_memory
 from offload.planes.planes import Disk
 from offload.system import descriptors
-from offload.system.descriptors import Share, close_received, exchange_descriptors, same_node
+from offload.system.descriptors import AllGatherBytes, close_received, exchange_descriptors, same_node
 
 PAGE = 4096
 CPU = torch.device("cpu")
@@ -233,7 +233,7 @@ def memory_with(text: bytes) -> int:
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_every_peer_gets_the_files_of_every_peer(count: int) -> None:
-    def job(index: int, share: Share, parent: Parent) -> list[list[bytes]]:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> list[list[bytes]]:
         before = open_files()
         # A number of files of its own, none on one peer, more than fit one message on another.
         own = [memory_with(f"{index}/{i}".encode()) for i in range(0 if index == 1 else 70 * index + 1)]
@@ -264,7 +264,7 @@ def raises(call: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def test_a_peer_that_never_comes_is_named_by_all_who_wait_for_it() -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         if index == 1:
             share(b'{"pid": 77, "given": 0, "token": "00", "error": "", "name": "nobody"}')
             return "left", (1,)
@@ -278,7 +278,7 @@ def test_a_peer_that_never_comes_is_named_by_all_who_wait_for_it() -> None:
 
 
 def test_a_peer_without_a_socket_tells_the_others_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         if index == 1:
 
             def refuse() -> socket.socket:
@@ -292,7 +292,7 @@ def test_a_peer_without_a_socket_tells_the_others_why(monkeypatch: pytest.Monkey
 
 
 def test_strangers_are_sent_away_and_the_exchange_goes_on() -> None:
-    def job(index: int, share: Share, parent: Parent) -> list[bytes]:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> list[bytes]:
         def listening(payload: bytes) -> list[bytes]:
             payloads = share(payload)
             if index == 1:
@@ -314,7 +314,7 @@ def test_another_user_is_not_let_in() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
 
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         if index == 1:
             os.seteuid(1)
         return raises(lambda: exchange_descriptors(index, 2, share, [0], seconds=0.5))
@@ -336,7 +336,7 @@ def leave_room_for_ten_descriptors() -> None:
 
 
 def test_a_process_that_can_open_no_more_files_says_so() -> None:
-    def job(index: int, share: Share, parent: Parent) -> Any:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> Any:
         own = [memory_with(b"x") for _ in range(20)]
         if index == 1:
             leave_room_for_ten_descriptors()
@@ -348,7 +348,7 @@ def test_a_process_that_can_open_no_more_files_says_so() -> None:
 
 
 def test_regions_of_all_peers_are_mapped_by_all() -> None:
-    def job(index: int, share: Share, parent: Parent) -> list[list[int]]:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> list[list[int]]:
         before = open_files()
         own = SharedHostMemory((index + 1) * PAGE, "gradients")
         regions = map_peer_memory(index, 3, share, own)
@@ -371,7 +371,7 @@ def test_regions_of_all_peers_are_mapped_by_all() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_processes_of_one_machine_are_on_the_same_node(count: int) -> None:
-    def job(index: int, share: Share, parent: Parent) -> bool:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> bool:
         before = open_files()
         answer = same_node(share)
         assert open_files() == before
@@ -384,7 +384,7 @@ def test_processes_of_one_machine_are_on_the_same_node(count: int) -> None:
 def test_peers_of_different_nodes_all_get_no(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     monkeypatch.setattr(descriptors, "SAME_NODE_SECONDS_MAX", 0.3)
 
-    def job(index: int, share: Share, parent: Parent) -> bool:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> bool:
         if index == 1 and lacks == "another boot":
             monkeypatch.setattr(descriptors, "node_identity", lambda: b"elsewhere")
         if index == 1 and lacks == "another namespace" and os.geteuid() == 0:
@@ -432,7 +432,7 @@ def unreachable() -> socket.socket:
 def test_killed_processes_leave_no_shared_memory_whichever_goes_first(killed: int) -> None:
     nbytes = 256 << 20  # what others take or give back meanwhile is less than half of it
 
-    def job(index: int, share: Share, parent: Parent) -> None:
+    def job(index: int, share: AllGatherBytes, parent: Parent) -> None:
         regions = map_peer_memory(index, 2, share, SharedHostMemory(nbytes, "test"))
         parent.tell(regions[1 - index].data[0].item())
         parent.receive()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from offload.system.interrupts import LATE_SECONDS, uninterrupted, whole
+from offload.system.interrupts import DEFER_SECONDS_MAX, atomic, deferring_interrupts
 
 
 class Rang(KeyboardInterrupt):
@@ -32,8 +32,8 @@ def ring(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def test_the_handler_runs_when_the_outermost_context_ends(ring: Any) -> None:
     done = []
-    with pytest.raises(Rang), uninterrupted:
-        with uninterrupted:
+    with pytest.raises(Rang), deferring_interrupts:
+        with deferring_interrupts:
             ring()
             done.append("inner")
         done.append("outer")
@@ -43,7 +43,7 @@ def test_the_handler_runs_when_the_outermost_context_ends(ring: Any) -> None:
 
 
 def test_a_function_that_is_whole_ends_and_what_it_raised_is_told_as_the_cause(ring: Any) -> None:
-    @whole
+    @atomic
     def change() -> None:
         ring()
         raise ValueError("on purpose")
@@ -57,7 +57,7 @@ def test_every_signal_is_delivered(ring: Any) -> None:
     seen = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: seen.append(number))
     try:
-        with pytest.raises(Rang), uninterrupted:
+        with pytest.raises(Rang), deferring_interrupts:
             signal.raise_signal(signal.SIGUSR2)
             signal.raise_signal(signal.SIGUSR2)
             ring()
@@ -74,7 +74,7 @@ def test_a_handler_that_is_installed_inside_stays(ring: Any) -> None:
     before = signal.getsignal(signal.SIGHUP)
     signal.signal(signal.SIGHUP, lambda number, frame: None)
     try:
-        with uninterrupted:
+        with deferring_interrupts:
             signal.signal(signal.SIGHUP, mine)
         assert signal.getsignal(signal.SIGHUP) is mine
     finally:
@@ -82,11 +82,11 @@ def test_a_handler_that_is_installed_inside_stays(ring: Any) -> None:
 
 
 def test_a_long_wait_lets_it_through_and_a_short_one_does_not(ring: Any) -> None:
-    with pytest.raises(Rang), uninterrupted:
+    with pytest.raises(Rang), deferring_interrupts:
         ring()
-        uninterrupted.deliver_late()
-        time.sleep(LATE_SECONDS)
-        uninterrupted.deliver_late()
+        deferring_interrupts.deliver_overdue()
+        time.sleep(DEFER_SECONDS_MAX)
+        deferring_interrupts.deliver_overdue()
         raise AssertionError("the wait went on")
 
 
@@ -95,12 +95,12 @@ def test_on_other_threads_nothing_is_kept(ring: Any) -> None:
 
     def enter() -> None:
         try:
-            with uninterrupted:
-                uninterrupted.deliver_late()
+            with deferring_interrupts:
+                deferring_interrupts.deliver_overdue()
         except BaseException as error:
             failed.append(error)
 
-    with pytest.raises(Rang), uninterrupted:
+    with pytest.raises(Rang), deferring_interrupts:
         ring()
         thread = threading.Thread(target=enter)
         thread.start()

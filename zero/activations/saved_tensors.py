@@ -19,7 +19,7 @@ from offload.errors import StorageError
 from offload.saved.activations import ActivationStore, Handle
 from offload.saved.saved_views import UnmovedTensor, storage_key
 from offload.sizes import PAGE_BYTES, align_up
-from offload.system.interrupts import whole
+from offload.system.interrupts import atomic
 from zero.config.activation_block import ActivationCheckpointing
 from zero.params.binding import BoundUnit
 
@@ -87,7 +87,7 @@ class Activations:
             buffers = (buffer for buffer in self._model.buffers() if buffer.layout == torch.strided)
             self._fixed = flats.union(map(storage_key, buffers))
 
-    @whole
+    @atomic
     def _pack(self, tensor: torch.Tensor) -> Handle | UnmovedTensor:
         store = self.store
         if store is None or not store.can_save(tensor) or storage_key(tensor) in self._fixed:
@@ -99,7 +99,7 @@ class Activations:
                 store.grow_memory(self.block.number_checkpoints * each_bytes)
         return store.save(tensor)
 
-    @whole
+    @atomic
     def _unpack(self, packed: Handle | UnmovedTensor) -> torch.Tensor:
         try:
             return packed.restore()

@@ -28,7 +28,7 @@ from torch import nn
 from offload.errors import StateError
 from offload.memory.pinned import trim_heap
 from offload.sizes import format_bytes
-from offload.system.interrupts import whole
+from offload.system.interrupts import atomic
 from zero.assembly.assembly import Assembly
 from zero.assembly.run import Run
 from zero.assembly.steps import Steps
@@ -151,7 +151,7 @@ class ModelChanges:
         self.replan()
         return self._steps.at_rest()
 
-    @whole
+    @atomic
     def follow(self) -> bool:
         """Before a forward: apply changes of the model. True if there were any; raises as `replan`."""
         run, parts = self._run, self._run.parts

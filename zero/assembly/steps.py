@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offload.errors import StateError, StorageError
-from offload.system.interrupts import whole
+from offload.system.interrupts import atomic
 from offload.timeline import Stopwatch
 from zero.assembly.accumulation import Accumulation
 from zero.assembly.assembly import Assembly
@@ -133,7 +133,7 @@ class Steps:
         """True if the last `step()` changed weights: it was on an accumulation boundary and was not skipped."""
         return self._applied
 
-    @whole
+    @atomic
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated since the last step."""
         torn = not self._run.closed and self._run.parts.watch.torn
@@ -147,12 +147,12 @@ class Steps:
             warnings.warn(DISCARDS, stacklevel=3)
         self._forget(forwards=False)
 
-    @whole
+    @atomic
     def forget_gradients(self) -> None:
         """As `zero_grad`, for callers that replace them."""
         self._forget(forwards=False)
 
-    @whole
+    @atomic
     def forget_batch(self) -> None:
         """As `zero_grad`, and the forwards of the batch do not count either: none of them waits for its backward."""
         self._forget(forwards=True)
@@ -373,13 +373,13 @@ class Steps:
         if self._away.kinds & TO_TRAIN:
             self.ready("backward", TO_TRAIN)
 
-    @whole
+    @atomic
     def current(self, what: str, units: Iterable[int] | None = None) -> None:
         """`ready`, then wait until these units (None: all) have stored the last step's values. Raises as `ready`."""
         self.ready(what)
         self._run.parts.stepper.finish(units)
 
-    @whole
+    @atomic
     def synchronize(self) -> None:
         """Wait until the last step is complete, later gradients are stored on every tier, and nothing is in flight.
 

@@ -26,7 +26,7 @@ from offload.archives import bytes_tensor
 from offload.errors import ConfigError, StorageError
 from offload.files.durable import Files
 from offload.kernels import kernels
-from offload.system.regular_files import reading
+from offload.system.regular_files import report_read_errors
 
 MODEL = "model."  # Prefix of a parameter's or a buffer's name: its value, the fp32 master where there is one.
 # Prefix of a parameter's name and the name of one of its states: a plane (`exp_avg`, ...) or a number (`STEP`, ...).
@@ -212,7 +212,7 @@ def read_metadata(data: bytes, path: str) -> list[tuple[str, WrittenBox]]:
         raise ConfigError(f"{path}: not the metadata of a checkpoint, or damaged: {error}") from error
     if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
         raise ConfigError(f"{path}: expected torch.distributed.checkpoint's Metadata, got {type(metadata).__name__}")
-    with reading(path):
+    with report_read_errors(path):
         return _boxes_in(metadata, path)
 
 
@@ -297,7 +297,7 @@ def read_manifest(files: Files, folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        with reading(path):
+        with report_read_errors(path):
             return _manifest_of(json.loads(files.read_bytes(path)), path)
     except StorageError as error:
         raise ConfigError(

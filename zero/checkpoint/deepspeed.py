@@ -16,7 +16,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.files.torch_file import COPY, FileTensor, TorchFile, replace_unknown
-from offload.system.regular_files import reading
+from offload.system.regular_files import report_read_errors
 from zero.checkpoint.dcp_format import MODEL, STEP, state_name
 from zero.checkpoint.deepspeed_files import (
     KINDS,
@@ -205,7 +205,7 @@ def open_deepspeed_folder(path: Path | str, groups: Sequence[Sequence[str]] | No
         raise ConfigError(
             f"{folder}: expected the folder of one tag of a DeepSpeed checkpoint, got something that is not a folder"
         )
-    with reading(folder, COPY):
+    with report_read_errors(folder, COPY):
         return _open(folder, groups)
 
 

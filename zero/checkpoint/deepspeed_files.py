@@ -17,7 +17,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.files.torch_file import COPY, FileTensor, TorchFile, UnknownObject
-from offload.system.regular_files import reading
+from offload.system.regular_files import report_read_errors
 
 OPTIM_FILE = re.compile(r"(?P<kind>|bf16_|fp16_)zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
 MODEL_FILE = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -63,7 +63,7 @@ class RankFile:
 def is_deepspeed_folder(path: Path | str) -> bool:
     """True if the folder looks like one that `save_checkpoint` of DeepSpeed wrote: the folder of a tag."""
     folder = Path(path)
-    with reading(folder):
+    with report_read_errors(folder):
         return folder.is_dir() and any(
             OPTIM_FILE.fullmatch(entry.name) or MODEL_FILE.fullmatch(entry.name) for entry in folder.iterdir()
         )

@@ -11,7 +11,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.files.torch_file import COPY, FileTensor, TorchFile, replace_unknown
-from offload.system.regular_files import reading
+from offload.system.regular_files import report_read_errors
 from zero.checkpoint.deepspeed_files import Contents, known
 from zero.checkpoint.source import Saved
 
@@ -89,7 +89,7 @@ class SpreadSource:
         shape, values = self._found[name]
         if not 0 <= begin <= end <= shape.numel():
             raise IndexError(f"{name}: elements [{begin}, {end}) of {shape.numel()}")
-        with reading(self._where, COPY):
+        with report_read_errors(self._where, COPY):
             out = torch.empty(end - begin, dtype=values.dtype, device="cpu")
             values.read(begin, out)
         return out

@@ -19,7 +19,7 @@ from torch import nn
 from offload.errors import ConfigError
 from offload.files.safetensors_writer import PICKLE_SUFFIXES, SUFFIX, Tensor
 from offload.kernels import kernels
-from offload.system.regular_files import reading
+from offload.system.regular_files import report_read_errors
 from zero.checkpoint.dcp_format import MODEL, PIECE_NUMEL
 from zero.checkpoint.folder import folder_named, open_folder
 from zero.checkpoint.model_files import copy_model_files, find_model_files
@@ -58,7 +58,7 @@ class SavedWeights:
 
     def __init__(self, opened: Opened, dtype: torch.dtype, *, exclude_frozen: bool = False) -> None:
         self._source = opened.source
-        with reading(opened.folder):
+        with report_read_errors(opened.folder):
             self._take(opened, dtype, exclude_frozen=exclude_frozen)
 
     def _take(self, opened: Opened, dtype: torch.dtype, *, exclude_frozen: bool) -> None:

@@ -18,8 +18,8 @@ from torch import nn
 
 from offload.archives import unpack_any
 from offload.errors import ConfigError, DamagedError, explain_file_limit
-from offload.system.garbage import no_collection
-from offload.system.regular_files import reading
+from offload.system.garbage import pause_gc
+from offload.system.regular_files import report_read_errors
 from zero.assembly.assembly import Assembly
 from zero.assembly.run import Run
 from zero.assembly.steps import Steps
@@ -307,7 +307,7 @@ class LoadCheckpoints:
         self._run, self._steps, self._saves, self._state = run, steps, saves, state
 
     @explain_file_limit("load_checkpoint")
-    @no_collection()
+    @pause_gc()
     def load_checkpoint(
         self,
         load_dir: str | Path,
@@ -410,7 +410,7 @@ class LoadCheckpoints:
     ) -> _Objects:
         run, parts, updater = self._run, self._run.parts, self._run.updater if states else None
         state, source = opened.state, opened.source
-        with reading(opened.folder):
+        with report_read_errors(opened.folder):
             elsewhere, state = of_stage(state, parts)
         trusted = run.config.checkpoint.allow_pickle if wish is None else wish
 
@@ -430,7 +430,7 @@ class LoadCheckpoints:
             numbers = wanted.numbers(updater)
             return objects, mine, told, wanted, numbers, {} if updater is None else wanted.small(numbers, updater)
 
-        checked = reading(opened.folder)(check)
+        checked = report_read_errors(opened.folder)(check)
         objects, mine, told, wanted, numbers, small = together.do("checking a checkpoint", checked)
         if state["frozen_sums"]:
             sums = frozen_sums(parts)
@@ -490,7 +490,7 @@ class LoadCheckpoints:
 
 
 def _restore_small(run: Run, state: dict[str, Any], told: dict[str, Any] | None, position: Any, *, own: bool) -> None:
-    with reading("the counters of a checkpoint"):
+    with report_read_errors("the counters of a checkpoint"):
         restore_counters(run, state)
     if told is not None:
         restore_rank(run, told, position, own=own)

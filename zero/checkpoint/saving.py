@@ -14,7 +14,7 @@ from offload.archives import bytes_tensor, make_archive
 from offload.errors import ConfigError, StorageError, explain_file_limit
 from offload.files.durable import Files
 from offload.sizes import format_bytes
-from offload.system.garbage import no_collection
+from offload.system.garbage import pause_gc
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
 from zero.assembly.steps import Steps
@@ -58,7 +58,7 @@ class SaveCheckpoints:
         self._shared_stamp: Stamp = ()  # Of the files with frozen weights that were last verified or written.
 
     @explain_file_limit("save_checkpoint")
-    @no_collection()
+    @pause_gc()
     def save_checkpoint(
         self,
         save_dir: str | Path,

@@ -16,7 +16,7 @@ from offload.errors import ConfigError, DamagedError
 from offload.files.box_reader import BoxReader, StoredBox
 from offload.files.durable import Files
 from offload.kernels import kernels
-from offload.system.regular_files import reading
+from offload.system.regular_files import report_read_errors
 from zero.checkpoint.dcp_format import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -103,7 +103,7 @@ class FolderSource:
 
     def __init__(self, folder: Path, manifest: Manifest, files: Files) -> None:
         self.folder, self._manifest = folder, manifest
-        with reading(folder):
+        with report_read_errors(folder):
             largest = self._take(files)
         self._reader = BoxReader([folder / name for name in self._names], min(largest, RUN_BYTES), files)
 
@@ -165,7 +165,7 @@ class FolderSource:
         """
         if name not in self._blobs:
             raise ConfigError(f"{self.folder}: the checkpoint has no {name!r}; it has {', '.join(sorted(self._blobs))}")
-        with reading(self.folder):
+        with report_read_errors(self.folder):
             data = self._reader.get(self._blobs[name])
             found = read_archive(data, f"{name} in {self.folder}", trusted=trusted)
         if not isinstance(found, dict):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offload.system.regular_files import reading
+from offload.system.regular_files import report_read_errors
 from zero.checkpoint.dcp_format import MANIFEST_FILE
 from zero.checkpoint.folder import open_folder
 
@@ -80,7 +80,7 @@ def _made() -> tempfile.TemporaryDirectory[str]:
 
 
 def _shown(folder: Path, suffix: str) -> str:
-    with open_folder(folder) as opened, reading(folder):
+    with open_folder(folder) as opened, report_read_errors(folder):
         counts = {name: opened.state[name] for name in ("global_steps", "global_samples", "skipped_steps")}
         content: dict[str, Any] = {**opened.client(False)["client_state"], **counts}
         if suffix == OPTIM_FILE_SUFFIX:

@@ -15,7 +15,7 @@ from torch import nn
 
 from offload.errors import StorageError
 from offload.memory.pinned import trim_heap
-from offload.system.interrupts import uninterrupted, whole
+from offload.system.interrupts import atomic, deferring_interrupts
 from zero.assembly.accumulation import Accumulation
 from zero.assembly.assembly import Assembly
 from zero.assembly.device_memory import StatesAway
@@ -189,7 +189,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         run, reports, scaling = self.run, self.reports, self.scaling
         if self.training:
             kwargs.update(self.schedules.told(run.global_steps))
-        with uninterrupted, apart():
+        with deferring_interrupts, apart():
             self.steps.ready_to_run("forward")
             self.model_changes.follow()
             self.accumulation.share_buffers()
@@ -232,7 +232,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
 
         Raises as `backward`. `together`: it is the backward of several micro-batches at once.
         """
-        with uninterrupted:
+        with deferring_interrupts:
             self.steps.ready("backward", TO_TRAIN)
             self.steps.take_written()  # this backward adds its gradients to the written ones
         parts = self.run.parts
@@ -241,7 +241,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
             with parts.watch.outermost(together=together):
                 yield
 
-    @whole
+    @atomic
     @traced("step")
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """On an accumulation boundary: norm, clipping, and the update of every sub-group. Else it only counts.
@@ -316,7 +316,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         self.backward(loss)
         return loss.detach()
 
-    @whole
+    @atomic
     @traced("step")
     def _optimizer_step(self) -> None:
         self.steps.step_now()

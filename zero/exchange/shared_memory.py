@@ -31,7 +31,7 @@ from offload.node.shared_exchange import NodeCollectives
 from offload.planes.planes import Disk, Home, TieredArray, await_all
 from offload.planes.two_slots import PeerSlotArray, TwoSlotArray
 from offload.streams import MaybeEvent
-from offload.system.descriptors import Share, exchange_descriptors
+from offload.system.descriptors import AllGatherBytes, exchange_descriptors
 from zero.exchange.exchange import AmongRanks, Exchange, Turn, Wire
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
@@ -115,7 +115,7 @@ class SharedMemory(AmongRanks):
         if storage.disk is not None:  # all ranks have the same plan, so all have a disk or none has
             self._open_swaps(storage.disk, share)
 
-    def _join(self, layout: Layout, storage: Storage, updates: DueUpdates) -> Share:
+    def _join(self, layout: Layout, storage: Storage, updates: DueUpdates) -> AllGatherBytes:
         """Make the board; from now on this rank publishes its slices there."""
         comm = self._comm
         share = partial(comm.agree, "sharing")
@@ -248,7 +248,7 @@ class SharedMemory(AmongRanks):
         self._planes = {}
         self._regions.close()
 
-    def _open_swaps(self, own: Disk, share: Share) -> None:
+    def _open_swaps(self, own: Disk, share: AllGatherBytes) -> None:
         comm = self._comm
         given = [SwapGeometry(*json.loads(answer)) for answer in share(json.dumps(astuple(own.swap.geometry)).encode())]
         with ranks_named("sharing swap files"):

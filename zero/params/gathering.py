@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload.saved.saved_views import UnmovedTensor
-from offload.system.interrupts import uninterrupted, whole
+from offload.system.interrupts import atomic, deferring_interrupts
 from zero.params.announced import check_rank, is_announced, take_values_of
 from zero.params.released import Keeper, is_kept, keeper_of
 
@@ -68,7 +68,7 @@ class GatheredParameters:
         if self._announced or self._by_keeper:
             check_rank(self._modifier_rank)
         try:
-            with uninterrupted:
+            with deferring_interrupts:
                 for keeper, parameters in self._by_keeper.values():
                     keeper.open(parameters)
                     self._open.append((keeper, parameters))
@@ -95,7 +95,7 @@ class GatheredParameters:
             self._saving.callback(_entered.remove, self)
             self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, UnmovedTensor.restore))
 
-    @whole
+    @atomic
     def _close_all(self) -> None:
         """Close every keeper, even if one of them raises; the first error is raised at the end."""
         first: BaseException | None = None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.accelerator import KINDS, kind_of, set_device
-from offload.system.interrupts import uninterrupted
+from offload.system.interrupts import deferring_interrupts
 
 Handle: TypeAlias = Any  # A torch process group.
 Work: TypeAlias = Any  # A collective in flight.
@@ -219,7 +219,7 @@ def finish(work: Work, check: Callable[[], None]) -> None:
     done = threading.Event()
     when_done(work, done.set)
     while not done.wait(POLL_SECONDS):
-        uninterrupted.deliver_late()
+        deferring_interrupts.deliver_overdue()
         check()
     work.wait()
 

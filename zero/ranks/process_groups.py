@@ -12,7 +12,7 @@ import torch
 
 from offload.archives import bytes_of, bytes_tensor
 from offload.errors import RankLostError
-from offload.system.sockets import Connection, connections, shut
+from offload.system.sockets import Connection, connections, shut_down
 from zero.ranks import backend
 from zero.ranks.failure import Fate
 from zero.ranks.sequence import Log
@@ -85,9 +85,9 @@ class Lines:
         for name, found in self._ends.items():
             try:
                 theirs = self._board.ends(name)
-                shut(end for end in found if end.ends[::-1] in theirs)
+                shut_down(end for end in found if end.ends[::-1] in theirs)
             except Exception:  # the board is gone: shut all connections that were made while the group opened
-                shut(found)
+                shut_down(found)
         for handle in self._handles:
             backend.abort(handle, self._device)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import BudgetError, StateError, StorageError
-from offload.system.interrupts import uninterrupted, whole
+from offload.system.interrupts import atomic, deferring_interrupts
 from zero.optim.gradients import Gradients
 from zero.params.binding import BoundUnit
 from zero.params.kept import own_gradient, set_own_gradient
@@ -83,7 +83,7 @@ class BackwardWatch:
         """
         self.end_stray()
         self._parts, broken_off = 1.0, together
-        with uninterrupted:
+        with deferring_interrupts:
             self._begin(together=together)
             _UNDER_WAY[id(self)] = self._events.loss_scale(), None
         try:
@@ -94,7 +94,7 @@ class BackwardWatch:
             self.torn |= self._arrived
             raise
         finally:
-            with uninterrupted:
+            with deferring_interrupts:
                 self._running = False
                 self._end(broken_off=broken_off)
 
@@ -149,7 +149,7 @@ class BackwardWatch:
         if torch.is_grad_enabled():
             self._events.take_written()  # gradients of a `loss.backward()` are added to the written ones
 
-    @whole
+    @atomic
     def end_stray(self) -> None:
         """End a backward that raised: torch drops the callback that would have ended it, and the error."""
         if self._running and torch._C._current_graph_task_id() < 0:
@@ -172,7 +172,7 @@ class BackwardWatch:
         if self.scaled:
             _UNDER_WAY[id(self)] = self._events.loss_scale(), walk
 
-        @whole
+        @atomic
         def finished() -> None:
             self._running = False
             self._end()
@@ -202,7 +202,7 @@ class BackwardWatch:
         # Weak: torch keeps these hooks where Python's collector does not look; they must not keep the engine alive.
         watching = weakref.ref(self)
 
-        @whole
+        @atomic
         def receive(parameter: torch.Tensor) -> None:
             watch = watching()
             gradient = own_gradient(parameter)

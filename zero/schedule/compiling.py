@@ -17,7 +17,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from offload.system.interrupts import whole
+from offload.system.interrupts import atomic
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -50,7 +50,7 @@ def edge(hook: Hook) -> Hook:
 
     It runs to its end before any signal handler, because it changes which units are bound.
     """
-    disabled: Hook = torch.compiler.disable(whole(hook))  # type: ignore[no-untyped-call]
+    disabled: Hook = torch.compiler.disable(atomic(hook))  # type: ignore[no-untyped-call]
     return disabled
 
 

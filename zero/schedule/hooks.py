@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.saved.saved_views import version_of
-from offload.system.interrupts import whole
+from offload.system.interrupts import atomic
 from offload.timeline import COMPUTE, Timeline
 from zero.params.binding import BoundUnit
 from zero.params.units import can_root
@@ -203,7 +203,7 @@ class ModuleHooks:
                 module._parameters = dict(module._parameters)
         self._watched.clear()
 
-    @whole
+    @atomic
     def reset(self) -> None:
         """Forget the open calls: a forward was interrupted, so none is running."""
         self._turns.roots = self._open.root_depth = 0
@@ -221,7 +221,7 @@ class ModuleHooks:
         if depth > calls_of(self._root) - begun or not (depth or calls_of(calls[-1].module)):
             self.reset()
 
-    @whole
+    @atomic
     def borrow(self, index: int) -> None:
         """The innermost open call uses the unit although its module does not own it."""
         if in_backward():
@@ -265,7 +265,7 @@ class ModuleHooks:
                     self._turns.let_go(FORWARD)  # uses that the round holds are inside this use, so they end first
                 self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
 
-    @whole
+    @atomic
     def begin_look(self, index: int) -> None:
         """An operation inside a call reads the unit without its owning module; `end_look` follows the operation."""
         if in_backward() or self._uses(index):
@@ -274,7 +274,7 @@ class ModuleHooks:
         self._open.look = self._open.look or OpenCall(self._calls[-1].module, recompute=False)
         self._use(index, self._open.look)
 
-    @whole
+    @atomic
     def end_look(self, given: list[Any], result: Any) -> Any:
         """The operation is over; returns its result, framed so that its gradients can be followed.
 
@@ -396,7 +396,7 @@ class ModuleHooks:
         return hook
 
     def _passed(self, call: OpenCall) -> Callable[[], None]:
-        @whole
+        @atomic
         def passed() -> None:
             self._record("backward", call, call.backward_ns)
             call.backward_ns = 0  # a retained graph may run backward again
@@ -415,7 +415,7 @@ class ModuleHooks:
     def _reached(self, call: OpenCall) -> Callable[[], None]:
         generation, events, coordinator = self._events.generation, self._events, self._coordinator
 
-        @whole
+        @atomic
         def reached() -> None:
             events.before_backward(generation)
             self._take_turn(call.units)

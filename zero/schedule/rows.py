@@ -19,7 +19,7 @@ from torch import nn
 from offload.memory.arena import Block
 from offload.memory.flat_storage import FlatStorage, exact_alias
 from offload.sizes import ALIGN_BYTES, align_up
-from offload.system.interrupts import uninterrupted, whole
+from offload.system.interrupts import atomic, deferring_interrupts
 from zero.optim.pending_updates import DueUpdates
 from zero.params.binding import BoundUnit
 from zero.params.tiles import hooks_behind
@@ -124,7 +124,7 @@ class RowLender:
         begun: list[Loan] = []
         try:
             for loan in loans.values():
-                with uninterrupted:
+                with deferring_interrupts:
                     self._begin_forward(loan, recompute)
                     begun.append(loan)
             sentinel = None
@@ -135,7 +135,7 @@ class RowLender:
                 result = close_frame(sentinel, result, self._reached(begun))
             return result
         finally:
-            with uninterrupted:
+            with deferring_interrupts:
                 for loan in begun:
                     loan.forward_uses -= 1
                     self._settle(loan)
@@ -176,7 +176,7 @@ class RowLender:
         rows.requires_grad_()
         events, unit, numbers = self._events, loan.unit, torch.tensor(loan.rows, device=rows.device)
 
-        @whole
+        @atomic
         def receive(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             if gradient is not None:
@@ -188,7 +188,7 @@ class RowLender:
     def _reached(self, loans: list[Loan]) -> Callable[[], None]:
         generation = self._events.generation
 
-        @whole
+        @atomic
         def reached() -> None:
             self._events.before_backward(generation)
             for loan in loans:
@@ -200,7 +200,7 @@ class RowLender:
         return reached
 
     def _passed(self, loans: list[Loan]) -> Callable[[], None]:
-        @whole
+        @atomic
         def passed() -> None:
             for loan in loans:
                 self._turns.lane.keeps.discard(id(loan))

@@ -28,7 +28,7 @@ from torch import nn
 
 from offload.accelerator import HOST, is_accelerator, module_of, rng_state, set_rng_state
 from offload.errors import StateError
-from offload.system.interrupts import LATE_SECONDS, uninterrupted
+from offload.system.interrupts import DEFER_SECONDS_MAX, deferring_interrupts
 
 T = TypeVar("T")
 LEFT = "train_batch: an interrupt left unfinished micro-batches behind; close the engine"
@@ -135,7 +135,7 @@ class Turns:
         self._lanes, self._error, self.on = list(lanes), None, True
         self._finished.clear()
         try:
-            with uninterrupted:
+            with deferring_interrupts:
                 for thread in threads:
                     thread.start()
                 lanes[0].turn.release()
@@ -144,7 +144,7 @@ class Turns:
             self._error = self._error or error
             raise
         finally:
-            with uninterrupted:
+            with deferring_interrupts:
                 self._end(lanes, threads)
             failed, self._error = self._error, None
         if failed is not None:
@@ -157,8 +157,8 @@ class Turns:
             for lane in lanes:
                 lane.turn.release()
         else:
-            while not self._finished.wait(LATE_SECONDS):
-                uninterrupted.deliver_late()
+            while not self._finished.wait(DEFER_SECONDS_MAX):
+                deferring_interrupts.deliver_overdue()
         for thread in threads:
             if thread.ident is not None:
                 thread.join()

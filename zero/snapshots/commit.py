@@ -29,7 +29,7 @@ from typing import Any
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.snapshot_files import Manifest, SnapshotFiles, SnapshotSwap
 from offload.planes.two_slots import TwoSlotArray
-from offload.system.regular_files import reading
+from offload.system.regular_files import report_read_errors
 from zero.config import Config
 from zero.config.swap_paths import ready_swap_paths
 from zero.exchange.exchange import Exchange
@@ -339,7 +339,9 @@ def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Exchang
         files, mine = together.do("snapshot files", look)
         head = json.loads(together.exchange("snapshot found", json.dumps(mine).encode())[0])
         facts = facts_of(layout, plan, exchange)
-        found = together.do("snapshot fits", lambda: reading(files.root)(_found)(files, head, facts, exchange))
+        found = together.do(
+            "snapshot fits", lambda: report_read_errors(files.root)(_found)(files, head, facts, exchange)
+        )
         undo.pop_all()
     files.has_commit = found is not None
     return Snapshots(files, wish.every, exchange, facts, found)

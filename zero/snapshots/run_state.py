@@ -20,7 +20,7 @@ import torch
 from offload.accelerator import compute_device, is_accelerator, rng_state, set_rng_state
 from offload.archives import pack_any, unpack_any
 from offload.errors import ConfigError
-from offload.system.regular_files import reading
+from offload.system.regular_files import report_read_errors
 from zero.activations.rng_tracker import get_cuda_rng_tracker
 from zero.optim.optimizer import ZeroOptimizer, check_flags
 from zero.params.buffers import extra_states, persistent_buffers
@@ -111,7 +111,7 @@ def restore_rank(engine: Run, state: Mapping[str, Any], position: Any, *, own: b
     rank; False: only the position is taken.
     """
     if own:
-        with reading("the random states of a rank"):
+        with report_read_errors("the random states of a rank"):
             restore_random_state(state["rng"], engine.device)
         named, nbytes = get_cuda_rng_tracker(), rng_state(compute_device()).numel()
         fitting = {name: kept for name, kept in state.get("named", {}).items() if kept.numel() == nbytes}

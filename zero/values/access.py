@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload.errors import StateError
-from offload.system.interrupts import whole
+from offload.system.interrupts import atomic
 from zero.optim.gradients import Gradients
 from zero.params.binding import BoundUnit
 from zero.params.layout import Slot
@@ -139,7 +139,7 @@ class EngineKeeper:
         """Where the parameter is bound; None: it is in tiles, or it is not the engine's."""
         return self._held.get(id(parameter))
 
-    @whole
+    @atomic
     def touch(self, parameter: nn.Parameter) -> None:
         """Fetch the values inside forward or backward; elsewhere raise an error with advice.
 
@@ -181,14 +181,14 @@ class EngineKeeper:
         """True if `tensor` is a view of the parameter's unit."""
         return self._held[id(parameter)][0].holds(tensor)
 
-    @whole
+    @atomic
     def open(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins."""
         units = self._units_of(parameters)
         self.events.current("GatheredParameters", units)
         self.editor.open(units)
 
-    @whole
+    @atomic
     def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
         """`GatheredParameters` ends."""
         self.editor.close(self._units_of(parameters), modifier_rank)

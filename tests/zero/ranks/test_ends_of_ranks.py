@@ -129,10 +129,10 @@ def meet_until_one_is_lost(number: int, nvme_path: str) -> tuple[str, int]:
     """Both lose each other at meeting `number`, where files are passed on: (what they are told, meetings)."""
     import zero
     from offload.errors import PeerError
-    from offload.system.descriptors import _Meeting
+    from offload.system.descriptors import _DescriptorExchange
 
     quiet()
-    met, introduce = [0], _Meeting.introduce
+    met, introduce = [0], _DescriptorExchange.listen
 
     def lost(meeting: Any, share: Any) -> None:
         introduce(meeting, share)
@@ -140,7 +140,7 @@ def meet_until_one_is_lost(number: int, nvme_path: str) -> tuple[str, int]:
         if met[0] == number:
             raise PeerError("no word of who it was", [1 - int(os.environ["RANK"])])
 
-    _Meeting.introduce = lost  # type: ignore[method-assign]
+    _DescriptorExchange.listen = lost  # type: ignore[method-assign]
     config = engine_config(Run(2), Place(3, "nvme", "nvme"), nvme_path)
     try:
         with zero.Init(config_dict_or_path=config):
@@ -149,7 +149,7 @@ def meet_until_one_is_lost(number: int, nvme_path: str) -> tuple[str, int]:
     except PeerError as error:
         return str(error), met[0]
     finally:
-        _Meeting.introduce = introduce  # type: ignore[method-assign]
+        _DescriptorExchange.listen = introduce  # type: ignore[method-assign]
     return "", met[0]
 
 
