@@ -64,10 +64,10 @@ class _State:
     def __init__(self) -> None:
         self.block: ActivationCheckpointing | None = None
         """The settings of the last `configure` since `initialize`; None: the engine's settings are used."""
-        self.configured = False
+        self.is_configured = False
         self.engine: Callable[[], Activations | None] = lambda: None
         """Returns the `Activations` of the last engine."""
-        self.own: dict[tuple[str, torch.device], Activations] = {}
+        self.own_stores: dict[tuple[str, torch.device], Activations] = {}
         """Stores for settings for which no engine has a store."""
 
 
@@ -112,12 +112,12 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    _change(block, {key: value for key, value in given.items() if value is not None})
+    _change_settings(block, {key: value for key, value in given.items() if value is not None})
 
 
 def is_configured() -> bool:
     """True once `configure` or `zero.initialize` was called."""
-    return _state.configured
+    return _state.is_configured
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -149,30 +149,30 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Accepted for compatibility with DeepSpeed; no effect, because there is one model-parallel rank."""
-    _change(_settings(), {"partition_activations": partition_activation})
+    _change_settings(_settings(), {"partition_activations": partition_activation})
 
 
 def set_num_layers(nlayers: int | None) -> None:
     """Set `number_checkpoints`: with contiguous memory, the number of inputs for which it is allocated at once."""
-    _change(_settings(), {"number_checkpoints": nlayers})
+    _change_settings(_settings(), {"number_checkpoints": nlayers})
 
 
 def reset() -> None:
     """Release memory that holds no saved input, for example between training and evaluation."""
-    scopes = [*_state.own.values(), current(), _state.engine()]
+    scopes = [*_state.own_stores.values(), current(), _state.engine()]
     for scope in scopes:
         if scope is not None and scope.store is not None:
             scope.store.trim()
 
 
-def follow(activations: Activations, *, configured: bool) -> None:
+def use_engine_activations(activations: Activations, *, configured: bool) -> None:
     """An engine was made; its store is also used by checkpoints outside of its forward.
 
     Args:
         activations: the engine's `Activations`.
         configured: its configuration has its own block, which replaces the settings of an earlier `configure`.
     """
-    _state.block, _state.configured = None if configured else _state.block, True
+    _state.block, _state.is_configured = None if configured else _state.block, True
     _state.engine = weakref.ref(activations)
 
 
@@ -183,14 +183,17 @@ def _settings() -> ActivationCheckpointing:
     return ActivationCheckpointing() if scope is None else scope.block
 
 
-def _change(block: ActivationCheckpointing, given: dict[str, Any]) -> None:
+def _change_settings(block: ActivationCheckpointing, changes: dict[str, Any]) -> None:
     """Change the settings, with the checks of a configuration."""
-    if given.get("cpu_checkpointing") is not None:
-        given = {"activation_device": "cpu" if given["cpu_checkpointing"] else "none", **given}
-    changed = {**block.model_dump(exclude_none=True), **given}
+    if changes.get("cpu_checkpointing") is not None:
+        changes = {"activation_device": "cpu" if changes["cpu_checkpointing"] else "none", **changes}
+    changed = {**block.model_dump(exclude_none=True), **changes}
     if changed.get("activation_device") == "none":
         changed["activation_offloading"] = False
-    _state.block, _state.configured = load_config({"activation_checkpointing": changed}).activation_checkpointing, True
+    _state.block, _state.is_configured = (
+        load_config({"activation_checkpointing": changed}).activation_checkpointing,
+        True,
+    )
     if _state.block.partition_activations:
         logger.info("partition_activations: no effect, because there is only one model-parallel rank")
 
@@ -222,9 +225,9 @@ def _scope(settings: ActivationCheckpointing, args: tuple[Any, ...]) -> Activati
             "space; set activation_checkpointing.activation_device in the config of zero.initialize"
         )
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
-    if (tier, device) not in _state.own:
-        _state.own[tier, device] = Activations(settings, open_store(tier, device, open_streams(device)))
-    return _state.own[tier, device]
+    if (tier, device) not in _state.own_stores:
+        _state.own_stores[tier, device] = Activations(settings, open_store(tier, device, open_streams(device)))
+    return _state.own_stores[tier, device]
 
 
 @dataclass(eq=False)
@@ -244,13 +247,13 @@ class _Region:
         kwargs = dict(zip(self.keywords, rest, strict=True))
         if self.states is None:
             self.states = get_cuda_rng_tracker().get_states()
-            with self._timed("forward"):
+            with self._log_time("forward"):
                 return self.function(*positional, **kwargs)
-        with self._timed("recomputation"), self._replayed(self.states):
+        with self._log_time("recomputation"), self._replay_random_states(self.states):
             return self.function(*positional, **kwargs)
 
     @contextmanager
-    def _replayed(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
+    def _replay_random_states(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
         """Inside, named random states are as they were in forward; torch restores the default generators."""
         tracker = get_cuda_rng_tracker()
         now = tracker.get_states()
@@ -262,7 +265,7 @@ class _Region:
             tracker.set_states(now)
 
     @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
+    def _log_time(self, what: str) -> Iterator[None]:
         settings = self.settings
         if settings.synchronize_checkpoint_boundary:
             synchronize()

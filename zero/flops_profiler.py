@@ -59,7 +59,7 @@ def _added_batch_flops(added: Sequence[int], left: Sequence[int], right: Sequenc
     return _grouped_flops(left, right)
 
 
-UNCOUNTED = {
+EXTRA_FORMULAS = {
     ATTENTION_ON_CPU: _attention_flops,
     torch.ops.aten.mv: _vector_flops,
     torch.ops.aten.dot: _vector_flops,
@@ -113,7 +113,7 @@ class Profile:
         # First of all hooks: the engine's wait for a module's weights is a part of its time.
         handles = [module.register_forward_pre_hook(begin, prepend=True) for module in self.model.modules()]
         handles += [module.register_forward_hook(end) for module in self.model.modules()]
-        counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
+        counter = FlopCounterMode(display=False, custom_mapping=EXTRA_FORMULAS)
         tracker: Any = counter.mod_tracker
         tracker._get_mod_name(self.model)  # torch names all others after the first that it meets
         fast, began = _mha.get_fastpath_enabled(), _now()
@@ -126,9 +126,9 @@ class Profile:
             for handle in handles:
                 handle.remove()
         seconds.setdefault(self.model, _now() - began)  # its forward has not run, but parts of it, as in `generate`
-        self._note(counter, seconds)
+        self._add_modules(counter, seconds)
 
-    def _note(self, counter: FlopCounterMode, seconds: Mapping[nn.Module, float]) -> None:
+    def _add_modules(self, counter: FlopCounterMode, seconds: Mapping[nn.Module, float]) -> None:
         counts, names = counter.get_flop_counts(), counter.mod_tracker._known_modules
         for name, module in self.model.named_modules():
             key = names.get(module, "") if name else "Global"
@@ -152,8 +152,8 @@ class Profile:
         total = self.total
         rate = total.flops / total.seconds if total.seconds else 0.0
         lines = [
-            f"params: {short(total.params_numel)}, operations of the forward: {short(total.flops)}FLOP, "
-            f"time: {1e3 * total.seconds:.2f} ms, {short(rate)}FLOP/s"
+            f"params: {format_short(total.params_numel)}, operations of the forward: {format_short(total.flops)}FLOP, "
+            f"time: {1e3 * total.seconds:.2f} ms, {format_short(rate)}FLOP/s"
         ]
         deepest = max(module.depth for module in self.modules)
         shown = deepest if module_depth < 0 else min(module_depth, deepest)
@@ -163,7 +163,7 @@ class Profile:
             for module in self.modules:
                 if module.depth <= shown:
                     share = module.flops / total.flops if total.flops else 0.0
-                    numbers = f"{short(module.params_numel):>10} {short(module.flops):>10} {share:>7.1%}"
+                    numbers = f"{format_short(module.params_numel):>10} {format_short(module.flops):>10} {share:>7.1%}"
                     name = module.name or "(the model)"
                     lines.append(f"{numbers} {1e3 * module.seconds:>10.2f}  {name}: {module.kind}")
         return lines
@@ -173,21 +173,21 @@ class Profile:
         for module in self.modules:
             if module.depth == depth:
                 flops[module.kind] += module.flops
-        most = ", ".join(f"{kind} {short(count)}FLOP" for kind, count in flops.most_common(number))
+        most = ", ".join(f"{kind} {format_short(count)}FLOP" for kind, count in flops.most_common(number))
         return f"depth {depth}, modules with the most operations: {most}"
 
-    def write(self, title: str, lines: Sequence[str], output_file: str | None, *, asked: bool = True) -> None:
-        """Write to the file, and make its folder. None or empty: print, or log if nobody has `asked` just now."""
+    def write(self, title: str, lines: Sequence[str], output_file: str | None, *, print_text: bool = True) -> None:
+        """Write to the file, and make its folder. None or empty: print, or log if nobody has `print_text` just now."""
         if not output_file:
             text = "\n  ".join([title, *lines])
-            print(text, flush=True) if asked else logger.log(NOTICE, "%s", text)
+            print(text, flush=True) if print_text else logger.log(NOTICE, "%s", text)
             return
         path = Path(output_file)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join([title, *lines]) + "\n", encoding="utf-8")
 
 
-class OneForward:
+class FirstForwardProfiler:
     """Profiles the first training forward of the configured step, once.
 
     Args:
@@ -200,7 +200,7 @@ class OneForward:
         self.profile: Profile | None = None
         """Set when it is done; empty on ranks that do not measure."""
 
-    def due(self, steps: int) -> bool:
+    def is_due(self, steps: int) -> bool:
         """True if the forward that begins after `steps` steps is the one to measure."""
         return self.profile is None and steps + 1 >= self.block.profile_step and torch.is_grad_enabled()
 
@@ -215,7 +215,7 @@ class OneForward:
             return
         lines = profile.lines(block.module_depth, block.top_modules, block.detailed)
         profile.write(
-            f"flops profiler, step {steps + 1}, this rank's first forward", lines, block.output_file, asked=False
+            f"flops profiler, step {steps + 1}, this rank's first forward", lines, block.output_file, print_text=False
         )
 
 
@@ -280,10 +280,10 @@ def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's
     if print_profile:
         profile.write("flops profiler", profile.lines(module_depth, top_modules, detailed), output_file)
     numbers = (profile.total.flops, profile.total.flops // 2, profile.total.params_numel)
-    return (short(numbers[0]), short(numbers[1]), short(numbers[2])) if as_string else numbers
+    return (format_short(numbers[0]), format_short(numbers[1]), format_short(numbers[2])) if as_string else numbers
 
 
-def short(value: float) -> str:
+def format_short(value: float) -> str:
     """1234567 as "1.23 M"; below 1000 with a space and no prefix."""
     for factor, prefix in PREFIXES:
         if value >= factor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from offload.errors import ConfigError
-from zero.flops_profiler import ModuleProfile, Profile, short
+from zero.flops_profiler import ModuleProfile, Profile, format_short
 
 
 class FlopsProfiler:
@@ -38,10 +38,10 @@ class FlopsProfiler:
             raise ConfigError("FlopsProfiler.start_profile: ignore_list is not available; leave it out")
         self.end_profile()
         self._open, self.started = ExitStack(), True
-        self._open.enter_context(self._measured())
+        self._open.enter_context(self._measure())
 
     @contextmanager
-    def _measured(self) -> Iterator[None]:
+    def _measure(self) -> Iterator[None]:
         profile = Profile(self.model)
         with profile.measuring():
             yield
@@ -85,15 +85,15 @@ class FlopsProfiler:
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """As `flops`, or "1.2 GFLOPs"."""
-        return f"{short(self.flops)}FLOPs" if as_string else self.flops
+        return f"{format_short(self.flops)}FLOPs" if as_string else self.flops
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
         """As `macs`, or "1.2 GMACs"."""
-        return f"{short(self.macs)}MACs" if as_string else self.macs
+        return f"{format_short(self.macs)}MACs" if as_string else self.macs
 
     def get_total_params(self, as_string: bool = False) -> int | str:
         """As `params`, or "1.2 M"."""
-        return short(self.params).rstrip() if as_string else self.params
+        return format_short(self.params).rstrip() if as_string else self.params
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
         """Time in the model's forwards [s], or "1.2 ms"."""

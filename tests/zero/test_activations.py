@@ -582,7 +582,7 @@ def test_it_works_without_an_engine(unconfigured: Any) -> None:
         grads.append([x.grad, *(p.grad.clone() for p in layers.parameters())])
     for other in grads[1:]:
         assert all(map(torch.equal, grads[0], other))
-    own = [scope.store for scope in unconfigured._state.own.values()]
+    own = [scope.store for scope in unconfigured._state.own_stores.values()]
     assert [store.counters.stored_bytes for store in own] == [3 * 64 * 64 * 4] * 2
     unconfigured.reset()
     assert [activation_capacity_bytes(store) for store in own] == [0, 0]
@@ -644,7 +644,7 @@ def test_what_was_configured_before_an_engine_without_a_block_still_counts(
     engine = open_engine(gpt("checkpoint"), make_config(MEMORY, nvme_path))
     reference = reference_of(engine)
     assert train(engine) == train(reference)
-    (own,) = unconfigured._state.own.values()
+    (own,) = unconfigured._state.own_stores.values()
     assert own.store.counters.stored_bytes == STEPS * 3 * INPUT_BYTES
 
 

@@ -15,7 +15,7 @@ from probe import coordinator_of, one_forward_of
 from torch import nn
 
 from offload.errors import ConfigError
-from zero.flops_profiler import Profile, get_model_profile, short
+from zero.flops_profiler import Profile, format_short, get_model_profile
 from zero.forward_profiler import FlopsProfiler
 
 Open = Callable[..., Any]
@@ -242,4 +242,4 @@ def test_an_engine_profiles_the_step_it_is_told_to_once(
     ("value", "text"), [(0, "0 "), (999, "999 "), (1000, "1.00 k"), (1.5e6, "1.50 M"), (2e12, "2.00 T")]
 )
 def test_numbers_are_short(value: float, text: str) -> None:
-    assert short(value) == text
+    assert format_short(value) == text

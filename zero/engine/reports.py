@@ -26,7 +26,7 @@ from zero.assembly.run import Run
 from zero.assembly.steps import StepListener, Steps
 from zero.config import Config
 from zero.engine.measured_run import MeasuredRun
-from zero.flops_profiler import OneForward
+from zero.flops_profiler import FirstForwardProfiler
 from zero.forward_profiler import FlopsProfiler
 from zero.optim.optimizer import learning_rates, momentum_of
 from zero.ranks import world
@@ -165,7 +165,7 @@ class Reports(StepListener):
         self.monitor = Monitors(config, writes=first)
         profiler = config.flops_profiler
         wanted = profiler is not None and profiler.enabled
-        self._one_forward = OneForward(profiler, measures=first) if wanted and profiler is not None else None
+        self._one_forward = FirstForwardProfiler(profiler, measures=first) if wanted and profiler is not None else None
         reports = first and Reporter.wanted(config, self.monitor)
         self._reporter = Reporter(run, config, self.monitor) if reports else None
         block = config.autotuning
@@ -176,12 +176,12 @@ class Reports(StepListener):
     @property
     def profiles_next(self) -> bool:
         """True if the next forward is the one that `flops_profiler` asks for."""
-        return self._one_forward is not None and self._one_forward.due(self._run.global_steps)
+        return self._one_forward is not None and self._one_forward.is_due(self._run.global_steps)
 
     def profiled(self) -> AbstractContextManager[None]:
         """Context around a forward; it measures the forward that `flops_profiler` asks for."""
         one = self._one_forward
-        if one is None or not one.due(self._run.global_steps):
+        if one is None or not one.is_due(self._run.global_steps):
             return nullcontext()
         return one.measuring(self._run.module, self._run.global_steps)
 
