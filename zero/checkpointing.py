@@ -30,7 +30,7 @@ from zero.activations.rng_tracker import (
     model_parallel_cuda_manual_seed,
     model_parallel_reconfigure_tp_seed,
 )
-from zero.activations.saved_tensors import Activations, current, within
+from zero.activations.saved_tensors import Activations, current_activations, use_activations
 from zero.config import Config, load_config
 from zero.config.activation_block import ActivationCheckpointing
 from zero.plan.beside_planes import tier_in
@@ -159,7 +159,7 @@ def set_num_layers(nlayers: int | None) -> None:
 
 def reset() -> None:
     """Release memory that holds no saved input, for example between training and evaluation."""
-    scopes = [*_state.own_stores.values(), current(), _state.engine()]
+    scopes = [*_state.own_stores.values(), current_activations(), _state.engine()]
     for scope in scopes:
         if scope is not None and scope.store is not None:
             scope.store.trim()
@@ -179,8 +179,8 @@ def use_engine_activations(activations: Activations, *, configured: bool) -> Non
 def _settings() -> ActivationCheckpointing:
     if _state.block is not None:
         return _state.block
-    scope = current() or _state.engine()
-    return ActivationCheckpointing() if scope is None else scope.block
+    scope = current_activations() or _state.engine()
+    return ActivationCheckpointing() if scope is None else scope.settings
 
 
 def _change_settings(block: ActivationCheckpointing, changes: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     region = _Region(function, len(args), tuple(kwargs), settings, scope)
     if scope is None:
         return torch_checkpoint(region, *everything, use_reentrant=reentrant)
-    with scope.saving():
+    with scope.offload_saved_tensors():
         return torch_checkpoint(region, *everything, use_reentrant=reentrant)
 
 
@@ -216,8 +216,8 @@ def _scope(settings: ActivationCheckpointing, args: tuple[Any, ...]) -> Activati
     tier = tier_in(settings)
     if tier is None:
         return None
-    for scope in (current(), _state.engine()):
-        if scope is not None and scope.store is not None and tier_in(scope.block) == tier:
+    for scope in (current_activations(), _state.engine()):
+        if scope is not None and scope.store is not None and tier_in(scope.settings) == tier:
             return scope
     if tier == NVME:
         raise ConfigError(
@@ -259,7 +259,7 @@ class _Region:
         now = tracker.get_states()
         tracker.set_states(states)
         try:
-            with within(self.scope):
+            with use_activations(self.scope):
                 yield
         finally:
             tracker.set_states(now)

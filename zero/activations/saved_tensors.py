@@ -28,75 +28,79 @@ class Activations:
     """The saved tensors of one model.
 
     Args:
-        block: the settings that the plan was made with.
+        settings: the settings that the plan was made with.
 
     Attributes:
         store: keeps the tensors; None: they stay where they are.
     """
 
-    def __init__(self, block: ActivationCheckpointing, store: ActivationStore | None = None) -> None:
-        self.block, self.store = block, store
+    def __init__(self, settings: ActivationCheckpointing, store: ActivationStore | None = None) -> None:
+        self.settings, self.store = settings, store
         self._model: nn.Module | None = None
-        self._bound: Sequence[BoundUnit] = ()
-        self._fixed: frozenset[int] = frozenset()
-        self._torn: Callable[[], None] = lambda: None
-        self._room_added = False
+        self._bindings: Sequence[BoundUnit] = ()
+        self._unmoved_keys: frozenset[int] = frozenset()
+        self._on_read_error: Callable[[], None] = lambda: None
+        self._has_added_room = False
 
-    def use(
-        self, store: ActivationStore | None, model: nn.Module, bound: Sequence[BoundUnit], torn: Callable[[], None]
+    def attach(
+        self,
+        store: ActivationStore | None,
+        model: nn.Module,
+        bindings: Sequence[BoundUnit],
+        on_read_error: Callable[[], None],
     ) -> None:
         """Use `store` for tensors from now on.
 
         Args:
             model: its buffers stay where they are.
-            bound: their parameters stay where they are.
-            torn: called if a tensor cannot be read inside a backward.
+            bindings: their parameters stay where they are.
+            on_read_error: called if a tensor cannot be read inside a backward.
         """
-        self.store, self._model, self._torn = store, model, torn
-        self._bound = bound
-        self._room_added = False
+        self.store, self._model, self._on_read_error = store, model, on_read_error
+        self._bindings = bindings
+        self._has_added_room = False
 
     def close(self) -> None:
         """The engine is closed: reset its settings and drop its store."""
-        self.block, self.store = ActivationCheckpointing(), None
+        self.settings, self.store = ActivationCheckpointing(), None
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        with within(self):
-            self._look_at_model()
-            with self.saving() if self.block.activation_offloading else nullcontext():
+        with use_activations(self):
+            self._find_unmoved()
+            with self.offload_saved_tensors() if self.settings.activation_offloading else nullcontext():
                 yield
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def offload_saved_tensors(self) -> Iterator[None]:
         if self.store is None or not torch.is_grad_enabled():
             yield
             return
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
-    def check(self) -> None:
+    def check_stores(self) -> None:
         """Raise StorageError, once, if a tensor could not be stored; it stays in memory, and the next call goes on."""
         if self.store is not None:
             self.store.check_failure()
 
-    def _look_at_model(self) -> None:
+    def _find_unmoved(self) -> None:
         """Note what stays where it is. The keys are valid while a forward runs."""
         if self.store is not None and self._model is not None:
-            flats = frozenset(storage_key(unit.flat) for unit in self._bound)
+            flats = frozenset(storage_key(unit.flat) for unit in self._bindings)
             buffers = (buffer for buffer in self._model.buffers() if buffer.layout == torch.strided)
-            self._fixed = flats.union(map(storage_key, buffers))
+            self._unmoved_keys = flats.union(map(storage_key, buffers))
 
     @atomic
     def _pack(self, tensor: torch.Tensor) -> Handle | UnmovedTensor:
         store = self.store
-        if store is None or not store.can_save(tensor) or storage_key(tensor) in self._fixed:
+        if store is None or not store.can_save(tensor) or storage_key(tensor) in self._unmoved_keys:
             return UnmovedTensor.from_tensor(tensor)
-        if not self._room_added:
-            self._room_added = True
-            if self.block.contiguous_memory_optimization and self.block.number_checkpoints:
+        if not self._has_added_room:
+            self._has_added_room = True
+            if self.settings.contiguous_memory_optimization and self.settings.number_checkpoints:
                 each_bytes = align_up(tensor.untyped_storage().nbytes(), PAGE_BYTES)
-                store.grow_memory(self.block.number_checkpoints * each_bytes)
+                store.grow_memory(self.settings.number_checkpoints * each_bytes)
         return store.save(tensor)
 
     @atomic
@@ -104,20 +108,20 @@ class Activations:
         try:
             return packed.restore()
         except StorageError:
-            self._torn()
+            self._on_read_error()
             raise
 
 
 _current: ContextVar[Activations | None] = ContextVar("zero_activations", default=None)
 
 
-def current() -> Activations | None:
+def current_activations() -> Activations | None:
     """The `Activations` of the engine whose forward runs, or of the checkpoint that is being recomputed."""
     return _current.get()
 
 
 @contextmanager
-def within(activations: Activations | None) -> Iterator[None]:
+def use_activations(activations: Activations | None) -> Iterator[None]:
     token = _current.set(activations)
     try:
         yield

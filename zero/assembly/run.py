@@ -93,7 +93,7 @@ class Run:
             self.tracer = Tracer(parts.storage)
         else:
             self.tracer.move_to(parts.storage)
-        self.activations.use(parts.storage.activations, parts.model, parts.bound, parts.watch.tear)
+        self.activations.attach(parts.storage.activations, parts.model, parts.bound, parts.watch.tear)
         if self.generations:
             parts.coordinator.begin_generation()
 

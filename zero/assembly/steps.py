@@ -203,7 +203,7 @@ class Steps:
         run, parts = self._run, self._run.parts
         with self.watch.running():
             parts.stepper.check()
-            run.activations.check()
+            run.activations.check_stores()
             parts.keeper.editor.store_edits()
             if parts.stepper.state == StepState.NONE or run.updater is None:
                 return
