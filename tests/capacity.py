@@ -190,7 +190,7 @@ def plan_on(case: Case, machine: Machine, **changes: Any) -> tuple[Layout, Plan]
 def least_of(case: Case) -> tuple[int, int, int]:
     """Bytes of device, host and NVMe of the smallest plan."""
     model = build(case.model, case.tuning)
-    plan = plan_model(model, config_of(case), machine_of(), GPU, case.ranks, least=True)[1]
+    plan = plan_model(model, config_of(case), machine_of(), GPU, case.ranks, smallest=True)[1]
     return plan.tier_bytes(DEVICE), plan.tier_bytes(HOST), plan.tier_bytes(NVME)
 
 

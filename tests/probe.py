@@ -154,7 +154,7 @@ def wide_gradients(engine: Any) -> Any:
 
 
 def keeper_of(engine: Any) -> Any:
-    return engine.run.parts.keeper
+    return engine.run.parts.parameter_store
 
 
 def pipeline_of(engine: Any) -> Any:
@@ -231,12 +231,12 @@ def units_read_once(trainer: Any) -> Iterator[None]:
 
 def put_exchange(engine: Any, exchange: Any) -> None:
     """Replace the exchange through which the engine's parts communicate with other ranks."""
-    engine.run.parts.exchange = exchange
+    engine.run.parts.collectives = exchange
 
 
 def withhold_slices(engine: Any) -> None:
     """This rank's slices of weights in shared memory stay as they are: other ranks wait for them."""
-    board, units = engine.run.exchange._board, range(len(layout_of(engine).units))
+    board, units = engine.run.collectives._board, range(len(layout_of(engine).units))
     publish = board.publish
     board.publish = lambda column, value: None if column in units else publish(column, value)
 
@@ -287,7 +287,7 @@ def move_step(stepper: Any, state: StepState) -> None:
 
 def is_torn(engine: Any) -> bool:
     """True if a transfer failed inside the last backward."""
-    return bool(engine.run.parts.watch.torn)
+    return bool(engine.run.parts.backward_watch.torn)
 
 
 def is_waiting(engine: Any) -> bool:
@@ -349,7 +349,7 @@ def is_lent(engine: Any, unit: Any) -> bool:
 STEP_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     # The calls of a step, in this order: (owner, method).
     "check": lambda engine: (engine.run.parts.stepper, "check"),
-    "store_edits": lambda engine: (engine.run.parts.keeper.editor, "store_edits"),
+    "store_edits": lambda engine: (engine.run.parts.parameter_store.editor, "store_edits"),
     "release_all": lambda engine: (engine.run.parts.coordinator, "release_all"),
     "finish": lambda engine: (engine.run.parts.stepper, "finish"),
     "flush_all": lambda engine: (engine.run.parts.gradients, "flush_all"),

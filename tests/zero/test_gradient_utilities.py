@@ -154,7 +154,7 @@ def test_a_pipelines_stage_says_once_that_it_shows_none(
 ) -> None:
     """A stage has a part of the parameters, and torch would take its norm for the model's."""
     engine = opened(open_engine, (3, ("none", "none")), nvme_path, Small(unused=False))
-    engine.run.parts.keeper.editor.is_stage = True
+    engine.run.parts.parameter_store.editor.is_stage = True
     engine.backward(engine(tokens(0)))
     assert float(nn.utils.clip_grad_norm_(engine.parameters(), 1.0)) == 0
     said = [message for message in caplog.messages if "p.grad" in message]

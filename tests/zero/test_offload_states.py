@@ -25,7 +25,7 @@ import offload.memory.arena
 import zero
 from offload.errors import BudgetError, ConfigError, StateError
 from offload.memory.arena import LinearPool
-from zero.assembly.state_kinds import ALL, RECORDS, TO_RUN, OffloadDeviceEnum, OffloadStateTypeEnum
+from zero.assembly.state_kinds import ALL, NEEDED_BY_FORWARD, OPTIMIZER_STATES, OffloadDeviceEnum, OffloadStateTypeEnum
 
 Open = Callable[..., Any]
 Pool = Callable[[int], Any]
@@ -69,7 +69,7 @@ class Session:
         name, engine = action[0], self.engine
         if name == "offload" and self.moves:
             engine.offload_states(action[1])
-            assert engine.offloaded_states >= TO_RUN & (ALL if action[1] is None else action[1])
+            assert engine.offloaded_states >= NEEDED_BY_FORWARD & (ALL if action[1] is None else action[1])
         elif name == "reload" and self.moves:
             engine.reload_states()
             assert not engine.offloaded_states
@@ -83,7 +83,7 @@ class Session:
             away = engine.offloaded_states
             with torch.no_grad():
                 self.seen.append(engine(tokens(99)))
-            assert engine.offloaded_states == away - TO_RUN
+            assert engine.offloaded_states == away - NEEDED_BY_FORWARD
         elif name == "look":
             self.seen.append(engine.module.norm.weight.detach().clone())
         elif name == "read":
@@ -130,7 +130,7 @@ def test_a_graph_that_was_made_before_can_be_walked_after(open_engine: Open, sta
         if engine is moving:
             engine.offload_states()
         loss.backward() if raw else engine.backward(loss)
-        assert engine is plain or engine.offloaded_states == RECORDS
+        assert engine is plain or engine.offloaded_states == OPTIMIZER_STATES
         engine.step()
     assert not differences(held(moving), held(plain))
 
@@ -180,7 +180,7 @@ def test_no_byte_of_the_device_stays_and_all_of_it_comes_back(open_engine: Open,
 def test_what_is_named_goes_and_what_is_not_named_stays(open_engine: Open, kind: OffloadStateTypeEnum) -> None:
     engine = train(open_engine(build("gpt"), config_of(3)), 0)
     storage = storage_of(engine)
-    named = RECORDS if kind in RECORDS else frozenset([kind])
+    named = OPTIMIZER_STATES if kind in OPTIMIZER_STATES else frozenset([kind])
     planes = {
         KINDS[0]: storage.records,
         KINDS[2]: storage.weights,
@@ -230,11 +230,11 @@ def test_a_parameter_whose_weights_are_away_keeps_its_face_and_is_never_garbage(
     expected = small.detach().clone()
     engine.offload_states()
     assert (small.shape, small.dtype, small.device.type) == (expected.shape, expected.dtype, "cpu")
-    assert engine.offloaded_states >= TO_RUN
+    assert engine.offloaded_states >= NEEDED_BY_FORWARD
     with torch._C.DisableTorchFunctionSubclass():  # past the face: the memory is not there, and says so
         assert small.isnan().all()
     assert torch.equal(small, expected)
-    assert not engine.offloaded_states & TO_RUN
+    assert not engine.offloaded_states & NEEDED_BY_FORWARD
 
 
 @stages
@@ -246,7 +246,7 @@ def test_a_module_that_is_called_by_itself_has_its_weights(open_engine: Open, st
             engine.offload_states()
         with torch.no_grad():
             results.append(engine.module.blocks[1](torch.linspace(-1, 1, 256, dtype=torch.bfloat16).view(1, 8, 32)))
-        assert not engine.offloaded_states & TO_RUN
+        assert not engine.offloaded_states & NEEDED_BY_FORWARD
     assert torch.equal(*results)
 
 
@@ -272,7 +272,7 @@ def test_an_engine_ends_while_its_states_are_away(open_engine: Open, stage: int,
         values = {name: p.detach().clone() for name, p in model.named_parameters()} if stage < 3 else {}
         assert expected is None or not differences(values, expected)
         expected = values
-    assert away >= TO_RUN
+    assert away >= NEEDED_BY_FORWARD
 
 
 def test_a_model_is_taken_back_from_an_engine_whose_states_are_away(open_engine: Open) -> None:
@@ -357,7 +357,7 @@ def test_device_none_does_nothing(open_engine: Open) -> None:
 def test_the_optimizer_has_the_same_calls(open_engine: Open) -> None:
     engine = train(open_engine(build("gpt"), config_of(3)), 0)
     engine.optimizer.offload_states(include=["optim_states"], pin_memory=False, non_blocking=True)
-    assert engine.optimizer.offloaded_states == engine.offloaded_states == RECORDS
+    assert engine.optimizer.offloaded_states == engine.offloaded_states == OPTIMIZER_STATES
     engine.optimizer.reload_states(non_blocking=True)
     assert engine.optimizer.offloaded_states == set()
 

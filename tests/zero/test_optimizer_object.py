@@ -112,13 +112,13 @@ def test_the_model_is_looked_through_only_for_a_parameter_that_has_no_states_yet
     model = build("gpt")
     model.head.requires_grad_(False)
     engine = train(open_engine(model, make_config(TIERS["cpu"], nvme_path)), 0)
-    looked, census = [], model_changes.Census
+    looked, census = [], model_changes.ParameterInventory
 
     def counted(*given: Any) -> Any:
         looked.append(given)
         return census(*given)
 
-    monkeypatch.setattr(model_changes, "Census", counted)
+    monkeypatch.setattr(model_changes, "ParameterInventory", counted)
     for parameter, state in engine.optimizer.state.items():
         engine.optimizer.state[parameter] = state
     assert looked == []

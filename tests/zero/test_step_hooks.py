@@ -120,7 +120,7 @@ def test_hooks_after_a_step_are_called_also_where_somebody_told_of_it_raises(
     def fail(*_: object) -> None:
         raise OSError("told")
 
-    monkeypatch.setattr(SnapshotTurns, "step_begun", fail)
+    monkeypatch.setattr(SnapshotTurns, "on_eager_updates_done", fail)
     engine.backward(engine(tokens(0)))
     with pytest.raises(OSError, match="told"):
         engine.step()

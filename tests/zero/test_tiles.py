@@ -172,7 +172,7 @@ def test_another_engine_takes_a_tiled_model_over(open_engine: Open, nvme_path: A
 
 
 def test_a_failed_initialisation_gives_a_tiled_model_back(nvme_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero.assembly.assembly import Assembly
+    from zero.assembly.assembly import EngineParts
 
     model = wide()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -180,7 +180,7 @@ def test_a_failed_initialisation_gives_a_tiled_model_back(nvme_path: Any, monkey
     def fail(self: Any) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(Assembly, "install", fail)
+    monkeypatch.setattr(EngineParts, "install", fail)
     with pytest.raises(RuntimeError, match="on purpose"):
         zero.initialize(model=model, config=config_for(("nvme", "nvme"), nvme_path))
     after = dict(model.named_parameters())

@@ -189,7 +189,7 @@ def test_what_leaves_the_model_comes_out_of_its_tiles(open_engine: Open, nvme_pa
 def test_a_change_that_fails_leaves_the_tiles_as_they_were(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zero.assembly.assembly import Assembly
+    from zero.assembly.assembly import EngineParts
 
     model = wide()
     plain = in_tiles(copy.deepcopy(model))
@@ -203,7 +203,7 @@ def test_a_change_that_fails_leaves_the_tiles_as_they_were(
         raise BudgetError("on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Assembly, "fill", fail)
+        patch.setattr(EngineParts, "fill", fail)
         with pytest.raises(BudgetError, match="on purpose"):
             engine(inputs(model, 3))
     model.norm = norm

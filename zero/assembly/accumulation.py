@@ -36,25 +36,25 @@ class Accumulation:
             return self._boundary
         if not config.managed_gradient_accumulation:
             return True
-        return self.begun + 1 >= config.gradient_accumulation_steps
+        return self.micro_step_index + 1 >= config.gradient_accumulation_steps
 
     @property
-    def begun(self) -> int:
+    def micro_step_index(self) -> int:
         """Calls of `step()` since the current step began. No remainder: the number of micro-batches may change."""
         return self._run.micro_steps - self._run.step_began
 
     @property
-    def collected(self) -> int:
+    def collected_micro_batches(self) -> int:
         """Micro-batches of the current step whose gradients are kept; at least 1 if there are any."""
         run = self._run
         counted = run.micro_steps - run.collecting_began if run.config.managed_gradient_accumulation else 0
-        return max(counted, int(run.parts.accumulating))
+        return max(counted, int(run.parts.has_gradients))
 
     def begin_step(self) -> None:
         """The next micro-batch is the first of a step."""
         self._run.step_began = self._run.collecting_began = self._run.micro_steps
 
-    def forget(self) -> None:
+    def restart_collection(self) -> None:
         """Note that the gradients collected so far are discarded; the position in the current step stays."""
         self._run.collecting_began = self._run.micro_steps
 
@@ -62,7 +62,7 @@ class Accumulation:
         """Set the boundary explicitly; from then on the micro-step counter is not used for it."""
         self._boundary = is_boundary
 
-    def reduces(self) -> bool:
+    def should_reduce(self) -> bool:
         """True if gradients of the running backward are to be reduced as soon as possible."""
         return self.is_gradient_accumulation_boundary() and not self.inside_no_sync
 
@@ -70,32 +70,32 @@ class Accumulation:
         """Begin a step whose micro-batches all follow. Raises StateError: backward has run for some of them."""
         run = self._run
         # A gradient beside a batch of one micro-batch, of a penalty for example, is added to the batch's.
-        beside = run.config.gradient_accumulation_steps == 1 and not self.begun
+        beside = run.config.gradient_accumulation_steps == 1 and not self.micro_step_index
         # A backward has torn on one of several ranks: all of them refuse the step together.
-        agreed = run.parts.watch.torn and not run.parts.exchange.placement.alone
-        if self.collected and not beside and not agreed:
+        agreed = run.parts.backward_watch.torn and not run.parts.collectives.placement.alone
+        if self.collected_micro_batches and not beside and not agreed:
             raise StateError(
-                f"{what}: {self.collected} micro-batches of this step have already been run one by one with forward "
+                f"{what}: {self.collected_micro_batches} micro-batches of this step have already been run one by one with forward "
                 "and backward; run the rest of them in the same way, or call zero_grad() to discard them"
             )
         self.begin_step()
 
     @contextmanager
-    def whole_batch(self, forget_gradients: Callable[[], None] | None) -> Iterator[None]:
+    def atomic_batch(self, discard_gradients: Callable[[], None] | None) -> Iterator[None]:
         """Context around all forwards and backwards of a step: if one fails, none of them counts.
 
-        `forget_gradients`: None if other ranks have a part in the gradients; the next step is refused on all ranks.
+        `discard_gradients`: None if other ranks have a part in the gradients; the next step is refused on all ranks.
         """
         begun = self._run.micro_steps
         try:
             yield
         except BaseException:
             self._run.micro_steps = begun
-            if forget_gradients is not None:
+            if discard_gradients is not None:
                 with suppress(StorageError):  # the next call raises it again
-                    forget_gradients()
+                    discard_gradients()
             else:
-                self._run.parts.watch.torn |= self._run.parts.accumulating
+                self._run.parts.backward_watch.torn |= self._run.parts.has_gradients
             raise
 
     @contextmanager
@@ -117,6 +117,6 @@ class Accumulation:
                 self._run.parts.buffers.share()
             self._buffers_differ = not self.inside_no_sync
 
-    def buffers_differ(self) -> None:
+    def mark_buffers_different(self) -> None:
         """Note that each rank has its own buffers now."""
         self._buffers_differ = True

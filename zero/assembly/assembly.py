@@ -21,7 +21,7 @@ from offload.memory.flat_storage import Poison
 from offload.memory.pinned import retain_heap, trim_heap
 from offload.node.run_notes import leave_note
 from offload.sizes import format_bytes
-from zero.assembly.model_plan import lay_out, planner_of
+from zero.assembly.model_plan import lay_out, make_planner
 from zero.assembly.packed_experts import fetch_experts_by_rows
 from zero.config import Config
 from zero.exchange.exchange import Exchange
@@ -62,61 +62,61 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zero")
 
 
-class Assembly:
+class EngineParts:
     """The parts of one engine for one state of its model. Until `build` the model is unchanged.
 
     Raises ConfigError: an impossible setting or parameter; names it. Raises BudgetError: the plan does not fit;
     nothing was allocated.
 
     Args:
-        owner: the run of the engine.
+        run: the run of the engine.
         trainable: id(parameter) of each parameter in the optimizer -> number of the rule that updates it.
         previous: the owner's present parts; they keep their values until the model is switched over.
     """
 
-    keeper: EngineKeeper
+    parameter_store: EngineKeeper
     storage: Storage
 
     def __init__(
         self,
-        owner: Run,
-        events: Events,
-        exchange: Exchange,
+        run: Run,
+        callbacks: Events,
+        collectives: Exchange,
         trainable: Mapping[int, int],
-        previous: Assembly | None = None,
+        previous: EngineParts | None = None,
     ) -> None:
-        self._owner, self._events, self.exchange = owner, events, exchange
-        self.model, self._config = model, config = owner.module, owner.config
+        self._run, self._callbacks, self.collectives = run, callbacks, collectives
+        self.model, self._config = model, config = run.module, run.config
         self.leaves = collect_leaves(model)
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
         self.names = {id(leaf.parameter): leaf.names[0] for leaf in self.leaves}
-        self.buffers: CommonBuffers = CommonBuffers(exchange, model, previous.buffers if previous else None)
-        placement = exchange.placement
-        self._covered, self.layout = lay_out(*(model, self.leaves, trainable, config, placement), owner.rules.whole)
-        take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
+        self.buffers: CommonBuffers = CommonBuffers(collectives, model, previous.buffers if previous else None)
+        placement = collectives.placement
+        self._covered_units, self.layout = lay_out(*(model, self.leaves, trainable, config, placement), run.rules.whole)
+        take_back((leaf.parameter for leaf in self.leaves), previous.parameter_store if previous else None)
         # Stages of a pipeline start together, and each plans with a share of the node's free memory.
-        sharers = exchange.everyone if previous is None else exchange
-        own = machine_to_plan(owner.device, previous.storage.regions if previous else ())
-        machine = agree_on_machine(sharers, own, on_cpu=owner.device.type == "cpu")
-        self.plan = planner_of(
-            *(model, (self._covered, self.layout), config, machine, owner.device, owner.in_place, placement),
-            owner.rules,
+        sharers = collectives.everyone if previous is None else collectives
+        own = machine_to_plan(run.device, previous.storage.regions if previous else ())
+        machine = agree_on_machine(sharers, own, on_cpu=run.device.type == "cpu")
+        self.plan = make_planner(
+            *(model, (self._covered_units, self.layout), config, machine, run.device, run.in_place, placement),
+            run.rules,
         ).make()
         level = logging.INFO if previous is None else logging.DEBUG
         logger.log(level, "%s", self.plan.table())
-        self._coded = coded_numel(self.leaves)
-        dtypes = dtype_table(self.layout, self.plan, config, placement, owner.device, owner.scaler, self._coded)
+        self._coded_numel = coded_numel(self.leaves)
+        dtypes = dtype_table(self.layout, self.plan, config, placement, run.device, run.scaler, self._coded_numel)
         logger.log(level, "%s", dtypes)
         _warn_of_range(self.leaves, trainable, config)
-        leave_note("plan", self.plan.facts(owner.device))
-        self.snapshots = open_snapshots(config, self.layout, self.plan, exchange)
+        leave_note("plan", self.plan.facts(run.device))
+        self.snapshots = open_snapshots(config, self.layout, self.plan, collectives)
         named = self.snapshots.open_swap if self.snapshots else None
         try:
             coming = room_to_come(leaf.parameter for leaf in self.leaves) if previous is None else {}
             self.storage = Storage(
-                *(self.layout, self.plan, config, owner.device, exchange.memory, named),
+                *(self.layout, self.plan, config, run.device, collectives.memory, named),
                 coming=coming,
-                slices=exchange.slices,
+                slices=collectives.slices,
             )
         except BaseException:
             if self.snapshots is not None:
@@ -124,16 +124,16 @@ class Assembly:
             raise
         if self.snapshots is not None:
             self.snapshots.attach(self.storage)
-        self._built = False
+        self._is_built = False
 
     def build(self) -> None:
         """Build the parts that move data. The model is still unchanged afterwards."""
-        owner, events, exchange = self._owner, self._events, self.exchange
+        owner, events, exchange = self._run, self._callbacks, self.collectives
         layout, storage, device = self.layout, self.storage, owner.device
         poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
         self.bound = [
             BoundUnit(unit, self._bound_parameters(unit, covered), poison, device)
-            for unit, covered in zip(layout.units, self._covered, strict=True)
+            for unit, covered in zip(layout.units, self._covered_units, strict=True)
         ]
         self.gradients = (
             Gradients(layout, storage, device, owner.in_place, owner.threads)
@@ -150,21 +150,22 @@ class Assembly:
         )
         self.gradients.update = self.stepper.apply
         loader = Loader(layout, self.bound, storage, updates, owner.in_place, events, exchange)
-        self.turns = Turns(device)
-        self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader, self.turns.relieve)
-        self.watch = BackwardWatch(self.coordinator, self.gradients, events)
+        self.scheduler = Turns(device)
+        self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader, self.scheduler.relieve)
+        self.backward_watch = BackwardWatch(self.coordinator, self.gradients, events)
         self.hooks = ModuleHooks(
-            *(self.model, self._scopes(), self.bound, self.coordinator, self.watch, self.turns), storage.timeline
+            *(self.model, self._scopes(), self.bound, self.coordinator, self.backward_watch, self.scheduler),
+            storage.timeline,
         )
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, events, exchange)
-        rows = RowLender(self.bound, storage, self.coordinator, updates, self.watch, self.turns)
-        self.watch.on_end(rows.end_backward)
+        rows = RowLender(self.bound, storage, self.coordinator, updates, self.backward_watch, self.scheduler)
+        self.backward_watch.on_end(rows.end_backward)
         sharded = self._config.zero_optimization.stage == 3
-        self.keeper = EngineKeeper(
+        self.parameter_store = EngineKeeper(
             *(events, self.bound, self.coordinator, self.hooks, editor, rows, self.parameters()), partitions=sharded
         )
-        self._tiled = self._tiled_keepers()
-        self._built = True
+        self._tiled_stores = self._make_tiled_stores()
+        self._is_built = True
 
     def _bound_parameters(self, unit: Unit, covered: CoveredUnit) -> list[nn.Parameter]:
         return [covered.tile.weight] if covered.tile else [self.leaves[slot.index].parameter for slot in unit.slots]
@@ -173,17 +174,17 @@ class Assembly:
         """The model's parameters by their index; a tiled parameter is the whole one."""
         return [leaf.parameter for leaf in self.leaves]
 
-    def _tiled_keepers(self) -> dict[int, TiledKeeper]:
+    def _make_tiled_stores(self) -> dict[int, TiledKeeper]:
         """Index of each tiled parameter -> its keeper."""
         tiles: dict[int, list[Tile]] = {}
-        for unit, covered in zip(self.layout.units, self._covered, strict=True):
+        for unit, covered in zip(self.layout.units, self._covered_units, strict=True):
             if covered.tile is not None:
                 tiles.setdefault(unit.slots[0].index, []).append(covered.tile)
-        return {i: TiledKeeper(self.leaves[i].parameter, parts, self.keeper) for i, parts in tiles.items()}
+        return {i: TiledKeeper(self.leaves[i].parameter, parts, self.parameter_store) for i, parts in tiles.items()}
 
     def _scopes(self) -> dict[nn.Module, list[int]]:
         scopes: dict[nn.Module, list[int]] = {}
-        for index, unit in enumerate(self._covered):
+        for index, unit in enumerate(self._covered_units):
             for module in unit.scopes:
                 units = scopes.setdefault(module, [])
                 if not unit.content.expert_rows:  # experts are fetched when rows are asked for or a parameter is used
@@ -193,15 +194,17 @@ class Assembly:
     def adopt(self) -> None:
         """Move the model's values into the planes; each parameter is released as soon as its values are stored."""
         began = time.perf_counter()
-        from_memory, spilled = (sum(p.numel() * p.element_size() for p in kind) for kind in self._by_source())
+        from_memory, spilled = (
+            sum(p.numel() * p.element_size() for p in kind) for kind in self._parameters_by_source()
+        )
         _warn_of_channels_last(self.leaves)
-        take_first_ranks_values(self.exchange, self.parameters())
-        adoption = Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take, fresh=True)
+        take_first_ranks_values(self.collectives, self.parameters())
+        adoption = Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take_over, fresh=True)
         adoption.run()
         self._warn_of_nonfinite(adoption.nonfinite)
         if self.storage.disk is not None:
             self.storage.disk.swap.reserve()
-        self.exchange.adopted()
+        self.collectives.adopted()
         trim_heap()
         retain_heap()
         logger.info(
@@ -211,23 +214,23 @@ class Assembly:
             " (to avoid this, build the model under zero.Init)" if from_memory and cuts_values(self._config) else "",
             format_bytes(spilled),
         )
-        if self.exchange.placement.rank == 0:
-            parts = self._config, self.layout, self.plan, self.storage, self.exchange, self._coded
+        if self.collectives.placement.rank == 0:
+            parts = self._config, self.layout, self.plan, self.storage, self.collectives, self._coded_numel
             logger.log(NOTICE, "%s", start_line(*parts))
-            warn_of_slow_matmuls(self.layout, self._config, self._owner.device)
+            warn_of_slow_matmuls(self.layout, self._config, self._run.device)
 
     def _warn_of_nonfinite(self, mine: set[int]) -> None:
         """Name the parameters that hold inf or NaN, on the first rank, in a line. All ranks call this together."""
-        answers = self.exchange.agree("initial values that are not finite", json.dumps(sorted(mine)).encode())
+        answers = self.collectives.agree("initial values that are not finite", json.dumps(sorted(mine)).encode())
         found = sorted({index for answer in answers for index in json.loads(answer)})
         names = [self.leaves[index].names[0] for index in found if not self.leaves[index].opaque]
-        if names and self.exchange.placement.rank == 0:
+        if names and self.collectives.placement.rank == 0:
             logger.warning(
                 "%d parameters hold inf or NaN before the first step (%s%s): was every value loaded or initialised?",
                 *(len(names), ", ".join(names[:5]), ", ..." * (len(names) > 5)),
             )
 
-    def _by_source(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    def _parameters_by_source(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         kinds: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
         for leaf in self.leaves:
             kinds[provisional_source(leaf.parameter) is not None].append(leaf.parameter)
@@ -238,7 +241,7 @@ class Assembly:
 
         All ranks call this together.
         """
-        exchange = self.exchange
+        exchange = self.collectives
         placement = exchange.placement
         take_first_ranks_values(exchange, [p for p in self.parameters() if not source.holds(p)])
         stored = source if placement.shard_size == 1 else GatheredValues(source, exchange)
@@ -253,62 +256,62 @@ class Assembly:
         Adoption(*given, fresh=True, slices=slices).run()
         exchange.adopted()
 
-    def take_all(self) -> None:
+    def take_over_parameters(self) -> None:
         """After `fill`: release the parameters; from now on the planes keep their values."""
         for unit in self.layout.units:
             for slot in unit.slots:
-                self._take(unit, slot)
+                self._take_over(unit, slot)
 
-    def _take(self, unit: Unit, slot: Slot) -> None:
-        bound, tiled = self.bound[unit.index], self._tiled.get(slot.index)
+    def _take_over(self, unit: Unit, slot: Slot) -> None:
+        bound, tiled = self.bound[unit.index], self._tiled_stores.get(slot.index)
         if tiled is None:
             forget(self.leaves[slot.index].parameter)
-        bound.adopt(slot, self.keeper)
+        bound.adopt(slot, self.parameter_store)
         if tiled is not None and tiled.adopted():
             forget(tiled.whole)
             tiled.release(slot.name)
 
     @property
-    def trained(self) -> frozenset[int]:
+    def trained_indices(self) -> frozenset[int]:
         """Indices of the trained parameters."""
         return frozenset(slot.index for unit in self.layout.units if unit.trainable for slot in unit.slots)
 
     def small_states(self, names: Mapping[int, str]) -> dict[str, dict[str, torch.Tensor]]:
         """This rank's small states as `KeptOptimizer.named_small` has them; no update of these parameters is due."""
-        if self._owner.updater is None or not self._owner.updater.keeps_small:
+        if self._run.updater is None or not self._run.updater.keeps_small:
             return {}
         streams = self.storage.streams
         streams.wait_events(streams.record_update_event())  # the updates write the states that are copied here
-        return self._owner.updater.named_small(names)
+        return self._run.updater.named_small(names)
 
-    def stored(self, *, few: bool = False) -> StoredValues:
+    def values_reader(self, *, few: bool = False) -> StoredValues:
         """A reader of the planes. Call it when no update is due and no transfer is in flight. `few`: as there."""
-        return StoredValues(self.layout, self.storage, self.keeper.places, few=few)
+        return StoredValues(self.layout, self.storage, self.parameter_store.places, few=few)
 
     def install(self) -> None:
         """Put hooks on the model; from now on its forward and backward use the parts."""
-        self.exchange.note_in(self.storage.timeline)
+        self.collectives.note_in(self.storage.timeline)
         self.hooks.at_install.append(lambda: fetch_experts_by_rows(self.model))
         self.hooks.install()
-        move_buffers(self.model, self._owner.device, self._config.buffer_dtype)
+        move_buffers(self.model, self._run.device, self._config.buffer_dtype)
         self.buffers.share(new_only=True)
         self.coordinator.bind_persistent()
-        self.watch.install(self.bound, {index: tiled.whole for index, tiled in self._tiled.items()})
+        self.backward_watch.install(self.bound, {index: tiled.whole for index, tiled in self._tiled_stores.items()})
 
-    def check_between(self, what: str, advice: str = "call it outside of them") -> None:
+    def check_outside_calls(self, what: str, advice: str = "call it outside of them") -> None:
         """Raise StateError inside forward, backward or `GatheredParameters`."""
-        if self.hooks.in_forward or in_backward() or self.keeper.editor.busy:
+        if self.hooks.in_forward or in_backward() or self.parameter_store.editor.busy:
             raise StateError(f"{what}: called inside forward, backward or GatheredParameters; {advice}")
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no transfer of the planes is in flight and no update is due. Raises StorageError."""
-        self.watch.end_stray()
+        self.backward_watch.end_stray()
         self.stepper.finish()
         self.gradients.flush_all()
         self.gradients.settle()
 
     @property
-    def accumulating(self) -> bool:
+    def has_gradients(self) -> bool:
         """True if gradients have been collected since the last step."""
         return any(any(state.contributions) or state.arrived for state in self.gradients.states())
 
@@ -318,10 +321,10 @@ class Assembly:
         With several ranks the values are lost: each rank has only a part of them, and the other ranks may have failed.
         """
         try:
-            if self._built:
+            if self._is_built:
                 self.hooks.remove()
-                if self.exchange.placement.alone:
-                    self.keeper.return_values()
+                if self.collectives.placement.alone:
+                    self.parameter_store.return_values()
         finally:
             self.storage.close()
 

@@ -22,7 +22,7 @@ from offload.memory.arena import BlockPool, LinearPool
 from offload.memory.pinned import trim_heap
 from offload.sizes import format_bytes
 from zero.assembly.run import Run
-from zero.assembly.state_kinds import ALL, RECORDS, TO_RUN, OffloadStateTypeEnum
+from zero.assembly.state_kinds import ALL, NEEDED_BY_FORWARD, OPTIMIZER_STATES, OffloadStateTypeEnum
 from zero.plan.machine import read_machine
 from zero.store.storage import Storage
 
@@ -34,7 +34,7 @@ BUFFERS, STATES = OffloadStateTypeEnum.contiguous_grad_buffer, OffloadStateTypeE
 Kinds = frozenset[OffloadStateTypeEnum]
 
 
-class StatesAway:
+class DeviceMemory:
     """The states of one engine that are put away. Before its parts are replaced, all states come back.
 
     `kinds`: the kinds that are away, entirely or (after an error) in part.
@@ -42,26 +42,28 @@ class StatesAway:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.kinds: Kinds = frozenset()
-        self._waiting: dict[int, torch.Tensor] = {}  # Unit index -> this rank's unreduced gradient, on the host.
-        self._pools: dict[OffloadStateTypeEnum, BlockPool] = {}  # The freed pools, to be allocated again.
+        self.offloaded_kinds: Kinds = frozenset()
+        self._unreduced_gradients: dict[
+            int, torch.Tensor
+        ] = {}  # Unit index -> this rank's unreduced gradient, on the host.
+        self._freed_pools: dict[OffloadStateTypeEnum, BlockPool] = {}  # The freed pools, to be allocated again.
 
     @property
     def _storage(self) -> Storage:
         return self._run.parts.storage
 
-    def near_bytes(self, kinds: Iterable[OffloadStateTypeEnum]) -> int:
+    def device_bytes(self, kinds: Iterable[OffloadStateTypeEnum]) -> int:
         """Bytes of these kinds that are on the device and can be put away."""
         whole = self._storage.whole_gradients.allocated_bytes if GRADIENTS in kinds else 0
-        pools = sum(arena.reserved_bytes for _, arena in self._arenas(kinds))
+        pools = sum(arena.reserved_bytes for _, arena in self._pools_of(kinds))
         return whole + pools + sum(region.nbytes for region in self._regions(kinds, away=False))
 
     def devices(self, kind: OffloadStateTypeEnum) -> set[torch.device]:
         """The devices that hold memory of a kind now; NVMe is not among them."""
         found = {memory.device for memory in self._memories(kind) if memory.numel()}
-        return found | {self._storage.device for _, arena in self._arenas([kind]) if arena.reserved_bytes}
+        return found | {self._storage.device for _, arena in self._pools_of([kind]) if arena.reserved_bytes}
 
-    def put(self, kinds: Iterable[OffloadStateTypeEnum], *, pinned: bool) -> None:
+    def offload(self, kinds: Iterable[OffloadStateTypeEnum], *, pinned: bool) -> None:
         """Put these kinds away; nothing is in flight, and no unit of moved weights is bound.
 
         Raises BudgetError: the host has no room for them; what has moved comes back when it is needed.
@@ -70,51 +72,53 @@ class StatesAway:
         regions = self._regions(kinds, away=False)
         self._check_room(regions)
         self._wait_for_device()
-        self.kinds |= kinds  # known first, also if an interrupt ends this half way
-        storage.records_away = bool(self.kinds & RECORDS)
+        self.offloaded_kinds |= kinds  # known first, also if an interrupt ends this half way
+        storage.records_away = bool(self.offloaded_kinds & OPTIMIZER_STATES)
         whole = GRADIENTS in kinds and storage.whole_gradients.allocated_bytes > 0
-        self._waiting.update(self._run.parts.gradients.rest(aside=whole))
+        self._unreduced_gradients.update(self._run.parts.gradients.rest(aside=whole))
         if whole:
             storage.whole_gradients.give_up()
-        for kind, arena in self._arenas(kinds):
+        for kind, arena in self._pools_of(kinds):
             if arena.reserved_bytes and not arena.used_bytes:
-                self._pools[kind] = arena
+                self._freed_pools[kind] = arena
                 arena.free_memory()
         for region in regions:
             storage.relocate(region.move_to_host(pinned=pinned))
         empty_cache(storage.device)
         trim_heap()
 
-    def bring_back(self, what: str, needs: Kinds | None = None) -> None:
+    def reload(self, what: str, needs: Kinds | None = None) -> None:
         """Bring back these kinds (None: all) if they are away. `what`: the call that needs them. Raises BudgetError."""
-        kinds = self.kinds & (ALL if needs is None else needs)
+        kinds = self.offloaded_kinds & (ALL if needs is None else needs)
         if not kinds:
             return
         began, device = time.perf_counter(), self._run.device
-        if needs is None or not needs <= TO_RUN:  # a generation may have left units in the room, for the next one
+        if (
+            needs is None or not needs <= NEEDED_BY_FORWARD
+        ):  # a generation may have left units in the room, for the next one
             self._run.parts.coordinator.end_rest()
-        self._bring(kinds)
-        if not self.kinds:
+        self._reload(kinds)
+        if not self.offloaded_kinds:
             trim_heap()
         why = f"{what} needs what offload_states has moved away" if what else "reload_states"
-        logger.info("%s: %s are back on %s in %.2f s", why, names_of(kinds), device, time.perf_counter() - began)
+        logger.info("%s: %s are back on %s in %.2f s", why, format_kinds(kinds), device, time.perf_counter() - began)
 
-    def module_called(self) -> None:
+    def on_module_call(self) -> None:
         """A module is called directly, not through the engine: it needs weights."""
-        self.bring_back("a module that is called by itself", TO_RUN)
+        self.reload("a module that is called by itself", NEEDED_BY_FORWARD)
 
-    def _bring(self, kinds: Kinds) -> None:
+    def _reload(self, kinds: Kinds) -> None:
         """Raises BudgetError: the device has no room; everything that is not back is still on the host."""
         storage = self._storage
         try:
             for region in self._regions(kinds, away=True):
                 storage.relocate(region.move_back())
-            for kind in kinds.intersection(self._pools):
-                self._pools[kind].reserve_memory()
-                del self._pools[kind]
-            for index in list(self._waiting) if GRADIENTS in kinds else []:
-                self._run.parts.gradients.take_up(index, self._waiting[index])
-                del self._waiting[index]
+            for kind in kinds.intersection(self._freed_pools):
+                self._freed_pools[kind].reserve_memory()
+                del self._freed_pools[kind]
+            for index in list(self._unreduced_gradients) if GRADIENTS in kinds else []:
+                self._run.parts.gradients.take_up(index, self._unreduced_gradients[index])
+                del self._unreduced_gradients[index]
         except torch.OutOfMemoryError as error:
             free_bytes = read_machine(storage.device).device_bytes or 0
             raise BudgetError(
@@ -122,18 +126,18 @@ class StatesAway:
                 f"{format_bytes(free_bytes)} are free: free other memory there, then call it again"
             ) from error
         self._wait_for_device()
-        self.kinds -= kinds
-        storage.records_away = bool(self.kinds & RECORDS)
+        self.offloaded_kinds -= kinds
+        storage.records_away = bool(self.offloaded_kinds & OPTIMIZER_STATES)
 
-    def forget_gradients(self) -> None:
+    def discard_gradients(self) -> None:
         """Discard the collected gradients that are put away: they do not count any more."""
-        self._waiting.clear()
+        self._unreduced_gradients.clear()
 
-    def forget(self) -> None:
+    def drop_all(self) -> None:
         """The engine closes: nothing will be brought back."""
-        self.kinds = frozenset()
-        self._waiting.clear()
-        self._pools.clear()
+        self.offloaded_kinds = frozenset()
+        self._unreduced_gradients.clear()
+        self._freed_pools.clear()
 
     def _regions(self, kinds: Iterable[OffloadStateTypeEnum], *, away: bool) -> list[LinearPool]:
         memories = [memory for kind in kinds for memory in self._memories(kind)]
@@ -144,13 +148,13 @@ class StatesAway:
         storage, more = self._storage, list[torch.Tensor]()
         if kind == WEIGHTS:
             planes, more = storage.weights, list(storage.near.values())
-        elif kind in RECORDS:
+        elif kind in OPTIMIZER_STATES:
             planes = [plane for plane in storage.records if plane is not None]
         else:
             planes = list(storage.gradient_planes) if kind == GRADIENTS else []
         return [home.memory for plane in planes for home in plane.homes if home.memory is not None] + more
 
-    def _arenas(self, kinds: Iterable[OffloadStateTypeEnum]) -> list[tuple[OffloadStateTypeEnum, BlockPool]]:
+    def _pools_of(self, kinds: Iterable[OffloadStateTypeEnum]) -> list[tuple[OffloadStateTypeEnum, BlockPool]]:
         storage = self._storage
         pools = {WEIGHTS: storage.unit_pool, STATES: storage.update_pool, BUFFERS: storage.gradient_pool}
         return [(kind, pools[kind]) for kind in kinds if kind in pools]
@@ -174,5 +178,5 @@ class StatesAway:
         synchronize(self._storage.device)
 
 
-def names_of(kinds: Iterable[OffloadStateTypeEnum]) -> str:
+def format_kinds(kinds: Iterable[OffloadStateTypeEnum]) -> str:
     return ", ".join(sorted(kind.value for kind in kinds))

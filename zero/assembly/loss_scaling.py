@@ -33,13 +33,13 @@ class LossScaling:
                 "scale: expected a scalar loss that requires a gradient; reduce other losses to a scalar first, "
                 "such as loss.sum()"
             )
-        return self.scaled(loss, self._run.config.gradient_accumulation_steps)
+        return self.scale_loss(loss, self._run.config.gradient_accumulation_steps)
 
-    def part_of(self, loss: torch.Tensor, parts: int) -> torch.Tensor:
+    def divide_loss(self, loss: torch.Tensor, parts: int) -> torch.Tensor:
         """The loss divided by `parts`, an fp16 loss in fp32: scale / parts may fit fp16 where the scale does not."""
         return (loss.float() if loss.dtype == torch.float16 else loss) / parts
 
-    def scaled(self, loss: torch.Tensor, accumulation: int = 1) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor, accumulation: int = 1) -> torch.Tensor:
         """The loss times the scale; a hook on it marks its backward as scaled."""
         if self._run.updater is not None and self._run.scaler.skips:
             finite = torch.isfinite(loss.detach()).all()
@@ -49,19 +49,19 @@ class LossScaling:
         scaled = loss * self._run.scaler.cur_scale
 
         def passed(gradient: torch.Tensor) -> torch.Tensor:
-            self._run.parts.watch.begin_scaled()
+            self._run.parts.backward_watch.begin_scaled()
             return gradient / accumulation if accumulation > 1 else gradient
 
         if scaled.requires_grad:
             scaled.register_hook(passed)  # type: ignore[no-untyped-call]
         return scaled
 
-    def parts_of_backward(self, scaled: bool) -> int:
-        """The divisor of this backward's gradients: the accumulation steps; 1 for a `scaled` loss, divided already.
+    def gradient_divisor(self, is_scaled: bool) -> int:
+        """The divisor of this backward's gradients: the accumulation steps; 1 for a `is_scaled` loss, divided already.
 
         Raises StateError: the loss is not scaled, but fp16 needs it.
         """
-        if scaled:
+        if is_scaled:
             return 1
         if self._run.updater is not None and self._run.scaler.is_needed:
             raise StateError(
@@ -79,7 +79,7 @@ class LossScaling:
         self._loss_is_finite = None
 
     @contextmanager
-    def precisely(self) -> Iterator[None]:
+    def autocast(self) -> Iterator[None]:
         """Context around a forward of the engine: `torch_autocast`, or the autocast that the caller has entered.
 
         It disables torch's cache, which would keep each cast copy until the end of the outermost context: with

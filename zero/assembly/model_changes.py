@@ -29,9 +29,9 @@ from offload.errors import StateError
 from offload.memory.pinned import trim_heap
 from offload.sizes import format_bytes
 from offload.system.interrupts import atomic
-from zero.assembly.assembly import Assembly
+from zero.assembly.assembly import EngineParts
 from zero.assembly.run import Run
-from zero.assembly.steps import Steps
+from zero.assembly.steps import EngineSteps
 from zero.optim.gradients import move_gradients
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import Small, gathered, owned
@@ -48,46 +48,46 @@ logger = logging.getLogger("zero")
 NAMES_SHOWN = 3
 
 
-class Census:
+class ParameterInventory:
     """The parameters of a module tree, their places, and which of them an optimizer holds.
 
     Attributes:
-        held: id(parameter) of the parameters in param groups.
-        declined: id(parameter) of the parameters that must not be trained: they required a gradient from the beginning
+        in_groups: id(parameter) of the parameters in param groups.
+        excluded: id(parameter) of the parameters that must not be trained: they required a gradient from the beginning
             and were in no group, or they were taken out of their group.
     """
 
     def __init__(self, model: nn.Module, optimizer: ZeroOptimizer | None) -> None:
         self._places = list(_places(model))
         self._signature = [(id(module), name, id(parameter)) for module, name, parameter in self._places]
-        self.held = _held(optimizer)
-        self.declined: set[int] = set()
+        self.in_groups = _ids_in_groups(optimizer)
+        self.excluded: set[int] = set()
 
-    def decline(self) -> None:
+    def exclude_ungrouped(self) -> None:
         """Decline all parameters that require a gradient and are in no param group now."""
         with torch._C.DisableTorchFunctionSubclass():
-            self.declined = {id(p) for p in self.parameters() if p.requires_grad and id(p) not in self.held}
+            self.excluded = {id(p) for p in self.parameters() if p.requires_grad and id(p) not in self.in_groups}
 
-    def inherit(self, earlier: Census) -> None:
+    def inherit(self, earlier: ParameterInventory) -> None:
         """Take over the declined parameters that are still in the model, and decline those that left their group."""
         present = {id(p) for p in self.parameters()}
-        self.declined = (earlier.declined | (earlier.held - self.held)) & present
+        self.excluded = (earlier.excluded | (earlier.in_groups - self.in_groups)) & present
 
     def parameters(self) -> list[nn.Parameter]:
         return list({id(p): p for _, _, p in self._places if p is not None}.values())
 
-    def joining(self) -> list[nn.Parameter]:
+    def parameters_to_join(self) -> list[nn.Parameter]:
         """Parameters that require a gradient, are in no param group and are not declined."""
         with torch._C.DisableTorchFunctionSubclass():
             return [
                 p
                 for p in self.parameters()
-                if id(p) not in self.held and id(p) not in self.declined and p.requires_grad
+                if id(p) not in self.in_groups and id(p) not in self.excluded and p.requires_grad
             ]
 
-    def same_as(self, other: Census) -> bool:
+    def is_same(self, other: ParameterInventory) -> bool:
         """True if the same parameters are at the same places, and the same parameters are in param groups."""
-        return self._signature == other._signature and self.held == other.held
+        return self._signature == other._signature and self.in_groups == other.in_groups
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter | None]]:
@@ -106,27 +106,29 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter | N
         pending.extend(child for child in module._modules.values() if child is not None)
 
 
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     with torch._C.DisableTorchFunctionSubclass():
         return list(model.named_parameters())
 
 
-def _held(optimizer: ZeroOptimizer | None) -> set[int]:
+def _ids_in_groups(optimizer: ZeroOptimizer | None) -> set[int]:
     return set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 class ModelChanges:
-    """Changes of one engine's model. `events`: passed to all parts."""
+    """Changes of one engine's model. `callbacks`: passed to all parts."""
 
-    def __init__(self, run: Run, steps: Steps, events: Events) -> None:
-        self._run, self._steps, self._events = run, steps, events
-        self._census = Census(run.module, run.updater)
-        self._census.decline()
-        if run.updater is not None and (names := [n for n, p in _named(run.module) if id(p) in self._census.declined]):
+    def __init__(self, run: Run, steps: EngineSteps, callbacks: Events) -> None:
+        self._run, self._steps, self._callbacks = run, steps, callbacks
+        self._inventory = ParameterInventory(run.module, run.updater)
+        self._inventory.exclude_ungrouped()
+        if run.updater is not None and (
+            names := [n for n, p in _named_parameters(run.module) if id(p) in self._inventory.excluded]
+        ):
             logger.warning(
                 "%s require a gradient and are in no param group: they are not trained, and their gradients are "
                 "dropped; pass them too, or set requires_grad to False",
-                _some(names),
+                _format_names(names),
             )
 
     def replan(self) -> bool:
@@ -142,25 +144,27 @@ class ModelChanges:
             BudgetError: old and new planes do not fit at the same time, during the change; nothing has changed.
             StorageError: a transfer failed; nothing has changed.
         """
-        self._steps.ready("replan")
-        self._run.parts.check_between("replan", "call it outside of them, or let the next forward of the engine do it")
-        return self.follow()
+        self._steps.make_ready("replan")
+        self._run.parts.check_outside_calls(
+            "replan", "call it outside of them, or let the next forward of the engine do it"
+        )
+        return self.apply_pending()
 
-    def rest(self) -> Assembly:
+    def prepare_rewrite(self) -> EngineParts:
         """`Steps.at_rest` after pending changes of the model have been applied."""
         self.replan()
-        return self._steps.at_rest()
+        return self._steps.prepare_rewrite()
 
     @atomic
-    def follow(self) -> bool:
+    def apply_pending(self) -> bool:
         """Before a forward: apply changes of the model. True if there were any; raises as `replan`."""
         run, parts = self._run, self._run.parts
-        if parts.hooks.in_forward or in_backward() or parts.keeper.editor.busy:
+        if parts.hooks.in_forward or in_backward() or parts.parameter_store.editor.busy:
             return False
-        census = Census(run.module, run.updater)
-        census.inherit(self._census)
-        joining = census.joining() if run.updater is not None else []
-        if not joining and census.same_as(self._census):
+        census = ParameterInventory(run.module, run.updater)
+        census.inherit(self._inventory)
+        joining = census.parameters_to_join() if run.updater is not None else []
+        if not joining and census.is_same(self._inventory):
             return False
         refuse_without_values(run.module)
         if parts.snapshots is not None:
@@ -168,34 +172,34 @@ class ModelChanges:
                 "the model has changed since zero.initialize, and snapshots do not support that; change the model "
                 "before zero.initialize, or remove zero_optimization.offload_optimizer.snapshot"
             )
-        if parts.exchange.placement.alone:
-            self._steps.take_written()  # for the old parameters: it replaces what the old planes have collected
+        if parts.collectives.placement.alone:
+            self._steps.take_user_gradients()  # for the old parameters: it replaces what the old planes have collected
         if joining and run.updater is not None:
-            _join(run.updater, joining, parts.leaves, run.module)
-            census.held = _held(run.updater)
+            _join_groups(run.updater, joining, parts.leaves, run.module)
+            census.in_groups = _ids_in_groups(run.updater)
         # Tensors made in inference mode cannot be part of a graph, so the new parts must not be made in it.
         with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
-            self._exchange(parts, census)
-        census.held = _held(run.updater)
-        self._census = census
+            self._rebuild(parts, census)
+        census.in_groups = _ids_in_groups(run.updater)
+        self._inventory = census
         return True
 
-    def _exchange(self, old: Assembly, census: Census) -> None:
+    def _rebuild(self, old: EngineParts, inventory: ParameterInventory) -> None:
         """Build parts for the present model, fill them from the old parts, and continue with them."""
-        began, run, before = time.perf_counter(), self._run, old.exchange
-        agree_on_change(before, run.module, census.held, accumulating=old.accumulating)
-        _own_memory(old, census)
-        self._steps.at_rest()
-        present = {id(p) for p in census.parameters()}
+        began, run, before = time.perf_counter(), self._run, old.collectives
+        agree_on_change(before, run.module, inventory.in_groups, accumulating=old.has_gradients)
+        _clone_views(old, inventory)
+        self._steps.prepare_rewrite()
+        present = {id(p) for p in inventory.parameters()}
         exchange = before.renewed()
         try:
             numbers = {} if run.updater is None else run.updater.rule_numbers()
             held = {key: number for key, number in numbers.items() if key in present}
-            new = Assembly(run, self._events, exchange, held, old)
+            new = EngineParts(run, self._callbacks, exchange, held, old)
             try:
                 _fill(new, old)
                 gone = [leaf for leaf in old.leaves if id(leaf.parameter) not in present]
-                leaving = [(leaf, old.keeper.exact(leaf.names[0])) for leaf in gone]
+                leaving = [(leaf, old.parameter_store.exact(leaf.names[0])) for leaf in gone]
                 small = _small_states(run.updater, old, new)
             except BaseException:
                 new.storage.close()
@@ -204,68 +208,68 @@ class ModelChanges:
             if exchange is not before:
                 exchange.release()
             raise
-        _switch(old, new, leaving)
+        _switch_parts(old, new, leaving)
         _carry_counts(old, new)
-        run.use(new)
+        run.set_parts(new)
         try:
             if run.updater is not None:
                 run.updater.take_small(small, new.names)
-                _forget(run.updater, present)
-            _first_gradients(new)
+                _drop_absent(run.updater, present)
+            _take_first_gradients(new)
         finally:  # an interrupt may end a wait
             old.storage.close()
             before.release()
             trim_heap()
-        logger.info("%s", _cost(old, new, time.perf_counter() - began))
+        logger.info("%s", _change_message(old, new, time.perf_counter() - began))
 
 
-def _own_memory(old: Assembly, census: Census) -> None:
+def _clone_views(old: EngineParts, inventory: ParameterInventory) -> None:
     """Clone new parameters that are views of a unit's memory (`nn.Parameter(weight.data)`), which is released soon."""
     units = {bound.flat.untyped_storage()._cdata for bound in old.bound if bound.bound}
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        for parameter in census.parameters():
+        for parameter in inventory.parameters():
             plain = id(parameter) not in old.index_of and not is_wrapper(parameter)
             if plain and parameter.untyped_storage()._cdata in units:
                 parameter.data = parameter.data.clone()
 
 
-def _fill(new: Assembly, old: Assembly) -> None:
+def _fill(new: EngineParts, old: EngineParts) -> None:
     """Build the new parts and copy the values and the collected gradients of the old ones."""
-    source = old.stored()
+    source = old.values_reader()
     try:
         new.build()
         new.fill(source)
-        if old.exchange.placement.alone:
+        if old.collectives.placement.alone:
             moved = {old.index_of[key]: index for key, index in new.index_of.items() if key in old.index_of}
             move_gradients(old.gradients, new.gradients, moved)
     finally:
         source.close()
 
 
-def _small_states(optimizer: ZeroOptimizer | None, old: Assembly, new: Assembly) -> dict[str, Small]:
+def _small_states(optimizer: ZeroOptimizer | None, old: EngineParts, new: EngineParts) -> dict[str, Small]:
     """The small states of the parameters in this rank's new slices; all ranks call it together."""
     if optimizer is None or not optimizer.keeps_small:
         return {}
-    found = gathered(old.exchange, old.small_states(new.names))
+    found = gathered(old.collectives, old.small_states(new.names))
     indices = owned(new.layout)
     mine = {leaf.names[0] for leaf in new.leaves if leaf.index in indices}
     return {name: small for name, small in found.items() if name in mine}
 
 
-def _switch(old: Assembly, new: Assembly, leaving: list[tuple[Leaf, torch.Tensor]]) -> None:
+def _switch_parts(old: EngineParts, new: EngineParts, leaving: list[tuple[Leaf, torch.Tensor]]) -> None:
     """Bind the model's parameters to the new planes, and give parameters that left the tree their values."""
     old.hooks.remove()
-    old.watch.remove()
+    old.backward_watch.remove()
     for leaf, value in leaving:
-        old.keeper.release(leaf.parameter, value)
-    new.take_all()
-    new.keeper.inherit(old.keeper)
-    new.watch.generation, new.watch.torn = old.watch.generation, old.watch.torn
+        old.parameter_store.release(leaf.parameter, value)
+    new.take_over_parameters()
+    new.parameter_store.inherit(old.parameter_store)
+    new.backward_watch.generation, new.backward_watch.torn = old.backward_watch.generation, old.backward_watch.torn
     new.stepper.norm = old.stepper.norm
     new.install()
 
 
-def _join(optimizer: ZeroOptimizer, joining: list[nn.Parameter], leaves: list[Leaf], model: nn.Module) -> None:
+def _join_groups(optimizer: ZeroOptimizer, joining: list[nn.Parameter], leaves: list[Leaf], model: nn.Module) -> None:
     """Put each parameter into the group of the parameter that had its name before, or that it was passed in.
 
     Else into the first group; with several update rules, the first of the parameter's default rule.
@@ -281,7 +285,7 @@ def _join(optimizer: ZeroOptimizer, joining: list[nn.Parameter], leaves: list[Le
         group["params"].append(parameter)
 
 
-def _forget(optimizer: ZeroOptimizer, present: set[int]) -> None:
+def _drop_absent(optimizer: ZeroOptimizer, present: set[int]) -> None:
     """Remove parameters that left the model from the param groups; forget the step counts of all that are in none."""
     for group in optimizer.param_groups:
         group["params"][:] = [p for p in group["params"] if id(p) in present]
@@ -290,7 +294,7 @@ def _forget(optimizer: ZeroOptimizer, present: set[int]) -> None:
         optimizer.forget(key)
 
 
-def _first_gradients(parts: Assembly) -> None:
+def _take_first_gradients(parts: EngineParts) -> None:
     """Take over `.grad` of new parameters: they may have been used before without the engine (`model(x)`)."""
     parameters = parts.parameters()
     for unit in parts.layout.units:
@@ -306,7 +310,7 @@ def _first_gradients(parts: Assembly) -> None:
     parts.gradients.flush_all()
 
 
-def _carry_counts(old: Assembly, new: Assembly) -> None:
+def _carry_counts(old: EngineParts, new: EngineParts) -> None:
     """Continue the statistics, which count from `initialize` on; releases only for units with the same name."""
     index_of = {unit.name: unit.index for unit in new.layout.units}
     releases = {index_of.get(old.layout.units[i].name): n for i, n in old.coordinator.counters.releases.items()}
@@ -317,17 +321,17 @@ def _carry_counts(old: Assembly, new: Assembly) -> None:
         new.storage.disk.take_over_counters(old.storage.disk)
 
 
-def _cost(old: Assembly, new: Assembly, seconds: float) -> str:
+def _change_message(old: EngineParts, new: EngineParts, seconds: float) -> str:
     joined = [leaf.names[0] for leaf in new.leaves if id(leaf.parameter) not in old.index_of]
     left = [leaf.names[0] for leaf in old.leaves if id(leaf.parameter) not in new.index_of]
     trained = [sum(u.numel for u in parts.layout.units if u.trainable) for parts in (old, new)]
     return (
-        f"planned again for the changed model in {seconds:.1f} s: {_some(joined)} added, {_some(left)} removed, "
+        f"planned again for the changed model in {seconds:.1f} s: {_format_names(joined)} added, {_format_names(left)} removed, "
         f"{trained[0]:,} -> {trained[1]:,} trained elements; {format_bytes(sum(row.nbytes for row in old.plan.rows))} "
         f"and {format_bytes(sum(row.nbytes for row in new.plan.rows))} existed at the same time"
     )
 
 
-def _some(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return f"{len(names)} parameters" + (f" ({', '.join(names[:NAMES_SHOWN])}{more})" if names else "")

@@ -50,7 +50,7 @@ def lay_out(
     return covered, build_layout(contents, placement, bf16_masters=config.bf16_masters)
 
 
-def planner_of(
+def make_planner(
     model: nn.Module,
     laid_out: tuple[list[CoveredUnit], Layout],
     config: Config,
@@ -82,7 +82,7 @@ def plan_model(
     device: torch.device,
     world_size: int = 1,
     *,
-    least: bool = False,
+    smallest: bool = False,
 ) -> tuple[Layout, Plan]:
     """The plan that `zero.initialize` would make for training all of a model that requires gradients.
 
@@ -93,7 +93,7 @@ def plan_model(
         model: on any device; only its shapes and dtypes are read.
         machine: the memory that one rank can use.
         world_size: number of ranks; the plan is for the first rank.
-        least: make the smallest plan for the model, even if the machine has less memory.
+        smallest: make the smallest plan for the model, even if the machine has less memory.
     """
     placement = place(config, 0, world_size)
     trained = trained_from(None, None, model, config) or Trained([], Rules((AdamRule(),)))
@@ -101,5 +101,5 @@ def plan_model(
     covered, layout = lay_out(
         *(model, collect_leaves(model), rules.numbers(trained.groups), config, placement), rules.whole
     )
-    planner = planner_of(model, (covered, layout), config, machine, device, True, placement, rules)
-    return layout, planner.make_least() if least else planner.make()
+    planner = make_planner(model, (covered, layout), config, machine, device, True, placement, rules)
+    return layout, planner.make_least() if smallest else planner.make()

@@ -10,18 +10,24 @@ import torch
 
 from offload.accelerator import is_accelerator
 from offload.sizes import format_bytes
-from zero.assembly.device_memory import Kinds, StatesAway, names_of
+from zero.assembly.device_memory import DeviceMemory, Kinds, format_kinds
 from zero.assembly.run import Run
-from zero.assembly.state_kinds import TO_RUN, OffloadDeviceEnum, OffloadStateTypeEnum, chosen_device, chosen_kinds
-from zero.assembly.steps import Steps
+from zero.assembly.state_kinds import (
+    NEEDED_BY_FORWARD,
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
+    parse_device,
+    parse_kinds,
+)
+from zero.assembly.steps import EngineSteps
 
 logger = logging.getLogger("zero")
 
 
 class OffloadStates:
-    def __init__(self, run: Run, steps: Steps, away: StatesAway) -> None:
-        self._run, self._steps, self._away = run, steps, away
-        self._told_nothing = False
+    def __init__(self, run: Run, steps: EngineSteps, device_memory: DeviceMemory) -> None:
+        self._run, self._steps, self._device_memory = run, steps, device_memory
+        self._has_logged_nothing = False
 
     def offload_states(
         self,
@@ -49,22 +55,22 @@ class OffloadStates:
             BudgetError: the host has no room; nothing has moved.
             StorageError: the last step could not be completed.
         """
-        kinds = chosen_kinds(include)
-        if chosen_device(device) == OffloadDeviceEnum.none:
+        kinds = parse_kinds(include)
+        if parse_device(device) == OffloadDeviceEnum.none:
             logger.warning("offload_states: device is none, so nothing is offloaded")
             return
         began = time.perf_counter()
-        self._rest("offload_states", kinds)
-        away, here = self._away, self._run.device
-        near = {kind: away.near_bytes([kind]) for kind in kinds - away.kinds}
-        self._tell_of_nothing([kind for kind, nbytes in near.items() if not nbytes])
+        self._prepare_offload("offload_states", kinds)
+        away, here = self._device_memory, self._run.device
+        near = {kind: away.device_bytes([kind]) for kind in kinds - away.offloaded_kinds}
+        self._log_nothing_to_free([kind for kind, nbytes in near.items() if not nbytes])
         kinds = frozenset(kind for kind, nbytes in near.items() if nbytes)
-        nbytes = away.near_bytes(kinds)
+        nbytes = away.device_bytes(kinds)
         if kinds:
-            away.put(kinds, pinned=pin_memory and is_accelerator(here))
+            away.offload(kinds, pinned=pin_memory and is_accelerator(here))
             told = f"{format_bytes(nbytes)} on {here} freed in {time.perf_counter() - began:.2f} s"
-            logger.info("offload_states: %s: %s", names_of(kinds), told)
-        self._steps.ready("offload_states", frozenset())  # binds the persistent units, if they are still here
+            logger.info("offload_states: %s: %s", format_kinds(kinds), told)
+        self._steps.make_ready("offload_states", frozenset())  # binds the persistent units, if they are still here
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back everything that `offload_states` has put away, bit for bit; does nothing if nothing is away.
@@ -77,35 +83,35 @@ class OffloadStates:
             BudgetError: the device has no room; everything that is not back is still on the host.
         """
         self._steps.check_open("reload_states")
-        self._away.bring_back("")
-        self._steps.ready("reload_states")
+        self._device_memory.reload("")
+        self._steps.make_ready("reload_states")
 
     @property
     def offloaded_states(self) -> Kinds:
         """The states that `offload_states` has put away and that have not come back since."""
-        return self._away.kinds
+        return self._device_memory.offloaded_kinds
 
     def state_devices(self, kind: OffloadStateTypeEnum) -> set[torch.device]:
         """The devices that hold this rank's memory of a kind now; NVMe is not among them."""
-        return self._away.devices(OffloadStateTypeEnum(kind))
+        return self._device_memory.devices(OffloadStateTypeEnum(kind))
 
-    def _tell_of_nothing(self, kinds: list[OffloadStateTypeEnum]) -> None:
+    def _log_nothing_to_free(self, kinds: list[OffloadStateTypeEnum]) -> None:
         """Log once: these kinds have no device memory that could be freed."""
-        if kinds and not self._told_nothing:
-            self._told_nothing = True
+        if kinds and not self._has_logged_nothing:
+            self._has_logged_nothing = True
             device = self._run.device
             logger.info(
                 "offload_states: nothing to do for %s: they are not on %s, or share its memory with others",
-                names_of(kinds),
+                format_kinds(kinds),
                 device,
             )
 
-    def _rest(self, what: str, kinds: Kinds) -> None:
+    def _prepare_offload(self, what: str, kinds: Kinds) -> None:
         """Wait until nothing is in flight; if weights are among the kinds, release all bound units."""
-        self._steps.ready(what, frozenset())
+        self._steps.make_ready(what, frozenset())
         parts = self._run.parts
-        parts.check_between(what)
-        self._steps.edit_begins()
-        parts.settle()
-        if kinds >= TO_RUN:
-            self._steps.release_bound()
+        parts.check_outside_calls(what)
+        self._steps.on_edit_begin()
+        parts.wait_until_idle()
+        if kinds >= NEEDED_BY_FORWARD:
+            self._steps.evict_all()

@@ -56,7 +56,7 @@ def fetch_experts_by_rows(model: nn.Module) -> Callable[[], None]:
         if str(inner).startswith(PREFIX):
             continue  # another layer with the same config
         name = f"{PREFIX}{inner or 'eager'}"
-        functions.register(name, _implementation(str(inner or "eager"), functions))
+        functions.register(name, _routed_implementation(str(inner or "eager"), functions))
         config._experts_implementation_internal = name
         changed.append((config, inner))
 
@@ -75,7 +75,7 @@ def is_dispatched(module: nn.Module) -> bool:
     )
 
 
-def _implementation(inner: str, functions: Any) -> Callable[..., torch.Tensor]:
+def _routed_implementation(inner: str, functions: Any) -> Callable[..., torch.Tensor]:
     def routed(
         self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -83,7 +83,7 @@ def _implementation(inner: str, functions: Any) -> Callable[..., torch.Tensor]:
         compute = functions.get_interface(inner, own.__wrapped__)
         # dict.items, not module.weight: reading the attribute would fetch the whole parameter.
         parameters = {name: p for name, p in self._parameters.items() if p is not None}
-        lender = _lender_of(parameters)
+        lender = _row_fetcher_of(parameters)
         lent = {name: p for name, p in parameters.items() if lender is not None and lender.lends(p)}
         if lender is None or not lent:
             result: torch.Tensor = compute(self, hidden_states, top_k_index, top_k_weights)
@@ -106,7 +106,7 @@ def _implementation(inner: str, functions: Any) -> Callable[..., torch.Tensor]:
     return routed
 
 
-def _lender_of(parameters: dict[str, nn.Parameter]) -> RowLender | None:
+def _row_fetcher_of(parameters: dict[str, nn.Parameter]) -> RowLender | None:
     """The engine's lender of these parameters' rows; None outside an engine."""
     for parameter in parameters.values():
         keeper = keeper_of(parameter) if is_kept(parameter) else None

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from offload.kernels.threads import kernel_threads
 from zero.activations.saved_tensors import Activations
-from zero.assembly.assembly import Assembly
+from zero.assembly.assembly import EngineParts
 from zero.config import Config
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.exchange.exchange import Exchange
@@ -50,7 +50,7 @@ class Run:
         closed: the engine is closed.
     """
 
-    parts: Assembly
+    parts: EngineParts
     tracer: Tracer
 
     def __init__(
@@ -80,12 +80,12 @@ class Run:
         self.closed = False
 
     @property
-    def exchange(self) -> Exchange:
-        return self.parts.exchange
+    def collectives(self) -> Exchange:
+        return self.parts.collectives
 
-    def use(self, parts: Assembly) -> None:
+    def set_parts(self, parts: EngineParts) -> None:
         first = self._finalizer is None
-        self.let_go()
+        self.detach_finalizer()
         # Users of DeepSpeed rarely close an engine: the finalizer releases files and threads of a dropped one too.
         self._finalizer = weakref.finalize(self, Storage.abandon, parts.storage)
         self.parts = parts
@@ -93,11 +93,11 @@ class Run:
             self.tracer = Tracer(parts.storage)
         else:
             self.tracer.move_to(parts.storage)
-        self.activations.attach(parts.storage.activations, parts.model, parts.bound, parts.watch.tear)
+        self.activations.attach(parts.storage.activations, parts.model, parts.bound, parts.backward_watch.tear)
         if self.generations:
             parts.coordinator.begin_generation()
 
-    def let_go(self) -> None:
+    def detach_finalizer(self) -> None:
         """Detach the finalizer. The caller closes the parts' storage."""
         if self._finalizer is not None:
             self._finalizer.detach()

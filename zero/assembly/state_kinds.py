@@ -32,15 +32,15 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 ALL = frozenset(OffloadStateTypeEnum)
-RECORDS = frozenset((OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params))
+OPTIMIZER_STATES = frozenset((OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params))
 """These are stored together in one record."""
-TO_RUN = frozenset((OffloadStateTypeEnum.lp_params,))
+NEEDED_BY_FORWARD = frozenset((OffloadStateTypeEnum.lp_params,))
 """The states that a forward needs."""
-TO_TRAIN = ALL - RECORDS
+NEEDED_BY_BACKWARD = ALL - OPTIMIZER_STATES
 """The states that a backward needs."""
 
 
-def chosen_kinds(include: Container[OffloadStateTypeEnum] | None) -> frozenset[OffloadStateTypeEnum]:
+def parse_kinds(include: Container[OffloadStateTypeEnum] | None) -> frozenset[OffloadStateTypeEnum]:
     """The states that `include` asks to move, as members or as names; None: all.
 
     Raises ConfigError: an unknown name, or no collection of names.
@@ -55,10 +55,10 @@ def chosen_kinds(include: Container[OffloadStateTypeEnum] | None) -> frozenset[O
     if unknown:
         raise ConfigError(f"offload_states: include: expected {', '.join(names)}, got {unknown[0]!r}")
     kinds = frozenset(kind for kind in OffloadStateTypeEnum if kind in include)
-    return kinds | RECORDS if kinds & RECORDS else kinds
+    return kinds | OPTIMIZER_STATES if kinds & OPTIMIZER_STATES else kinds
 
 
-def chosen_device(device: OffloadDeviceEnum | str) -> OffloadDeviceEnum:
+def parse_device(device: OffloadDeviceEnum | str) -> OffloadDeviceEnum:
     """The device that `offload_states` is asked for. Raises ConfigError: it is neither cpu nor none."""
     try:
         chosen = OffloadDeviceEnum(device)

@@ -18,11 +18,11 @@ from offload.errors import StateError, StorageError
 from offload.system.interrupts import atomic
 from offload.timeline import Stopwatch
 from zero.assembly.accumulation import Accumulation
-from zero.assembly.assembly import Assembly
-from zero.assembly.device_memory import StatesAway
+from zero.assembly.assembly import EngineParts
+from zero.assembly.device_memory import DeviceMemory
 from zero.assembly.loss_scaling import LossScaling
 from zero.assembly.run import Run
-from zero.assembly.state_kinds import TO_RUN, TO_TRAIN, OffloadStateTypeEnum
+from zero.assembly.state_kinds import NEEDED_BY_BACKWARD, NEEDED_BY_FORWARD, OffloadStateTypeEnum
 from zero.optim.loss_scale import LossScaleError
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.scheduling import step_scheduler
@@ -42,55 +42,55 @@ DISCARDS = (
 class StepListener:
     """Callbacks for steps and for other changes of weights. Each does nothing unless it is overridden."""
 
-    def check_open(self, what: str) -> None:
+    def check_call(self, what: str) -> None:
         """The call `what` begins: raise if it is not allowed now."""
 
-    def called(self) -> None:
+    def on_engine_call(self) -> None:
         """The engine is called: raise an error that was not raised yet."""
 
-    def step_asked(self) -> None:
+    def on_step_request(self) -> None:
         """A step is asked for: raise if it is not allowed now."""
 
-    def releasing(self) -> None:
+    def on_persistent_unbind(self) -> None:
         """The persistent units are about to be released."""
 
-    def step_begins(self) -> None:
+    def on_step_begin(self) -> None:
         """A step is about to be decided, and the persistent units are about to be released."""
 
-    def released(self) -> None:
+    def on_units_evicted(self) -> None:
         """No unit is bound, and the step is not decided yet."""
 
-    def step_counted(self) -> None:
+    def on_step_decided(self) -> None:
         """The step is decided and counted; nothing has used its new weights yet."""
 
-    def forgotten(self, *, forwards: bool) -> None:
+    def on_gradients_discarded(self, *, forwards: bool) -> None:
         """The gradients since the last step are discarded; `forwards`: the forwards of the whole batch are, too."""
 
-    def step_begun(self) -> None:
+    def on_eager_updates_done(self) -> None:
         """The updates that cannot be deferred are done."""
 
-    def updated_bound(self) -> None:
+    def on_persistent_updated(self) -> None:
         """The persistent units have their values of the last step, and nothing has used them yet."""
 
-    def weights_change(self, index: int) -> None:
+    def on_weights_change(self, index: int) -> None:
         """A unit's weights are about to change by other means than a step."""
 
-    def forward_modified(self, index: int) -> None:
+    def on_forward_modify(self, index: int) -> None:
         """A forward has changed a unit's weights in place; `weights_change` follows."""
 
-    def edit_begins(self) -> None:
+    def on_edit_begin(self) -> None:
         """Planes are about to be moved, or edited in place."""
 
-    def rewrite_begins(self) -> None:
+    def on_rewrite_begin(self) -> None:
         """All planes are about to be rewritten, or replaced."""
 
 
-class Steps:
+class EngineSteps:
     """The steps of one engine.
 
     Args:
         accumulation: counts the micro-batches.
-        away: the states that `offload_states` has put away.
+        device_memory: the states that `offload_states` has put away.
         listeners: called at each step, in this order.
     """
 
@@ -99,135 +99,137 @@ class Steps:
         run: Run,
         accumulation: Accumulation,
         scaling: LossScaling,
-        away: StatesAway,
+        device_memory: DeviceMemory,
         listeners: Sequence[StepListener],
     ) -> None:
-        self._run, self._accumulation, self._scaling, self._away = run, accumulation, scaling, away
+        self._run, self._accumulation, self._scaling, self._device_memory = run, accumulation, scaling, device_memory
         self._listeners = listeners
         self._schedule_arguments: Mapping[str, Any] = {}  # Of the last step asked for; passed to the scheduler.
-        self._applied = False
+        self._was_applied = False
         self._backwards = 0  # Since the last step.
-        self.watch = Stopwatch()  # Time of the steps.
+        self.stopwatch = Stopwatch()  # Time of the steps.
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         run = self._run
         self.check_open("step")
-        self._applied = False
+        self._was_applied = False
         if run.parts.stepper.state == StepState.NONE:
             if not self._accumulation.is_gradient_accumulation_boundary():
-                self._take()  # complete an earlier step; if that raises, this call is not counted
+                self._complete_pending()  # complete an earlier step; if that raises, this call is not counted
                 run.micro_steps += 1
                 return
-            self._ask(lr_kwargs)
+            self._request_step(lr_kwargs)
             run.micro_steps += 1
-        self._take()
+        self._complete_pending()
 
     def step_now(self) -> None:
         """`optimizer.step()`: take a step now, independently of the micro-step counter."""
         self.check_open("optimizer.step")
         if self._run.parts.stepper.state == StepState.NONE:
-            self._ask()
-        self._take()
+            self._request_step()
+        self._complete_pending()
 
     def was_step_applied(self) -> bool:
         """True if the last `step()` changed weights: it was on an accumulation boundary and was not skipped."""
-        return self._applied
+        return self._was_applied
 
     @atomic
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated since the last step."""
-        torn = not self._run.closed and self._run.parts.watch.torn
-        if torn and self._accumulation.begun:
+        torn = not self._run.closed and self._run.parts.backward_watch.torn
+        if torn and self._accumulation.micro_step_index:
             warnings.warn(
                 "zero_grad() discards the gradients of the micro-batches before the backward that was interrupted too: "
                 "run forward and backward of all of them again before step()",
                 stacklevel=3,
             )
-        elif not self._run.closed and not torn and self._accumulation.collected:
+        elif not self._run.closed and not torn and self._accumulation.collected_micro_batches:
             warnings.warn(DISCARDS, stacklevel=3)
-        self._forget(forwards=False)
+        self._discard_gradients(forwards=False)
 
     @atomic
-    def forget_gradients(self) -> None:
+    def discard_gradients(self) -> None:
         """As `zero_grad`, for callers that replace them."""
-        self._forget(forwards=False)
+        self._discard_gradients(forwards=False)
 
     @atomic
-    def forget_batch(self) -> None:
+    def discard_batch(self) -> None:
         """As `zero_grad`, and the forwards of the batch do not count either: none of them waits for its backward."""
-        self._forget(forwards=True)
+        self._discard_gradients(forwards=True)
 
-    def _forget(self, *, forwards: bool) -> None:
+    def _discard_gradients(self, *, forwards: bool) -> None:
         run = self._run
         if not run.closed:
-            self._take()
-            run.parts.watch.end_stray()
+            self._complete_pending()
+            run.parts.backward_watch.end_stray()
             run.parts.gradients.clear()
-            self._away.forget_gradients()
-            self._accumulation.forget()
-            self._told_forgotten(forwards=forwards)
-            for parameter in self._assigned():
+            self._device_memory.discard_gradients()
+            self._accumulation.restart_collection()
+            self._notify_discarded(forwards=forwards)
+            for parameter in self._parameters_with_grad():
                 set_own_gradient(parameter, None)
-            run.parts.watch.torn = False
+            run.parts.backward_watch.torn = False
 
-    def _told_forgotten(self, *, forwards: bool) -> None:
+    def _notify_discarded(self, *, forwards: bool) -> None:
         self._backwards = 0
         self._scaling.begin_step()
         for listener in self._listeners:
-            listener.forgotten(forwards=forwards)
+            listener.on_gradients_discarded(forwards=forwards)
 
-    def _ask(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+    def _request_step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Register a step, which is legal now. From here on it will be taken, even if an error interrupts it."""
         run, parts = self._run, self._run.parts
         if run.updater is None:
             raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
         for listener in self._listeners:
-            listener.step_asked()
-        self._away.bring_back("step")
-        if parts.keeper.editor.busy:
+            listener.on_step_request()
+        self._device_memory.reload("step")
+        if parts.parameter_store.editor.busy:
             raise StateError(
                 "step: called inside GatheredParameters, where it would change the weights but not the gathered "
                 "copy; call it outside"
             )
-        parts.watch.end_stray()
-        if parts.watch.torn and parts.exchange.placement.alone:  # with several ranks all must raise: see `fix`
+        parts.backward_watch.end_stray()
+        if (
+            parts.backward_watch.torn and parts.collectives.placement.alone
+        ):  # with several ranks all must raise: see `fix`
             raise TornBackward.behind()
         parts.coordinator.check_idle()
         run.updater.before_step()
         self._schedule_arguments = dict(lr_kwargs or {})
-        self._take_assigned()
+        self._take_assigned_gradients()
         parts.stepper.ask()
 
-    def _take(self) -> None:
+    def _complete_pending(self) -> None:
         """Complete the work that an earlier call has left: first the edits, since they were made before the step."""
         run, parts = self._run, self._run.parts
-        with self.watch.running():
+        with self.stopwatch.running():
             parts.stepper.check()
             run.activations.check_stores()
-            parts.keeper.editor.store_edits()
+            parts.parameter_store.editor.store_edits()
             if parts.stepper.state == StepState.NONE or run.updater is None:
                 return
-            self._fix(run.updater)
+            self._decide_step(run.updater)
             parts.stepper.start()
             parts.stepper.begun()
             parts.coordinator.expect_forward()
             try:
                 for listener in self._listeners:
-                    listener.step_begun()
+                    listener.on_eager_updates_done()
             finally:  # The step was taken, even if a listener raises.
                 if parts.stepper.applied:
                     run.updater.after_step()
 
-    def _fix(self, optimizer: ZeroOptimizer) -> None:
+    def _decide_step(self, optimizer: ZeroOptimizer) -> None:
         """Decide everything about the step, and count it: each once, even if an interrupt splits it into two calls."""
         run, stepper = self._run, self._run.parts.stepper
         number = run.global_steps + 1
         if stepper.state == StepState.ASKED:
             for listener in self._listeners:
-                listener.step_begins()
+                listener.on_step_begin()
             run.parts.coordinator.release_all()
             for listener in self._listeners:
-                listener.released()
+                listener.on_units_evicted()
             if run.parts.gradients.factors:
                 stepper.finish()  # updates of the last step read the gradients that it has sealed
                 run.parts.gradients.complete()  # until then ranks differ in which gradients there are
@@ -236,27 +238,27 @@ class Steps:
                 stepper.fix(
                     *(number, optimizer, run.parts.index_of, run.config.gradient_clipping),
                     loss_is_finite=self._scaling.losses_were_finite,
-                    torn=run.parts.watch.torn,
+                    torn=run.parts.backward_watch.torn,
                 )
             except TornBackward:
-                run.parts.watch.torn = True  # on all ranks: none of them may begin a batch before zero_grad
+                run.parts.backward_watch.torn = True  # on all ranks: none of them may begin a batch before zero_grad
                 raise
             except (UnusedParameters, LossScaleError) as error:
                 optimizer.overflow = isinstance(error, LossScaleError)
                 if optimizer.overflow:  # its gradients are discarded; UnusedParameters keeps them for another attempt
                     self._accumulation.begin_step()
-                    self._told_forgotten(forwards=True)
+                    self._notify_discarded(forwards=True)
                 raise
         if stepper.state == StepState.DECIDED:
-            self._count(optimizer, number)
+            self._count_step(optimizer, number)
 
-    def _count(self, optimizer: ZeroOptimizer, number: int) -> None:
+    def _count_step(self, optimizer: ZeroOptimizer, number: int) -> None:
         """Count the decided step. The scheduler is stepped only if the step changes weights."""
         run, parts, applied = self._run, self._run.parts, self._run.parts.stepper.applied
         parts.coordinator.step_taken()
         parts.stepper.count()
-        parts.watch.generation += 1
-        self._applied, optimizer.overflow = applied, not applied
+        parts.backward_watch.generation += 1
+        self._was_applied, optimizer.overflow = applied, not applied
         try:
             if applied:
                 optimizer.mark_stepped()
@@ -271,27 +273,27 @@ class Steps:
             self._scaling.begin_step()
         optimizer._global_grad_norm = parts.stepper.norm
         for listener in self._listeners:
-            listener.step_counted()
+            listener.on_step_decided()
 
     def _samples(self) -> int:
         """Samples of the counted step on all ranks. If the user sets the boundaries, its backwards are counted."""
         config = self._run.config
         if config.managed_gradient_accumulation:
             return config.train_batch_size
-        micro_batches = max(self._backwards, self._accumulation.begun)  # one backward may cover several
+        micro_batches = max(self._backwards, self._accumulation.micro_step_index)  # one backward may cover several
         return micro_batches * config.train_batch_size // config.gradient_accumulation_steps
 
-    def take_written(self) -> None:
+    def take_user_gradients(self) -> None:
         """A gradient that the user has put into `parameter.grad` replaces the collected one, as with torch.
 
         All ranks must have put the same gradient there: each rank takes its slice from its own. What the user has
         multiplied is multiplied now: a backward may be going to add to it.
         """
-        self._take_assigned()
+        self._take_assigned_gradients()
         self._apply_factors()
 
-    def _take_assigned(self) -> None:
-        for parameter in self._assigned():
+    def _take_assigned_gradients(self) -> None:
+        for parameter in self._parameters_with_grad():
             self._take_gradient(parameter)
 
     def _take_gradient(self, parameter: nn.Parameter) -> None:
@@ -307,7 +309,7 @@ class Steps:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         self.values_of(parameter, to_change=True).set_gradient(dense.float() * scale)
 
-    def _assigned(self) -> list[nn.Parameter]:
+    def _parameters_with_grad(self) -> list[nn.Parameter]:
         """Parameters with a `.grad` of torch's own: backward leaves none, since the engine collects the gradients."""
         run = self._run
         groups = run.updater.param_groups if run.updater is not None else []
@@ -320,16 +322,16 @@ class Steps:
         factors = parts.gradients.factors
         if not factors or not (if_alike or parts.gradients.common_factor() is None):
             return
-        if if_alike and None in factors.values() and self._accumulation.collected:
+        if if_alike and None in factors.values() and self._accumulation.collected_micro_batches:
             warnings.warn(DISCARDS, stacklevel=3)
-        self.edit_begins()
+        self.on_edit_begin()
         parameters = parts.parameters()
         for index in list(factors):
             try:
-                ParameterValues(parts, parts.exchange, parameters[index], run.updater).apply_factor()
+                ParameterValues(parts, parts.collectives, parameters[index], run.updater).apply_factor()
             except BaseException as error:  # a part of it is multiplied, so no second attempt could be right
-                gradients, alone = parts.gradients, parts.exchange.placement.alone
-                gradients.lost, parts.watch.torn = True, parts.watch.torn or alone
+                gradients, alone = parts.gradients, parts.collectives.placement.alone
+                gradients.lost, parts.backward_watch.torn = True, parts.backward_watch.torn or alone
                 factors.clear()
                 if alone or not isinstance(error, StorageError):  # such as an interrupt
                     raise
@@ -341,9 +343,9 @@ class Steps:
         if self._run.closed:
             raise StateError(f"{what}: the engine is closed")
         for listener in self._listeners:
-            listener.check_open(what)
+            listener.check_call(what)
 
-    def ready(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
+    def make_ready(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
         """Raise if the engine is closed; complete a step that was asked for; bind the persistent units.
 
         `needs`: bring these states (None: all) back if `offload_states` has put them away (BudgetError: no room).
@@ -352,31 +354,31 @@ class Steps:
         """
         self.check_open(what)
         for listener in self._listeners:
-            listener.called()
-        self._take()
-        self._away.bring_back(what, needs)
+            listener.on_engine_call()
+        self._complete_pending()
+        self._device_memory.reload(what, needs)
         parts = self._run.parts
-        if not parts.coordinator.persistent_bound and not self._away.kinds & TO_RUN:
+        if not parts.coordinator.persistent_bound and not self._device_memory.offloaded_kinds & NEEDED_BY_FORWARD:
             parts.stepper.apply_persistent()
             for listener in self._listeners:
-                listener.updated_bound()
+                listener.on_persistent_updated()
             parts.coordinator.bind_persistent()
 
-    def ready_to_run(self, what: str) -> None:
+    def make_ready_to_run(self, what: str) -> None:
         """`ready` for calls that need only weights."""
-        self.ready(what, TO_RUN)
+        self.make_ready(what, NEEDED_BY_FORWARD)
 
-    def ready_to_train(self) -> None:
+    def make_ready_to_train(self) -> None:
         self._backwards += 1
         for listener in self._listeners:
-            listener.check_open("backward")
-        if self._away.kinds & TO_TRAIN:
-            self.ready("backward", TO_TRAIN)
+            listener.check_call("backward")
+        if self._device_memory.offloaded_kinds & NEEDED_BY_BACKWARD:
+            self.make_ready("backward", NEEDED_BY_BACKWARD)
 
     @atomic
-    def current(self, what: str, units: Iterable[int] | None = None) -> None:
+    def complete_updates(self, what: str, units: Iterable[int] | None = None) -> None:
         """`ready`, then wait until these units (None: all) have stored the last step's values. Raises as `ready`."""
-        self.ready(what)
+        self.make_ready(what)
         self._run.parts.stepper.finish(units)
 
     @atomic
@@ -385,7 +387,7 @@ class Steps:
 
         Raises StorageError: a transfer failed. The next call continues where this one stopped.
         """
-        self.ready("synchronize", frozenset())
+        self.make_ready("synchronize", frozenset())
         parts = self._run.parts
         parts.stepper.finish()
         parts.gradients.settle()
@@ -393,40 +395,40 @@ class Steps:
         streams = parts.storage.streams  # updates may be queued on the GPU and not be done yet
         parts.storage.mover.run("waiting for the device", streams.synchronize(streams.record_update_event()))
 
-    def changed(self, index: int) -> None:
+    def on_weights_change(self, index: int) -> None:
         """A unit is about to change by other means than a step."""
         for listener in self._listeners:
-            listener.weights_change(index)
+            listener.on_weights_change(index)
 
-    def modified(self, index: int) -> None:
+    def on_forward_modify(self, index: int) -> None:
         """A forward has changed a unit in place."""
         for listener in self._listeners:
-            listener.forward_modified(index)
-        self.changed(index)
+            listener.on_forward_modify(index)
+        self.on_weights_change(index)
 
-    def edit_begins(self) -> None:
+    def on_edit_begin(self) -> None:
         for listener in self._listeners:
-            listener.edit_begins()
+            listener.on_edit_begin()
 
-    def at_rest(self) -> Assembly:
+    def prepare_rewrite(self) -> EngineParts:
         """The parts, ready for rewriting their planes: nothing is in flight, no unit is bound, graphs are invalid."""
         parts = self._run.parts
-        self._away.bring_back("a change of the model or of its values")
-        parts.settle()
+        self._device_memory.reload("a change of the model or of its values")
+        parts.wait_until_idle()
         for listener in self._listeners:
-            listener.rewrite_begins()
+            listener.on_rewrite_begin()
         parts.coordinator.release_all()
-        parts.watch.generation += 1
+        parts.backward_watch.generation += 1
         # A forward that is still queued on the device reads the weights in place, or copies of them: wait for it.
         streams = parts.storage.streams
         used = streams.synchronize(streams.record_event(), streams.record_copy_event(), streams.record_update_event())
         parts.storage.mover.run("waiting for the device", used)
         return parts
 
-    def release_bound(self) -> None:
+    def evict_all(self) -> None:
         """Release every unit, also the persistent ones; `ready` binds these again."""
         for listener in self._listeners:
-            listener.releasing()
+            listener.on_persistent_unbind()
         self._run.parts.coordinator.release_all()
 
     def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
@@ -439,11 +441,11 @@ class Steps:
             self.check_open(EDIT)
         parts = self._run.parts
         name = name_of(parameter)
-        units = parts.keeper.units_named(name)
-        self.current(f"values of {name}", units)
+        units = parts.parameter_store.units_named(name)
+        self.complete_updates(f"values of {name}", units)
         if to_change:
-            parts.keeper.editor.before_change(units)
-        found = ParameterValues(parts, parts.exchange, parameter, self._run.updater)
+            parts.parameter_store.editor.before_change(units)
+        found = ParameterValues(parts, parts.collectives, parameter, self._run.updater)
         if found.trained and own_gradient(parameter) is not None:
             self._take_gradient(parameter)
         return found

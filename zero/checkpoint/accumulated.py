@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from zero.assembly.assembly import Assembly
+from zero.assembly.assembly import EngineParts
 from zero.checkpoint.dcp_format import PIECE_NUMEL
 from zero.checkpoint.source import Source
 from zero.checkpoint.writer import Extents
@@ -20,12 +20,12 @@ from zero.optim.gradients import UnitGradient
 from zero.params.placement import Placement
 
 
-def add_accumulated(extents: Extents, parts: Assembly) -> dict[str, Any] | None:
+def add_accumulated(extents: Extents, parts: EngineParts) -> dict[str, Any] | None:
     """Write the gradients that this rank has collected since the last step, if any.
 
     Returns the further information that `load_accumulated` needs; None if nothing has been collected.
     """
-    gradients, rank = parts.gradients, parts.exchange.placement.rank
+    gradients, rank = parts.gradients, parts.collectives.placement.rank
     waiting = gradients.waiting()
     units: dict[str, dict[str, Any]] = {}
     for state in gradients.states():
@@ -44,12 +44,12 @@ def add_accumulated(extents: Extents, parts: Assembly) -> dict[str, Any] | None:
     return {"deferred": gradients.deferred, "units": units}
 
 
-def check_accumulated(parts: Assembly, saved: list[int], told: dict[str, Any] | None) -> None:
+def check_accumulated(parts: EngineParts, saved: list[int], told: dict[str, Any] | None) -> None:
     """Raise ConfigError if the accumulation cannot continue here from the saved gradients.
 
     `saved`: `ranks_shape` when they were saved; `told`: the result of `add_accumulated` of the same rank then.
     """
-    mine = ranks_shape(parts.exchange.placement)
+    mine = ranks_shape(parts.collectives.placement)
     if saved != mine:
         raise ConfigError(
             "load_checkpoint: the checkpoint was saved in the middle of a gradient accumulation, and each rank has "
@@ -67,9 +67,9 @@ def check_accumulated(parts: Assembly, saved: list[int], told: dict[str, Any] | 
             )
 
 
-def load_accumulated(parts: Assembly, told: dict[str, Any], source: Source) -> None:
+def load_accumulated(parts: EngineParts, told: dict[str, Any], source: Source) -> None:
     """Load the gradients that `check_accumulated` has accepted; nothing must have been collected here yet."""
-    here, rank = {state.unit.name: state for state in parts.gradients.states()}, parts.exchange.placement.rank
+    here, rank = {state.unit.name: state for state in parts.gradients.states()}, parts.collectives.placement.rank
     for name, unit in told["units"].items():
         state, index = here[name], unit["index"]
         state.contributions = list(unit["contributions"])
@@ -86,7 +86,7 @@ def load_accumulated(parts: Assembly, told: dict[str, Any], source: Source) -> N
     parts.gradients.deferred = told["deferred"]
 
 
-def _load_stored(parts: Assembly, state: UnitGradient, source: Source, name: str) -> None:
+def _load_stored(parts: EngineParts, state: UnitGradient, source: Source, name: str) -> None:
     unit = state.unit
     if source.tensors[name].dtype == torch.float32:
         parts.gradients.make_wide(state)

@@ -23,7 +23,7 @@ from typing_extensions import override
 from offload.errors import StateError
 from offload.mover import IoFuture
 from offload.system.worker import Worker
-from zero.assembly.assembly import Assembly
+from zero.assembly.assembly import EngineParts
 from zero.assembly.run import Run
 from zero.assembly.steps import StepListener
 from zero.checkpoint.frozen import Sums
@@ -45,7 +45,7 @@ class BackgroundSave:
 
     _asked = 0.0  # When the ranks that this one waits for were last looked at.
 
-    def __init__(self, save: CheckpointSave, parts: Assembly, *, save_latest: bool, describe: str) -> None:
+    def __init__(self, save: CheckpointSave, parts: EngineParts, *, save_latest: bool, describe: str) -> None:
         self._save, self._part, self._updates = save, save.part, parts.stepper.updates
         self._pipeline, self._describe, self._save_latest = parts.stepper.pipeline, describe, save_latest
         self._extent_of = {extent.group: extent for extent in self._part.extents if extent.group is not None}
@@ -227,7 +227,7 @@ class CheckpointState(StepListener):
         return error
 
     @override
-    def check_open(self, what: str) -> None:
+    def check_call(self, what: str) -> None:
         if self.half_loaded:
             raise StateError(
                 f"{what}: loading {self.half_loaded} failed half way, so some values are from there and others "
@@ -235,22 +235,22 @@ class CheckpointState(StepListener):
             )
 
     @override
-    def called(self) -> None:
+    def on_engine_call(self) -> None:
         if self._behind is not None and self._behind.settled:
             self.wait_for_checkpoint()
 
     @override
-    def releasing(self) -> None:
+    def on_persistent_unbind(self) -> None:
         bound = (bound for bound in self._run.parts.bound if bound.unit.persistent and bound.bound and bound.differs)
         self.edited = self.edited[0], self.edited[1] | {each.unit.name for each in bound}
 
     @override
-    def step_begins(self) -> None:
-        self.releasing()
+    def on_step_begin(self) -> None:
+        self.on_persistent_unbind()
         self.edited = self.edited[1], frozenset()
 
     @override
-    def weights_change(self, index: int) -> None:
+    def on_weights_change(self, index: int) -> None:
         # The save has to take the old weights first. An error of the save is left to the next call, which raises it:
         # raised here it would prevent the change.
         if self._behind is not None:
@@ -259,16 +259,16 @@ class CheckpointState(StepListener):
             self.frozen_sums = None
 
     @override
-    def forward_modified(self, index: int) -> None:
+    def on_forward_modify(self, index: int) -> None:
         unit = self._run.parts.layout.units[index]
         if self._run.parts.storage.flat(unit) is not None:
             self.modified.add(unit.name)
 
     @override
-    def edit_begins(self) -> None:
+    def on_edit_begin(self) -> None:
         self.wait_for_checkpoint()
 
     @override
-    def rewrite_begins(self) -> None:
+    def on_rewrite_begin(self) -> None:
         self.wait_for_checkpoint()
         self.frozen_sums = None

@@ -20,7 +20,7 @@ import torch
 from offload.errors import ConfigError, StorageError
 from offload.files.durable import Files
 from offload.kernels.checksums import combine
-from zero.assembly.assembly import Assembly
+from zero.assembly.assembly import EngineParts
 from zero.checkpoint.dcp_format import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -49,21 +49,21 @@ class FrozenPart:
     sums: Sums = field(default_factory=dict)  # With "reference".
 
 
-def frozen_extents(parts: Assembly, indices: frozenset[int] | None = None) -> Extents:
-    wanted = frozenset(range(len(parts.leaves))) - parts.trained if indices is None else indices
+def frozen_extents(parts: EngineParts, indices: frozenset[int] | None = None) -> Extents:
+    wanted = frozenset(range(len(parts.leaves))) - parts.trained_indices if indices is None else indices
     extents = Extents(parts, (), wanted.__contains__)
     extents.end()
     return extents
 
 
-def frozen_sums(parts: Assembly, known: Sums | None = None) -> dict[str, tuple[str, int, int]]:
+def frozen_sums(parts: EngineParts, known: Sums | None = None) -> dict[str, tuple[str, int, int]]:
     """Checksums of the weights that are not trained, as stored, independent of the sharding. Called on all ranks.
 
     `known`: the result of an earlier call. Then only persistent units, which are always bound, are summed again: a
     forward, or `.data`, may write to them unnoticed. All are summed if one rank does not know them, or knows others.
     """
     held = b"" if known is None else digest_of(known).encode()
-    if set(parts.exchange.agree("known checksums of weights that are not trained", held)) != {held}:
+    if set(parts.collectives.agree("known checksums of weights that are not trained", held)) != {held}:
         known = None
     bound = (unit for unit in parts.layout.units if unit.persistent and not unit.trainable)
     indices = None if known is None else frozenset(slot.index for unit in bound for slot in unit.slots)
@@ -83,7 +83,7 @@ def frozen_sums(parts: Assembly, known: Sums | None = None) -> dict[str, tuple[s
         (box.name.removeprefix(MODEL), box.dtype, begin_of(box.shape, box.offsets), box.payload_bytes, box.crc)
         for box in written_boxes(extents.extents, writer.checksums)
     ]
-    answers = parts.exchange.agree("checksums of weights that are not trained", json.dumps(mine).encode())
+    answers = parts.collectives.agree("checksums of weights that are not trained", json.dumps(mine).encode())
     ranges = sorted({tuple(told) for answer in answers for told in json.loads(answer)})
     sums: dict[str, tuple[str, int, int]] = {}
     for name, dtype, _, nbytes, crc in ranges:

@@ -20,9 +20,9 @@ from offload.archives import unpack_any
 from offload.errors import ConfigError, DamagedError, explain_file_limit
 from offload.system.garbage import pause_gc
 from offload.system.regular_files import report_read_errors
-from zero.assembly.assembly import Assembly
+from zero.assembly.assembly import EngineParts
 from zero.assembly.run import Run
-from zero.assembly.steps import Steps
+from zero.assembly.steps import EngineSteps
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
 from zero.checkpoint.background import CheckpointState
 from zero.checkpoint.dcp_format import MODEL, OPTIMIZER, PIECE_NUMEL, STEP, short_boxes, state_name
@@ -69,7 +69,7 @@ class Wanted:
     def __init__(
         self,
         source: Source,
-        parts: Assembly,
+        parts: EngineParts,
         *,
         strict: bool,
         optimizer: ZeroOptimizer | None,
@@ -77,7 +77,7 @@ class Wanted:
         elsewhere: Collection[str] = (),
     ) -> None:
         self._source, self._parts = source, parts
-        trained = parts.trained
+        trained = parts.trained_indices
         frozen = [unit for unit in parts.layout.units if not unit.trainable and unit.dtype == torch.bfloat16]
         self._in_bf16 = {slot.index for unit in frozen for slot in unit.slots}
         self.names: dict[int, str] = {}  # Parameter's index -> the name that the source has for it.
@@ -207,7 +207,7 @@ class Wanted:
 
     def _warn_of_states_left(self, optimizer: ZeroOptimizer) -> None:
         """Log the states that the source has but the optimizer does not keep, as when SGD loads states of Adam."""
-        if self._parts.exchange.placement.rank != 0:
+        if self._parts.collectives.placement.rank != 0:
             return
         index_of = {self.names[index]: index for index in self.stateful}
         others = {STEP, *optimizer.number_names()}
@@ -240,7 +240,7 @@ class Wanted:
     def _warn_of_averages(self) -> None:
         """Log how many averages the source lacks."""
         begun = [i for i in sorted(self.stateful) if MODEL + self.names[i] in self._states_of(i, self.names[i])]
-        if begun and self._parts.exchange.placement.rank == 0:
+        if begun and self._parts.collectives.placement.rank == 0:
             logger.warning(
                 "load_checkpoint: the checkpoint has no averages (ema) of %d parameters (%s, ...): the averages start "
                 "from its weights",
@@ -303,7 +303,7 @@ class LoadCheckpoints:
     `saves`: brings the engine between two steps, and has the disk; `state`: knowledge of checkpoints between calls.
     """
 
-    def __init__(self, run: Run, steps: Steps, saves: SaveCheckpoints, state: CheckpointState) -> None:
+    def __init__(self, run: Run, steps: EngineSteps, saves: SaveCheckpoints, state: CheckpointState) -> None:
         self._run, self._steps, self._saves, self._state = run, steps, saves, state
 
     @explain_file_limit("load_checkpoint")
@@ -350,7 +350,7 @@ class LoadCheckpoints:
         with self._state.may_load():
             self._saves.between_steps("load_checkpoint")
             self._steps.synchronize()
-        together = Together(self._run.exchange.everyone)
+        together = Together(self._run.collectives.everyone)
         damaged: list[str] = []
         states = load_optimizer_states and not load_module_only
         while (opened := self._open(folder, tag, together, damaged, states)) is not None:
@@ -371,7 +371,7 @@ class LoadCheckpoints:
 
     def _say(self, opened: Opened, *, only_module: bool) -> None:
         """Log the folder and the step, so that a user who continues from the wrong folder or step sees it at once."""
-        if self._run.exchange.everyone.placement.rank == 0:
+        if self._run.collectives.everyone.placement.rank == 0:
             what = "weights only" if only_module else f"step {self._run.global_steps}"
             logger.log(NOTICE, "zero: continuing from %s: %s", opened.folder, what)
 
@@ -393,7 +393,7 @@ class LoadCheckpoints:
         try:
             together.do("looking for a checkpoint", look)
             name = found[0].folder.name.encode() if found else b""
-            names = {answer.decode() for answer in self._run.exchange.everyone.agree("checkpoint to load", name)}
+            names = {answer.decode() for answer in self._run.collectives.everyone.agree("checkpoint to load", name)}
             if len(names) > 1:
                 raise ConfigError(
                     f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); "
@@ -415,7 +415,7 @@ class LoadCheckpoints:
         trusted = run.config.checkpoint.allow_pickle if wish is None else wish
 
         def check() -> Checked:
-            mine = None if only_module else opened.rank_state(parts.exchange.everyone.placement.rank)
+            mine = None if only_module else opened.rank_state(parts.collectives.everyone.placement.rank)
             # If fewer ranks have saved, the first rank's state (the position in the data) is used for the others.
             told = mine if mine is not None or only_module else opened.rank_state(0)
             objects = _objects_of(opened, mine, told, parts, only_module=only_module, trusted=trusted)
@@ -435,8 +435,8 @@ class LoadCheckpoints:
         if state["frozen_sums"]:
             sums = frozen_sums(parts)
             together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
-        self._steps.forget_gradients()
-        self._steps.at_rest()
+        self._steps.discard_gradients()
+        self._steps.prepare_rewrite()
 
         def fill() -> None:
             wanted.load()
@@ -465,7 +465,7 @@ class LoadCheckpoints:
     def _gather(self) -> None:
         """Bring what only all ranks together can gather; later one rank may evaluate alone."""
         if not self._state.half_loaded:  # else an earlier load has left states that this one did not replace
-            self._steps.ready("load_checkpoint")
+            self._steps.make_ready("load_checkpoint")
 
     def _check_scale(self, saved: dict[str, Any] | None, *, goes_on: bool) -> None:
         """Gradients that were collected with one loss scale cannot go on with another. Raises ConfigError."""
@@ -500,7 +500,7 @@ def _objects_of(
     opened: Opened,
     mine: dict[str, Any] | None,
     told: dict[str, Any] | None,
-    parts: Assembly,
+    parts: EngineParts,
     *,
     only_module: bool,
     trusted: bool,

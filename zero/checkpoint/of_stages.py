@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from offload.archives import make_archive, read_archive, unpack_any
-from zero.assembly.assembly import Assembly
+from zero.assembly.assembly import EngineParts
 from zero.exchange.exchange import Exchange
 from zero.exchange.together import Together
 from zero.params.buffers import packed_extra_states, persistent_buffers
@@ -52,13 +52,13 @@ def whole_extra_states(everyone: Exchange, model: nn.Module) -> dict[str, Any]:
     return whole
 
 
-def of_stage(state: dict[str, Any], parts: Assembly) -> tuple[frozenset[str], dict[str, Any]]:
+def of_stage(state: dict[str, Any], parts: EngineParts) -> tuple[frozenset[str], dict[str, Any]]:
     """Names of parameters and buffers of all stages, and this stage's part of `whole_state`. All ranks call this."""
-    if not parts.exchange.is_stage:
+    if not parts.collectives.is_stage:
         return frozenset(), state
     own = {name for leaf in parts.leaves for name in leaf.names}
     mine = [*own, *persistent_buffers(parts.model)]
-    answers = parts.exchange.everyone.agree("names of all stages", json.dumps(mine).encode())
+    answers = parts.collectives.everyone.agree("names of all stages", json.dumps(mine).encode())
     names = frozenset(name for answer in answers for name in json.loads(answer))
     held = [{**group, "params": [name for name in group["params"] if name in own]} for group in state["groups"]]
     for groups in state.get("stage_groups", ()):  # groups of a number may have other options on other stages

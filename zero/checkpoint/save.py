@@ -17,7 +17,7 @@ from offload.archives import bytes_tensor
 from offload.errors import StateError, StorageError, ZeroInfinityError
 from offload.files.durable import Files
 from offload.kernels import kernels
-from zero.assembly.assembly import Assembly
+from zero.assembly.assembly import EngineParts
 from zero.checkpoint.dcp_format import (
     METADATA_FILE,
     MODEL,
@@ -41,8 +41,8 @@ class CheckpointSave:
     `save_dir`: the folder of all checkpoints; `tag`: checked, the same on all ranks.
     """
 
-    def __init__(self, parts: Assembly, save_dir: Path, tag: str, files: Files) -> None:
-        everyone = parts.exchange.everyone
+    def __init__(self, parts: EngineParts, save_dir: Path, tag: str, files: Files) -> None:
+        everyone = parts.collectives.everyone
         self._parts, self.placement, self.tag = parts, everyone.placement, tag
         self.keep_last: int | None = None  # The number of checkpoints to keep; None: all.
         self.tools: Mapping[str, str] = {}  # Name -> text of scripts to write into the folder that has `latest`.

@@ -17,7 +17,7 @@ from offload.sizes import format_bytes
 from offload.system.garbage import pause_gc
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
-from zero.assembly.steps import Steps
+from zero.assembly.steps import EngineSteps
 from zero.checkpoint.accumulated import add_accumulated, ranks_shape
 from zero.checkpoint.background import BackgroundSave, CheckpointState
 from zero.checkpoint.folder import check_tag, folder_named
@@ -51,7 +51,7 @@ class SaveCheckpoints:
             for them.
     """
 
-    def __init__(self, run: Run, steps: Steps, changes: ModelChanges, state: CheckpointState) -> None:
+    def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges, state: CheckpointState) -> None:
         self._run, self._steps, self._changes, self._state = run, steps, changes, state
         self.files = Files()
         self.checkpoint_tools: Mapping[str, str] = MappingProxyType({})
@@ -123,14 +123,14 @@ class SaveCheckpoints:
         if not self._run.config.checkpoint.async_save:
             return False
         why, modified = "", sorted(self._state.modified.union(*self._state.edited))
-        if self._run.exchange.is_stage:
+        if self._run.collectives.is_stage:
             why = "the stages of a pipeline save at the same time"
         elif state["accumulating"] is not None:
             why = "gradients have been accumulated since the last step, and the next backward would change them"
         elif modified:
             # A forward may modify them again, and the save could not notice it in time to take the old values.
             why = f"weights have been modified in place ({modified[0]})"
-        told = [answer.decode() for answer in self._run.exchange.agree("saving beside training", why.encode())]
+        told = [answer.decode() for answer in self._run.collectives.agree("saving beside training", why.encode())]
         why = next(filter(None, told), "")
         if why:
             logger.warning(
@@ -141,22 +141,27 @@ class SaveCheckpoints:
     def between_steps(self, what: str) -> None:
         """Make sure that no part of the model is in use, and that no other checkpoint is being written."""
         self._steps.check_open(what)
-        self._run.parts.check_between(what)
+        self._run.parts.check_outside_calls(what)
         self._state.wait_for_checkpoint()
         self._changes.replan()
         modified = any(bound.bound and bound.differs for bound in self._run.parts.bound)
-        told = self._run.exchange.agree(f"{what}: weights modified in place", b"yes" if modified else b"no")
+        told = self._run.collectives.agree(f"{what}: weights modified in place", b"yes" if modified else b"no")
         if b"yes" in told:  # one rank's edit in `GatheredParameters` is made in place on that rank only
             # Weights modified in place are stored when their unit is released; all ranks gather it again together.
-            self._steps.release_bound()
-            self._steps.ready(what)
-        self._steps.take_written()
+            self._steps.evict_all()
+            self._steps.make_ready(what)
+        self._steps.take_user_gradients()
         self._run.parts.gradients.settle()
 
     def _save_frozen(self, save_dir: Path, *, left_out: bool) -> FrozenPart:
         """Decide how the weights that are not trained are saved; writes the shared ones. All ranks call this."""
         mode, parts = self._run.config.checkpoint.frozen, self._run.parts
-        if left_out or mode == "always" or parts.exchange.is_stage or len(parts.trained) == len(parts.leaves):
+        if (
+            left_out
+            or mode == "always"
+            or parts.collectives.is_stage
+            or len(parts.trained_indices) == len(parts.leaves)
+        ):
             return FrozenPart(inside=not left_out)
         self._state.frozen_sums = frozen_sums(parts, self._state.frozen_sums)
         if mode == "reference":
@@ -175,9 +180,9 @@ class SaveCheckpoints:
 
     def _may_share(self, shared: SharedFrozen, digest: str) -> bool:
         """True if they are there, undamaged. Files verified before are not read again. All ranks call this."""
-        stamp, placement = shared.stamp(digest), self._run.exchange.placement
+        stamp, placement = shared.stamp(digest), self._run.collectives.placement
         told = "known" if stamp and stamp == self._shared_stamp else "there" if stamp else "missing"
-        answers = self._run.exchange.agree("shared weights", told.encode())
+        answers = self._run.collectives.agree("shared weights", told.encode())
         if b"missing" in answers:
             return False
         if b"there" not in answers:
@@ -187,7 +192,7 @@ class SaveCheckpoints:
             shared.verify(digest, placement.rank, placement.world_size)
         except (ConfigError, StorageError) as error:
             damage = str(error).encode()
-        found = [answer.decode() for answer in self._run.exchange.agree("shared weights read", damage) if answer]
+        found = [answer.decode() for answer in self._run.collectives.agree("shared weights read", damage) if answer]
         if found and placement.rank == 0:
             logger.warning(
                 'save_checkpoint: the file of frozen weights that checkpoints share (checkpoint.frozen is "once") '
@@ -198,8 +203,8 @@ class SaveCheckpoints:
 
     def _capture(self, client_state: Mapping[str, Any], frozen: FrozenPart) -> tuple[dict[str, Any], Extents]:
         """The common state of all ranks, and everything that this rank writes."""
-        parts, trained = self._run.parts, self._run.parts.trained
-        own = parts.exchange.everyone.saves
+        parts, trained = self._run.parts, self._run.parts.trained_indices
+        own = parts.collectives.everyone.saves
 
         def wanted(index: int) -> bool:
             return (frozen.inside or index in trained) and own(parts.leaves[index].names[0])
@@ -211,17 +216,17 @@ class SaveCheckpoints:
             left_out = set(state["frozen"])
             state["aliases"] = {alias: name for alias, name in state["aliases"].items() if name not in left_out}
         extra = None
-        if parts.exchange.is_stage:
-            state = whole_state(parts.exchange.everyone, state)
-            extra = whole_extra_states(parts.exchange.everyone, parts.model)
-        together = Together(parts.exchange.everyone)
+        if parts.collectives.is_stage:
+            state = whole_state(parts.collectives.everyone, state)
+            extra = whole_extra_states(parts.collectives.everyone, parts.model)
+        together = Together(parts.collectives.everyone)
         accumulated = None
         if self._backward_torn():
             state["step_began"] = state["micro_steps"]
         else:
             accumulated = together.do("saving collected gradients", lambda: add_accumulated(extents, parts))
-        answers = self._run.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
-        state["accumulating"] = ranks_shape(parts.exchange.placement) if any(answers) else None
+        answers = self._run.collectives.agree("collected gradients", b"" if accumulated is None else b"some")
+        state["accumulating"] = ranks_shape(parts.collectives.placement) if any(answers) else None
         blobs = together.do("capturing what is saved", lambda: self._blobs(state, client_state, extra, accumulated))
         for name, archive in blobs.items():
             extents.add_blob(name, archive)
@@ -230,7 +235,7 @@ class SaveCheckpoints:
 
     def _backward_torn(self) -> bool:
         """True, with a warning, if gradients are missing: they are not saved, so that no later step can use them."""
-        watch, everyone = self._run.parts.watch, self._run.exchange.everyone
+        watch, everyone = self._run.parts.backward_watch, self._run.collectives.everyone
         watch.end_stray()
         mine = watch.torn or self._run.parts.gradients.lost
         torn = any(everyone.agree("a backward that was broken off", b"torn" if mine else b""))
@@ -249,7 +254,7 @@ class SaveCheckpoints:
         accumulated: dict[str, Any] | None,
     ) -> dict[str, torch.Tensor]:
         """Objects that this rank saves besides tensors, as archives. Raises ConfigError: a user's cannot be saved."""
-        rank = self._run.exchange.everyone.placement.rank
+        rank = self._run.collectives.everyone.placement.rank
         values: dict[str, Callable[[], Any]] = {f"{RANK}.{rank}": lambda: rank_state(self._run, accumulated)}
         if rank == 0:
             values = {STATE: lambda: state, CLIENT: lambda: client_part(self._run, client_state, extra), **values}
@@ -267,7 +272,7 @@ class SaveCheckpoints:
 
     def _agree_on_tag(self, tag: Any) -> str:
         name = check_tag(tag)
-        names = [answer.decode() for answer in self._run.exchange.everyone.agree("checkpoint tag", name.encode())]
+        names = [answer.decode() for answer in self._run.collectives.everyone.agree("checkpoint tag", name.encode())]
         if len(set(names)) > 1:
             told = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
             message = f"save_checkpoint: ranks have different tags ({told})"

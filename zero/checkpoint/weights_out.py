@@ -18,7 +18,7 @@ from offload.errors import ConfigError, explain_file_limit
 from offload.files.safetensors_writer import Tensor
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
-from zero.assembly.steps import Steps
+from zero.assembly.steps import EngineSteps
 from zero.checkpoint.folder import folder_named
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE, checked_name, plan_shards, write_together
 from zero.exchange.together import Relay
@@ -62,7 +62,7 @@ def entries_of(model: nn.Module, *, exclude_frozen: bool) -> dict[str, NamedTens
 
 
 class ExportWeights:
-    def __init__(self, run: Run, steps: Steps, changes: ModelChanges) -> None:
+    def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges) -> None:
         self._run, self._steps, self._changes = run, steps, changes
 
     def save_16bit_model(
@@ -149,7 +149,7 @@ class ExportWeights:
         backward or `GatheredParameters`; StorageError: a transfer failed, on any rank.
         """
         entries = self._resting_entries("a consolidated state dict", exclude_frozen=exclude_frozen_parameters)
-        relay = Relay(self._run.exchange)
+        relay = Relay(self._run.collectives)
         found: OrderedDict[str, torch.Tensor] = OrderedDict()  # OrderedDict[...]() would pickle its type arguments
         with self._reader(relay, masters=False) as reader:
             for name, entry in entries.items():
@@ -180,7 +180,7 @@ class ExportWeights:
         filename = checked_name(filename)
         entries = self._resting_entries(f"saving weights in {folder}", exclude_frozen=exclude_frozen)
         by_name = {name: entry for name, entry in entries.items() if name == entry.names[0]}
-        relay = Relay(self._run.exchange)
+        relay = Relay(self._run.collectives)
         with self._reader(relay, masters=masters) as reader:
             tensors = [
                 Tensor(
@@ -203,9 +203,9 @@ class ExportWeights:
 
     def _resting_entries(self, what: str, *, exclude_frozen: bool) -> dict[str, NamedTensor]:
         """Follow changes of the model, and wait until the planes hold its values."""
-        self._steps.ready(what)
-        self._run.parts.check_between(what)
-        self._changes.follow()
+        self._steps.make_ready(what)
+        self._run.parts.check_outside_calls(what)
+        self._changes.apply_pending()
         return entries_of(self._run.module, exclude_frozen=exclude_frozen)
 
     @contextmanager
@@ -216,12 +216,12 @@ class ExportWeights:
         parts.coordinator.release_all()  # this stores weights that forward has modified in place
         streams = parts.storage.streams
         streams.wait_events(streams.record_copy_event(), streams.record_update_event())
-        stored = parts.stored()
+        stored = parts.values_reader()
         try:
             yield PlaneReader(stored, relay, masters=masters)
         finally:
             stored.close()
-            self._steps.ready("saving weights")
+            self._steps.make_ready("saving weights")
 
 
 def _dtype_of(entry: NamedTensor, reader: PlaneReader) -> torch.dtype:

@@ -29,7 +29,7 @@ from offload.planes.copies import copy_single_threaded, read_array
 from offload.planes.planes import TieredArray, await_all
 from offload.sizes import BLOCK_NUMEL, align_up
 from offload.system.worker import Worker
-from zero.assembly.assembly import Assembly
+from zero.assembly.assembly import EngineParts
 from zero.checkpoint.dcp_format import (
     MODEL,
     PIECE_NUMEL,
@@ -96,9 +96,9 @@ class Extents:
     `groups`: sub-groups of the plan. `wanted`: called with a parameter's index: False leaves it out.
     """
 
-    def __init__(self, parts: Assembly, groups: Sequence[SubGroup], wanted: Callable[[int], bool]) -> None:
+    def __init__(self, parts: EngineParts, groups: Sequence[SubGroup], wanted: Callable[[int], bool]) -> None:
         self._layout, self._leaves, self._wanted = parts.layout, parts.leaves, wanted
-        self._states, placement = parts.plan.states_of, parts.exchange.placement
+        self._states, placement = parts.plan.states_of, parts.collectives.placement
         with torch._C.DisableTorchFunctionSubclass():
             self._shapes = [tuple(leaf.parameter.shape) for leaf in parts.leaves]
         turn = placement.replica_ranks.index(placement.rank)
@@ -178,7 +178,7 @@ class ExtentWriter:
 
     def __init__(
         self,
-        parts: Assembly,
+        parts: EngineParts,
         store: Callable[[int, torch.Tensor], Awaitable[None]],
         register: Callable[[torch.Tensor], Callable[[], None]] | None = None,
     ) -> None:
@@ -344,18 +344,18 @@ def failure_file(rank: int) -> str:
     return f".failed-{rank}"
 
 
-def plan_extents(parts: Assembly, wanted: Callable[[int], bool], optimizer: ZeroOptimizer | None) -> Extents:
+def plan_extents(parts: EngineParts, wanted: Callable[[int], bool], optimizer: ZeroOptimizer | None) -> Extents:
     """The extents that this rank writes: its part of the planes; on the first rank also buffers and step counts.
 
     `wanted`: selects parameters, by index.
     `optimizer`: has the numbers of the states; None: all are 0. If it keeps small states, no update may be pending.
     """
-    extents, placement = Extents(parts, parts.plan.sub_groups, wanted), parts.exchange.placement
+    extents, placement = Extents(parts, parts.plan.sub_groups, wanted), parts.collectives.placement
     if placement.rank == 0:
         for name, buffer in persistent_buffers(parts.model).items():
-            if parts.exchange.everyone.saves(name):
+            if parts.collectives.everyone.saves(name):
                 extents.add(MODEL + name, buffer.detach().to("cpu", copy=True))
-        trained = parts.trained
+        trained = parts.trained_indices
         for leaf in parts.leaves:
             if leaf.index in trained and wanted(leaf.index):
                 numbers = {STEP: Scalar(0)} if optimizer is None else optimizer.saved_numbers(id(leaf.parameter))
@@ -375,7 +375,7 @@ class RankPart:
     `extents`: the extents to write, after `end`. `folder`: of the unfinished checkpoint.
     """
 
-    def __init__(self, parts: Assembly, extents: Extents, folder: Path, rank: int, files: Files) -> None:
+    def __init__(self, parts: EngineParts, extents: Extents, folder: Path, rank: int, files: Files) -> None:
         self.extents, self._folder, self._rank, self._files = extents.extents, folder, rank, files
         self._mover = parts.storage.mover
         self._writing: IoFuture[None] | None = None

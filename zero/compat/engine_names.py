@@ -127,7 +127,7 @@ def lend_names(engine: Any, arguments: Mapping[str, Any] | None = None) -> None:
     if client is not None:
         engine.optimizer_name = lambda: type(client).__name__
     known = engine.module._state_dict_hooks.values()  # of an engine of this model before
-    if not engine.run.exchange.placement.alone and _empty_where_released not in known:
+    if not engine.run.collectives.placement.alone and _empty_where_released not in known:
         engine.module.register_state_dict_post_hook(_empty_where_released)
     if engine.updater is not None:
         engine.updater.__dict__["optimizer"] = engine.updater  # in DeepSpeed it is the wrapped optimizer

@@ -24,10 +24,10 @@ from offload.kernels import masters
 from offload.memory.pinned import aligned_copy, trim_heap
 from offload.planes.planes import await_all
 from offload.sizes import format_bytes
-from zero.assembly.assembly import Assembly
+from zero.assembly.assembly import EngineParts
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
-from zero.assembly.steps import StepListener, Steps
+from zero.assembly.steps import EngineSteps, StepListener
 from zero.exchange.together import Together
 from zero.optim.averages import EMA, part_of_plane, plane_of
 from zero.params.layout import SubGroup, Unit
@@ -58,12 +58,12 @@ class AveragesShown(StepListener):
         self.groups: set[SubGroup] = set()
 
     @override
-    def check_open(self, what: str) -> None:
+    def check_call(self, what: str) -> None:
         if what in OF_THE_WEIGHTS:
             self._check(what)
 
     @override
-    def rewrite_begins(self) -> None:
+    def on_rewrite_begin(self) -> None:
         self._check("replacing weights")
 
     def _check(self, what: str) -> None:
@@ -133,7 +133,7 @@ class _MastersAside:
 
 
 class AveragedWeights:
-    def __init__(self, run: Run, steps: Steps, changes: ModelChanges, shown: AveragesShown) -> None:
+    def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges, shown: AveragesShown) -> None:
         self._run, self._steps, self._changes, self._shown = run, steps, changes, shown
         self._aside: _MastersAside | None = None
         self._parts: Mapping[int, float] = {}  # Parameter index -> `_Run.part`.
@@ -153,8 +153,8 @@ class AveragedWeights:
             BudgetError: there is no room for the masters that are put aside.
         """
         shown = self._shown
-        self._steps.ready("averaged_weights")
-        self._run.parts.check_between("averaged_weights")
+        self._steps.make_ready("averaged_weights")
+        self._run.parts.check_outside_calls("averaged_weights")
         if not any(map(plane_of, self._run.rules.each)):
             raise StateError(
                 'averaged_weights: no weights are averaged; set "ema_decay" in the config, or optimizer.type to '
@@ -185,7 +185,7 @@ class AveragedWeights:
             raise
 
     def _leave(self) -> None:
-        self._steps.ready("averaged_weights")
+        self._steps.make_ready("averaged_weights")
         self._exchange_all(shown=False)
 
     def _averaged(self) -> dict[int, float]:
@@ -203,8 +203,10 @@ class AveragedWeights:
         """Exchange every sub-group that does not show averages (`shown`) or trained weights yet; on all ranks."""
         self._shown.moving = True
         try:
-            together = Together(self._run.exchange)
-            parts = together.do("averaged weights", self._steps.at_rest)  # no rank uses this rank's slices any more
+            together = Together(self._run.collectives)
+            parts = together.do(
+                "averaged weights", self._steps.prepare_rewrite
+            )  # no rank uses this rank's slices any more
             try:
                 together.do("averaged weights", lambda: self._exchange(parts, shown=shown))
             finally:
@@ -212,9 +214,9 @@ class AveragedWeights:
         finally:
             self._shown.moving = False
             trim_heap()  # else the C library keeps the memory that held the masters of a sub-group
-        self._steps.ready("averaged_weights")
+        self._steps.make_ready("averaged_weights")
 
-    def _exchange(self, parts: Assembly, *, shown: bool) -> None:
+    def _exchange(self, parts: EngineParts, *, shown: bool) -> None:
         done, storage = self._shown.groups, parts.storage
         units = {group: self._units_in(parts, group) for group in storage.plan.sub_groups}
         todo = [group for group in units if units[group] and (group in done) != shown]
@@ -231,7 +233,7 @@ class AveragedWeights:
                 moving.wait()
                 raise
 
-    def _units_in(self, parts: Assembly, group: SubGroup) -> list[Unit]:
+    def _units_in(self, parts: EngineParts, group: SubGroup) -> list[Unit]:
         """Units in the sub-group that have parameters with an average."""
         units = parts.layout.units_in(group)
         return [unit for unit in units if any(slot.index in self._parts for slot in unit.slots)]
@@ -240,7 +242,7 @@ class AveragedWeights:
         return plane_of(self._run.rules.each[unit.rule]) or EMA
 
     async def _exchange_group(
-        self, parts: Assembly, aside: _MastersAside, group: SubGroup, units: list[Unit], *, shown: bool
+        self, parts: EngineParts, aside: _MastersAside, group: SubGroup, units: list[Unit], *, shown: bool
     ) -> None:
         storage, done = parts.storage, self._shown.groups
         is_ema = self._plane_of(units[0]) == EMA
@@ -266,7 +268,7 @@ class AveragedWeights:
         finally:
             staged.release()
 
-    def _runs(self, parts: Assembly, staged: StagedGroup, kept: torch.Tensor) -> Iterator[_Run]:
+    def _runs(self, parts: EngineParts, staged: StagedGroup, kept: torch.Tensor) -> Iterator[_Run]:
         """The averaged runs of the sub-group, one per parameter."""
         record, begin = staged.record(), staged.group.begin
         for unit in staged.units:

@@ -9,7 +9,7 @@ from offload.errors import ConfigError
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.offload_states import OffloadStates
 from zero.assembly.run import Run
-from zero.assembly.steps import Steps
+from zero.assembly.steps import EngineSteps
 from zero.config.batch import MICRO
 from zero.config.given import given_config
 from zero.engine.parameter_offload import ParameterOffload, no_external_parameters
@@ -30,7 +30,7 @@ class ClientCalls:
         hooks_for_optimizer: return that handle as the optimizer if nothing trains, as DeepSpeed does at stage 3.
     """
 
-    def __init__(self, run: Run, steps: Steps, changes: ModelChanges, offloading: OffloadStates) -> None:
+    def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges, offloading: OffloadStates) -> None:
         self._run, self._steps = run, steps
         self._given_config = given_config(run.config)
         self.hooks_for_optimizer = False
@@ -110,9 +110,9 @@ class ClientCalls:
 
         Raises StateError: the engine is closed, or a forward or backward is running.
         """
-        self._steps.ready("empty_partition_cache", frozenset())
+        self._steps.make_ready("empty_partition_cache", frozenset())
         self._run.parts.coordinator.release_all()
-        self._steps.ready("empty_partition_cache", frozenset())
+        self._steps.make_ready("empty_partition_cache", frozenset())
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Have torch compile the model in place, as `engine.module.compile(backend=backend, **compile_kwargs)`.

@@ -17,14 +17,14 @@ from offload.errors import StorageError
 from offload.memory.pinned import trim_heap
 from offload.system.interrupts import atomic, deferring_interrupts
 from zero.assembly.accumulation import Accumulation
-from zero.assembly.assembly import Assembly
-from zero.assembly.device_memory import StatesAway
+from zero.assembly.assembly import EngineParts
+from zero.assembly.device_memory import DeviceMemory
 from zero.assembly.loss_scaling import LossScaling
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.offload_states import OffloadStates
 from zero.assembly.run import Run
-from zero.assembly.state_kinds import TO_TRAIN
-from zero.assembly.steps import StepListener, Steps
+from zero.assembly.state_kinds import NEEDED_BY_BACKWARD
+from zero.assembly.steps import EngineSteps, StepListener
 from zero.checkpoint.background import CheckpointState
 from zero.checkpoint.load import LoadCheckpoints
 from zero.checkpoint.saving import SaveCheckpoints
@@ -107,13 +107,13 @@ class ZeroEngine(ConfigGetters, nn.Module):
         run = self.run = Run(model, config, device, trained.rules, optimizer, scaler, generations=int(generates))
         run.lr_scheduler = scheduler_for(lr_scheduler, optimizer, config)
         self.accumulation, self.scaling = Accumulation(run), LossScaling(run)
-        self.checkpoint_state, self._turns, self._away = CheckpointState(run), SnapshotTurns(run), StatesAway(run)
+        self.checkpoint_state, self._turns, self._away = CheckpointState(run), SnapshotTurns(run), DeviceMemory(run)
         self._averages_shown = AveragesShown()
         listeners: list[StepListener] = [self.checkpoint_state, self._turns, self._averages_shown]
         threshold = None if config.optimizer is None else config.optimizer.params.qk_clip
         if threshold is not None and optimizer is not None:
             listeners.append(QkClip(run, threshold, lambda parameter: self.steps.values_of(parameter, to_change=True)))
-        self.steps = Steps(run, self.accumulation, self.scaling, self._away, listeners)
+        self.steps = EngineSteps(run, self.accumulation, self.scaling, self._away, listeners)
         self.reports = Reports(run, self.steps)
         listeners.append(self.reports)
         events = self._events()
@@ -126,17 +126,17 @@ class ZeroEngine(ConfigGetters, nn.Module):
         steps, accumulation = self.steps, self.accumulation
         return Events(
             check_open=steps.check_open,
-            ready_to_run=steps.ready_to_run,
-            module_called=self._away.module_called,
-            take_written=steps.take_written,
-            backward_begins=steps.ready_to_train,
-            states_are_away=lambda: bool(self._away.kinds),
-            current=steps.current,
-            changed=steps.changed,
-            modified=steps.modified,
-            edit_begins=steps.edit_begins,
-            reduces=accumulation.reduces,
-            parts_of_backward=self.scaling.parts_of_backward,
+            ready_to_run=steps.make_ready_to_run,
+            module_called=self._away.on_module_call,
+            take_written=steps.take_user_gradients,
+            backward_begins=steps.make_ready_to_train,
+            states_are_away=lambda: bool(self._away.offloaded_kinds),
+            current=steps.complete_updates,
+            changed=steps.on_weights_change,
+            modified=steps.on_forward_modify,
+            edit_begins=steps.on_edit_begin,
+            reduces=accumulation.should_reduce,
+            parts_of_backward=self.scaling.gradient_divisor,
             loss_scale=lambda: float(self.run.scaler.cur_scale),
             values_of=steps.values_of,
             gradients=lambda: self.run.parts.gradients,
@@ -145,22 +145,22 @@ class ZeroEngine(ConfigGetters, nn.Module):
             close=self.close,
         )
 
-    def _rest_to_load(self) -> Assembly:
+    def _rest_to_load(self) -> EngineParts:
         with self.checkpoint_state.may_load():
-            return self.model_changes.rest()
+            return self.model_changes.prepare_rewrite()
 
     def _build(self, events: Events, exchange: Exchange, trained: Trained) -> None:
         """Build the parts and shard the model in place. If that fails, the model is unchanged."""
         run = self.run
-        parts = Assembly(run, events, exchange, trained.rules.numbers(trained.groups))
+        parts = EngineParts(run, events, exchange, trained.rules.numbers(trained.groups))
         try:
             parts.build()
-            run.use(parts)
+            run.set_parts(parts)
             parts.adopt()
             parts.install()
         except BaseException:
             run.closed = True
-            run.let_go()
+            run.detach_finalizer()
             parts.undo()
             self.reports.monitor.close()
             raise
@@ -190,17 +190,17 @@ class ZeroEngine(ConfigGetters, nn.Module):
         if self.training:
             kwargs.update(self.schedules.told(run.global_steps))
         with deferring_interrupts, apart():
-            self.steps.ready_to_run("forward")
-            self.model_changes.follow()
+            self.steps.make_ready_to_run("forward")
+            self.model_changes.apply_pending()
             self.accumulation.share_buffers()
             if self.training and torch.is_grad_enabled():
                 self.run.parts.storage.fault_in()
         try:
-            with reports.forward.running(), run.activations.forward(), scaling.precisely(), reports.profiled():
+            with reports.forward.running(), run.activations.forward(), scaling.autocast(), reports.profiled():
                 return self.module(*scaling.cast_inputs(args), **kwargs)
         except BaseException as error:
             # torch calls no hooks after an interrupt: without the reset, units would count as in use for ever.
-            run.parts.turns.fail(error)
+            run.parts.scheduler.fail(error)
             run.parts.hooks.reset()
             raise
 
@@ -218,13 +218,13 @@ class ZeroEngine(ConfigGetters, nn.Module):
         loss = self.part_of_loss(loss) if scale_wrt_gas else loss
         self.reports.note_loss(loss)
         with self.running_backward():
-            self.scaling.scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            self.scaling.scale_loss(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return loss
 
     def part_of_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of one micro-batch divided by the accumulation steps."""
         accumulation = self.run.config.gradient_accumulation_steps
-        return self.scaling.part_of(loss, accumulation) if accumulation > 1 else loss
+        return self.scaling.divide_loss(loss, accumulation) if accumulation > 1 else loss
 
     @contextmanager
     def running_backward(self, *, together: bool = False) -> Iterator[None]:
@@ -233,12 +233,12 @@ class ZeroEngine(ConfigGetters, nn.Module):
         Raises as `backward`. `together`: it is the backward of several micro-batches at once.
         """
         with deferring_interrupts:
-            self.steps.ready("backward", TO_TRAIN)
-            self.steps.take_written()  # this backward adds its gradients to the written ones
+            self.steps.make_ready("backward", NEEDED_BY_BACKWARD)
+            self.steps.take_user_gradients()  # this backward adds its gradients to the written ones
         parts = self.run.parts
         with self.reports.backward.running():
             parts.coordinator.accumulating = not self.accumulation.is_gradient_accumulation_boundary()
-            with parts.watch.outermost(together=together):
+            with parts.backward_watch.outermost(together=together):
                 yield
 
     @atomic
@@ -286,7 +286,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         loss_of = loss_of or partial(loss_by_call, self)
         self.accumulation.begin_batch("train_batch")
         batches = next_batch(data_iter, self.run.config.gradient_accumulation_steps)
-        with self.accumulation.whole_batch(self.steps.forget_batch if self.run.exchange.placement.alone else None):
+        with self.accumulation.atomic_batch(self.steps.discard_batch if self.run.collectives.placement.alone else None):
             vertical = self.run.config.vertical_accumulation and self.plan.passes < len(batches)
             if vertical and not self.reports.profiles_next:
                 losses = self._side_by_side([partial(loss_of, batch) for batch in batches])
@@ -301,11 +301,11 @@ class ZeroEngine(ConfigGetters, nn.Module):
         def backward(loss: torch.Tensor) -> None:
             part = self.part_of_loss(loss)
             self.reports.note_loss(part)
-            self.scaling.scaled(part).backward()  # type: ignore[no-untyped-call]
+            self.scaling.scale_loss(part).backward()  # type: ignore[no-untyped-call]
 
         self.run.micro_steps += len(forwards) - 1  # they share one backward, the last before the step
         try:
-            return side_by_side(self.run.parts.turns, forwards, backward, self.running_backward(together=True))
+            return side_by_side(self.run.parts.scheduler, forwards, backward, self.running_backward(together=True))
         except BaseException:
             self.run.parts.hooks.reset()  # nothing uses the units that this round held any more
             raise
@@ -379,20 +379,20 @@ class ZeroEngine(ConfigGetters, nn.Module):
         if parts.storage.mover.is_forked:  # a forked child: threads, files and other ranks are the parent's
             return
         begun, run.closed = run.closed, True
-        self._away.forget()
+        self._away.drop_all()
         parts.hooks.remove()
-        parts.watch.remove()
+        parts.backward_watch.remove()
         if run.updater is not None:
             run.updater.lose_states()
         if begun:  # an interrupt may have stopped the first attempt
             parts.storage.close()
-            parts.exchange.close()
+            parts.collectives.close()
             return
-        run.let_go()
+        run.detach_finalizer()
         try:
             unsaved = self.checkpoint_state.end()
             self._turns.commit_last()
-            if not parts.exchange.placement.alone:  # others may still read this rank's slices
+            if not parts.collectives.placement.alone:  # others may still read this rank's slices
                 with suppress(StorageError):
                     parts.stepper.finish()
             parts.stepper.stop()
@@ -404,7 +404,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         finally:
             with ExitStack() as ends:  # last first; each runs even if another raises
                 ends.callback(trim_heap)
-                for part in (self.reports.monitor, run.activations, parts.exchange, parts.storage):
+                for part in (self.reports.monitor, run.activations, parts.collectives, parts.storage):
                     ends.callback(part.close)
         if unsaved is not None:
             raise unsaved
@@ -422,11 +422,11 @@ class ZeroEngine(ConfigGetters, nn.Module):
         parts = self.run.parts
         try:
             if not self.run.closed:
-                if not parts.exchange.placement.weights_sharded:
-                    parts.keeper.give_back()
+                if not parts.collectives.placement.weights_sharded:
+                    parts.parameter_store.give_back()
                 elif keeps_shards:
-                    parts.exchange.agree("destroy", b"")  # all ranks live and are here
-                    parts.keeper.give_back(open_keeper(self.run.config))
+                    parts.collectives.agree("destroy", b"")  # all ranks live and are here
+                    parts.parameter_store.give_back(open_keeper(self.run.config))
         finally:
             self.close()
 
@@ -459,7 +459,7 @@ ANSWERS: dict[tuple[str, type], str] = {
         micro_steps is_gradient_accumulation_boundary set_gradient_accumulation_boundary no_sync
     """,
     ("scaling", LossScaling): "scale",
-    ("steps", Steps): "zero_grad was_step_applied synchronize current values_of",
+    ("steps", EngineSteps): "zero_grad was_step_applied synchronize current values_of",
     ("offloading", OffloadStates): "offload_states reload_states offloaded_states state_devices",
     ("model_changes", ModelChanges): "replan",
     ("averages", AveragedWeights): "averaged_weights",

@@ -17,7 +17,7 @@ import torch
 from offload.accelerator import is_accelerator
 from offload.sizes import format_bytes
 from zero.assembly.run import Run
-from zero.assembly.steps import Steps
+from zero.assembly.steps import EngineSteps
 from zero.engine.fused_adapters import Folds
 from zero.exchange.first_rank import agree_on_machine
 from zero.plan.machine import read_machine
@@ -33,7 +33,7 @@ LEFT_SHARE = 5
 class Generation:
     """Args: `run`: the state that the collaborators share; `steps`: the engine's steps."""
 
-    def __init__(self, run: Run, steps: Steps) -> None:
+    def __init__(self, run: Run, steps: EngineSteps) -> None:
         self._run, self._steps, self._folds = run, steps, Folds(run)
 
     @property
@@ -78,7 +78,7 @@ class Generation:
     @contextmanager
     def _generation(self, room_bytes: int, *, rests: bool) -> Iterator[None]:
         run = self._run
-        self._steps.ready_to_run("generation")
+        self._steps.make_ready_to_run("generation")
         if not run.generations:
             run.parts.coordinator.begin_generation(room_bytes)
         run.generations += 1
@@ -97,10 +97,10 @@ class Generation:
     def _room_bytes(self, tokens: int, sequences: int) -> int:
         """Device memory that units may take now in addition to the plan; equal on ranks that fetch together."""
         run, device = self._run, self._run.device
-        placement, on_cpu = run.exchange.placement, not is_accelerator(device)
+        placement, on_cpu = run.collectives.placement, not is_accelerator(device)
         machine = read_machine(device)
         if placement.in_step:
-            machine = agree_on_machine(run.exchange, machine, on_cpu=on_cpu)
+            machine = agree_on_machine(run.collectives, machine, on_cpu=on_cpu)
         elif on_cpu and machine.device_bytes is not None:
             machine = replace(machine, device_bytes=machine.device_bytes // (world.ranks_per_node() or 1))
         free_bytes = machine.device_bytes or 0

@@ -12,14 +12,14 @@ from torch.utils import _pytree
 
 from offload.accelerator import is_accelerator, module_of
 from zero.assembly.run import Run
-from zero.assembly.steps import Steps
+from zero.assembly.steps import EngineSteps
 from zero.config.autotuning_block import Autotuning
 from zero.plan.machine import peak_rss_bytes
 from zero.ranks import world
 
 
 class MeasuredRun:
-    def __init__(self, block: Autotuning, path: Path, run: Run, steps: Steps) -> None:
+    def __init__(self, block: Autotuning, path: Path, run: Run, steps: EngineSteps) -> None:
         self._block, self._path, self._run, self._steps = block, path, run, steps
         self._rows = 0
         self._began, self._taken = 0.0, 0

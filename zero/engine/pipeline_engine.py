@@ -413,7 +413,7 @@ class _StageWork:
         loss = self.loss_of(output, labels)
         for name, value in {LOSS: loss, **(self._module.get_additional_losses() or {})}.items():
             self._losses.setdefault(name, []).append(value.detach())
-        return self._engine.scaling.scaled(self._engine.part_of_loss(loss))
+        return self._engine.scaling.scale_loss(self._engine.part_of_loss(loss))
 
     def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
         loss = output if self._module.loss_fn is None else self._module.loss_fn(output, labels)

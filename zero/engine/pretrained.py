@@ -108,7 +108,7 @@ def _load_parameters(folder: str, leaves: list[Leaf], sources: dict[int, InFile]
 
 def _load_engine(folder: str, keeper: EngineKeeper, sources: dict[int, InFile]) -> None:
     parts = keeper.events.rest()
-    together = Together(parts.exchange)
+    together = Together(parts.collectives)
     together.do("load_pretrained", lambda: None)  # no rank uses this rank's slices any more
     indices = {parts.index_of[key] for key in sources if key in parts.index_of}
 

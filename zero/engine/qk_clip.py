@@ -141,7 +141,7 @@ class QkClip(StepListener):
                 f"changes them; leave offload_optimizer.snapshot out, {OFF}"
             )
         run.attention_logits = self
-        self.step_asked()
+        self.on_step_request()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Largest logits since the last step on this rank, by the names of their modules."""
@@ -155,24 +155,24 @@ class QkClip(StepListener):
                 _LARGEST[module] = saved[name].to(self._run.device) if name in saved else None
 
     @override
-    def called(self) -> None:
+    def on_engine_call(self) -> None:
         if self._pending and not self._busy:
             self._scale()
 
     @override
-    def step_asked(self) -> None:
+    def on_step_request(self) -> None:
         """Watch modules that are new in the model. Raises ConfigError: as the constructor."""
         self._modules = list(attention_modules(self._run.module))
         for module in self._modules:
             _LARGEST.setdefault(module, None)
 
     @override
-    def forgotten(self, *, forwards: bool) -> None:
+    def on_gradients_discarded(self, *, forwards: bool) -> None:
         if forwards:  # else the maxima may be of a forward whose backward is still to run
             self.load_state_dict({})
 
     @override
-    def step_begun(self) -> None:
+    def on_eager_updates_done(self) -> None:
         modules = self._modules  # in the same order on every rank
         if not self._run.parts.stepper.applied:
             self.load_state_dict({})
@@ -187,7 +187,7 @@ class QkClip(StepListener):
         for module in modules:
             _LARGEST[module] = None
         largest: dict[int, list[float]] = {}
-        for answer in self._run.parts.exchange.agree("attention logits", json.dumps(mine).encode()):
+        for answer in self._run.parts.collectives.agree("attention logits", json.dumps(mine).encode()):
             for key, theirs in json.loads(answer).items():
                 held = largest.get(int(key), theirs)
                 largest[int(key)] = [*map(max, held, theirs)]

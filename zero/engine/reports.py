@@ -23,7 +23,7 @@ from offload.kernels import kernels
 from offload.sizes import format_bytes
 from offload.timeline import Stopwatch
 from zero.assembly.run import Run
-from zero.assembly.steps import StepListener, Steps
+from zero.assembly.steps import EngineSteps, StepListener
 from zero.config import Config
 from zero.engine.measured_run import MeasuredRun
 from zero.flops_profiler import FirstForwardProfiler
@@ -159,7 +159,7 @@ class Reports(StepListener):
     `forward`, `backward`: stopwatches of all forwards and of all backwards.
     """
 
-    def __init__(self, run: Run, steps: Steps) -> None:
+    def __init__(self, run: Run, steps: EngineSteps) -> None:
         config, first = run.config, world.rank() == 0
         self._run, self._steps, self.forward, self.backward = run, steps, Stopwatch(), Stopwatch()
         self.monitor = Monitors(config, writes=first)
@@ -190,17 +190,17 @@ class Reports(StepListener):
             self._reporter.note_loss(loss)
 
     @override
-    def forgotten(self, *, forwards: bool) -> None:
+    def on_gradients_discarded(self, *, forwards: bool) -> None:
         if self._reporter is not None:
             self._reporter.loss = None
 
     @override
-    def step_begins(self) -> None:
+    def on_step_begin(self) -> None:
         if self._reporter is not None:
             self._reporter.step_begins(self._run)
 
     @override
-    def step_counted(self) -> None:
+    def on_step_decided(self) -> None:
         if self._reporter is not None:
             self._reporter.step_counted(self._run)
         self._is_due = True  # a flag, since a loaded checkpoint changes the step number
@@ -218,7 +218,7 @@ class Reports(StepListener):
     def seconds_so_far(self) -> dict[str, float]:
         """Seconds that the loop has spent, by `TIMES`."""
         waited = self._run.parts.storage.mover.exposed_wait.seconds
-        times = self.forward.seconds, self.backward.seconds, self._steps.watch.seconds, waited
+        times = self.forward.seconds, self.backward.seconds, self._steps.stopwatch.seconds, waited
         return dict(zip(TIMES, times, strict=True))
 
     def get_wall_clock_timers(self) -> dict[str, float]:
@@ -239,7 +239,7 @@ class Reports(StepListener):
 
         With `comms_logger` and its `prof_all` false, only the names in `prof_ops`.
         """
-        run, exchange = self._run, self._run.exchange
+        run, exchange = self._run, self._run.collectives
         if not run.closed:
             run.parts.coordinator.settle()  # transfers in flight may be counted on one rank and not yet on another
         block, moved = run.config.comms_logger, exchange.payload()
@@ -269,7 +269,7 @@ class Reports(StepListener):
             micro_steps=run.micro_steps,
             forward_seconds=self.forward.seconds,
             backward_seconds=self.backward.seconds,
-            optimizer_seconds=self._steps.watch.seconds,
+            optimizer_seconds=self._steps.stopwatch.seconds,
             exposed_wait_seconds=storage.mover.exposed_wait.seconds,
             nvme_read_bytes=disk.traffic.read_bytes if disk else 0,
             nvme_write_bytes=disk.traffic.write_bytes if disk else 0,
@@ -284,7 +284,7 @@ class Reports(StepListener):
             prefetch_misses=counters.misses,
             releases=counters.releases.total(),
             releases_by_unit={names[i]: n for i, n in sorted(counters.releases.items())},
-            payload_numel={purpose: counter.numel for purpose, counter in run.exchange.payload().items()},
+            payload_numel={purpose: counter.numel for purpose, counter in run.collectives.payload().items()},
             live_numel_peak=counters.live_numel_peak,
             arena_peak_bytes=storage.arena.peak_bytes,
             activation_stored_bytes=kept.counters.stored_bytes if kept else 0,

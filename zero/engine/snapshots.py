@@ -11,7 +11,7 @@ from typing_extensions import override
 from offload.errors import StateError, ZeroInfinityError
 from zero.assembly.accumulation import Accumulation
 from zero.assembly.run import Run
-from zero.assembly.steps import StepListener, Steps
+from zero.assembly.steps import EngineSteps, StepListener
 from zero.exchange.together import Together
 from zero.reports.log import NOTICE
 from zero.snapshots.commit import Snapshots
@@ -40,24 +40,24 @@ class SnapshotTurns(StepListener):
         if snapshots is None or snapshots.pending is None or sys.exc_info()[0] is not None:
             return
         try:
-            self.released()
+            self.on_units_evicted()
         except ZeroInfinityError as error:
             logger.warning("the snapshot of step %d could not be committed: %s", snapshots.pending.step, error)
 
     @override
-    def step_asked(self) -> None:
+    def on_step_request(self) -> None:
         if self._run.parts.snapshots is not None:
             self._run.parts.snapshots.check_loaded()
 
     @override
-    def released(self) -> None:
+    def on_units_evicted(self) -> None:
         snapshots = self._run.parts.snapshots
         if snapshots is not None and snapshots.pending is not None:
             self._run.parts.stepper.finish()
             snapshots.commit()
 
     @override
-    def step_counted(self) -> None:
+    def on_step_decided(self) -> None:
         snapshots = self._run.parts.snapshots
         if snapshots is not None and snapshots.due(self._run.global_steps):
             began = time.perf_counter()
@@ -65,21 +65,21 @@ class SnapshotTurns(StepListener):
             snapshots.seconds += time.perf_counter() - began
 
     @override
-    def step_begun(self) -> None:
+    def on_eager_updates_done(self) -> None:
         if self._run.parts.snapshots is not None and self._run.parts.snapshots.at_once:
-            self.released()
+            self.on_units_evicted()
 
     @override
-    def updated_bound(self) -> None:
+    def on_persistent_updated(self) -> None:
         if self._run.parts.snapshots is not None:
             self._run.parts.snapshots.write_bound()
 
     @override
-    def weights_change(self, index: int) -> None:
-        self.rewrite_begins()
+    def on_weights_change(self, index: int) -> None:
+        self.on_rewrite_begin()
 
     @override
-    def rewrite_begins(self) -> None:
+    def on_rewrite_begin(self) -> None:
         if self._run.parts.snapshots is not None:
             self._run.parts.snapshots.void()
 
@@ -87,7 +87,7 @@ class SnapshotTurns(StepListener):
 class SnapshotCalls:
     """`engine.save_snapshot` and `engine.load_snapshot`."""
 
-    def __init__(self, run: Run, steps: Steps, accumulation: Accumulation, turns: SnapshotTurns) -> None:
+    def __init__(self, run: Run, steps: EngineSteps, accumulation: Accumulation, turns: SnapshotTurns) -> None:
         self._run, self._steps, self._accumulation, self._turns = run, steps, accumulation, turns
 
     def save_snapshot(self) -> int:
@@ -98,7 +98,7 @@ class SnapshotCalls:
             StorageError: it could not be written; the previous snapshot stays valid.
         """
         snapshots, parts = self._ready("save_snapshot"), self._run.parts
-        if parts.accumulating:
+        if parts.has_gradients:
             raise StateError(
                 "save_snapshot: gradients have been accumulated since the last step; call it right after step()"
             )
@@ -129,26 +129,26 @@ class SnapshotCalls:
         snapshots, run = self._ready("load_snapshot"), self._run
         if snapshots.committed_step is None:
             return None
-        self._steps.forget_batch()
-        together = Together(run.exchange)
-        parts = together.do("load_snapshot", self._steps.at_rest)  # no rank uses this rank's slices any more
+        self._steps.discard_batch()
+        together = Together(run.collectives)
+        parts = together.do("load_snapshot", self._steps.prepare_rewrite)  # no rank uses this rank's slices any more
         state = snapshots.load(lambda kept: check(run, kept))
         if state is None:
             return None
         parts.stepper.norm = restore(run, state)
         parts.coordinator.rewritten()
-        self._accumulation.buffers_differ()
-        self._steps.ready("load_snapshot")  # what only all ranks can gather; later one may evaluate alone
+        self._accumulation.mark_buffers_different()
+        self._steps.make_ready("load_snapshot")  # what only all ranks can gather; later one may evaluate alone
         logger.log(NOTICE, "continuing from the snapshot of step %d", run.global_steps)
         return run.global_steps
 
     def _ready(self, what: str) -> Snapshots:
-        self._steps.ready(what)
+        self._steps.make_ready(what)
         snapshots = self._run.parts.snapshots
         if snapshots is None:
             raise StateError(
                 f"{what}: snapshots are not configured; set zero_optimization.offload_optimizer.snapshot, for example "
                 f'to {{"every": 100}}'
             )
-        self._run.parts.check_between(what, "call it between steps")
+        self._run.parts.check_outside_calls(what, "call it between steps")
         return snapshots

@@ -12,7 +12,7 @@ from offload.errors import BudgetError
 from offload.sizes import format_bytes
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
-from zero.assembly.steps import Steps
+from zero.assembly.steps import EngineSteps
 from zero.plan.machine import read_machine
 from zero.values.access import EngineKeeper
 from zero.values.parameters import ParameterValues
@@ -26,7 +26,7 @@ MASTERS = {
 
 
 class Values:
-    def __init__(self, run: Run, steps: Steps) -> None:
+    def __init__(self, run: Run, steps: EngineSteps) -> None:
         self._run, self._steps = run, steps
 
     def full_parameter(self, name: str) -> torch.Tensor:
@@ -46,27 +46,27 @@ class Values:
         if updater is None:
             return {**keeper.moments(name), "step": 0}
         parts, parameter = self._run.parts, keeper.parameter(name)
-        states: dict[str, Any] = dict(ParameterValues(parts, parts.exchange, parameter, updater).states())
+        states: dict[str, Any] = dict(ParameterValues(parts, parts.collectives, parameter, updater).states())
         key = id(parameter)
         numbers = {what: scalar.value for what, scalar in updater.numbers(key).items()}
         return {**updater.made(key, states), **numbers, "step": updater.step_counts.get(key, 0)}
 
     def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, copy of the weights) of every parameter; a tied parameter occurs under each of its names."""
-        self._steps.current("reading parameters")
-        return self._run.parts.keeper.named_weights()
+        self._steps.complete_updates("reading parameters")
+        return self._run.parts.parameter_store.named_weights()
 
     def _current(self, name: str) -> EngineKeeper:
         """The keeper, after the parameter's update of the last step. Raises KeyError: no parameter has this name."""
-        keeper = self._run.parts.keeper
-        self._steps.current(f"reading {name}", keeper.units_named(name))
+        keeper = self._run.parts.parameter_store
+        self._steps.complete_updates(f"reading {name}", keeper.units_named(name))
         return keeper
 
 
 class EngineStates:
     """See `zero.optim.optimizer.KeptStates`."""
 
-    def __init__(self, run: Run, steps: Steps, changes: ModelChanges) -> None:
+    def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges) -> None:
         self._values_of, self._device, self._check_open = steps.values_of, run.device, steps.check_open
         self._run, self._steps, self._changes = run, steps, changes
 
@@ -97,10 +97,10 @@ class EngineStates:
 
         Does not look for any if `parameter` has its places: to look for them is to walk through the whole model.
         """
-        self._steps.ready("following changes of the model")
-        places = [] if parameter is None else self._run.parts.keeper.places.get(id(parameter), [])
+        self._steps.make_ready("following changes of the model")
+        places = [] if parameter is None else self._run.parts.parameter_store.places.get(id(parameter), [])
         if not any(unit.trainable for unit, _ in places):
-            self._changes.follow()
+            self._changes.apply_pending()
 
     def masters_of(self, group: dict[str, Any]) -> torch.Tensor:
         """This rank's part of the fp32 values of a param group, 1-D, a copy."""

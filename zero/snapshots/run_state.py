@@ -34,7 +34,7 @@ logger = logging.getLogger("zero")
 def common_state(engine: Run) -> dict[str, Any]:
     """The common part of all ranks."""
     parts, config = engine.parts, engine.config
-    leaves, trained = parts.leaves, parts.trained
+    leaves, trained = parts.leaves, parts.trained_indices
     dtype_of = {slot.index: str(unit.dtype) for unit in parts.layout.units for slot in unit.slots}
     return {
         "global_steps": engine.global_steps,
@@ -59,7 +59,7 @@ def rank_state(engine: Run, accumulated: dict[str, Any] | None) -> dict[str, Any
     """The part of one rank: random states, the position in its data, and its gradients of an incomplete step."""
     loader: Any = engine.training_dataloader
     logits, own = engine.attention_logits, {}
-    if engine.parts.exchange.is_stage:
+    if engine.parts.collectives.is_stage:
         own["lr_scheduler"] = [leaf.names[0] for leaf in engine.parts.leaves], pack_any(_scheduler_state(engine))
     return {
         **own,

@@ -183,7 +183,7 @@ class Planning:
         If the device tier is host memory, its bytes count for the host, as in the plan's check against the machine.
         """
         config, ranks = self.config(content), self._options.ranks
-        sizes = tier_sizes(plan_model(self.model, config, self.machine, self.device, ranks, least=True)[1])
+        sizes = tier_sizes(plan_model(self.model, config, self.machine, self.device, ranks, smallest=True)[1])
         if shares_host_memory(self.device):
             sizes |= {DEVICE: 0, HOST: sizes[HOST] + sizes[DEVICE]}
         return sizes

@@ -26,7 +26,7 @@ from zero.values.editor import Put
 from zero.values.gathered_values import join_runs, runs_of
 
 if TYPE_CHECKING:
-    from zero.assembly.assembly import Assembly
+    from zero.assembly.assembly import EngineParts
     from zero.optim.optimizer import KeptOptimizer
 
 
@@ -47,13 +47,13 @@ class ParameterValues:
     """
 
     def __init__(
-        self, parts: Assembly, exchange: Exchange, parameter: nn.Parameter, optimizer: KeptOptimizer | None
+        self, parts: EngineParts, exchange: Exchange, parameter: nn.Parameter, optimizer: KeptOptimizer | None
     ) -> None:
         self._parts, self._exchange, self._parameter = parts, exchange, parameter
         self._small = {} if optimizer is None else optimizer.small
         self._small_shapes = {} if optimizer is None else optimizer.small_shapes(parameter)
         self._name = name_of(parameter)
-        self._places = parts.keeper.places[id(parameter)]
+        self._places = parts.parameter_store.places[id(parameter)]
         self._gradients = GradientValues(parts.gradients, exchange)
 
     @property
@@ -62,15 +62,15 @@ class ParameterValues:
 
     def master(self) -> torch.Tensor:
         """The whole fp32 value, on the host."""
-        return self._parts.keeper.master(self._name)
+        return self._parts.parameter_store.master(self._name)
 
     def states(self) -> dict[str, torch.Tensor]:
         """All whole optimizer states, on the host: in fp32, small ones in their own dtype."""
         if not self._small_shapes:
-            return self._parts.keeper.moments(self._name)
+            return self._parts.parameter_store.moments(self._name)
         mine = self._parts.small_states({id(self._parameter): self._name})
         small = gathered(self._exchange, mine).get(self._name, {})
-        return {**self._parts.keeper.moments(self._name), **small}
+        return {**self._parts.parameter_store.moments(self._name), **small}
 
     def state(self, key: str) -> torch.Tensor:
         """A whole optimizer state, fp32 on the host. Raises StateError: no state has this name."""
@@ -102,7 +102,7 @@ class ParameterValues:
 
     def _own(self, state: int | None) -> torch.Tensor:
         """This rank's part of a state, by its number, or of the fp32 value (None)."""
-        stored, runs = self._parts.stored(few=True), list(self._runs())
+        stored, runs = self._parts.values_reader(few=True), list(self._runs())
         parts = [torch.empty(run.end - run.begin, dtype=torch.float32, device="cpu") for run in runs]
         try:
             for run, part in zip(runs, parts, strict=True):
@@ -210,7 +210,7 @@ class ParameterValues:
     def _rewrite(self, value: torch.Tensor, put: Put) -> None:
         """Let `put` change this rank's records; `value` is whole or this rank's part."""
         for run, part in self._parts_of(value):
-            self._parts.keeper.editor.rewrite(run.unit, run.slot.offset_numel + run.begin, part, put)
+            self._parts.parameter_store.editor.rewrite(run.unit, run.slot.offset_numel + run.begin, part, put)
 
     def _parts_of(self, value: torch.Tensor) -> list[tuple[SlotRun, torch.Tensor]]:
         """(run, its part of `value`) for each run of this rank; `value` is whole or this rank's part."""
