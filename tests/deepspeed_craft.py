@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from offload.files.torch_file import TorchFile, replace_unknown
-from zero.checkpoint.deepspeed_files import known
+from zero.checkpoint.deepspeed_files import resolve_stranger
 
 SAMPLES = Path(__file__).parent / "data" / "deepspeed"
 STAGES = ("stage1", "stage2", "stage3")
@@ -154,4 +154,4 @@ def _plain(value: Any) -> Any:
         return type(value)((key, _plain(item)) for key, item in value.items())
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    return replace_unknown(value, "a sample", known)
+    return replace_unknown(value, "a sample", resolve_stranger)

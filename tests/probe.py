@@ -453,7 +453,7 @@ def only_updates_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Callab
     `seconds`: between the sub-groups that updates ask for.
     """
     free, numbers = threading.Event(), itertools.count()
-    take_all, bring = BackgroundSave._take_all, BackgroundSave._bring
+    take_all, bring = BackgroundSave._write_all, BackgroundSave._encode
 
     async def later(save: BackgroundSave) -> None:
         while not free.is_set():
@@ -464,8 +464,8 @@ def only_updates_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Callab
         await asyncio.sleep(0 if free.is_set() else next(numbers) * seconds)
         await bring(save, extent)
 
-    monkeypatch.setattr(BackgroundSave, "_take_all", later)
-    monkeypatch.setattr(BackgroundSave, "_bring", slowly)
+    monkeypatch.setattr(BackgroundSave, "_write_all", later)
+    monkeypatch.setattr(BackgroundSave, "_encode", slowly)
     return free.set
 
 
@@ -493,18 +493,18 @@ def forget_frozen_sums(engine: Any) -> None:
 
 def error_of_the_save(engine: Any, timeout_seconds: float) -> BaseException | None:
     """Wait for the asynchronous save without the engine; returns its error."""
-    error: BaseException | None = engine.checkpoint_state._behind._transfer._future.exception(timeout_seconds)
+    error: BaseException | None = engine.checkpoint_state._background_save._future._future.exception(timeout_seconds)
     return error
 
 
 def load_no_states_of(names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Make loads behave as if checkpoints had no optimizer states of these parameters."""
-    has_states = load.Wanted._has_states
+    has_states = load.LoadPlan._has_states
 
     def still(wanted: Any, index: int, name: str) -> bool:
         return name not in names and has_states(wanted, index, name)
 
-    monkeypatch.setattr(load.Wanted, "_has_states", still)
+    monkeypatch.setattr(load.LoadPlan, "_has_states", still)
 
 
 def boxes_of(source: Any, name: str, begin: int, end: int) -> Any:

@@ -34,7 +34,7 @@ def add_accumulated(extents: Extents, parts: EngineParts) -> dict[str, Any] | No
         if held is not None:
             extents.add(_waiting_name(rank, unit.index), held)
         if not state.empty:
-            extents.add_plane(_stored_name(rank, unit.index), state.dtype, state.plane, unit)
+            extents.add_array(_stored_name(rank, unit.index), state.dtype, state.plane, unit)
         if held is not None or any(state.contributions) or not state.empty:
             names = [slot.name for slot in unit.slots]
             told = {"index": unit.index, "contributions": list(state.contributions), "slots": names}
@@ -44,20 +44,20 @@ def add_accumulated(extents: Extents, parts: EngineParts) -> dict[str, Any] | No
     return {"deferred": gradients.deferred, "units": units}
 
 
-def check_accumulated(parts: EngineParts, saved: list[int], told: dict[str, Any] | None) -> None:
+def check_accumulated(parts: EngineParts, saved: list[int], description: dict[str, Any] | None) -> None:
     """Raise ConfigError if the accumulation cannot continue here from the saved gradients.
 
-    `saved`: `ranks_shape` when they were saved; `told`: the result of `add_accumulated` of the same rank then.
+    `saved`: `ranks_shape` when they were saved; `description`: the result of `add_accumulated` of the same rank then.
     """
     mine = ranks_shape(parts.collectives.placement)
     if saved != mine:
         raise ConfigError(
             "load_checkpoint: the checkpoint was saved in the middle of a gradient accumulation, and each rank has "
-            f"its own sums: expected {_words(saved)}, got {_words(mine)}; load it with the same ranks and stage, save "
+            f"its own sums: expected {_describe_ranks(saved)}, got {_describe_ranks(mine)}; load it with the same ranks and stage, save "
             "after step(), or pass load_module_only=True"
         )
     here = {state.unit.name: state.unit for state in parts.gradients.states()}
-    for name, unit in (told or {"units": {}})["units"].items():
+    for name, unit in (description or {"units": {}})["units"].items():
         known = here.get(name)
         if known is None or known.numel != unit["numel"] or [slot.name for slot in known.slots] != unit["slots"]:
             raise ConfigError(
@@ -67,10 +67,10 @@ def check_accumulated(parts: EngineParts, saved: list[int], told: dict[str, Any]
             )
 
 
-def load_accumulated(parts: EngineParts, told: dict[str, Any], source: Source) -> None:
+def load_accumulated(parts: EngineParts, description: dict[str, Any], source: Source) -> None:
     """Load the gradients that `check_accumulated` has accepted; nothing must have been collected here yet."""
     here, rank = {state.unit.name: state for state in parts.gradients.states()}, parts.collectives.placement.rank
-    for name, unit in told["units"].items():
+    for name, unit in description["units"].items():
         state, index = here[name], unit["index"]
         state.contributions = list(unit["contributions"])
         if unit["stored"]:
@@ -83,7 +83,7 @@ def load_accumulated(parts: EngineParts, told: dict[str, Any], source: Source) -
                 hi = min(lo + PIECE_NUMEL, flat.numel())
                 flat[lo:hi].copy_(source.read(waiting, lo, hi))
             parts.gradients.take_up(index, flat)
-    parts.gradients.deferred = told["deferred"]
+    parts.gradients.deferred = description["deferred"]
 
 
 def _load_stored(parts: EngineParts, state: UnitGradient, source: Source, name: str) -> None:
@@ -101,7 +101,7 @@ def ranks_shape(placement: Placement) -> list[int]:
     return [placement.world_size, placement.shard_size, int(placement.gradients_deferred)]
 
 
-def _words(shape: list[int]) -> str:
+def _describe_ranks(shape: list[int]) -> str:
     world_size, shard_size, deferred = shape
     stages = "stage 0 or 1" if deferred else "stage 2 or 3"
     return f"{world_size} ranks in groups of {shard_size} at {stages}" if world_size > 1 else f"one rank at {stages}"

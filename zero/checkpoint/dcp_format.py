@@ -101,14 +101,14 @@ def begin_of(shape: Sequence[int], offsets: Sequence[int]) -> int:
     return position
 
 
-def is_flat(shape: Sequence[int], sizes: Sequence[int]) -> bool:
+def is_contiguous(shape: Sequence[int], sizes: Sequence[int]) -> bool:
     """True when a box of these sizes is contiguous in the flattened tensor."""
     inner = [size == whole for size, whole in zip(sizes, shape, strict=True)]
     first = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
     return all(inner[first + 1 :])
 
 
-class WrittenBox(NamedTuple):
+class FileBox(NamedTuple):
     """One box of a tensor, or bytes, in a data file."""
 
     name: str
@@ -123,7 +123,7 @@ class WrittenBox(NamedTuple):
     crc: int
 
 
-def make_metadata(files: Mapping[str, Iterable[WrittenBox]], aliases: Mapping[str, str]) -> bytes:
+def make_metadata(files: Mapping[str, Iterable[FileBox]], aliases: Mapping[str, str]) -> bytes:
     """The `.metadata` file of a checkpoint.
 
     Args:
@@ -155,11 +155,11 @@ def make_metadata(files: Mapping[str, Iterable[WrittenBox]], aliases: Mapping[st
         if isinstance(known, dcp.TensorStorageMetadata):
             for chunk in known.chunks:
                 places[dcp.MetadataIndex(alias, chunk.offsets)] = places[dcp.MetadataIndex(name, chunk.offsets)]
-    paths = {name: _path(name) for name in told}
+    paths = {name: _torch_path(name) for name in told}
     return pickle.dumps(dcp.Metadata(told, paths, places, dcp.StorageMeta()), protocol=4)
 
 
-def _path(name: str) -> tuple[str, ...]:
+def _torch_path(name: str) -> tuple[str, ...]:
     """Where torch's `dcp_to_torch_save` puts a tensor: state["model"][NAME], state["optim"]["state"][NAME][KIND]."""
     if name.startswith(MODEL):
         return ("model", name.removeprefix(MODEL))
@@ -171,7 +171,7 @@ def _path(name: str) -> tuple[str, ...]:
 
 # Note: late. These classes import sympy and torch's distributed tensors, which would take more than a third of the time
 # of `import zero`, so they are imported only when the first checkpoint is written or read.
-_MADE_OF = {
+_METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": frozenset(
         {
             "Metadata",
@@ -194,12 +194,12 @@ class _Unpickler(pickle.Unpickler):
     """Makes only objects of the classes that metadata consists of, since the file may be from an untrusted source."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name not in _MADE_OF.get(module, ()):
+        if name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which checkpoint metadata never contains")
         return super().find_class(module, name)
 
 
-def read_metadata(data: bytes, path: str) -> list[tuple[str, WrittenBox]]:
+def read_metadata(data: bytes, path: str) -> list[tuple[str, FileBox]]:
     """The inverse of `make_metadata`: (data file, box) of each tensor. Payloads and checksums are in the manifest.
 
     Raises ConfigError: it is damaged, or names a class that metadata does not consist of.
@@ -216,10 +216,10 @@ def read_metadata(data: bytes, path: str) -> list[tuple[str, WrittenBox]]:
         return _boxes_in(metadata, path)
 
 
-def _boxes_in(metadata: Any, path: str) -> list[tuple[str, WrittenBox]]:
+def _boxes_in(metadata: Any, path: str) -> list[tuple[str, FileBox]]:
     from torch.distributed.checkpoint import metadata as dcp
 
-    found: list[tuple[str, WrittenBox]] = []
+    found: list[tuple[str, FileBox]] = []
 
     def note(index: dcp.MetadataIndex, dtype: str | None, shape: Sequence[int], sizes: Sequence[int]) -> None:
         info = metadata.storage_data.get(index)
@@ -229,7 +229,7 @@ def _boxes_in(metadata: Any, path: str) -> list[tuple[str, WrittenBox]]:
         numbers = (*where[0], *where[1], *where[2], info.offset, info.length)
         if not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise ConfigError(f"{path} is damaged: {index.fqn} has sizes or a place that are no numbers of elements")
-        found.append((info.relative_path, WrittenBox(index.fqn, dtype, *where, 0, 0, 0)))
+        found.append((info.relative_path, FileBox(index.fqn, dtype, *where, 0, 0, 0)))
 
     for name, told in metadata.state_dict_metadata.items():
         if not isinstance(told, dcp.TensorStorageMetadata):
@@ -250,7 +250,7 @@ class FileEntry(BaseModel):
     boxes: tuple[tuple[int, int, int], ...] = ()  # (offset in the file, bytes, crc32c) of every payload, ascending.
 
     @model_validator(mode="after")
-    def _lie_in_the_file(self) -> FileEntry:
+    def _check_payload_ranges(self) -> FileEntry:
         """So no size that a checkpoint names is larger than its files."""
         position = 0
         for offset, nbytes, _ in self.boxes:
@@ -262,7 +262,7 @@ class FileEntry(BaseModel):
         return self
 
 
-WrittenFile = tuple[FileEntry, list[WrittenBox]]  # A data file as the manifest has it, and its boxes.
+DataFile = tuple[FileEntry, list[FileBox]]  # A data file as the manifest has it, and its boxes.
 
 
 class Manifest(BaseModel):
@@ -324,13 +324,13 @@ def _manifest_of(content: Any, path: Path) -> Manifest:
         raise ConfigError(f"{path} is damaged: {wrong}") from error
     if expected != _checksum(content):
         raise ConfigError(f"{path} is damaged: expected the checksum {expected!r}, got {_checksum(content)!r}")
-    odd = [name for name in manifest.files if not _is_ours(name)]
+    odd = [name for name in manifest.files if not _is_valid_name(name)]
     if odd:
         raise ConfigError(f"{path} is damaged: {odd[0]!r} is not a valid name of a file in this folder")
     return manifest
 
 
-def _is_ours(name: str) -> bool:
+def _is_valid_name(name: str) -> bool:
     """True for a file in the folder, and for a file of the weights that several checkpoints share."""
     inside = name.removeprefix(SHARED)
     if inside != name:

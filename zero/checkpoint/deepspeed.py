@@ -20,32 +20,32 @@ from offload.system.regular_files import report_read_errors
 from zero.checkpoint.dcp_format import MODEL, STEP, state_name
 from zero.checkpoint.deepspeed_files import (
     KINDS,
-    UNSHARDED,
+    UNSHARDED_FILE,
     Contents,
     RankFile,
     check_kind,
-    known,
-    number,
     optim_paths,
     read_model,
     read_rank,
+    resolve_stranger,
+    to_int,
 )
 from zero.checkpoint.deepspeed_stage0 import read_stage0
 from zero.checkpoint.deepspeed_universal import COMMON, read_universal
 from zero.checkpoint.deepspeed_values import (
-    EXTRA,
-    Found,
-    Same,
+    EXTRA_STATE_SUFFIX,
+    ConstantTensor,
+    DeepSpeedSource,
+    FoundTensors,
     Shapes,
-    Spread,
-    SpreadSource,
-    Trained,
-    named_groups,
+    ShardedTensor,
+    TrainedParameters,
+    groups_with_names,
     shapes_of,
-    shared_names,
-    whole,
+    tied_names,
+    unsharded_tensor,
 )
-from zero.checkpoint.source import Opened
+from zero.checkpoint.source import OpenCheckpoint
 
 # Keys of model_states that are DeepSpeed's; the others are the user's client state.
 OWN_KEYS = frozenset(
@@ -59,7 +59,7 @@ OWN_KEYS = frozenset(
 )
 
 
-def trained_values(ranks: Sequence[RankFile], shapes: Sequence[Shapes], head: Contents) -> Found:
+def trained_values(ranks: Sequence[RankFile], shapes: Sequence[Shapes], head: Contents) -> FoundTensors:
     """Masters, moments and step counts of the optimizer's parameters.
 
     Raises ConfigError: a rank has fewer elements than its parameters need.
@@ -69,22 +69,26 @@ def trained_values(ranks: Sequence[RankFile], shapes: Sequence[Shapes], head: Co
         shapes: `param_shapes`: for each flat group, its parameters, in order.
         head: the first model_states.
     """
-    found: Found = {}
+    found: FoundTensors = {}
     for place, group in enumerate(shapes):
-        places = _cut_each(ranks, group) if ranks[0].stage == 3 else _cut_whole(ranks, place, group)
+        places = (
+            _places_per_parameter(ranks, group) if ranks[0].stage == 3 else _places_in_flat_group(ranks, place, group)
+        )
         step = _step(ranks[0], place, head)
         for name, (part_numel, first, base) in places.items():
-            for key, parts in _planes(ranks, place, name).items():
-                found[key] = (group[name], Spread(parts, part_numel, torch.float32, first, base))
+            for key, parts in _state_regions(ranks, place, name).items():
+                found[key] = (group[name], ShardedTensor(parts, part_numel, torch.float32, first, base))
             if step is not None:
-                found[state_name(name, STEP)] = (torch.Size(), Same(step, torch.int64))
+                found[state_name(name, STEP)] = (torch.Size(), ConstantTensor(step, torch.int64))
                 if not ranks[0].parts[place].kinds:
                     # Adam makes its moments in its first step: before it, all are 0.
-                    found.update({state_name(name, kind): (group[name], Same(0.0, torch.float32)) for kind in KINDS})
+                    found.update(
+                        {state_name(name, kind): (group[name], ConstantTensor(0.0, torch.float32)) for kind in KINDS}
+                    )
     return found
 
 
-def _cut_whole(ranks: Sequence[RankFile], place: int, group: Shapes) -> dict[str, tuple[int, int, int]]:
+def _places_in_flat_group(ranks: Sequence[RankFile], place: int, group: Shapes) -> dict[str, tuple[int, int, int]]:
     """Name -> (elements of a part, first element in the group, 0), for a group that was flattened and cut."""
     part_numel = ranks[0].parts[place].master.numel + ranks[0].parts[place].padding
     alignment = ranks[0].alignment
@@ -103,7 +107,7 @@ def _cut_whole(ranks: Sequence[RankFile], place: int, group: Shapes) -> dict[str
     return places
 
 
-def _cut_each(ranks: Sequence[RankFile], group: Shapes) -> dict[str, tuple[int, int, int]]:
+def _places_per_parameter(ranks: Sequence[RankFile], group: Shapes) -> dict[str, tuple[int, int, int]]:
     """Name -> (elements of a part, 0, position in a rank's part of the group), for parameters cut one by one."""
     places, base = {}, 0
     for name, shape in group.items():
@@ -131,7 +135,7 @@ def _check_parts(rank: RankFile, place: int, needed: int) -> None:
             )
 
 
-def _planes(ranks: Sequence[RankFile], place: int, name: str) -> dict[str, list[FileTensor]]:
+def _state_regions(ranks: Sequence[RankFile], place: int, name: str) -> dict[str, list[FileTensor]]:
     """Key -> each rank's region: the weights, and the moments if the optimizer is Adam."""
     planes = {MODEL + name: [rank.parts[place].master for rank in ranks]}
     if ranks[0].parts[place].moments.keys() >= set(KINDS):
@@ -148,10 +152,10 @@ def _step(rank: RankFile, place: int, head: Contents) -> int | None:
         return 0 if "betas" in options else None
     if not part.kinds >= set(KINDS):
         return None
-    return part.step if part.step is not None else number(head["global_steps"]) - number(head["skipped_steps"])
+    return part.step if part.step is not None else to_int(head["global_steps"]) - to_int(head["skipped_steps"])
 
 
-def frozen_values(models: Sequence[TorchFile], stage: int, others: set[str]) -> Found:
+def frozen_values(models: Sequence[TorchFile], stage: int, others: set[str]) -> FoundTensors:
     """Frozen parameters: below stage 3 they are whole in the module, at stage 3 each rank has saved its part.
 
     Raises ConfigError: a rank's part is missing.
@@ -165,15 +169,15 @@ def frozen_values(models: Sequence[TorchFile], stage: int, others: set[str]) -> 
     if stage < 3:
         values = ((name, value) for name, value in head["module"].items() if name not in others)
         return {
-            MODEL + name: (value.shape, whole(models[0], value))
+            MODEL + name: (value.shape, unsharded_tensor(models[0], value))
             for name, value in values
-            if isinstance(value, torch.Tensor) and not name.endswith(EXTRA)
+            if isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE_SUFFIX)
         }
-    found: Found = {}
+    found: FoundTensors = {}
     for name, shape in (head.get("frozen_param_shapes") or {}).items():
         part_numel = -(-shape.numel() // len(models))
         parts = [_fragment(model, name, part_numel) for model in models]
-        found[MODEL + name] = (shape, Spread(parts, max(part_numel, 1), parts[0].dtype))
+        found[MODEL + name] = (shape, ShardedTensor(parts, max(part_numel, 1), parts[0].dtype))
     return found
 
 
@@ -188,7 +192,7 @@ def _fragment(model: TorchFile, name: str, numel: int) -> FileTensor:
     return model.locate(fragment)
 
 
-def open_deepspeed_folder(path: Path | str, groups: Sequence[Sequence[str]] | None = None) -> Opened:
+def open_deepspeed_folder(path: Path | str, groups: Sequence[Sequence[str]] | None = None) -> OpenCheckpoint:
     """Open the folder of a tag; only its description is read, no values.
 
     Its `source` has the same names as our own checkpoints, its `state` the same keys, and also `loss_scaler` (a dict,
@@ -209,8 +213,8 @@ def open_deepspeed_folder(path: Path | str, groups: Sequence[Sequence[str]] | No
         return _open(folder, groups)
 
 
-def _open(folder: Path, groups: Sequence[Sequence[str]] | None) -> Opened:
-    trained = _trained(folder, groups)
+def _open(folder: Path, groups: Sequence[Sequence[str]] | None) -> OpenCheckpoint:
+    trained = _read_trained(folder, groups)
     head = trained.models[0].contents
     buffers = [name for name in head["buffer_names"] if name in head["module"]]
     others = {*trained.names, *buffers, *trained.aliases}
@@ -218,36 +222,42 @@ def _open(folder: Path, groups: Sequence[Sequence[str]] | None) -> Opened:
     found = {**trained.found, **frozen}
     for name in buffers:
         buffer = head["module"][name]
-        found[MODEL + name] = (buffer.shape, whole(trained.models[0], buffer))
+        found[MODEL + name] = (buffer.shape, unsharded_tensor(trained.models[0], buffer))
     aliases = trained.aliases
     found.update({MODEL + name: found[MODEL + first] for name, first in aliases.items() if MODEL + first in found})
     state = {
         **{"accumulating": None, "frozen_sums": {}, "buffers": buffers, "aliases": dict(aliases)},
-        **{**_counters(head), **_described(head, set(trained.names), frozen, aliases), "groups": trained.groups},
+        **{
+            **_counters(head),
+            **_describe_parameters(head, set(trained.names), frozen, aliases),
+            "groups": trained.groups,
+        },
         "loss_scaler": trained.loss_scaler,
     }
-    return Opened(folder, SpreadSource(found, str(folder)), state, _client(trained.models[0]), lambda rank: None)
+    return OpenCheckpoint(
+        folder, DeepSpeedSource(found, str(folder)), state, _client_reader(trained.models[0]), lambda rank: None
+    )
 
 
-def _trained(folder: Path, groups: Sequence[Sequence[str]] | None) -> Trained:
+def _read_trained(folder: Path, groups: Sequence[Sequence[str]] | None) -> TrainedParameters:
     """What the folder has of trained parameters; finds out which kind of checkpoint it is."""
     check_kind(folder)
     if paths := optim_paths(folder):
-        return _sharded(folder, paths)
+        return _read_sharded(folder, paths)
     if (folder / COMMON.parent).is_dir():
         return read_universal(folder)
-    if (folder / UNSHARDED).is_file():
+    if (folder / UNSHARDED_FILE).is_file():
         found = read_stage0(folder, groups)
         if found is not None:
             return found
     raise ConfigError(
         f"{folder}: expected *zero_pp_rank_0_mp_rank_00_optim_states.pt, or {COMMON} of a universal checkpoint, or an "
-        f"optimizer in {UNSHARDED} as of stage 0; found none of them. {COPY}"
+        f"optimizer in {UNSHARDED_FILE} as of stage 0; found none of them. {COPY}"
     )
 
 
-def _sharded(folder: Path, paths: Mapping[int, Path]) -> Trained:
-    ranks = _ranks(folder, paths)
+def _read_sharded(folder: Path, paths: Mapping[int, Path]) -> TrainedParameters:
+    ranks = _read_ranks(folder, paths)
     stage = ranks[0].stage
     models = [read_model(folder, stage, rank) for rank in range(len(ranks) if stage == 3 else 1)]
     head, shapes = models[0].contents, shapes_of(models[0].contents)
@@ -255,13 +265,15 @@ def _sharded(folder: Path, paths: Mapping[int, Path]) -> Trained:
     if stage == 3:
         check_sub_groups(ranks, shapes)
     found = trained_values(ranks, shapes, head)
-    scaler = replace_unknown(ranks[0].loss_scaler, f"{ranks[0].path}: loss_scaler", known)
+    scaler = replace_unknown(ranks[0].loss_scaler, f"{ranks[0].path}: loss_scaler", resolve_stranger)
     names = [name for group in shapes for name in group]
-    groups = named_groups(ranks[0].groups, ranks[0].path, shapes)
-    return Trained(found, names, groups, shared_names(head, stage), stage, models, scaler)
+    groups = groups_with_names(ranks[0].groups, ranks[0].path, shapes)
+    return TrainedParameters(found, names, groups, tied_names(head, stage), stage, models, scaler)
 
 
-def _described(head: Contents, trained: set[str], frozen: Found, aliases: Mapping[str, str]) -> dict[str, Any]:
+def _describe_parameters(
+    head: Contents, trained: set[str], frozen: FoundTensors, aliases: Mapping[str, str]
+) -> dict[str, Any]:
     still = [name.removeprefix(MODEL) for name in frozen]
     module, names = head["module"], trained | set(still)
     return {
@@ -279,7 +291,7 @@ def _described(head: Contents, trained: set[str], frozen: Found, aliases: Mappin
     }
 
 
-def _ranks(folder: Path, paths: Mapping[int, Path]) -> list[RankFile]:
+def _read_ranks(folder: Path, paths: Mapping[int, Path]) -> list[RankFile]:
     """Every rank's optim_states, in rank order."""
     first = read_rank(folder, min(paths), paths[min(paths)])
     if len(paths) != first.ranks or max(paths) >= first.ranks:
@@ -327,7 +339,7 @@ def _check_agreement(ranks: Sequence[RankFile], models: Sequence[TorchFile], fla
 
 def _counters(head: Contents) -> dict[str, Any]:
     """DeepSpeed counts steps and samples; the number of micro-batches is computed from its config."""
-    steps = number(head["global_steps"])
+    steps = to_int(head["global_steps"])
     config = head.get("ds_config") or {}
     accumulation = config.get("gradient_accumulation_steps")
     micro_batch = config.get("train_micro_batch_size_per_gpu")
@@ -335,15 +347,15 @@ def _counters(head: Contents) -> dict[str, Any]:
     if isinstance(accumulation, int):
         micro_steps = steps * accumulation
     elif isinstance(micro_batch, int) and isinstance(head.get("global_samples"), int):
-        micro_steps = head["global_samples"] // (micro_batch * number(head.get("dp_world_size", 1)))
+        micro_steps = head["global_samples"] // (micro_batch * to_int(head.get("dp_world_size", 1)))
     samples, batch = head.get("global_samples"), config.get("train_batch_size")
     if not isinstance(samples, int):
         samples = steps * batch if isinstance(batch, int) else 0
     counted = {"global_steps": steps, "micro_steps": micro_steps, "global_samples": samples}
-    return {**counted, "skipped_steps": number(head["skipped_steps"])}
+    return {**counted, "skipped_steps": to_int(head["skipped_steps"])}
 
 
-def _client(model: TorchFile) -> Callable[[bool], dict[str, Any]]:
+def _client_reader(model: TorchFile) -> Callable[[bool], dict[str, Any]]:
     """`Opened.client`, which never makes objects of unknown classes.
 
     The values are read now, since the file does not stay mapped; an error is raised when called.
@@ -352,8 +364,10 @@ def _client(model: TorchFile) -> Callable[[bool], dict[str, Any]]:
     found: dict[str, Any] | ConfigError
     try:
         found = {
-            "client_state": replace_unknown(users, f"{model.path}: client_state", known),
-            "lr_scheduler": replace_unknown(model.contents.get("lr_scheduler"), f"{model.path}: lr_scheduler", known),
+            "client_state": replace_unknown(users, f"{model.path}: client_state", resolve_stranger),
+            "lr_scheduler": replace_unknown(
+                model.contents.get("lr_scheduler"), f"{model.path}: lr_scheduler", resolve_stranger
+            ),
         }
     except ConfigError as error:
         found = error

@@ -21,7 +21,7 @@ from offload.system.regular_files import report_read_errors
 
 OPTIM_FILE = re.compile(r"(?P<kind>|bf16_|fp16_)zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
 MODEL_FILE = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
-UNSHARDED = "mp_rank_00_model_states.pt"  # The model states below stage 3.
+UNSHARDED_FILE = "mp_rank_00_model_states.pt"  # The model states below stage 3.
 OTHER_FILES = {
     "expp_rank_": "expert parallelism (expp_rank_* files)",
     "expert_": "expert parallelism (expert_* files)",
@@ -32,7 +32,7 @@ Contents = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPartition:
     """One rank's part of one flat group.
 
     Attributes:
@@ -54,7 +54,7 @@ class RankFile:
     path: Path
     stage: int
     ranks: int
-    parts: Sequence[Part]
+    parts: Sequence[RankPartition]
     groups: Sequence[Contents]  # The optimizer's param_groups; empty if they were not saved.
     alignment: Sequence[Sequence[int]] | None  # For each flat group: number of padding elements after each parameter.
     loss_scaler: Any
@@ -100,7 +100,7 @@ def optim_paths(folder: Path) -> dict[int, Path]:
 
 def model_path(folder: Path, stage: int, rank: int) -> Path:
     """The file of a rank's model_states; below stage 3 it is the same file for all ranks."""
-    return folder / (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else UNSHARDED)
+    return folder / (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else UNSHARDED_FILE)
 
 
 def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
@@ -128,7 +128,9 @@ def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
     paddings = saved.get("group_paddings", []) if "zero_stage" in saved and stage < 3 else []
     swap = folder / "offloaded_tensors" / f"rank{rank:02d}"
     parts = [
-        _part(file, swap, master, states.get(place) or {}, int(paddings[place]) if paddings else 0, steps[place])
+        _read_partition(
+            file, swap, master, states.get(place) or {}, int(paddings[place]) if paddings else 0, steps[place]
+        )
         for place, master in enumerate(saved[masters])
     ]
     count = saved["partition_count"]
@@ -144,19 +146,21 @@ def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
 
 def group_steps(groups: Sequence[Contents], flat_groups: int, common: Any) -> list[int | None]:
     """Number of steps of each flat group: some optimizers keep it in the param group."""
-    steps: list[int | None] = [None if common is None else number(common)] * flat_groups
+    steps: list[int | None] = [None if common is None else to_int(common)] * flat_groups
     for group in groups:
         for place in group["params"]:
             if "step" in group:
-                steps[place] = number(group["step"])
+                steps[place] = to_int(group["step"])
     return steps
 
 
-def _part(file: TorchFile, swap: Path, master: torch.Tensor, state: Contents, padding: int, step: int | None) -> Part:
+def _read_partition(
+    file: TorchFile, swap: Path, master: torch.Tensor, state: Contents, padding: int, step: int | None
+) -> RankPartition:
     kinds = frozenset(kind for kind, value in state.items() if isinstance(value, torch.Tensor) and value.ndim)
     moments = {kind: _region(file, swap, state[kind]) for kind in KINDS if kind in state}
     told = state.get("step", step)
-    return Part(_region(file, swap, master), padding, moments, None if told is None else number(told), kinds)
+    return RankPartition(_region(file, swap, master), padding, moments, None if told is None else to_int(told), kinds)
 
 
 def _region(file: TorchFile, swap: Path, tensor: torch.Tensor) -> FileTensor:
@@ -181,12 +185,12 @@ def require(file: TorchFile, *keys: str) -> Any:
     return file.contents[keys[0]]
 
 
-def number(value: Any) -> int:
+def to_int(value: Any) -> int:
     """A count as an int; it may be saved as a tensor, or as an enum of DeepSpeed."""
-    return int(known(value)) if isinstance(value, UnknownObject) else int(value)
+    return int(resolve_stranger(value)) if isinstance(value, UnknownObject) else int(value)
 
 
-def known(stranger: UnknownObject) -> Any:
+def resolve_stranger(stranger: UnknownObject) -> Any:
     """Replace an object of DeepSpeed: an enum by its value, others by their attributes."""
     if not stranger.name.startswith("deepspeed."):
         return stranger

@@ -20,13 +20,21 @@ import torch
 from offload.errors import ConfigError
 from offload.files.torch_file import FileTensor, TorchFile
 from zero.checkpoint.dcp_format import MODEL, STEP, state_name
-from zero.checkpoint.deepspeed_files import KINDS, UNSHARDED, Contents, group_steps, number, require
-from zero.checkpoint.deepspeed_values import EXTRA, Found, Same, Spread, Trained, named_groups, whole
+from zero.checkpoint.deepspeed_files import KINDS, UNSHARDED_FILE, Contents, group_steps, require, to_int
+from zero.checkpoint.deepspeed_values import (
+    EXTRA_STATE_SUFFIX,
+    ConstantTensor,
+    FoundTensors,
+    ShardedTensor,
+    TrainedParameters,
+    groups_with_names,
+    unsharded_tensor,
+)
 
-FLAT, APART = "fp32_groups_flat", "fp32_groups"
+FLAT_MASTERS, SEPARATE_MASTERS = "fp32_groups_flat", "fp32_groups"
 PROBED_NUMEL = 2048  # Elements at each end of a parameter that are compared with the module's.
-GROUPS = "make the param groups of the run that saved, in the same order"
-NO_STATES = "or pass load_optimizer_states=False"
+GROUPS_ADVICE = "make the param groups of the run that saved, in the same order"
+NO_STATES_ADVICE = "or pass load_optimizer_states=False"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +49,13 @@ class _Optimizer:
     steps: Sequence[int]
 
 
-def read_stage0(folder: Path, groups: Sequence[Sequence[str]] | None) -> Trained | None:
+def read_stage0(folder: Path, groups: Sequence[Sequence[str]] | None) -> TrainedParameters | None:
     """What a checkpoint of stage 0 has; None: its optimizer was sharded, and the files of that are not there.
 
     Raises ConfigError: the file is missing or damaged, it is a checkpoint of a pipeline, or `groups` (the names in each
     param group; None: there is no optimizer) are not those of the optimizer that was saved.
     """
-    file = TorchFile(folder / UNSHARDED, "the model states of stage 0")
+    file = TorchFile(folder / UNSHARDED_FILE, "the model states of stage 0")
     require(file, "module", "buffer_names", "global_steps", "skipped_steps")
     head, module = file.contents, file.contents["module"]
     if module is None:
@@ -55,31 +63,35 @@ def read_stage0(folder: Path, groups: Sequence[Sequence[str]] | None) -> Trained
     if head.get("param_shapes") is not None:
         return None
     left_out = set(head["buffer_names"])
-    aliases = _ties(file, {name: value for name, value in module.items() if name not in left_out})
+    aliases = _tied_names(file, {name: value for name, value in module.items() if name not in left_out})
     weights = {
         name: value
         for name, value in module.items()
-        if isinstance(value, torch.Tensor) and name not in left_out | aliases.keys() and not name.endswith(EXTRA)
+        if isinstance(value, torch.Tensor)
+        and name not in left_out | aliases.keys()
+        and not name.endswith(EXTRA_STATE_SUFFIX)
     }
-    optimizer = None if head.get("optimizer") is None else _optimizer(file)
+    optimizer = None if head.get("optimizer") is None else _read_optimizer(file)
     if optimizer is not None and groups is not None:
         groups = [[aliases.get(name, name) for name in names] for names in groups]
         _check_names(file.path, optimizer, groups, weights)
     elif optimizer is not None and optimizer.masters is not None:
         groups = _names_by_value(file.path, optimizer, weights)
     if optimizer is None or groups is None:
-        found: Found = {MODEL + name: (value.shape, whole(file, value)) for name, value in weights.items()}
-        return Trained(found, list(weights), [], aliases, 0, [file], None)
+        found: FoundTensors = {
+            MODEL + name: (value.shape, unsharded_tensor(file, value)) for name, value in weights.items()
+        }
+        return TrainedParameters(found, list(weights), [], aliases, 0, [file], None)
     found = {}
     for place, names in enumerate(groups):
         found.update(_group_values(optimizer, place, names, weights))
     options = [{**group, "params": [place]} for place, group in enumerate(optimizer.groups)]
-    named = named_groups(options, file.path, groups)
+    named = groups_with_names(options, file.path, groups)
     trained = [name for names in groups for name in names]
-    return Trained(found, trained, named, aliases, 0, [file], _loss_scaler(head["optimizer"]))
+    return TrainedParameters(found, trained, named, aliases, 0, [file], _loss_scaler(head["optimizer"]))
 
 
-def _ties(file: TorchFile, module: Mapping[str, Any]) -> dict[str, str]:
+def _tied_names(file: TorchFile, module: Mapping[str, Any]) -> dict[str, str]:
     """Tied name -> first name: tensors that share their elements in the file."""
     first: dict[tuple[FileTensor, torch.Size], str] = {}
     ties = {}
@@ -91,20 +103,20 @@ def _ties(file: TorchFile, module: Mapping[str, Any]) -> dict[str, str]:
     return ties
 
 
-def _optimizer(file: TorchFile) -> _Optimizer:
+def _read_optimizer(file: TorchFile) -> _Optimizer:
     saved: Contents = file.contents["optimizer"]
     inner = saved.get("optimizer_state_dict", saved)
-    masters = next((saved[key] for key in (FLAT, APART) if key in saved), None)
+    masters = next((saved[key] for key in (FLAT_MASTERS, SEPARATE_MASTERS) if key in saved), None)
     if not {"state", "param_groups"} <= inner.keys() or (inner is not saved and masters is None):
         raise ConfigError(
-            f"{file.path}: optimizer: expected the state dict of a torch optimizer, alone or with {FLAT} or {APART}, "
+            f"{file.path}: optimizer: expected the state dict of a torch optimizer, alone or with {FLAT_MASTERS} or {SEPARATE_MASTERS}, "
             f"got {', '.join(map(str, saved))}; save the weights with DeepSpeed's save_16bit_model and begin from them"
         )
-    is_flat = FLAT in saved
+    is_flat = FLAT_MASTERS in saved
     if is_flat:
-        masters = [[master] for master in saved[FLAT]]
+        masters = [[master] for master in saved[FLAT_MASTERS]]
     groups = [{**group, "params": [place]} for place, group in enumerate(inner["param_groups"])]
-    taken = number(file.contents["global_steps"]) - number(file.contents["skipped_steps"])
+    taken = to_int(file.contents["global_steps"]) - to_int(file.contents["skipped_steps"])
     steps = [taken if step is None else step for step in group_steps(groups, len(groups), None)]
     return _Optimizer(file, inner["state"], inner["param_groups"], masters, is_flat, steps)
 
@@ -114,22 +126,22 @@ def _check_names(
 ) -> None:
     if len(groups) != len(optimizer.groups):
         raise ConfigError(
-            f"{path}: expected {len(optimizer.groups)} param groups as in the checkpoint, got {len(groups)}; {GROUPS}, "
-            f"{NO_STATES}"
+            f"{path}: expected {len(optimizer.groups)} param groups as in the checkpoint, got {len(groups)}; {GROUPS_ADVICE}, "
+            f"{NO_STATES_ADVICE}"
         )
     unknown = [name for names in groups for name in names if name not in weights]
     if unknown:
         raise ConfigError(
             f"{path}: the optimizer has {', '.join(unknown[:3])}, which the checkpoint's module lacks; build the model "
-            f"that was saved, {NO_STATES}"
+            f"that was saved, {NO_STATES_ADVICE}"
         )
 
 
 def _group_values(
     optimizer: _Optimizer, place: int, names: Sequence[str], weights: Mapping[str, torch.Tensor]
-) -> Found:
+) -> FoundTensors:
     """Weights, states and step counts of a param group."""
-    found: Found = {}
+    found: FoundTensors = {}
     numbers = list(optimizer.groups[place]["params"])
     if optimizer.is_flat:
         master, first = optimizer.masters[place][0], 0  # type: ignore[index]
@@ -137,7 +149,7 @@ def _group_values(
         if total != master.numel():
             raise ConfigError(
                 f"{optimizer.file.path}: param group {place}: expected {master.numel():,} elements as in the "
-                f"checkpoint, got {total:,}; {GROUPS}, {NO_STATES}"
+                f"checkpoint, got {total:,}; {GROUPS_ADVICE}, {NO_STATES_ADVICE}"
             )
         for name in names:
             found.update(_values(optimizer, place, name, weights[name], master, numbers[0], first))
@@ -148,7 +160,7 @@ def _group_values(
     if len(numbers) != len(names) and optimizer.state:
         raise ConfigError(
             f"{optimizer.file.path}: param group {place}: expected {len(numbers)} parameters as in the checkpoint, "
-            f"got {len(names)}; {GROUPS}, {NO_STATES}"
+            f"got {len(names)}; {GROUPS_ADVICE}, {NO_STATES_ADVICE}"
         )
     for position, name in enumerate(names):
         master = weights[name] if optimizer.masters is None else optimizer.masters[place][position]
@@ -159,7 +171,7 @@ def _group_values(
 
 def _values(
     optimizer: _Optimizer, place: int, name: str, weight: torch.Tensor, master: torch.Tensor, index: int, first: int
-) -> Found:
+) -> FoundTensors:
     """A parameter's master, states and step count; it begins at element `first` of its master's and states' tensors.
 
     Raises ConfigError: they are those of another parameter.
@@ -171,27 +183,27 @@ def _values(
     for value in (master, *(tensors[kind] for kind in KINDS if kind in tensors)):
         if value.shape != wanted:
             raise ConfigError(
-                f"{file.path}: {name}: expected shape {tuple(wanted)}, got {tuple(value.shape)}; {GROUPS}, {NO_STATES}"
+                f"{file.path}: {name}: expected shape {tuple(wanted)}, got {tuple(value.shape)}; {GROUPS_ADVICE}, {NO_STATES_ADVICE}"
             )
     states = {kind: value for kind, value in tensors.items() if value.shape == wanted}
-    if optimizer.masters is not None and not _is_rounded(weight, master, first):
+    if optimizer.masters is not None and not _may_round_to(weight, master, first):
         raise ConfigError(
-            f"{file.path}: {name}: its fp32 values in param group {place} are not those of the module; {GROUPS}, "
-            f"{NO_STATES}"
+            f"{file.path}: {name}: its fp32 values in param group {place} are not those of the module; {GROUPS_ADVICE}, "
+            f"{NO_STATES_ADVICE}"
         )
 
-    def spread(tensor: torch.Tensor) -> Spread:
-        return Spread([file.locate(tensor)], max(tensor.numel(), 1), torch.float32, first)
+    def spread(tensor: torch.Tensor) -> ShardedTensor:
+        return ShardedTensor([file.locate(tensor)], max(tensor.numel(), 1), torch.float32, first)
 
-    found: Found = {MODEL + name: (shape, spread(master))}
+    found: FoundTensors = {MODEL + name: (shape, spread(master))}
     found.update({state_name(name, kind): (shape, spread(value)) for kind, value in states.items()})
     if states:
-        step = number(state[STEP]) if STEP in state else optimizer.steps[place]
-        found[state_name(name, STEP)] = torch.Size(), Same(step, torch.int64)
+        step = to_int(state[STEP]) if STEP in state else optimizer.steps[place]
+        found[state_name(name, STEP)] = torch.Size(), ConstantTensor(step, torch.int64)
     return found
 
 
-def _is_rounded(weight: torch.Tensor, master: torch.Tensor, first: int) -> bool:
+def _may_round_to(weight: torch.Tensor, master: torch.Tensor, first: int) -> bool:
     """True if the module's weight may be the elements of the master from `first` on, by the elements at both ends."""
     flat, numel = weight.reshape(-1), weight.numel()
     exact = master.detach().reshape(-1)[first : first + numel]
@@ -217,7 +229,7 @@ def _names_by_value(path: Path, optimizer: _Optimizer, weights: Mapping[str, tor
                     name
                     for dtype in {weight.dtype for weight in weights.values()}
                     for name in by_first.get(float(flat[first].to(dtype)), ())
-                    if weights[name].dtype == dtype and _is_rounded(weights[name], master, first)
+                    if weights[name].dtype == dtype and _may_round_to(weights[name], master, first)
                 ]
                 if not fitting:
                     raise ConfigError(

@@ -15,42 +15,42 @@ import torch
 from offload.errors import ConfigError
 from offload.files.torch_file import COPY, TorchFile, replace_unknown
 from zero.checkpoint.dcp_format import MODEL, STEP, state_name
-from zero.checkpoint.deepspeed_files import Contents, group_steps, known, number, read_model, require
+from zero.checkpoint.deepspeed_files import Contents, group_steps, read_model, require, resolve_stranger, to_int
 from zero.checkpoint.deepspeed_values import (
-    Found,
-    Same,
+    ConstantTensor,
+    FoundTensors,
     Shapes,
-    Spread,
-    Trained,
-    named_groups,
+    ShardedTensor,
+    TrainedParameters,
+    groups_with_names,
     shapes_of,
-    shared_names,
+    tied_names,
 )
 
 COMMON = Path("zero", "optimizer_state.pt")
 WEIGHT, PARAM = "fp32", "param"
 
 
-def read_universal(folder: Path) -> Trained:
+def read_universal(folder: Path) -> TrainedParameters:
     """What a universal checkpoint has. Raises ConfigError: a file is missing or damaged."""
     path = folder / COMMON
     file = TorchFile(path, "the optimizer's common state of a universal checkpoint")
     require(file, "param_groups")
     common: Contents = file.contents
-    stage = number(common.get("zero_stage", 1))
+    stage = to_int(common.get("zero_stage", 1))
     count = common.get("partition_count", 1)
     ranks = max(map(int, count)) if isinstance(count, list) else int(count)
     models = [read_model(folder, stage, rank) for rank in range(ranks if stage == 3 else 1)]
     head, shapes = models[0].contents, shapes_of(models[0].contents)
     steps = _steps(common, shapes)
-    found: Found = {}
+    found: FoundTensors = {}
     for place, group in enumerate(shapes):
         for name, shape in group.items():
             found.update(_values(folder, name, shape, steps[place], head))
-    scaler = replace_unknown(common.get("loss_scaler"), f"{path}: loss_scaler", known)
-    groups = named_groups(common["param_groups"], path, shapes)
+    scaler = replace_unknown(common.get("loss_scaler"), f"{path}: loss_scaler", resolve_stranger)
+    groups = groups_with_names(common["param_groups"], path, shapes)
     names = [name for group in shapes for name in group]
-    return Trained(found, names, groups, shared_names(head, stage), stage, models, scaler)
+    return TrainedParameters(found, names, groups, tied_names(head, stage), stage, models, scaler)
 
 
 def _steps(common: Contents, shapes: list[Shapes]) -> list[int | None]:
@@ -59,11 +59,11 @@ def _steps(common: Contents, shapes: list[Shapes]) -> list[int | None]:
     inner = (common.get("optimizer_state_dict") or {}).get("state", {})
     for place, step in enumerate(steps):
         saved = (inner.get(place) or {}).get(STEP)
-        steps[place] = step if saved is None else number(saved)
+        steps[place] = step if saved is None else to_int(saved)
     return steps
 
 
-def _values(folder: Path, name: str, shape: torch.Size, step: int | None, head: Contents) -> Found:
+def _values(folder: Path, name: str, shape: torch.Size, step: int | None, head: Contents) -> FoundTensors:
     """A parameter's weight, states and step count."""
     own = folder / COMMON.parent / name
     if own.parent != folder / COMMON.parent:
@@ -71,23 +71,23 @@ def _values(folder: Path, name: str, shape: torch.Size, step: int | None, head: 
     paths: Mapping[str, Path] = {path.stem: path for path in sorted(own.glob("*.pt"))}
     if WEIGHT not in paths:
         raise ConfigError(f"{own / WEIGHT}.pt: missing; expected the weight of {name}. {COPY}")
-    found: Found = {}
+    found: FoundTensors = {}
     for kind, path in paths.items():
         if kind == STEP:
-            step = number(TorchFile(path, f"{kind} of {name}").contents)
+            step = to_int(TorchFile(path, f"{kind} of {name}").contents)
         else:
             found[MODEL + name if kind == WEIGHT else state_name(name, kind)] = shape, _tensor(path, name, shape)
     if len(found) > 1:
-        step = number(head["global_steps"]) - number(head["skipped_steps"]) if step is None else step
-        found[state_name(name, STEP)] = torch.Size(), Same(step, torch.int64)
+        step = to_int(head["global_steps"]) - to_int(head["skipped_steps"]) if step is None else step
+        found[state_name(name, STEP)] = torch.Size(), ConstantTensor(step, torch.int64)
     return found
 
 
-def _tensor(path: Path, name: str, shape: torch.Size) -> Spread:
+def _tensor(path: Path, name: str, shape: torch.Size) -> ShardedTensor:
     file = TorchFile(path, f"{path.stem} of {name}")
     contents = file.contents
     tensor = contents.get(PARAM) if isinstance(contents, dict) else contents
     if not isinstance(tensor, torch.Tensor) or tensor.numel() != shape.numel():
         got = f"{tensor.numel():,} elements" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(f"{path}: expected a tensor of {shape.numel():,} elements, shape {tuple(shape)}, got {got}")
-    return Spread([file.locate(tensor)], max(tensor.numel(), 1), torch.float32)
+    return ShardedTensor([file.locate(tensor)], max(tensor.numel(), 1), torch.float32)

@@ -12,10 +12,12 @@ import torch
 from offload.errors import ConfigError
 from offload.files.torch_file import COPY, FileTensor, TorchFile, replace_unknown
 from offload.system.regular_files import report_read_errors
-from zero.checkpoint.deepspeed_files import Contents, known
-from zero.checkpoint.source import Saved
+from zero.checkpoint.deepspeed_files import Contents, resolve_stranger
+from zero.checkpoint.source import TensorInfo
 
-EXTRA = "_extra_state"  # End of the names under which modules add other things than parameters to a state dict.
+EXTRA_STATE_SUFFIX = (
+    "_extra_state"  # End of the names under which modules add other things than parameters to a state dict.
+)
 Shapes = Mapping[str, torch.Size]
 # Keys of param groups that choose between implementations, or are not options.
 SWITCHES = frozenset(
@@ -27,7 +29,7 @@ SWITCHES = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ShardedTensor:
     """A tensor that is sharded over the parts of several ranks.
 
     Element i is in part `(first + i) // part_numel`, there at `base + (first + i) % part_numel`. Tensors that were
@@ -60,7 +62,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
+class ConstantTensor:
     """A tensor whose elements are all `value`."""
 
     value: float
@@ -70,26 +72,26 @@ class Same:
         out.fill_(self.value)
 
 
-Values = Spread | Same
+Values = ShardedTensor | ConstantTensor
 
 
-class SpreadSource:
+class DeepSpeedSource:
     """A `Source` of such tensors. `found`: name -> (shape, values); `where`: the folder, for errors."""
 
     def __init__(self, found: Mapping[str, tuple[torch.Size, Values]], where: str) -> None:
-        self._found, self._where = found, where
-        self.tensors: Mapping[str, Saved] = {
-            name: Saved(shape, values.dtype) for name, (shape, values) in found.items()
+        self._found, self._folder_name = found, where
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(shape, values.dtype) for name, (shape, values) in found.items()
         }
 
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the flattened tensor. Raises StorageError."""
         if name not in self._found:
-            raise ConfigError(f"{self._where}: it has no tensor {name}; it has {len(self._found)} tensors")
+            raise ConfigError(f"{self._folder_name}: it has no tensor {name}; it has {len(self._found)} tensors")
         shape, values = self._found[name]
         if not 0 <= begin <= end <= shape.numel():
             raise IndexError(f"{name}: elements [{begin}, {end}) of {shape.numel()}")
-        with report_read_errors(self._where, COPY):
+        with report_read_errors(self._folder_name, COPY):
             out = torch.empty(end - begin, dtype=values.dtype, device="cpu")
             values.read(begin, out)
         return out
@@ -101,11 +103,11 @@ class SpreadSource:
         """Does nothing: no file is open between two reads."""
 
 
-Found = dict[str, tuple[torch.Size, Values]]  # Name of our logical form -> shape and values.
+FoundTensors = dict[str, tuple[torch.Size, Values]]  # Name of our logical form -> shape and values.
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedParameters:
     """What a folder has of the parameters that are trained, and the files that have the rest.
 
     Attributes:
@@ -118,7 +120,7 @@ class Trained:
         loss_scaler: its state, or None.
     """
 
-    found: Found
+    found: FoundTensors
     names: Sequence[str]
     groups: list[dict[str, Any]]
     aliases: Mapping[str, str]
@@ -139,7 +141,7 @@ def _size(name: str, shape: Iterable[int]) -> torch.Size:
     return size
 
 
-def shared_names(head: Contents, stage: int) -> dict[str, str]:
+def tied_names(head: Contents, stage: int) -> dict[str, str]:
     """Tied name -> first name.
 
     Below stage 3 DeepSpeed finds tied tensors by address. Tensors without elements share one, so they are left out.
@@ -149,12 +151,12 @@ def shared_names(head: Contents, stage: int) -> dict[str, str]:
     return {name: first for name, first in tied.items() if stage == 3 or name not in module or module[name].numel()}
 
 
-def whole(file: TorchFile, tensor: torch.Tensor) -> Spread:
+def unsharded_tensor(file: TorchFile, tensor: torch.Tensor) -> ShardedTensor:
     """A tensor that lies unsharded in one file."""
-    return Spread([file.locate(tensor)], max(tensor.numel(), 1), tensor.dtype)
+    return ShardedTensor([file.locate(tensor)], max(tensor.numel(), 1), tensor.dtype)
 
 
-def named_groups(
+def groups_with_names(
     saved: Sequence[Contents], path: Path, shapes: Sequence[Sequence[str] | Shapes]
 ) -> list[dict[str, Any]]:
     """The param groups, with names; at stage 3 one param group consists of several flat groups."""
@@ -162,7 +164,7 @@ def named_groups(
         return [{"params": list(group)} for group in shapes]
     groups = []
     for index, group in enumerate(saved):
-        options = replace_unknown(dict(group), f"{path}: param_groups[{index}]", known)
+        options = replace_unknown(dict(group), f"{path}: param_groups[{index}]", resolve_stranger)
         names = [name for place in options.pop("params") for name in shapes[place]]
         kept = {str(key): _plain(value) for key, value in options.items() if key not in SWITCHES}
         groups.append({**kept, "params": names})

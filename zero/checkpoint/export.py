@@ -21,10 +21,18 @@ from offload.files.safetensors_writer import PICKLE_SUFFIXES, SUFFIX, Tensor
 from offload.kernels import kernels
 from offload.system.regular_files import report_read_errors
 from zero.checkpoint.dcp_format import MODEL, PIECE_NUMEL
-from zero.checkpoint.folder import folder_named, open_folder
+from zero.checkpoint.folder import check_folder_argument, open_folder
 from zero.checkpoint.model_files import copy_model_files, find_model_files
-from zero.checkpoint.source import Opened
-from zero.checkpoint.weights_files import MAX_SHARD_SIZE, PICKLE, SAFE, Shard, checked_name, plan_shards, write_together
+from zero.checkpoint.source import OpenCheckpoint
+from zero.checkpoint.weights_files import (
+    MAX_SHARD_SIZE,
+    PICKLE,
+    SAFE,
+    WeightsFile,
+    check_filename,
+    plan_weights_files,
+    write_weights_files,
+)
 from zero.exchange.exchange import Alone
 from zero.exchange.together import Relay
 from zero.params.opaque import opaque_names
@@ -37,7 +45,7 @@ Model = TypeVar("Model", bound=nn.Module)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class SavedWeights:
+class CheckpointWeights:
     """A model's parameters and buffers in a checkpoint, in one dtype.
 
     Trained weights are read from their fp32 masters. As bf16 or fp16 they are rounded as the engine rounds, so they
@@ -56,12 +64,12 @@ class SavedWeights:
         frozen: names of the tensors without a master, buffers too.
     """
 
-    def __init__(self, opened: Opened, dtype: torch.dtype, *, exclude_frozen: bool = False) -> None:
+    def __init__(self, opened: OpenCheckpoint, dtype: torch.dtype, *, exclude_frozen: bool = False) -> None:
         self._source = opened.source
         with report_read_errors(opened.folder):
-            self._take(opened, dtype, exclude_frozen=exclude_frozen)
+            self._read_description(opened, dtype, exclude_frozen=exclude_frozen)
 
-    def _take(self, opened: Opened, dtype: torch.dtype, *, exclude_frozen: bool) -> None:
+    def _read_description(self, opened: OpenCheckpoint, dtype: torch.dtype, *, exclude_frozen: bool) -> None:
         source = opened.source
         state: Mapping[str, Any] = opened.state
         held = {name.removeprefix(MODEL): saved for name, saved in source.tensors.items() if name.startswith(MODEL)}
@@ -97,7 +105,7 @@ class SavedWeights:
         for begin, end in self._ranges(tensor):
             values = self._source.read(MODEL + tensor.name, begin, end)
             if tensor.dtype == torch.bfloat16 and tensor.name not in self.frozen:
-                yield rounded(values)
+                yield round_to_bf16(values)
             else:
                 yield values.to(tensor.dtype)
 
@@ -111,14 +119,14 @@ class SavedWeights:
 
 
 def export(
-    opened: Opened,
+    opened: OpenCheckpoint,
     out_dir: Path,
     dtype: torch.dtype,
     *,
     filename: str = SAFE,
     max_shard_size: int | str | None = MAX_SHARD_SIZE,
     exclude_frozen: bool = False,
-) -> list[Shard]:
+) -> list[WeightsFile]:
     """Write a checkpoint's weights as files that `from_pretrained` reads. Returns the files that were written.
 
     Raises ConfigError: the checkpoint is damaged, or lacks parameters. Raises StorageError: the disk has no room,
@@ -132,15 +140,15 @@ def export(
         max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
         exclude_frozen: leave out weights that are not trained.
     """
-    weights = SavedWeights(opened, dtype, exclude_frozen=exclude_frozen)
-    filename = checked_name(filename)
-    shards = plan_shards(weights.tensors, filename, max_shard_size)
+    weights = CheckpointWeights(opened, dtype, exclude_frozen=exclude_frozen)
+    filename = check_filename(filename)
+    shards = plan_weights_files(weights.tensors, filename, max_shard_size)
     weights.expect(tensor for shard in shards for tensor in shard.tensors)
-    write_together(Relay(Alone()), out_dir, filename, shards, weights.read)
+    write_weights_files(Relay(Alone()), out_dir, filename, shards, weights.read)
     return shards
 
 
-def rounded(master: torch.Tensor) -> torch.Tensor:
+def round_to_bf16(master: torch.Tensor) -> torch.Tensor:
     """Round to bf16, half away from zero, as the engine's weights are rounded."""
     weight, remainder = (
         torch.empty(master.numel(), dtype=dtype, device="cpu") for dtype in (torch.bfloat16, torch.int16)
@@ -152,7 +160,7 @@ def rounded(master: torch.Tensor) -> torch.Tensor:
 class LazyTensor:
     """A tensor that is read only by `contiguous`. `shape, dtype`: of the tensor."""
 
-    def __init__(self, weights: SavedWeights, tensor: Tensor) -> None:
+    def __init__(self, weights: CheckpointWeights, tensor: Tensor) -> None:
         self._weights, self._tensor = weights, tensor
         self.shape, self.dtype = tensor.shape, tensor.dtype
 
@@ -186,8 +194,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     with ExitStack() as undo:
         opened = undo.enter_context(open_folder(checkpoint_dir, tag))
-        excludes = _excludes(opened.state, exclude_frozen_parameters)
-        weights = SavedWeights(opened, torch.float32, exclude_frozen=excludes)
+        excludes = _excludes_frozen(opened.state, exclude_frozen_parameters)
+        weights = CheckpointWeights(opened, torch.float32, exclude_frozen=excludes)
         found: dict[str, Any] = {tensor.name: LazyTensor(weights, tensor) for tensor in weights.tensors}
         if lazy_mode:
             weakref.finalize(weights, undo.pop_all().close)  # the entries keep `weights`
@@ -213,7 +221,7 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, t
     model = model.cpu()
     for name, held in model.state_dict().items():
         if name in values and held.dtype == torch.bfloat16:  # as the engine rounds, which torch does not
-            values[name] = rounded(values[name].flatten()).view_as(values[name])
+            values[name] = round_to_bf16(values[name].flatten()).view_as(values[name])
     model.load_state_dict(values, strict=False)
     return model
 
@@ -244,7 +252,7 @@ def convert_zero_checkpoint_to_state_dict(
         ConfigError: there is no such checkpoint, it is damaged, or an argument is not available.
         StorageError: the disk has no room, or a transfer failed.
     """
-    folder, filename = folder_named(output_dir, "output_dir"), SAFE if safe_serialization else PICKLE
+    folder, filename = check_folder_argument(output_dir, "output_dir"), SAFE if safe_serialization else PICKLE
     named = folder.suffix in (SUFFIX, *PICKLE_SUFFIXES) and not folder.is_dir()
     if named:
         folder, filename = folder.parent, folder.name
@@ -255,7 +263,7 @@ def convert_zero_checkpoint_to_state_dict(
             resolve_dtype(dtype),
             filename=filename,
             max_shard_size=max_shard_size,
-            exclude_frozen=_excludes(opened.state, exclude_frozen_parameters),
+            exclude_frozen=_excludes_frozen(opened.state, exclude_frozen_parameters),
         )
         if not named:
             copy_model_files(find_model_files(opened.folder), folder, resolve_dtype(dtype))
@@ -284,9 +292,9 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def _excludes(state: Mapping[str, Any], told: bool) -> bool:
-    if not (told or state.get("has_frozen", True)):
+def _excludes_frozen(state: Mapping[str, Any], requested: bool) -> bool:
+    if not (requested or state.get("has_frozen", True)):
         logger.warning(
             "the checkpoint was saved without its frozen parameters, so the exported weights do not contain them either"
         )
-    return told or not state.get("has_frozen", True)
+    return requested or not state.get("has_frozen", True)

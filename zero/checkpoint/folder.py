@@ -28,14 +28,14 @@ from offload.files.durable import SECOND_NS, STAGED_INFIX, Files, Lock
 from zero.checkpoint.dcp_format import MANIFEST_FILE, Manifest, check_files, read_manifest
 from zero.checkpoint.deepspeed import open_deepspeed_folder
 from zero.checkpoint.deepspeed_files import is_deepspeed_folder
-from zero.checkpoint.source import CLIENT, RANK, STATE, FolderSource, Opened
+from zero.checkpoint.source import CLIENT, RANK, STATE, FolderSource, OpenCheckpoint
 
 logger = logging.getLogger("zero")
 
 LATEST, LOCK = "latest", ".lock"
 LATEST_UNIVERSAL = "latest_universal"  # DeepSpeed's converter writes it.
 PARTIAL, REPLACED, REMOVED = "partial", "replaced", "removed"
-OWNER = "lock"  # In a partial folder: locked by the job that writes there.
+OWNER_LOCK = "lock"  # In a partial folder: locked by the job that writes there.
 LOCK_SECONDS = 60.0  # Names change within milliseconds, but an old checkpoint may be removed meanwhile.
 NEXT_SECONDS = 1e-3  # A checkpoint's time is later than all existing ones by at least this, even if the clock is wrong.
 LATEST_BYTES_MAX = 1024
@@ -43,7 +43,7 @@ TAG_BYTES_MAX = 200  # File systems allow 255 for a name, and we add to the tag.
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint that has all its files."""
 
     tag: str
@@ -53,7 +53,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
+class PartialCheckpoint:
     """A checkpoint that is being written: end it with `Checkpoints.commit` or `Checkpoints.abandon`."""
 
     tag: str
@@ -62,7 +62,7 @@ class Partial:
     lock: Lock
 
 
-def folder_named(value: str | os.PathLike[str], what: str) -> Path:
+def check_folder_argument(value: str | os.PathLike[str], what: str) -> Path:
     """The folder that an argument names. Raises ConfigError (which is also a ValueError): it names none.
 
     `what`: the call and its argument, for the error.
@@ -100,7 +100,7 @@ def is_tag(name: str) -> bool:
     return False
 
 
-class Checkpoints:
+class CheckpointFolder:
     """The checkpoints of one `save_dir`.
 
     Reading takes no lock, and sees complete checkpoints while others save. Only one process at a time writes and
@@ -122,7 +122,7 @@ class Checkpoints:
         found = [(manifest.time, tag) for tag in self._names() if (manifest := self._manifest(tag)) is not None]
         return [tag for _, tag in sorted(found, reverse=True)]
 
-    def newest_valid(self, tag: object = None, without: Collection[str] = ()) -> Found | None:
+    def newest_valid(self, tag: object = None, without: Collection[str] = ()) -> FoundCheckpoint | None:
         """The checkpoint to load: the requested one, else the one `latest` names, else the newest complete one.
 
         Returns None when none was requested and there is none. Raises ConfigError: the requested one is missing or
@@ -131,11 +131,11 @@ class Checkpoints:
         `tag`: the requested checkpoint; `without`: tags that are known to be damaged.
         """
         if tag is not None:
-            return self._asked_for(check_tag(tag))
+            return self._find_requested(check_tag(tag))
         wrong: list[str] = []
         latest = self.read_latest()
         if latest is not None and latest not in without:
-            found = self._latest(latest, wrong)
+            found = self._find_latest(latest, wrong)
             if found is not None:
                 return found
         wrong += [f"{name!r} is damaged" for name in without]
@@ -149,7 +149,7 @@ class Checkpoints:
             raise ConfigError(f"no checkpoint in {self.save_dir} can be loaded: {'; '.join(wrong)}")
         return None
 
-    def _hidden(self, tag: str, kind: str) -> Path:
+    def _hidden_path(self, tag: str, kind: str) -> Path:
         return self.save_dir / f".{tag}.{kind}"
 
     def _hidden_tags(self, kind: str) -> list[str]:
@@ -163,7 +163,7 @@ class Checkpoints:
 
     def _places(self, tag: str) -> list[Path]:
         """The folders that hold the checkpoint: under its name, or `.TAG.replaced` while it is replaced."""
-        return [f for f in (self.save_dir / tag, self._hidden(tag, REPLACED)) if self._files.exists(f)]
+        return [f for f in (self.save_dir / tag, self._hidden_path(tag, REPLACED)) if self._files.exists(f)]
 
     def _manifest(self, tag: str) -> Manifest | None:
         for folder in self._places(tag):
@@ -174,7 +174,7 @@ class Checkpoints:
                     continue
         return None
 
-    def _whole(self, tag: str, wrong: list[str]) -> Found | None:
+    def _find_complete(self, tag: str, wrong: list[str]) -> FoundCheckpoint | None:
         """The checkpoint if it has all its files; else None, and the problems are added to `wrong`."""
         places = self._places(tag)
         if not places:
@@ -189,13 +189,13 @@ class Checkpoints:
                 continue
             aside = folder.name != tag
             note = f"{'; '.join(problems) or f'a save of {tag!r} was interrupted'}: loading the previous one, {folder}"
-            return Found(tag, folder, manifest, (note,) if aside else ())
+            return FoundCheckpoint(tag, folder, manifest, (note,) if aside else ())
         wrong += problems
         return None
 
-    def _asked_for(self, tag: str) -> Found:
+    def _find_requested(self, tag: str) -> FoundCheckpoint:
         wrong: list[str] = []
-        found = self._whole(tag, wrong)
+        found = self._find_complete(tag, wrong)
         if found is not None:
             return found
         other = self._newest_of([name for name in self.tags() if name != tag], [])
@@ -204,19 +204,19 @@ class Checkpoints:
         )
         raise ConfigError(f"load_checkpoint(tag={tag!r}): {'; '.join(wrong)}; {hint}")
 
-    def _latest(self, latest: str, wrong: list[str]) -> Found | None:
+    def _find_latest(self, latest: str, wrong: list[str]) -> FoundCheckpoint | None:
         problems: list[str] = []
         try:
-            found = self._whole(check_tag(latest), problems)
+            found = self._find_complete(check_tag(latest), problems)
         except ConfigError as error:
             found, problems = None, [str(error)]
         wrong += [f"{self.save_dir / LATEST} names {latest!r}, but {problem}" for problem in problems]
         return found
 
-    def _newest_of(self, tags: list[str], wrong: list[str]) -> Found | None:
-        return next((found for tag in tags if (found := self._whole(tag, wrong)) is not None), None)
+    def _newest_of(self, tags: list[str], wrong: list[str]) -> FoundCheckpoint | None:
+        return next((found for tag in tags if (found := self._find_complete(tag, wrong)) is not None), None)
 
-    def _is_whole(self, folder: Path) -> bool:
+    def _is_complete(self, folder: Path) -> bool:
         try:
             check_files(self._files, folder, read_manifest(self._files, folder))
         except ConfigError:
@@ -225,7 +225,7 @@ class Checkpoints:
 
     # ---- writing and removing, by one process at a time ---------------------------------------------
 
-    def begin(self, tag: object) -> Partial:
+    def create_partial(self, tag: object) -> PartialCheckpoint:
         """A new folder to write a checkpoint in. Removes the remains of jobs that died.
 
         Raises ConfigError: a bad tag, or a folder of that name that we must not replace. Raises StateError: another
@@ -233,10 +233,10 @@ class Checkpoints:
         """
         tag = check_tag(tag)
         self._files.make_folder(self.save_dir)
-        with self._one_process():
+        with self._lock_folder():
             self._sweep(tag)
             self._check_replaceable(tag)
-            folder = self._hidden(tag, PARTIAL)
+            folder = self._hidden_path(tag, PARTIAL)
             if self._files.exists(folder):
                 raise StateError(
                     f"checkpoint {tag!r} is being written to {self.save_dir} by another process ({folder} is locked); "
@@ -245,7 +245,7 @@ class Checkpoints:
             started = max(time.time(), self._newest_time() + NEXT_SECONDS)
             try:
                 self._files.make_folder(folder)
-                lock = self._files.lock(folder / OWNER)
+                lock = self._files.lock(folder / OWNER_LOCK)
             except StorageError:
                 self._files.remove(folder)
                 raise
@@ -254,7 +254,7 @@ class Checkpoints:
                     f"{folder} was locked by another process as soon as it was created; give each job its own "
                     "save_dir or its own tags"
                 )
-            return Partial(tag, folder, started, lock)
+            return PartialCheckpoint(tag, folder, started, lock)
 
     def _newest_time(self) -> float:
         """The largest time of all checkpoints; 0 if there are none.
@@ -279,9 +279,9 @@ class Checkpoints:
 
     def partial_folder(self, tag: str) -> Path:
         """The folder that `begin` makes for a tag; ranks other than the first write there without calling `begin`."""
-        return self._hidden(tag, PARTIAL)
+        return self._hidden_path(tag, PARTIAL)
 
-    def commit(self, partial: Partial, save_latest: bool = True) -> Path:
+    def commit(self, partial: PartialCheckpoint, save_latest: bool = True) -> Path:
         """Give a checkpoint its name, in place of an older one of that name; then update `latest`. Returns the folder.
 
         Every file in it must be synced, and its manifest written. If this fails, call `abandon`; an old checkpoint can
@@ -291,13 +291,13 @@ class Checkpoints:
         files = self._files
         target, latest, staged = self.save_dir / partial.tag, self.save_dir / LATEST, None
         try:
-            with self._one_process():
+            with self._lock_folder():
                 check_files(files, partial.folder, read_manifest(files, partial.folder))
-                files.remove(partial.folder / OWNER)  # which syncs the folder
+                files.remove(partial.folder / OWNER_LOCK)  # which syncs the folder
                 try:
                     if save_latest:
                         staged = files.stage(latest, partial.tag)  # so that there is room for it
-                    self._put(partial.folder, target, partial.tag)
+                    self._move_into_place(partial.folder, target, partial.tag)
                     if staged is not None:
                         files.rename(staged, latest)
                 except StorageError:
@@ -305,12 +305,12 @@ class Checkpoints:
                         files.remove(staged)
                     raise
                 for kind in (REMOVED, REPLACED):
-                    self._remove(self._hidden(partial.tag, kind))
+                    self._remove(self._hidden_path(partial.tag, kind))
         finally:
             partial.lock.close()
         return target
 
-    def abandon(self, partial: Partial) -> None:
+    def abandon(self, partial: PartialCheckpoint) -> None:
         """Remove a checkpoint that will not be finished. Does nothing after `commit`.
 
         Files that cannot be removed are left to the next save, so that the user sees why this one has failed, and no
@@ -330,17 +330,17 @@ class Checkpoints:
         """
         if count < 1:
             raise ConfigError(f"keep_last: expected the number of checkpoints to keep, at least 1, got {count}")
-        with self._one_process():
+        with self._lock_folder():
             latest, whole, removed = self.read_latest(), 0, []
             for tag in self.tags():
                 if whole >= count and tag != latest:
-                    self._discard(tag)
+                    self._remove_checkpoint(tag)
                     removed.append(tag)
-                elif self._whole(tag, []) is not None:
+                elif self._find_complete(tag, []) is not None:
                     whole += 1
             return removed
 
-    def _one_process(self) -> Lock:
+    def _lock_folder(self) -> Lock:
         lock = self._files.lock(self.save_dir / LOCK, LOCK_SECONDS)
         if lock is None:
             raise StateError(
@@ -352,22 +352,22 @@ class Checkpoints:
     def _remove(self, folder: Path) -> None:
         self._files.remove(folder, first=(MANIFEST_FILE,))
 
-    def _discard(self, tag: str) -> None:
+    def _remove_checkpoint(self, tag: str) -> None:
         """Rename a checkpoint, then remove it, so that readers see all of it or nothing."""
         for place in self._places(tag):
-            aside = self._hidden(tag, REMOVED)
+            aside = self._hidden_path(tag, REMOVED)
             self._remove(aside)
             self._files.rename(place, aside)
             self._remove(aside)
 
-    def _put(self, folder: Path, target: Path, tag: str) -> None:
+    def _move_into_place(self, folder: Path, target: Path, tag: str) -> None:
         """Rename `folder` to `target`; the old `target` is renamed first, and still counts under its hidden name."""
         files = self._files
         if files.exists(target):
             # A `.TAG.replaced` left by a job that died may be the only complete one: then it must not be overwritten.
-            replaced = self._hidden(tag, REPLACED)
-            good = files.exists(replaced) and not self._is_whole(target)
-            aside = self._hidden(tag, REMOVED) if good else replaced
+            replaced = self._hidden_path(tag, REPLACED)
+            good = files.exists(replaced) and not self._is_complete(target)
+            aside = self._hidden_path(tag, REMOVED) if good else replaced
             self._remove(aside)
             files.rename(target, aside)
         files.rename(folder, target)
@@ -387,9 +387,9 @@ class Checkpoints:
         """Remove the remains of jobs that died. A failure to remove them must not prevent the save."""
         with contextlib.suppress(StorageError):
             for name in self._hidden_tags(REMOVED):
-                self._remove(self._hidden(name, REMOVED))
+                self._remove(self._hidden_path(name, REMOVED))
             for name in self._hidden_tags(PARTIAL):
-                self._sweep_partial(self._hidden(name, PARTIAL), mine=name == tag)
+                self._sweep_partial(self._hidden_path(name, PARTIAL), mine=name == tag)
             for name in self._hidden_tags(REPLACED):
                 self._sweep_replaced(name)
             for name in self._files.listing(self.save_dir):
@@ -401,7 +401,7 @@ class Checkpoints:
 
         On a file system without locks any job may be alive, but none that writes the same tag (`mine`).
         """
-        owner = folder / OWNER
+        owner = folder / OWNER_LOCK
         if self._files.exists(owner):
             lock = self._files.lock(owner)
             if lock is None:
@@ -413,10 +413,10 @@ class Checkpoints:
 
     def _sweep_replaced(self, tag: str) -> None:
         """Rename it back to its tag, or remove it if the folder of that name is complete."""
-        replaced, target = self._hidden(tag, REPLACED), self.save_dir / tag
+        replaced, target = self._hidden_path(tag, REPLACED), self.save_dir / tag
         if not self._files.exists(target):
             self._files.rename(replaced, target)
-        elif self._is_whole(target):
+        elif self._is_complete(target):
             self._remove(replaced)
 
 
@@ -428,7 +428,7 @@ def open_checkpoint(
     groups: Sequence[Sequence[str]] | None = None,
     *,
     universal: bool = False,
-) -> Opened | None:
+) -> OpenCheckpoint | None:
     """The checkpoint of a save_dir that is to be loaded; None if there is none and none was requested.
 
     Raises ConfigError: the requested one is missing or damaged.
@@ -441,7 +441,7 @@ def open_checkpoint(
         universal: of several, the universal checkpoint of DeepSpeed that `latest_universal` names.
     """
     disk = files if files is not None else Files()
-    folders = Checkpoints(load_dir, disk)
+    folders = CheckpointFolder(load_dir, disk)
     latest = (LATEST_UNIVERSAL, LATEST) if universal else (LATEST, LATEST_UNIVERSAL)
     named = next(filter(None, map(folders.read_latest, latest)), None) if tag is None else check_tag(tag)
     if named and is_tag(named):  # `latest` may name anything
@@ -462,14 +462,14 @@ def open_checkpoint(
         return open_checkpoint(load_dir, None, disk, {*without, found.tag}, groups, universal=universal)
 
 
-def open_folder(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Opened:
+def open_folder(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> OpenCheckpoint:
     """A checkpoint to read outside an engine. Raises ConfigError: there is none, or it is damaged.
 
     Args:
         checkpoint_dir: `save_dir/TAG`; or `save_dir`, for the one that `latest` names, or the newest complete one.
         tag: which one in `checkpoint_dir`.
     """
-    folder, disk = folder_named(checkpoint_dir, "checkpoint_dir"), Files()
+    folder, disk = check_folder_argument(checkpoint_dir, "checkpoint_dir"), Files()
     if tag is None and disk.exists(folder / MANIFEST_FILE):
         manifest = read_manifest(disk, folder)
         check_files(disk, folder, manifest)
@@ -482,7 +482,7 @@ def open_folder(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) 
     return opened
 
 
-def _open_ours(folder: Path, manifest: Manifest, files: Files) -> Opened:
+def _open_ours(folder: Path, manifest: Manifest, files: Files) -> OpenCheckpoint:
     source = FolderSource(folder, manifest, files)
 
     def rank_state(rank: int) -> dict[str, Any] | None:
@@ -495,4 +495,4 @@ def _open_ours(folder: Path, manifest: Manifest, files: Files) -> Opened:
     except BaseException:
         source.close()
         raise
-    return Opened(folder, source, state, lambda trusted: source.blob(CLIENT, trusted=trusted), rank_state)
+    return OpenCheckpoint(folder, source, state, lambda trusted: source.blob(CLIENT, trusted=trusted), rank_state)

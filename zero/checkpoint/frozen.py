@@ -25,15 +25,15 @@ from zero.checkpoint.dcp_format import (
     MANIFEST_FILE,
     METADATA_FILE,
     MODEL,
-    WrittenFile,
+    DataFile,
     begin_of,
     check_files,
     read_manifest,
     read_metadata,
 )
-from zero.checkpoint.folder import Checkpoints
+from zero.checkpoint.folder import CheckpointFolder
 from zero.checkpoint.source import FolderSource
-from zero.checkpoint.writer import Extents, ExtentWriter, written_boxes
+from zero.checkpoint.writer import Extents, ExtentWriter, file_boxes
 
 FOLDER = ".frozen"  # Of a save_dir.
 NAMES_SHOWN = 3
@@ -44,15 +44,15 @@ Sums = Mapping[str, tuple[str, int, int]]  # Parameter's name -> dtype, bytes an
 
 @dataclass(frozen=True, slots=True)
 class FrozenPart:
-    inside: bool  # They are in the checkpoint itself.
-    beside: dict[str, WrittenFile] = field(default_factory=dict)  # Files that several checkpoints share.
+    is_inside: bool  # They are in the checkpoint itself.
+    shared_files: dict[str, DataFile] = field(default_factory=dict)  # Files that several checkpoints share.
     sums: Sums = field(default_factory=dict)  # With "reference".
 
 
 def frozen_extents(parts: EngineParts, indices: frozenset[int] | None = None) -> Extents:
     wanted = frozenset(range(len(parts.leaves))) - parts.trained_indices if indices is None else indices
     extents = Extents(parts, (), wanted.__contains__)
-    extents.end()
+    extents.finish()
     return extents
 
 
@@ -81,7 +81,7 @@ def frozen_sums(parts: EngineParts, known: Sums | None = None) -> dict[str, tupl
         writer.close()
     mine = [
         (box.name.removeprefix(MODEL), box.dtype, begin_of(box.shape, box.offsets), box.payload_bytes, box.crc)
-        for box in written_boxes(extents.extents, writer.checksums)
+        for box in file_boxes(extents.extents, writer.checksums)
     ]
     answers = parts.collectives.agree("checksums of weights that are not trained", json.dumps(mine).encode())
     ranges = sorted({tuple(told) for answer in answers for told in json.loads(answer)})
@@ -109,12 +109,12 @@ def check_reference(sums: Sums, saved: Sums) -> None:
         )
 
 
-class SharedFrozen:
+class SharedFrozenWeights:
     """The weights that the checkpoints of one save_dir share."""
 
     def __init__(self, save_dir: Path, files: Files) -> None:
         self._files = files
-        self.folders = Checkpoints(save_dir / FOLDER, files)
+        self.folders = CheckpointFolder(save_dir / FOLDER, files)
 
     def stamp(self, digest: str) -> Stamp:
         """A value that changes when one of its files is written to; empty if it is missing or incomplete."""
@@ -141,11 +141,11 @@ class SharedFrozen:
         finally:
             source.close()
 
-    def entries(self, digest: str) -> dict[str, WrittenFile]:
+    def entries(self, digest: str) -> dict[str, DataFile]:
         folder = self.folders.save_dir / digest
         manifest = read_manifest(self._files, folder)
         path = folder / METADATA_FILE
-        files: dict[str, WrittenFile] = {name: (entry, []) for name, entry in manifest.files.items()}
+        files: dict[str, DataFile] = {name: (entry, []) for name, entry in manifest.files.items()}
         for file, box in read_metadata(self._files.read_bytes(path), str(path)):
             if box.dtype is not None:
                 files[file][1].append(box)

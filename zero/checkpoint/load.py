@@ -26,12 +26,12 @@ from zero.assembly.steps import EngineSteps
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
 from zero.checkpoint.background import CheckpointState
 from zero.checkpoint.dcp_format import MODEL, OPTIMIZER, PIECE_NUMEL, STEP, short_boxes, state_name
-from zero.checkpoint.export import rounded
-from zero.checkpoint.folder import folder_named, open_checkpoint
+from zero.checkpoint.export import round_to_bf16
+from zero.checkpoint.folder import check_folder_argument, open_checkpoint
 from zero.checkpoint.frozen import check_reference, frozen_sums
-from zero.checkpoint.of_stages import of_stage
+from zero.checkpoint.of_stages import select_stage_state
 from zero.checkpoint.saving import SaveCheckpoints
-from zero.checkpoint.source import GOOD_READS, Opened, Saved, Source
+from zero.checkpoint.source import VALID_READS, OpenCheckpoint, Source, TensorInfo
 from zero.exchange.together import Together
 from zero.optim.averages import EMA
 from zero.optim.optimizer import ZeroOptimizer
@@ -45,15 +45,15 @@ from zero.store.adoption import Adoption, Piece
 logger = logging.getLogger("zero")
 
 NAMES_SHOWN = 4
-OF_ANOTHER = "train with the optimizer that was saved, or pass load_optimizer_states=False"
-Small = dict[str, dict[str, torch.Tensor]]  # Name of a parameter -> its small states, by name.
+OTHER_OPTIMIZER_ADVICE = "train with the optimizer that was saved, or pass load_optimizer_states=False"
+SmallStates = dict[str, dict[str, torch.Tensor]]  # Name of a parameter -> its small states, by name.
 Numbers = dict[int, dict[str, torch.Tensor]]  # id(parameter) -> the numbers that belong to its states, by name.
 
 # (objects, this rank's state, this or else the first rank's state, what to load, numbers, small states).
-Checked = tuple["_Objects", dict[str, Any] | None, dict[str, Any] | None, "Wanted", Numbers, Small]
+Checked = tuple["_Objects", dict[str, Any] | None, dict[str, Any] | None, "Wanted", Numbers, SmallStates]
 
 
-class Wanted:
+class LoadPlan:
     """Maps values of a source to parameters; checked before a value changes.
 
     Raises ConfigError: names the values that are missing, unknown, or of another shape.
@@ -62,8 +62,8 @@ class Wanted:
         source: has the values.
         strict: every parameter and buffer must have a value, and every value a place.
         optimizer: its states and step counts are loaded too; None: they are not.
-        known_frozen: the source leaves out weights that are not trained.
-        elsewhere: names of parameters and buffers of other stages of a pipeline.
+        excludes_frozen: the source leaves out weights that are not trained.
+        other_stage_names: names of parameters and buffers of other stages of a pipeline.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Wanted:
         *,
         strict: bool,
         optimizer: ZeroOptimizer | None,
-        known_frozen: bool,
-        elsewhere: Collection[str] = (),
+        excludes_frozen: bool,
+        other_stage_names: Collection[str] = (),
     ) -> None:
         self._source, self._parts = source, parts
         trained = parts.trained_indices
         frozen = [unit for unit in parts.layout.units if not unit.trainable and unit.dtype == torch.bfloat16]
-        self._in_bf16 = {slot.index for unit in frozen for slot in unit.slots}
+        self._frozen_bf16_indices = {slot.index for unit in frozen for slot in unit.slots}
         self.names: dict[int, str] = {}  # Parameter's index -> the name that the source has for it.
         missing: list[str] = []
         for leaf in parts.leaves:
@@ -87,7 +87,7 @@ class Wanted:
             if name is not None:
                 _check_shape(MODEL + name, source.tensors[MODEL + name], leaf.parameter)
                 self.names[leaf.index] = name
-            elif not (known_frozen and leaf.index not in trained):
+            elif not (excludes_frozen and leaf.index not in trained):
                 missing.append(leaf.names[0])
         self.buffers = persistent_buffers(parts.model)
         for name, buffer in self.buffers.items():
@@ -95,33 +95,37 @@ class Wanted:
                 _check_shape(MODEL + name, source.tensors[MODEL + name], buffer)
             else:
                 missing.append(name)
-        known = {name for leaf in parts.leaves for name in leaf.names} | self.buffers.keys() | set(elsewhere)
+        known = {name for leaf in parts.leaves for name in leaf.names} | self.buffers.keys() | set(other_stage_names)
         saved = [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]
         unexpected = [name for name in saved if name not in known]
         if strict and (missing or unexpected):
             advice = "Build the model that was saved, or pass load_module_strict=False to load what fits"
-            raise ConfigError(mismatch("load_checkpoint: the checkpoint and the model", missing, unexpected, advice))
-        self.stateful: set[int] = set()  # Indices of parameters whose states are in the source.
+            raise ConfigError(
+                mismatch_message("load_checkpoint: the checkpoint and the model", missing, unexpected, advice)
+            )
+        self.stateful_indices: set[int] = set()  # Indices of parameters whose states are in the source.
         # Index of a trained parameter -> names of its state planes.
-        self._kinds = {s.index: parts.plan.states_of(u) for u in parts.layout.units if u.trainable for s in u.slots}
+        self._state_names = {
+            s.index: parts.plan.states_of(u) for u in parts.layout.units if u.trainable for s in u.slots
+        }
         if optimizer is not None:
-            self.stateful = {i for i, name in self.names.items() if i in trained and self._has_states(i, name)}
+            self.stateful_indices = {i for i, name in self.names.items() if i in trained and self._has_states(i, name)}
             self._check_optimizer()
-            self._warn_of_averages()
-            self._warn_of_states_left(optimizer)
-        self.is_everything = len(self.names) == len(parts.leaves) and self.stateful >= trained
+            self._warn_missing_averages()
+            self._warn_unused_states(optimizer)
+        self.is_everything = len(self.names) == len(parts.leaves) and self.stateful_indices >= trained
         self.missing, self.unexpected = missing, unexpected
 
-    def replaced(self) -> frozenset[str]:
+    def replaced_names(self) -> frozenset[str]:
         """The values of the model and of its states that are replaced, by the parameters' first names."""
         first = {leaf.index: leaf.names[0] for leaf in self._parts.leaves}
-        return frozenset([MODEL + first[i] for i in self.names] + [OPTIMIZER + first[i] for i in self.stateful])
+        return frozenset([MODEL + first[i] for i in self.names] + [OPTIMIZER + first[i] for i in self.stateful_indices])
 
     def load(self) -> None:
         """Fill planes and buffers. What has no value here keeps its own. Raises StorageError, ConfigError."""
         parts, only = self._parts, None if self.is_everything else set(self.names)
-        adoption = Adoption(parts.layout, parts.parameters(), parts.storage, self._pieces, None, only=only)
-        self._source.expect(self._in_order(adoption.order()))
+        adoption = Adoption(parts.layout, parts.parameters(), parts.storage, self._read_pieces, None, only=only)
+        self._source.expect(self._read_ranges(adoption.order()))
         adoption.run()
         for name, buffer in self.buffers.items():
             if MODEL + name in self._source.tensors:
@@ -129,62 +133,62 @@ class Wanted:
                 with torch.no_grad():
                     buffer.copy_(values.view(buffer.shape))
 
-    def _pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
+    def _read_pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
         """Values, in the form that `Adoption` reads."""
         index = self._parts.index_of[id(parameter)]
         name = self.names[index]
-        for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
-            kinds = self._states_of(index, name) if state and index in self.stateful else []
+        for lo, hi in _box_ranges(self._source.tensors[MODEL + name].shape, begin, end):
+            kinds = self._states_of(index, name) if state and index in self.stateful_indices else []
             weight, *states = self._read([MODEL + name, *kinds], lo, hi)
-            if index in self._in_bf16 and weight.dtype == torch.float32:  # a master, but not trained here
-                weight = rounded(weight)
-            yield Piece(lo, weight, states=tuple(states) if state and index in self.stateful else None)
+            if index in self._frozen_bf16_indices and weight.dtype == torch.float32:  # a master, but not trained here
+                weight = round_to_bf16(weight)
+            yield Piece(lo, weight, states=tuple(states) if state and index in self.stateful_indices else None)
 
     def _read(self, names: list[str], begin: int, end: int) -> list[torch.Tensor]:
         """Elements [begin, end) of all these tensors, valid until the next call."""
         further = range(len(names) - 1, -1, -1)
         values = ((self._source.read(name, begin, end), reads) for name, reads in zip(names, further, strict=True))
-        return [value if reads <= GOOD_READS else value.clone() for value, reads in values]
+        return [value if reads <= VALID_READS else value.clone() for value, reads in values]
 
-    def _in_order(self, places: Iterable[tuple[Unit, Slot, int, int]]) -> Iterator[tuple[str, int, int]]:
+    def _read_ranges(self, places: Iterable[tuple[Unit, Slot, int, int]]) -> Iterator[tuple[str, int, int]]:
         """The (name, begin, end) that `_pieces` will read from the source for elements [begin, end) of these slots."""
         for unit, slot, begin, end in places:
             if slot.index not in self.names:
                 continue
             name = self.names[slot.index]
             kinds = [MODEL + name]
-            if unit.trainable and slot.index in self.stateful:
+            if unit.trainable and slot.index in self.stateful_indices:
                 kinds += self._states_of(slot.index, name)
-            for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
+            for lo, hi in _box_ranges(self._source.tensors[MODEL + name].shape, begin, end):
                 yield from ((kind, lo, hi) for kind in kinds)
 
-    def numbers(self, optimizer: ZeroOptimizer | None) -> Numbers:
+    def read_numbers(self, optimizer: ZeroOptimizer | None) -> Numbers:
         """The numbers of parameters that have states. Raises ConfigError: one that the optimizer needs is missing."""
         kinds = [STEP] if optimizer is None else [STEP, *(kind for kind in optimizer.number_names() if kind != STEP)]
-        wanted = [(i, kind, state_name(self.names[i], kind)) for i in sorted(self.stateful) for kind in kinds]
+        wanted = [(i, kind, state_name(self.names[i], kind)) for i in sorted(self.stateful_indices) for kind in kinds]
         known = [(index, kind, name) for index, kind, name in wanted if name in self._source.tensors]
         self._source.expect((name, 0, 1) for _, _, name in known)
         found: dict[int, dict[str, torch.Tensor]] = {}
         for index, kind, name in known:
             number = self._source.read(name, 0, 1).clone()
             found.setdefault(id(self._parts.leaves[index].parameter), {})[kind] = number
-        for index in sorted(self.stateful):
+        for index in sorted(self.stateful_indices):
             key = id(self._parts.leaves[index].parameter)
             if optimizer is not None and (lacks := optimizer.numbers_missing(key, found.get(key, {}))):
                 raise ConfigError(
                     f"load_checkpoint: {self.names[index]}: the optimizer keeps {', '.join(lacks)}, which the "
-                    f"checkpoint lacks: its states are those of another optimizer; {OF_ANOTHER}"
+                    f"checkpoint lacks: its states are those of another optimizer; {OTHER_OPTIMIZER_ADVICE}"
                 )
         return found
 
-    def small(self, numbers: Numbers, optimizer: ZeroOptimizer) -> Small:
+    def read_small_states(self, numbers: Numbers, optimizer: ZeroOptimizer) -> SmallStates:
         """Small states of the parameters that this rank owns, by the parameters' names.
 
         Raises ConfigError: they are missing in the source, or of another shape.
         """
         places: list[tuple[str, str, str]] = []
         mine = owned(self._parts.layout)
-        for index in sorted(self.stateful):
+        for index in sorted(self.stateful_indices):
             leaf = self._parts.leaves[index]
             count = numbers.get(id(leaf.parameter), {}).get(STEP)
             for kind, (shape, _) in optimizer.small_shapes(leaf.parameter).items() if count else ():
@@ -193,30 +197,33 @@ class Wanted:
                 if found != shape:
                     raise ConfigError(
                         f"load_checkpoint: {name}: expected shape {tuple(shape)}, got "
-                        f"{'nothing' if found is None else tuple(found)}; {OF_ANOTHER}"
+                        f"{'nothing' if found is None else tuple(found)}; {OTHER_OPTIMIZER_ADVICE}"
                     )
                 if index in mine:
                     places.append((leaf.names[0], kind, name))
         self._source.expect((name, 0, self._source.tensors[name].shape.numel()) for _, _, name in places)
-        found_states: Small = {}
+        found_states: SmallStates = {}
         for owner, kind, name in places:
             shape = self._source.tensors[name].shape
             value = self._source.read(name, 0, shape.numel()).clone().view(shape)
             found_states.setdefault(owner, {})[kind] = value
         return found_states
 
-    def _warn_of_states_left(self, optimizer: ZeroOptimizer) -> None:
+    def _warn_unused_states(self, optimizer: ZeroOptimizer) -> None:
         """Log the states that the source has but the optimizer does not keep, as when SGD loads states of Adam."""
         if self._parts.collectives.placement.rank != 0:
             return
-        index_of = {self.names[index]: index for index in self.stateful}
+        index_of = {self.names[index]: index for index in self.stateful_indices}
         others = {STEP, *optimizer.number_names()}
         left: dict[str, list[str]] = {}  # Name of a state -> the parameters'.
         for state in self._source.tensors:
             name, _, kind = state.removeprefix(OPTIMIZER).rpartition(".")
             if state.startswith(OPTIMIZER) and kind not in others and name in index_of:
                 index = index_of[name]
-                if kind not in {*self._kinds[index], *optimizer.small_shapes(self._parts.leaves[index].parameter)}:
+                if kind not in {
+                    *self._state_names[index],
+                    *optimizer.small_shapes(self._parts.leaves[index].parameter),
+                }:
                     left.setdefault(kind, []).append(name)
         for kind, names in sorted(left.items()):
             logger.warning(
@@ -227,19 +234,19 @@ class Wanted:
 
     def _has_states(self, index: int, name: str) -> bool:
         # A rule without planes has only the step count. Averages (EMA) may be missing: they begin at the weights then.
-        kinds = [kind for kind in self._kinds[index] if kind != EMA] or (STEP,)
+        kinds = [kind for kind in self._state_names[index] if kind != EMA] or (STEP,)
         return all(state_name(name, kind) in self._source.tensors for kind in kinds)
 
     def _states_of(self, index: int, name: str) -> list[str]:
         """The tensors to read for the parameter's state planes; a missing average begins at the weights."""
-        names = {kind: state_name(name, kind) for kind in self._kinds[index]}
+        names = {kind: state_name(name, kind) for kind in self._state_names[index]}
         if EMA in names and names[EMA] not in self._source.tensors:
             names[EMA] = MODEL + name
         return list(names.values())
 
-    def _warn_of_averages(self) -> None:
+    def _warn_missing_averages(self) -> None:
         """Log how many averages the source lacks."""
-        begun = [i for i in sorted(self.stateful) if MODEL + self.names[i] in self._states_of(i, self.names[i])]
+        begun = [i for i in sorted(self.stateful_indices) if MODEL + self.names[i] in self._states_of(i, self.names[i])]
         if begun and self._parts.collectives.placement.rank == 0:
             logger.warning(
                 "load_checkpoint: the checkpoint has no averages (ema) of %d parameters (%s, ...): the averages start "
@@ -249,23 +256,23 @@ class Wanted:
 
     def _check_optimizer(self) -> None:
         """Raise ConfigError if the source has states, but only those of another optimizer."""
-        if self.stateful:
+        if self.stateful_indices:
             return
         theirs = {name.rpartition(".")[2] for name in self._source.tensors if name.startswith(OPTIMIZER)} - {STEP}
-        ours = sorted({kind for kinds in self._kinds.values() for kind in kinds})
+        ours = sorted({kind for kinds in self._state_names.values() for kind in kinds})
         if theirs and self.names:
             raise ConfigError(
                 f"load_checkpoint: the optimizer keeps {', '.join(ours) or 'no state'} for each parameter, but the "
-                f"checkpoint has {', '.join(sorted(theirs))} of another optimizer; {OF_ANOTHER}"
+                f"checkpoint has {', '.join(sorted(theirs))} of another optimizer; {OTHER_OPTIMIZER_ADVICE}"
             )
 
 
-def _short(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
+def _box_ranges(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
     """[begin, end) cut as boxes are cut, so that with the same layout no two boxes have to be joined."""
     return ((box.begin, box.begin + box.numel) for box in short_boxes(shape, begin, end, PIECE_NUMEL))
 
 
-def _check_shape(name: str, saved: Saved, wanted: torch.Tensor) -> None:
+def _check_shape(name: str, saved: TensorInfo, wanted: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         shape, floating = wanted.shape, wanted.is_floating_point()
     if saved.shape != shape:
@@ -277,7 +284,7 @@ def _check_shape(name: str, saved: Saved, wanted: torch.Tensor) -> None:
         raise ConfigError(f"load_checkpoint: {name}: expected a tensor like {wanted.dtype}, got {saved.dtype}")
 
 
-def mismatch(what: str, missing: Sequence[str], unexpected: Sequence[str], advice: str) -> str:
+def mismatch_message(what: str, missing: Sequence[str], unexpected: Sequence[str], advice: str) -> str:
     """The text of an error: `what` does not fit together, which names differ, and the advice."""
     said = [f"{what} do not fit together."]
     for words, names in (("missing in the checkpoint", missing), ("not in the model", unexpected)):
@@ -288,7 +295,7 @@ def mismatch(what: str, missing: Sequence[str], unexpected: Sequence[str], advic
 
 
 @dataclass(frozen=True, slots=True)
-class _Objects:
+class _LoadedObjects:
     """What may be of any class in a checkpoint."""
 
     client_state: dict[str, Any] = field(default_factory=dict)
@@ -304,7 +311,7 @@ class LoadCheckpoints:
     """
 
     def __init__(self, run: Run, steps: EngineSteps, saves: SaveCheckpoints, state: CheckpointState) -> None:
-        self._run, self._steps, self._saves, self._state = run, steps, saves, state
+        self._run, self._steps, self._saver, self._state = run, steps, saves, state
 
     @explain_file_limit("load_checkpoint")
     @pause_gc()
@@ -346,9 +353,9 @@ class LoadCheckpoints:
         """
         if custom_load_fn is not None:
             raise ConfigError("load_checkpoint: custom_load_fn is not available; read values with zero.load_pretrained")
-        folder = folder_named(load_dir, "load_checkpoint: load_dir")
-        with self._state.may_load():
-            self._saves.between_steps("load_checkpoint")
+        folder = check_folder_argument(load_dir, "load_checkpoint: load_dir")
+        with self._state.allow_loading():
+            self._saver.ensure_between_steps("load_checkpoint")
             self._steps.synchronize()
         together = Together(self._run.collectives.everyone)
         damaged: list[str] = []
@@ -369,7 +376,7 @@ class LoadCheckpoints:
         logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
         return None, {}
 
-    def _say(self, opened: Opened, *, only_module: bool) -> None:
+    def _log_loaded(self, opened: OpenCheckpoint, *, only_module: bool) -> None:
         """Log the folder and the step, so that a user who continues from the wrong folder or step sees it at once."""
         if self._run.collectives.everyone.placement.rank == 0:
             what = "weights only" if only_module else f"step {self._run.global_steps}"
@@ -377,8 +384,8 @@ class LoadCheckpoints:
 
     def _open(
         self, load_dir: Path, tag: Any, together: Together, without: Collection[str], states: bool
-    ) -> Opened | None:
-        found: list[Opened] = []
+    ) -> OpenCheckpoint | None:
+        found: list[OpenCheckpoint] = []
         run, groups = self._run, None
         if states and run.updater is not None:
             known = run.parts.names
@@ -387,7 +394,7 @@ class LoadCheckpoints:
         universal = bool(run.config.checkpoint.load_universal)
 
         def look() -> None:
-            opened = open_checkpoint(load_dir, tag, self._saves.files, without, groups, universal=universal)
+            opened = open_checkpoint(load_dir, tag, self._saver.files, without, groups, universal=universal)
             found.extend([] if opened is None else [opened])
 
         try:
@@ -406,29 +413,44 @@ class LoadCheckpoints:
         return found[0] if found else None
 
     def _load(
-        self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool, wish: bool | None
-    ) -> _Objects:
+        self,
+        opened: OpenCheckpoint,
+        together: Together,
+        strict: bool,
+        states: bool,
+        only_module: bool,
+        allow_pickle: bool | None,
+    ) -> _LoadedObjects:
         run, parts, updater = self._run, self._run.parts, self._run.updater if states else None
         state, source = opened.state, opened.source
         with report_read_errors(opened.folder):
-            elsewhere, state = of_stage(state, parts)
-        trusted = run.config.checkpoint.allow_pickle if wish is None else wish
+            elsewhere, state = select_stage_state(state, parts)
+        trusted = run.config.checkpoint.allow_pickle if allow_pickle is None else allow_pickle
 
         def check() -> Checked:
             mine = None if only_module else opened.rank_state(parts.collectives.everyone.placement.rank)
             # If fewer ranks have saved, the first rank's state (the position in the data) is used for the others.
             told = mine if mine is not None or only_module else opened.rank_state(0)
-            objects = _objects_of(opened, mine, told, parts, only_module=only_module, trusted=trusted)
+            objects = _read_objects(opened, mine, told, parts, only_module=only_module, trusted=trusted)
             left_out = not state["has_frozen"]
-            wanted = Wanted(source, parts, strict=strict, optimizer=updater, known_frozen=left_out, elsewhere=elsewhere)
+            wanted = LoadPlan(
+                source, parts, strict=strict, optimizer=updater, excludes_frozen=left_out, other_stage_names=elsewhere
+            )
             if updater is not None:
                 check_groups(updater, state["groups"], parts.names, "load_checkpoint", "the checkpoint")
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(parts, state["accumulating"], mine and mine["accumulated"])
                 self._check_scale(state.get("loss_scaler"), goes_on=updater is not None)
-                self._check_divisor(int(state["config"]["gradient_accumulation_steps"]))
-            numbers = wanted.numbers(updater)
-            return objects, mine, told, wanted, numbers, {} if updater is None else wanted.small(numbers, updater)
+                self._check_accumulation_steps(int(state["config"]["gradient_accumulation_steps"]))
+            numbers = wanted.read_numbers(updater)
+            return (
+                objects,
+                mine,
+                told,
+                wanted,
+                numbers,
+                {} if updater is None else wanted.read_small_states(numbers, updater),
+            )
 
         checked = report_read_errors(opened.folder)(check)
         objects, mine, told, wanted, numbers, small = together.do("checking a checkpoint", checked)
@@ -444,7 +466,7 @@ class LoadCheckpoints:
                 load_accumulated(parts, mine["accumulated"], source)
             set_extra_states(parts.model, objects.extra_states)
 
-        with self._state.loading(str(opened.folder), wanted.replaced(), everything=wanted.is_everything):
+        with self._state.loading(str(opened.folder), wanted.replaced_names(), everything=wanted.is_everything):
             try:
                 together.do("loading a checkpoint", fill)
             finally:
@@ -456,15 +478,17 @@ class LoadCheckpoints:
             restore_groups(updater, state["groups"])
             run.scaler.load_state_dict(state.get("loss_scaler"))
         if not only_module:
-            go_on = partial(_restore_small, run, state, told, objects.position, own=mine is not None)
+            go_on = partial(_restore_run_state, run, state, told, objects.position, own=mine is not None)
             together.do("going on from a checkpoint", go_on)
-        self._gather()
-        self._say(opened, only_module=only_module)
+        self._gather_weights()
+        self._log_loaded(opened, only_module=only_module)
         return objects
 
-    def _gather(self) -> None:
+    def _gather_weights(self) -> None:
         """Bring what only all ranks together can gather; later one rank may evaluate alone."""
-        if not self._state.half_loaded:  # else an earlier load has left states that this one did not replace
+        if (
+            not self._state.partially_loaded_folder
+        ):  # else an earlier load has left states that this one did not replace
             self._steps.make_ready("load_checkpoint")
 
     def _check_scale(self, saved: dict[str, Any] | None, *, goes_on: bool) -> None:
@@ -478,7 +502,7 @@ class LoadCheckpoints:
                 "load_optimizer_states=True, or save after step()"
             )
 
-    def _check_divisor(self, then: int) -> None:
+    def _check_accumulation_steps(self, then: int) -> None:
         """Gradients are divided by the number of micro-batches. Raises ConfigError: it is another now."""
         now = self._run.config.gradient_accumulation_steps
         if then != now:
@@ -489,38 +513,40 @@ class LoadCheckpoints:
             )
 
 
-def _restore_small(run: Run, state: dict[str, Any], told: dict[str, Any] | None, position: Any, *, own: bool) -> None:
+def _restore_run_state(
+    run: Run, state: dict[str, Any], rank_state: dict[str, Any] | None, position: Any, *, own: bool
+) -> None:
     with report_read_errors("the counters of a checkpoint"):
         restore_counters(run, state)
-    if told is not None:
-        restore_rank(run, told, position, own=own)
+    if rank_state is not None:
+        restore_rank(run, rank_state, position, own=own)
 
 
-def _objects_of(
-    opened: Opened,
+def _read_objects(
+    opened: OpenCheckpoint,
     mine: dict[str, Any] | None,
-    told: dict[str, Any] | None,
+    rank_state: dict[str, Any] | None,
     parts: EngineParts,
     *,
     only_module: bool,
     trusted: bool,
-) -> _Objects:
+) -> _LoadedObjects:
     """Of `client` and of the states of ranks; with `only_module` extra states alone, if the model's modules take any.
 
     Raises ConfigError: there is an object that is not loaded; names its class.
     """
     if only_module and not takes_extra_states(parts.model):
-        return _Objects()
+        return _LoadedObjects()
     client = opened.client(trusted)
     extra = client.get("extra_states", {})
     if only_module:
-        return _Objects(extra_states=extra)
+        return _LoadedObjects(extra_states=extra)
     # A scheduler's state is its stage's own if the rank has saved the same stage, since groups differ by stage.
     scheduler, (names, own) = client["lr_scheduler"], (mine or {}).get("lr_scheduler", (None, None))
     if names == [leaf.names[0] for leaf in parts.leaves]:
         scheduler = unpack_any(own, "the scheduler of a stage", trusted=trusted)
-    position = None if told is None else data_position(told, trusted=trusted)
-    return _Objects(client["client_state"], extra, scheduler, position)
+    position = None if rank_state is None else data_position(rank_state, trusted=trusted)
+    return _LoadedObjects(client["client_state"], extra, scheduler, position)
 
 
 def _load_scheduler(scheduler: Any, state: Any) -> None:

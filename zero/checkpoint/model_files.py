@@ -57,11 +57,11 @@ def copy_model_files(files: dict[str, Path], out: Path, dtype: torch.dtype, *, r
             shutil.copyfile(path, out / name)
             copied.append(name)
     if CONFIG in copied:
-        _say_dtype(out / CONFIG, str(dtype).removeprefix("torch."))
+        _set_dtype(out / CONFIG, str(dtype).removeprefix("torch."))
     return copied
 
 
-def _say_dtype(config: Path, dtype: str) -> None:
+def _set_dtype(config: Path, dtype: str) -> None:
     def said(value: Any) -> Any:
         if not isinstance(value, dict):
             return value

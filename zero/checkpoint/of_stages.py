@@ -20,7 +20,7 @@ from zero.params.buffers import packed_extra_states, persistent_buffers
 LISTS, TABLES = ("parameters", "frozen", "buffers"), ("aliases", "dtypes")
 
 
-def whole_state(everyone: Exchange, state: Mapping[str, Any]) -> dict[str, Any]:
+def gather_stage_states(everyone: Exchange, state: Mapping[str, Any]) -> dict[str, Any]:
     """The common state of all stages, with the names of all of them. All ranks call this."""
     mine = json.dumps([{key: state[key] for key in (*LISTS, *TABLES)}, state["has_frozen"]]).encode()
     answers = everyone.agree("names of all stages", mine)
@@ -41,7 +41,7 @@ def whole_state(everyone: Exchange, state: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def whole_extra_states(everyone: Exchange, model: nn.Module) -> dict[str, Any]:
+def gather_extra_states(everyone: Exchange, model: nn.Module) -> dict[str, Any]:
     """The extra states of the modules of all stages; of a tied module the first stage's count. All ranks call this."""
     mine = Together(everyone).do("extra states", lambda: packed_extra_states(model, "save_checkpoint"))
     payload = b"" if mine is None else make_archive(mine)
@@ -52,7 +52,7 @@ def whole_extra_states(everyone: Exchange, model: nn.Module) -> dict[str, Any]:
     return whole
 
 
-def of_stage(state: dict[str, Any], parts: EngineParts) -> tuple[frozenset[str], dict[str, Any]]:
+def select_stage_state(state: dict[str, Any], parts: EngineParts) -> tuple[frozenset[str], dict[str, Any]]:
     """Names of parameters and buffers of all stages, and this stage's part of `whole_state`. All ranks call this."""
     if not parts.collectives.is_stage:
         return frozenset(), state
@@ -62,10 +62,10 @@ def of_stage(state: dict[str, Any], parts: EngineParts) -> tuple[frozenset[str],
     names = frozenset(name for answer in answers for name in json.loads(answer))
     held = [{**group, "params": [name for name in group["params"] if name in own]} for group in state["groups"]]
     for groups in state.get("stage_groups", ()):  # groups of a number may have other options on other stages
-        if _names(groups) == _names(held):
+        if _parameter_names(groups) == _parameter_names(held):
             return names, {**state, "groups": groups}
     return names, {**state, "groups": held}
 
 
-def _names(groups: Iterable[Mapping[str, Any]]) -> set[str]:
+def _parameter_names(groups: Iterable[Mapping[str, Any]]) -> set[str]:
     return {name for group in groups for name in group["params"]}

@@ -21,21 +21,21 @@ from zero.assembly.assembly import EngineParts
 from zero.checkpoint.dcp_format import (
     METADATA_FILE,
     MODEL,
+    DataFile,
     FileEntry,
     Manifest,
-    WrittenFile,
     make_metadata,
     write_manifest,
 )
-from zero.checkpoint.folder import Checkpoints, Partial
-from zero.checkpoint.frozen import SharedFrozen
-from zero.checkpoint.writer import Extents, RankPart, data_file, failure_file, list_file, read_list
+from zero.checkpoint.folder import CheckpointFolder, PartialCheckpoint
+from zero.checkpoint.frozen import SharedFrozenWeights
+from zero.checkpoint.writer import Extents, RankDataFile, data_file_name, failure_file_name, list_file_name, read_list
 from zero.exchange.together import Together
 
 logger = logging.getLogger("zero")
 
 
-class CheckpointSave:
+class SaveJob:
     """One save of one engine, on one rank.
 
     `save_dir`: the folder of all checkpoints; `tag`: checked, the same on all ranks.
@@ -46,15 +46,15 @@ class CheckpointSave:
         self._parts, self.placement, self.tag = parts, everyone.placement, tag
         self.keep_last: int | None = None  # The number of checkpoints to keep; None: all.
         self.tools: Mapping[str, str] = {}  # Name -> text of scripts to write into the folder that has `latest`.
-        self._files, self._together, self._exchange = files, Together(everyone), everyone
-        self._folders = Checkpoints(save_dir, files)
+        self._files, self._together, self._collectives = files, Together(everyone), everyone
+        self._folders = CheckpointFolder(save_dir, files)
         self._aliases: dict[str, str] = {}
-        self.beside: Mapping[str, WrittenFile] = {}  # Files in other folders that are also part of this checkpoint.
-        self._partial: Partial | None = None
+        self.shared_files: Mapping[str, DataFile] = {}  # Files in other folders that are also part of this checkpoint.
+        self._partial: PartialCheckpoint | None = None
         self._global_steps = 0
-        self._part: RankPart | None = None
+        self._rank_data_file: RankDataFile | None = None
 
-    def begin(self, extents: Extents, state: Mapping[str, Any]) -> RankPart:
+    def begin(self, extents: Extents, state: Mapping[str, Any]) -> RankDataFile:
         """Make the folder and this rank's file in it, with all its room reserved.
 
         Raises StorageError: there is no room; StateError: it failed on another rank.
@@ -67,32 +67,32 @@ class CheckpointSave:
 
         # Results are stored in `self` at once: if another rank fails, `close` can still release them.
         def make() -> None:
-            self._partial = self._folders.begin(self.tag)
+            self._partial = self._folders.create_partial(self.tag)
 
         def create() -> None:
-            self._part = RankPart(self._parts, extents, folder, self.placement.rank, self._files)
+            self._rank_data_file = RankDataFile(self._parts, extents, folder, self.placement.rank, self._files)
 
         self._together.first("making the folder of a checkpoint", make)
         self._together.do("reserving the room of a checkpoint", create)
-        return self.part
+        return self.rank_data_file
 
     def write(self) -> None:
         """Write this rank's part and sync it. Raises the same errors as `begin`."""
-        self._together.do("writing a checkpoint", self.part.write)
+        self._together.do("writing a checkpoint", self.rank_data_file.write)
 
     def commit(self, *, save_latest: bool) -> None:
         """Complete the checkpoint. Raises the same errors as `begin`."""
         self._together.first("ending a checkpoint", lambda: self.assemble(save_latest=save_latest))
 
     @property
-    def part(self) -> RankPart:
-        if self._part is None:
+    def rank_data_file(self) -> RankDataFile:
+        if self._rank_data_file is None:
             raise StateError("checkpoint: no save is in progress; call begin() first")
-        return self._part
+        return self._rank_data_file
 
-    def say_failed(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         with suppress(StorageError):
-            path = self._folders.partial_folder(self.tag) / failure_file(self.placement.rank)
+            path = self._folders.partial_folder(self.tag) / failure_file_name(self.placement.rank)
             self._files.write_bytes(path, f"{type(error).__name__}: {error}")
 
     def missing_parts(self) -> dict[int, object]:
@@ -100,47 +100,47 @@ class CheckpointSave:
 
         Raises StateError: a rank's part has failed.
         """
-        folder, names = self._folders.partial_folder(self.tag), self._names()
-        ranks = [rank for rank in range(self.placement.world_size) if list_file(rank) not in names]
-        return {rank: self._files.stamp(folder / data_file(rank)) for rank in ranks}
+        folder, names = self._folders.partial_folder(self.tag), self._list_files()
+        ranks = [rank for rank in range(self.placement.world_size) if list_file_name(rank) not in names]
+        return {rank: self._files.stamp(folder / data_file_name(rank)) for rank in ranks}
 
     def is_completed(self) -> bool:
         """On another rank, whose part is written: has the first rank completed the checkpoint?
 
         Then this file is in the folder of that name. Raises StateError: the first rank, or another's part, has failed.
         """
-        if self._names():
+        if self._list_files():
             return False
-        path = self._folders.save_dir / self.tag / data_file(self.placement.rank)
-        if self._files.file_bytes(path) is None or self._files.stamp(path) != self.part.stamp:
-            raise self._given_up()
+        path = self._folders.save_dir / self.tag / data_file_name(self.placement.rank)
+        if self._files.file_bytes(path) is None or self._files.stamp(path) != self.rank_data_file.stamp:
+            raise self._given_up_error()
         return True
 
-    def refuse_removed(self) -> None:
+    def raise_if_removed(self) -> None:
         """On another rank, whose part has failed: raise StateError if that is because the first rank has given up."""
         if self.placement.rank and not self._files.exists(self._folders.partial_folder(self.tag)):
-            raise self._given_up()
+            raise self._given_up_error()
 
-    def _given_up(self) -> StateError:
-        left = [f"rank {rank} {why}" for rank, why in self.gone(range(self.placement.world_size)).items()]
+    def _given_up_error(self) -> StateError:
+        left = [f"rank {rank} {why}" for rank, why in self.ended_ranks(range(self.placement.world_size)).items()]
         return StateError(
             f"saving a checkpoint: the first rank could not complete {self.tag}: "
             f"{'; '.join(left) or 'its own error says why'}; older checkpoints are as they were"
         )
 
-    def gone(self, ranks: Collection[int]) -> dict[int, str]:
+    def ended_ranks(self, ranks: Collection[int]) -> dict[int, str]:
         """Those of these ranks that have ended, and what is known of it. Blocks."""
-        return self._exchange.gone([rank for rank in ranks if rank != self.placement.rank])
+        return self._collectives.gone([rank for rank in ranks if rank != self.placement.rank])
 
-    def _names(self) -> set[str]:
+    def _list_files(self) -> set[str]:
         """What is in the folder so far; nothing once it has got its name, or is removed."""
         folder = self._folders.partial_folder(self.tag)
         names = set(self._files.listing(folder))
         for rank in range(self.placement.world_size):
-            if failure_file(rank) in names:
+            if failure_file_name(rank) in names:
                 why = ""
                 with suppress(StorageError):  # the first rank may be removing the folder
-                    why = self._files.read_bytes(folder / failure_file(rank)).decode()
+                    why = self._files.read_bytes(folder / failure_file_name(rank)).decode()
                 raise StateError(f"saving a checkpoint: it failed on rank {rank}: {why}")
         return names
 
@@ -149,16 +149,16 @@ class CheckpointSave:
         partial, files = self._partial, self._files
         if partial is None:
             raise StateError("checkpoint: no save is in progress; call begin() first")
-        written = dict(self.beside)
+        written = dict(self.shared_files)
         for rank in range(self.placement.world_size):
-            written[data_file(rank)] = read_list(files, partial.folder / list_file(rank))
+            written[data_file_name(rank)] = read_list(files, partial.folder / list_file_name(rank))
         entries = {name: entry for name, (entry, _) in written.items()}
         metadata = make_metadata({name: boxes for name, (_, boxes) in written.items()}, self._aliases)
         files.write_bytes(partial.folder / METADATA_FILE, metadata)
         checksum = kernels.crc32c(bytes_tensor(metadata))
         entries[METADATA_FILE] = FileEntry(bytes=len(metadata), boxes=((0, len(metadata), checksum),))
         for rank in range(self.placement.world_size):
-            files.remove(partial.folder / list_file(rank))
+            files.remove(partial.folder / list_file_name(rank))
         manifest = Manifest(
             tag=self.tag,
             global_steps=self._global_steps,
@@ -188,16 +188,16 @@ class CheckpointSave:
     def _remove_old(self) -> None:
         if self.keep_last is not None and self._folders.keep_last(self.keep_last):
             left = [self._folders.save_dir / tag for tag in self._folders.tags()]
-            SharedFrozen(self._folders.save_dir, self._files).remove_unused(left)
+            SharedFrozenWeights(self._folders.save_dir, self._files).remove_unused(left)
 
     def close(self) -> None:
         """Release everything; an incomplete checkpoint is removed."""
-        part, self._part = self._part, None
+        part, self._rank_data_file = self._rank_data_file, None
         if part is not None:
             part.close()
-        self.give_up()
+        self.abandon()
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Remove an incomplete checkpoint; does nothing after `assemble`."""
         partial, self._partial = self._partial, None
         if partial is not None:

@@ -20,17 +20,17 @@ from zero.assembly.run import Run
 from zero.assembly.steps import EngineSteps
 from zero.checkpoint.accumulated import add_accumulated, ranks_shape
 from zero.checkpoint.background import BackgroundSave, CheckpointState
-from zero.checkpoint.folder import check_tag, folder_named
+from zero.checkpoint.folder import check_folder_argument, check_tag
 from zero.checkpoint.frozen import (
     FrozenPart,
-    SharedFrozen,
+    SharedFrozenWeights,
     Stamp,
     digest_of,
     frozen_extents,
     frozen_sums,
 )
-from zero.checkpoint.of_stages import whole_extra_states, whole_state
-from zero.checkpoint.save import CheckpointSave
+from zero.checkpoint.of_stages import gather_extra_states, gather_stage_states
+from zero.checkpoint.save import SaveJob
 from zero.checkpoint.source import CLIENT, RANK, STATE
 from zero.checkpoint.writer import Extents, plan_extents
 from zero.exchange.together import Together
@@ -89,25 +89,25 @@ class SaveCheckpoints:
             StateError: inside forward, backward or `GatheredParameters`; or it failed on another rank.
         """
         # Absolute, because a save that goes on beside training must not follow the program to another folder.
-        folder = folder_named(save_dir, "save_checkpoint: save_dir").absolute()
-        self.between_steps("save_checkpoint")
+        folder = check_folder_argument(save_dir, "save_checkpoint: save_dir").absolute()
+        self.ensure_between_steps("save_checkpoint")
         name = self._agree_on_tag(f"global_step{self._run.global_steps}" if tag is None else tag)
         frozen = self._save_frozen(folder, left_out=exclude_frozen_parameters)
         parts = self._run.parts
         if self._run.updater is not None and self._run.updater.keeps_small:
             self._steps.synchronize()  # small states are captured now, so the updates that change them must be done
         state, extents = self._capture(client_state or {}, frozen)
-        behind = self._may_save_behind(state)
+        behind = self._may_save_async(state)
         if not behind:
             self._steps.synchronize()
-        save = CheckpointSave(parts, folder, name, self.files)
+        save = SaveJob(parts, folder, name, self.files)
         keep_last = self._run.config.checkpoint.keep_last
-        save.beside, save.keep_last, save.tools = frozen.beside, keep_last, self.checkpoint_tools
+        save.shared_files, save.keep_last, save.tools = frozen.shared_files, keep_last, self.checkpoint_tools
         said = f"checkpoint {folder / name}: {format_bytes(extents.nbytes)} of this rank saved"
         try:
             save.begin(extents, state)
             if behind:
-                self._state.go_on_with(BackgroundSave(save, parts, save_latest=save_latest, describe=said))
+                self._state.set_background_save(BackgroundSave(save, parts, save_latest=save_latest, describe=said))
                 return True
             save.write()
             save.commit(save_latest=save_latest)
@@ -118,11 +118,11 @@ class SaveCheckpoints:
         logger.info("%s", said)
         return True
 
-    def _may_save_behind(self, state: Mapping[str, Any]) -> bool:
+    def _may_save_async(self, state: Mapping[str, Any]) -> bool:
         """True when training may continue while this is written; else the log says why not."""
         if not self._run.config.checkpoint.async_save:
             return False
-        why, modified = "", sorted(self._state.modified.union(*self._state.edited))
+        why, modified = "", sorted(self._state.modified_units.union(*self._state.edited_units))
         if self._run.collectives.is_stage:
             why = "the stages of a pipeline save at the same time"
         elif state["accumulating"] is not None:
@@ -138,7 +138,7 @@ class SaveCheckpoints:
             )
         return not why
 
-    def between_steps(self, what: str) -> None:
+    def ensure_between_steps(self, what: str) -> None:
         """Make sure that no part of the model is in use, and that no other checkpoint is being written."""
         self._steps.check_open(what)
         self._run.parts.check_outside_calls(what)
@@ -162,13 +162,13 @@ class SaveCheckpoints:
             or parts.collectives.is_stage
             or len(parts.trained_indices) == len(parts.leaves)
         ):
-            return FrozenPart(inside=not left_out)
+            return FrozenPart(is_inside=not left_out)
         self._state.frozen_sums = frozen_sums(parts, self._state.frozen_sums)
         if mode == "reference":
-            return FrozenPart(inside=False, sums=self._state.frozen_sums)
-        digest, shared = digest_of(self._state.frozen_sums), SharedFrozen(save_dir, self.files)
+            return FrozenPart(is_inside=False, sums=self._state.frozen_sums)
+        digest, shared = digest_of(self._state.frozen_sums), SharedFrozenWeights(save_dir, self.files)
         if not self._may_share(shared, digest):
-            save = CheckpointSave(parts, shared.folders.save_dir, digest, self.files)
+            save = SaveJob(parts, shared.folders.save_dir, digest, self.files)
             try:
                 save.begin(frozen_extents(parts), {"global_steps": self._run.global_steps})
                 save.write()
@@ -176,9 +176,9 @@ class SaveCheckpoints:
             finally:
                 save.close()
         self._shared_stamp = shared.stamp(digest)
-        return FrozenPart(inside=False, beside=shared.entries(digest))
+        return FrozenPart(is_inside=False, shared_files=shared.entries(digest))
 
-    def _may_share(self, shared: SharedFrozen, digest: str) -> bool:
+    def _may_share(self, shared: SharedFrozenWeights, digest: str) -> bool:
         """True if they are there, undamaged. Files verified before are not read again. All ranks call this."""
         stamp, placement = shared.stamp(digest), self._run.collectives.placement
         told = "known" if stamp and stamp == self._shared_stamp else "there" if stamp else "missing"
@@ -207,33 +207,35 @@ class SaveCheckpoints:
         own = parts.collectives.everyone.saves
 
         def wanted(index: int) -> bool:
-            return (frozen.inside or index in trained) and own(parts.leaves[index].names[0])
+            return (frozen.is_inside or index in trained) and own(parts.leaves[index].names[0])
 
         extents = plan_extents(parts, wanted, self._run.updater)
         state = common_state(self._run)
-        state["has_frozen"], state["frozen_sums"] = frozen.inside or bool(frozen.beside), dict(frozen.sums)
+        state["has_frozen"], state["frozen_sums"] = frozen.is_inside or bool(frozen.shared_files), dict(frozen.sums)
         if not state["has_frozen"]:
             left_out = set(state["frozen"])
             state["aliases"] = {alias: name for alias, name in state["aliases"].items() if name not in left_out}
         extra = None
         if parts.collectives.is_stage:
-            state = whole_state(parts.collectives.everyone, state)
-            extra = whole_extra_states(parts.collectives.everyone, parts.model)
+            state = gather_stage_states(parts.collectives.everyone, state)
+            extra = gather_extra_states(parts.collectives.everyone, parts.model)
         together = Together(parts.collectives.everyone)
         accumulated = None
-        if self._backward_torn():
+        if self._is_backward_torn():
             state["step_began"] = state["micro_steps"]
         else:
             accumulated = together.do("saving collected gradients", lambda: add_accumulated(extents, parts))
         answers = self._run.collectives.agree("collected gradients", b"" if accumulated is None else b"some")
         state["accumulating"] = ranks_shape(parts.collectives.placement) if any(answers) else None
-        blobs = together.do("capturing what is saved", lambda: self._blobs(state, client_state, extra, accumulated))
+        blobs = together.do(
+            "capturing what is saved", lambda: self._make_blobs(state, client_state, extra, accumulated)
+        )
         for name, archive in blobs.items():
             extents.add_blob(name, archive)
-        extents.end()
+        extents.finish()
         return state, extents
 
-    def _backward_torn(self) -> bool:
+    def _is_backward_torn(self) -> bool:
         """True, with a warning, if gradients are missing: they are not saved, so that no later step can use them."""
         watch, everyone = self._run.parts.backward_watch, self._run.collectives.everyone
         watch.end_stray()
@@ -246,7 +248,7 @@ class SaveCheckpoints:
             )
         return torn
 
-    def _blobs(
+    def _make_blobs(
         self,
         state: dict[str, Any],
         client_state: Mapping[str, Any],

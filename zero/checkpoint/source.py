@@ -21,10 +21,10 @@ from zero.checkpoint.dcp_format import (
     MANIFEST_FILE,
     METADATA_FILE,
     RUN_BYTES,
+    FileBox,
     Manifest,
-    WrittenBox,
     begin_of,
-    is_flat,
+    is_contiguous,
     read_metadata,
 )
 
@@ -33,12 +33,12 @@ STATE, CLIENT, RANK = "state", "client", "rank"
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class TensorInfo:
     shape: torch.Size
     dtype: torch.dtype
 
 
-GOOD_READS = 3
+VALID_READS = 3
 """The result of a read stays valid during so many further reads."""
 
 
@@ -49,7 +49,7 @@ class Source(Protocol):
     `.exp_avg_sq`; other optimizers have states of other names.
     """
 
-    tensors: Mapping[str, Saved]
+    tensors: Mapping[str, TensorInfo]
 
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the flattened tensor, 1-D, on the host, in the saved dtype.
@@ -65,7 +65,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenCheckpoint:
     """A checkpoint to load from; close it, or use it as a context."""
 
     folder: Path
@@ -80,7 +80,7 @@ class Opened:
         """Close all files. Idempotent."""
         self.source.close()
 
-    def __enter__(self) -> Opened:
+    def __enter__(self) -> OpenCheckpoint:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -104,10 +104,10 @@ class FolderSource:
     def __init__(self, folder: Path, manifest: Manifest, files: Files) -> None:
         self.folder, self._manifest = folder, manifest
         with report_read_errors(folder):
-            largest = self._take(files)
+            largest = self._read_description(files)
         self._reader = BoxReader([folder / name for name in self._names], min(largest, RUN_BYTES), files)
 
-    def _take(self, files: Files) -> int:
+    def _read_description(self, files: Files) -> int:
         """Read and check the metadata; returns the bytes of the largest box."""
         folder, manifest = self.folder, self._manifest
         path = folder / METADATA_FILE
@@ -117,25 +117,25 @@ class FolderSource:
                 raise DamagedError(f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}")
         self._names = sorted(manifest.files)
         payloads = {name: [box[0] for box in manifest.files[name].boxes] for name in self._names}
-        tensors: dict[str, Saved] = {}
+        tensors: dict[str, TensorInfo] = {}
         self._boxes: dict[str, list[_Box]] = {}
         self._blobs: dict[str, StoredBox] = {}
         for file, box in read_metadata(data, str(path)):
-            stored = self._stored(file, box, payloads)
+            stored = self._find_payload(file, box, payloads)
             if box.dtype is None:
                 self._blobs[box.name] = stored
                 continue
-            tensors[box.name] = saved = Saved(torch.Size(box.shape), getattr(torch, box.dtype))
-            flat = self._flat(box, stored)
+            tensors[box.name] = saved = TensorInfo(torch.Size(box.shape), getattr(torch, box.dtype))
+            flat = self._flat_box(box, stored)
             if stored.nbytes != (flat.end - flat.begin) * saved.dtype.itemsize:
                 raise ConfigError(
                     f"{folder}: {box.name}: {flat.end - flat.begin:,} elements of {saved.dtype} do not take the "
                     f"{stored.nbytes:,} bytes that the manifest names"
                 )
             self._boxes.setdefault(box.name, []).append(flat)
-        self.tensors: Mapping[str, Saved] = tensors
+        self.tensors: Mapping[str, TensorInfo] = tensors
         for name in tensors:
-            self._check_whole(name)
+            self._check_complete(name)
         return max((box[1] for name in self._names for box in manifest.files[name].boxes), default=0)
 
     @property
@@ -186,8 +186,8 @@ class FolderSource:
             if box.end > begin:
                 yield box
 
-    def _flat(self, box: WrittenBox, stored: StoredBox) -> _Box:
-        if not is_flat(box.shape, box.sizes):
+    def _flat_box(self, box: FileBox, stored: StoredBox) -> _Box:
+        if not is_contiguous(box.shape, box.sizes):
             raise ConfigError(
                 f"{self.folder}: {box.name}: a box of {box.sizes} is not contiguous in {box.shape}; only checkpoints "
                 "that an engine saved can be read"
@@ -195,7 +195,7 @@ class FolderSource:
         begin = begin_of(box.shape, box.offsets)
         return _Box(begin, begin + math.prod(box.sizes), stored)
 
-    def _check_whole(self, name: str) -> None:
+    def _check_complete(self, name: str) -> None:
         """Sort a tensor's boxes; raise ConfigError if an element is in none or in two."""
         boxes, position = sorted(self._boxes[name], key=lambda box: (box.begin, box.end)), 0
         for box in boxes:
@@ -206,7 +206,7 @@ class FolderSource:
             raise ConfigError(f"{self.folder}: {name}: elements from {position:,} on are missing")
         self._boxes[name] = [box for box in boxes if box.begin < box.end]
 
-    def _stored(self, file: str, box: WrittenBox, payloads: Mapping[str, list[int]]) -> StoredBox:
+    def _find_payload(self, file: str, box: FileBox, payloads: Mapping[str, list[int]]) -> StoredBox:
         known = payloads.get(file, [])
         at = bisect_left(known, box.begin)
         if at == len(known) or known[at] >= box.begin + box.nbytes:

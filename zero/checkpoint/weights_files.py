@@ -37,7 +37,7 @@ Values = Callable[[Tensor], Iterator[torch.Tensor]]  # A tensor's values, in pie
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class WeightsFile:
     filename: str
     tensors: tuple[Tensor, ...]  # In the order of the file.
 
@@ -47,9 +47,9 @@ class Shard:
         return sum(map(len, parts)) + sum(tensor.nbytes for tensor in self.tensors)
 
 
-def plan_shards(
+def plan_weights_files(
     tensors: Sequence[Tensor], filename: str, max_shard_size: int | str | None, late: Collection[str] = ()
-) -> list[Shard]:
+) -> list[WeightsFile]:
     """Split a model into files, each with as many consecutive tensors as fit; a too large tensor has its own file.
 
     Raises ConfigError: `max_shard_size` is no number of bytes.
@@ -61,7 +61,7 @@ def plan_shards(
         late: names that are placed last in their file, among the tensors of the same dtype.
     """
     stem, suffix = os.path.splitext(filename)
-    limit_bytes = bytes_of(max_shard_size)
+    limit_bytes = parse_shard_size(max_shard_size)
     runs: list[list[Tensor]] = []
     current: list[Tensor] | None = None
     filled_bytes = 0
@@ -77,12 +77,12 @@ def plan_shards(
     count = len(runs) or 1
     names = [f"{stem}-{i + 1:05d}-of-{count:05d}{suffix}" for i in range(count)] if count > 1 else [filename]
     return [
-        Shard(name, tuple(in_file_order(sorted(run, key=lambda tensor: tensor.name in late))))
+        WeightsFile(name, tuple(in_file_order(sorted(run, key=lambda tensor: tensor.name in late))))
         for name, run in zip(names, runs or [[]], strict=True)
     ]
 
 
-def index_of(shards: Iterable[Shard]) -> dict[str, Any] | None:
+def make_index(shards: Iterable[WeightsFile]) -> dict[str, Any] | None:
     """The content of `model.safetensors.index.json`; None for a single file, which needs no index."""
     files = {
         name: shard.filename
@@ -96,7 +96,7 @@ def index_of(shards: Iterable[Shard]) -> dict[str, Any] | None:
     return {"metadata": {"total_size": total_bytes}, "weight_map": files}
 
 
-def bytes_of(max_shard_size: int | str | None) -> int:
+def parse_shard_size(max_shard_size: int | str | None) -> int:
     """The limit as a number of bytes. Raises ConfigError."""
     if max_shard_size is None:
         return 1 << 62
@@ -109,7 +109,7 @@ def bytes_of(max_shard_size: int | str | None) -> int:
     return limit_bytes
 
 
-def checked_name(filename: str) -> str:
+def check_filename(filename: str) -> str:
     """The requested name of a weights file; `.safetensors` is added if it has no known suffix.
 
     Raises ConfigError: it is not a plain name.
@@ -120,7 +120,7 @@ def checked_name(filename: str) -> str:
     return filename if path.suffix in (SUFFIX, *PICKLE_SUFFIXES) else filename + SUFFIX
 
 
-def write_together(relay: Relay, folder: Path, filename: str, shards: list[Shard], values: Values) -> None:
+def write_weights_files(relay: Relay, folder: Path, filename: str, shards: list[WeightsFile], values: Values) -> None:
     """Write a model's files; they appear together, or none does.
 
     Raises StorageError: the disk has no room, or a transfer failed, on any rank.
@@ -144,7 +144,7 @@ def write_together(relay: Relay, folder: Path, filename: str, shards: list[Shard
             relay.exchange(f"saving weights: {shard.filename}")
         with relay.keeping():
             if draft is not None:
-                draft.publish(index_of(shards))
+                draft.publish(make_index(shards))
         relay.exchange("saving weights: publishing")
     finally:
         if draft is not None:
@@ -153,7 +153,7 @@ def write_together(relay: Relay, folder: Path, filename: str, shards: list[Shard
         logger.info("weights saved in %s: %s in %d files", folder, format_bytes(total_bytes), len(shards))
 
 
-def _write(draft: WeightsDraft | None, shard: Shard, values: Values, relay: Relay) -> None:
+def _write(draft: WeightsDraft | None, shard: WeightsFile, values: Values, relay: Relay) -> None:
     """Write one file, on the rank that has the draft; on other ranks its values are only read."""
     file: WeightsWriter | None = None
     with relay.keeping():

@@ -19,8 +19,8 @@ from offload.files.safetensors_writer import Tensor
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
 from zero.assembly.steps import EngineSteps
-from zero.checkpoint.folder import folder_named
-from zero.checkpoint.weights_files import MAX_SHARD_SIZE, checked_name, plan_shards, write_together
+from zero.checkpoint.folder import check_folder_argument
+from zero.checkpoint.weights_files import MAX_SHARD_SIZE, check_filename, plan_weights_files, write_weights_files
 from zero.exchange.together import Relay
 from zero.params.opaque import decoding_names, is_wrapper
 from zero.values.gathered_values import PlaneReader
@@ -101,7 +101,11 @@ class ExportWeights:
             )
             return False
         self._save_weights(
-            folder_named(save_dir, "save_dir"), save_filename, exclude_frozen_parameters, max_shard_size, masters=False
+            check_folder_argument(save_dir, "save_dir"),
+            save_filename,
+            exclude_frozen_parameters,
+            max_shard_size,
+            masters=False,
         )
         return True
 
@@ -121,7 +125,11 @@ class ExportWeights:
         Weights that are not trained are widened; quantised codes are unchanged. Returns True.
         """
         self._save_weights(
-            folder_named(save_dir, "save_dir"), save_filename, exclude_frozen_parameters, max_shard_size, masters=True
+            check_folder_argument(save_dir, "save_dir"),
+            save_filename,
+            exclude_frozen_parameters,
+            max_shard_size,
+            masters=True,
         )
         return True
 
@@ -148,10 +156,10 @@ class ExportWeights:
         Tied parameters are one tensor under each of their names. Works at any stage. Raises StateError: inside forward,
         backward or `GatheredParameters`; StorageError: a transfer failed, on any rank.
         """
-        entries = self._resting_entries("a consolidated state dict", exclude_frozen=exclude_frozen_parameters)
+        entries = self._synchronized_entries("a consolidated state dict", exclude_frozen=exclude_frozen_parameters)
         relay = Relay(self._run.collectives)
         found: OrderedDict[str, torch.Tensor] = OrderedDict()  # OrderedDict[...]() would pickle its type arguments
-        with self._reader(relay, masters=False) as reader:
+        with self._open_reader(relay, masters=False) as reader:
             for name, entry in entries.items():
                 whole = found.get(entry.names[0])
                 if name == entry.names[0]:
@@ -161,7 +169,7 @@ class ExportWeights:
                         if relay.placement.rank == 0
                         else None
                     )
-                    _fill(whole, _values_of(entry, reader, dtype))
+                    _copy_pieces(whole, _values_of(entry, reader, dtype))
                 if whole is not None:
                     found[name] = whole
             relay.exchange("a consolidated state dict")
@@ -177,15 +185,15 @@ class ExportWeights:
     def _save_weights(
         self, folder: Path, filename: str, exclude_frozen: bool, max_shard_size: int | str | None, *, masters: bool
     ) -> None:
-        filename = checked_name(filename)
-        entries = self._resting_entries(f"saving weights in {folder}", exclude_frozen=exclude_frozen)
+        filename = check_filename(filename)
+        entries = self._synchronized_entries(f"saving weights in {folder}", exclude_frozen=exclude_frozen)
         by_name = {name: entry for name, entry in entries.items() if name == entry.names[0]}
         relay = Relay(self._run.collectives)
-        with self._reader(relay, masters=masters) as reader:
+        with self._open_reader(relay, masters=masters) as reader:
             tensors = [
                 Tensor(
                     name,
-                    _written_as(entry, _dtype_of(entry, reader), masters=masters),
+                    _file_dtype(entry, _dtype_of(entry, reader), masters=masters),
                     entry.tensor.shape,
                     tuple(entry.names[1:]),
                 )
@@ -194,14 +202,14 @@ class ExportWeights:
             # One sub-group's states are in memory at a time. Reading a frozen weight in between would release them, so
             # frozen weights are placed last.
             late = {name for name, entry in by_name.items() if not entry.tensor.requires_grad}
-            shards = plan_shards(tensors, filename, max_shard_size, late)
+            shards = plan_weights_files(tensors, filename, max_shard_size, late)
 
             def values(tensor: Tensor) -> Iterator[torch.Tensor]:
                 return _values_of(by_name[tensor.name], reader, tensor.dtype)
 
-            write_together(relay, folder, filename, shards, values)
+            write_weights_files(relay, folder, filename, shards, values)
 
-    def _resting_entries(self, what: str, *, exclude_frozen: bool) -> dict[str, NamedTensor]:
+    def _synchronized_entries(self, what: str, *, exclude_frozen: bool) -> dict[str, NamedTensor]:
         """Follow changes of the model, and wait until the planes hold its values."""
         self._steps.make_ready(what)
         self._run.parts.check_outside_calls(what)
@@ -209,7 +217,7 @@ class ExportWeights:
         return entries_of(self._run.module, exclude_frozen=exclude_frozen)
 
     @contextmanager
-    def _reader(self, relay: Relay, *, masters: bool) -> Iterator[PlaneReader]:
+    def _open_reader(self, relay: Relay, *, masters: bool) -> Iterator[PlaneReader]:
         """A reader of the planes, which are at rest inside the context. No value changes: old graphs stay valid."""
         parts = self._run.parts
         parts.stepper.finish()
@@ -228,7 +236,7 @@ def _dtype_of(entry: NamedTensor, reader: PlaneReader) -> torch.dtype:
     return reader.dtype_of(entry.tensor) if isinstance(entry.tensor, nn.Parameter) else entry.tensor.dtype
 
 
-def _written_as(entry: NamedTensor, dtype: torch.dtype, *, masters: bool) -> torch.dtype:
+def _file_dtype(entry: NamedTensor, dtype: torch.dtype, *, masters: bool) -> torch.dtype:
     return torch.float32 if masters and dtype.is_floating_point and not entry.opaque else dtype
 
 
@@ -240,9 +248,9 @@ def _values_of(entry: NamedTensor, reader: PlaneReader, dtype: torch.dtype) -> I
         yield entry.tensor.detach().to(device="cpu", dtype=dtype).reshape(-1)
 
 
-def _fill(whole: torch.Tensor | None, pieces: Iterator[torch.Tensor]) -> None:
+def _copy_pieces(target: torch.Tensor | None, pieces: Iterator[torch.Tensor]) -> None:
     position = 0
     for piece in pieces:
-        if whole is not None:
-            whole.view(-1)[position : position + piece.numel()].copy_(piece)
+        if target is not None:
+            target.view(-1)[position : position + piece.numel()].copy_(piece)
             position += piece.numel()

@@ -36,9 +36,9 @@ from zero.checkpoint.dcp_format import (
     RUN_BYTES,
     STEP,
     Box,
+    DataFile,
+    FileBox,
     FileEntry,
-    WrittenBox,
-    WrittenFile,
     short_boxes,
     state_name,
 )
@@ -50,13 +50,13 @@ from zero.plan.record import Record
 from zero.store.staging import StagedGroup
 from zero.store.stored_values import stage_group
 
-BLOCKS = 8  # Runs in memory at once.
-EXTENTS_AT_ONCE = 4  # While some are written the next are read and encoded: with fewer the disk is sometimes idle.
-ENCODERS = 2  # Threads. One thread encodes 5 GB/s; a disk of that speed would have to wait for it.
+POOL_BLOCKS = 8  # Runs in memory at once.
+EXTENTS_IN_FLIGHT = 4  # While some are written the next are read and encoded: with fewer the disk is sometimes idle.
+ENCODER_THREADS = 2  # Threads. One thread encodes 5 GB/s; a disk of that speed would have to wait for it.
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BoxToWrite:
     """One box of one tensor, and the place of its values."""
 
     name: str  # The tensor's name in the checkpoint.
@@ -83,7 +83,7 @@ class Extent:
     """Runs that are contiguous in the file, and are made from one read of the planes."""
 
     group: SubGroup | None  # None: the values are read box by box.
-    runs: tuple[PackedRun[Part], ...]
+    runs: tuple[PackedRun[BoxToWrite], ...]
 
     @property
     def nbytes(self) -> int:
@@ -93,60 +93,62 @@ class Extent:
 class Extents:
     """All extents that this rank writes.
 
-    `groups`: sub-groups of the plan. `wanted`: called with a parameter's index: False leaves it out.
+    `groups`: sub-groups of the plan. `is_wanted`: called with a parameter's index: False leaves it out.
     """
 
-    def __init__(self, parts: EngineParts, groups: Sequence[SubGroup], wanted: Callable[[int], bool]) -> None:
-        self._layout, self._leaves, self._wanted = parts.layout, parts.leaves, wanted
+    def __init__(self, parts: EngineParts, groups: Sequence[SubGroup], is_wanted: Callable[[int], bool]) -> None:
+        self._layout, self._leaves, self._is_wanted = parts.layout, parts.leaves, is_wanted
         self._states, placement = parts.plan.states_of, parts.collectives.placement
         with torch._C.DisableTorchFunctionSubclass():
             self._shapes = [tuple(leaf.parameter.shape) for leaf in parts.leaves]
         turn = placement.replica_ranks.index(placement.rank)
         self.nbytes = 0  # Size of the file so far, in whole pages.
-        self._others: list[Part] = []
-        everything = list(self._everything(groups))
-        mine = [self._placed(*found) for found in everything[turn :: len(placement.replica_ranks)]]
+        self._added_boxes: list[BoxToWrite] = []
+        everything = list(self._all_boxes(groups))
+        mine = [self._place(*found) for found in everything[turn :: len(placement.replica_ranks)]]
         self.extents = [extent for extent in mine if extent.runs]
 
     def add(self, name: str, values: torch.Tensor) -> None:
         """Add a separate tensor in host memory, which must not change until it is written."""
         flat, shape = values.contiguous().reshape(-1), tuple(values.shape)
         boxes = short_boxes(shape, 0, flat.numel(), PIECE_NUMEL)
-        self._others += [Part(name, flat.dtype, box, shape, None, box.begin, values=flat) for box in boxes]
+        self._added_boxes += [BoxToWrite(name, flat.dtype, box, shape, None, box.begin, values=flat) for box in boxes]
 
-    def add_plane(self, name: str, dtype: torch.dtype, plane: TieredArray, unit: Unit) -> None:
+    def add_array(self, name: str, dtype: torch.dtype, array: TieredArray, unit: Unit) -> None:
         """Add a plane's values of a unit, as a tensor of (shard_numel,)."""
         shape = (unit.shard_numel,)
         boxes = short_boxes(shape, 0, unit.shard_numel, PIECE_NUMEL)
-        self._others += [Part(name, dtype, box, shape, unit, unit.begin + box.begin, values=plane) for box in boxes]
+        self._added_boxes += [
+            BoxToWrite(name, dtype, box, shape, unit, unit.begin + box.begin, values=array) for box in boxes
+        ]
 
     def add_blob(self, name: str, archive: torch.Tensor) -> None:
         box = Box((0,), (archive.numel(),), 0)
-        self._others += [Part(name, archive.dtype, box, (), values=archive, is_blob=True)]
+        self._added_boxes += [BoxToWrite(name, archive.dtype, box, (), values=archive, is_blob=True)]
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Place the added tensors; nothing may be added afterwards."""
-        extent = self._placed(None, self._others)
-        self._others = []
+        extent = self._place(None, self._added_boxes)
+        self._added_boxes = []
         if extent.runs:
             self.extents.append(extent)
 
-    def _placed(self, group: SubGroup | None, parts: Sequence[Part]) -> Extent:
+    def _place(self, group: SubGroup | None, parts: Sequence[BoxToWrite]) -> Extent:
         runs = tuple(pack(((part, part.container, part.nbytes) for part in parts), self.nbytes, RUN_BYTES))
         if runs:
             self.nbytes = runs[-1].offset + runs[-1].nbytes
         return Extent(group, runs)
 
-    def _everything(self, groups: Sequence[SubGroup]) -> Iterator[tuple[SubGroup | None, list[Part]]]:
+    def _all_boxes(self, groups: Sequence[SubGroup]) -> Iterator[tuple[SubGroup | None, list[BoxToWrite]]]:
         for group in groups:
             slots = ((unit, slot) for unit in self._layout.units_in(group) for slot in unit.slots)
-            yield group, [part for place in slots for part in self._parts(*place, group.begin, group.end)]
+            yield group, [part for place in slots for part in self._slot_boxes(*place, group.begin, group.end)]
         for unit in self._layout.units:
             if not unit.trainable:
-                yield None, [part for slot in unit.slots for part in self._parts(unit, slot, unit.begin, unit.end)]
+                yield None, [part for slot in unit.slots for part in self._slot_boxes(unit, slot, unit.begin, unit.end)]
 
-    def _parts(self, unit: Unit, slot: Slot, begin: int, end: int) -> Iterator[Part]:
-        if not self._wanted(slot.index):
+    def _slot_boxes(self, unit: Unit, slot: Slot, begin: int, end: int) -> Iterator[BoxToWrite]:
+        if not self._is_wanted(slot.index):
             return
         lo, hi = unit.within(slot)
         lo, hi = max(lo, begin), min(hi, end)
@@ -162,7 +164,7 @@ class Extents:
             tensors = [(MODEL + name, torch.float32, None), *states]
         for box in short_boxes(shape, lo - origin, hi - origin, PIECE_NUMEL):
             for tensor, dtype, state in tensors:
-                yield Part(tensor, dtype, box, shape, unit, origin + box.begin, state)
+                yield BoxToWrite(tensor, dtype, box, shape, unit, origin + box.begin, state)
 
 
 class ExtentWriter:
@@ -183,33 +185,35 @@ class ExtentWriter:
         register: Callable[[torch.Tensor], Callable[[], None]] | None = None,
     ) -> None:
         self._layout, self._storage, self._store_bytes = parts.layout, parts.storage, store
-        self._arena = BlockPool(
-            "checkpoint", BLOCKS * RUN_BYTES, "nothing: it is fixed", torch.device("cpu"), register=register
+        self._pool = BlockPool(
+            "checkpoint", POOL_BLOCKS * RUN_BYTES, "nothing: it is fixed", torch.device("cpu"), register=register
         )
-        self._encoders = Worker("zero-checkpoint-encoder", ENCODERS)
+        self._encoders = Worker("zero-checkpoint-encoder", ENCODER_THREADS)
         self.checksums: dict[int, tuple[int, int]] = {}
-        self.stopped = False  # True: `write_all` begins no further extent, since one has failed or the owner ends it.
+        self.is_stopped = (
+            False  # True: `write_all` begins no further extent, since one has failed or the owner ends it.
+        )
 
     async def write_all(
         self,
         extents: Iterable[Extent],
         write: Callable[[Extent], Awaitable[None]] | None = None,
-        at_once: int = EXTENTS_AT_ONCE,
+        concurrency: int = EXTENTS_IN_FLIGHT,
     ) -> None:
         """Write extents with the planes' present values, each by `write`, or `self.write`. Raises StorageError."""
         waiting, write = iter(extents), write or self.write
 
         async def take_turns() -> None:
             for extent in waiting:
-                if self.stopped:
+                if self.is_stopped:
                     return
                 try:
                     await write(extent)
                 except BaseException:
-                    self.stopped = True
+                    self.is_stopped = True
                     raise
 
-        await await_all([asyncio.ensure_future(take_turns()) for _ in range(at_once)])
+        await await_all([asyncio.ensure_future(take_turns()) for _ in range(concurrency)])
 
     async def write(self, extent: Extent) -> None:
         """Write one extent with the planes' present values. Raises StorageError."""
@@ -230,15 +234,15 @@ class ExtentWriter:
 
     def close(self) -> None:
         self._encoders.close()
-        self._arena.close()
+        self._pool.close()
 
     async def _encode_runs(self, extent: Extent, staged: StagedGroup | None) -> list[asyncio.Task[None]]:
         stores: list[asyncio.Task[None]] = []
         try:
             for run in extent.runs:
-                block = await self._lease(run.nbytes)
+                block = await self._acquire_block(run.nbytes)
                 try:
-                    await self._make(run, block.data, staged)
+                    await self._fill_run(run, block.data, staged)
                 except BaseException:
                     block.free()
                     raise
@@ -249,17 +253,17 @@ class ExtentWriter:
             raise
         return stores
 
-    async def _lease(self, nbytes: int) -> Block:
+    async def _acquire_block(self, nbytes: int) -> Block:
         if nbytes <= RUN_BYTES:
-            return await self._arena.allocate_async(nbytes, "checkpoint")
+            return await self._pool.allocate_async(nbytes, "checkpoint")
         # One box, for example of a user's state, that is larger than the limit of all others.
         return BlockPool("checkpoint", nbytes, "nothing: it is as large as the state", torch.device("cpu")).allocate(
             nbytes, ""
         )
 
-    async def _make(self, run: PackedRun[Part], memory: torch.Tensor, staged: StagedGroup | None) -> None:
+    async def _fill_run(self, run: PackedRun[BoxToWrite], memory: torch.Tensor, staged: StagedGroup | None) -> None:
         """Fill `memory` with a run; pure computation is done on an encoder thread."""
-        fillings = [await self._filling(place.item, place.payload_in(memory), staged) for place in run.boxes]
+        fillings = [await self._prepare_fill(place.item, place.payload_in(memory), staged) for place in run.boxes]
 
         def encode() -> None:
             for place, fill in zip(run.boxes, fillings, strict=True):
@@ -273,13 +277,15 @@ class ExtentWriter:
         else:  # the device's work is ordered by the current stream of this thread, so no other thread may issue it
             encode()
 
-    async def _store(self, run: PackedRun[Part], block: Block) -> None:
+    async def _store(self, run: PackedRun[BoxToWrite], block: Block) -> None:
         try:
             await self._store_bytes(run.offset, block.data)
         finally:
             block.free()
 
-    async def _filling(self, part: Part, target: torch.Tensor, staged: StagedGroup | None) -> Callable[[], None]:
+    async def _prepare_fill(
+        self, part: BoxToWrite, target: torch.Tensor, staged: StagedGroup | None
+    ) -> Callable[[], None]:
         """A function that fills `target` (uint8, on the host) with one box, whose values are then already in memory."""
         lo, hi = part.coordinate, part.coordinate + part.box.numel
         if lo == hi:
@@ -290,7 +296,7 @@ class ExtentWriter:
             raise StateError(f"{part.name}: it is not known where its values are")
         if staged is None:
             plane = part.values or self._storage.weights[self._layout.space_of(part.unit)]
-            return partial(copy_single_threaded, target, await self._stored(plane, part.unit, lo, hi))
+            return partial(copy_single_threaded, target, await self._read_array(plane, part.unit, lo, hi))
         begin, values = staged.group.begin, target.view(part.dtype)
         if part.state is not None:
             return partial(_fill_state, staged.record(), part.state, lo - begin, hi - begin, values)
@@ -298,14 +304,14 @@ class ExtentWriter:
         stored = weight.bytes.view(part.unit.dtype)[lo - weight.begin : hi - weight.begin]
         return partial(_fill_master, stored, staged.record().remainder, lo - begin, values)
 
-    async def _stored(self, plane: TieredArray, unit: Unit, lo: int, hi: int) -> torch.Tensor:
-        memory = plane.memory(lo, hi)
+    async def _read_array(self, array: TieredArray, unit: Unit, lo: int, hi: int) -> torch.Tensor:
+        memory = array.memory(lo, hi)
         if memory is not None:
             return memory
         begin, end = lo // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(hi, BLOCK_NUMEL), unit.end)
-        whole = torch.empty(plane.nbytes(begin, end), dtype=torch.uint8, device="cpu")
-        await read_array(plane, begin, end, whole, self._storage.arena)
-        return whole[plane.nbytes(begin, lo) : plane.nbytes(begin, hi)]
+        whole = torch.empty(array.nbytes(begin, end), dtype=torch.uint8, device="cpu")
+        await read_array(array, begin, end, whole, self._storage.arena)
+        return whole[array.nbytes(begin, lo) : array.nbytes(begin, hi)]
 
 
 def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: int, target: torch.Tensor) -> None:
@@ -320,56 +326,56 @@ def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: in
         target.copy_(joined)
 
 
-def _fill_state(record: Record, which: int, begin: int, end: int, target: torch.Tensor) -> None:
+def _fill_state(group_state: Record, which: int, begin: int, end: int, target: torch.Tensor) -> None:
     """Fill `target` with elements [begin, end) of one of the record's state planes, in fp32."""
-    planes = record.states.planes
+    planes = group_state.states.planes
     if planes:
         copy_single_threaded(target, planes[which][begin:end])
     else:
-        target.copy_(record.states.load(begin, end)[which])
+        target.copy_(group_state.states.load(begin, end)[which])
 
 
-def data_file(rank: int) -> str:
+def data_file_name(rank: int) -> str:
     """The name of a rank's data file, as torch.distributed.checkpoint names it."""
     return f"__{rank}_0.distcp"
 
 
-def list_file(rank: int) -> str:
+def list_file_name(rank: int) -> str:
     """The file that lists the content of a rank's data file for the first rank; removed in a complete checkpoint."""
     return f".written-{rank}.json"
 
 
-def failure_file(rank: int) -> str:
+def failure_file_name(rank: int) -> str:
     """The file that reports to the first rank that a rank's part has failed."""
     return f".failed-{rank}"
 
 
-def plan_extents(parts: EngineParts, wanted: Callable[[int], bool], optimizer: ZeroOptimizer | None) -> Extents:
+def plan_extents(parts: EngineParts, is_wanted: Callable[[int], bool], optimizer: ZeroOptimizer | None) -> Extents:
     """The extents that this rank writes: its part of the planes; on the first rank also buffers and step counts.
 
-    `wanted`: selects parameters, by index.
+    `is_wanted`: selects parameters, by index.
     `optimizer`: has the numbers of the states; None: all are 0. If it keeps small states, no update may be pending.
     """
-    extents, placement = Extents(parts, parts.plan.sub_groups, wanted), parts.collectives.placement
+    extents, placement = Extents(parts, parts.plan.sub_groups, is_wanted), parts.collectives.placement
     if placement.rank == 0:
         for name, buffer in persistent_buffers(parts.model).items():
             if parts.collectives.everyone.saves(name):
                 extents.add(MODEL + name, buffer.detach().to("cpu", copy=True))
         trained = parts.trained_indices
         for leaf in parts.leaves:
-            if leaf.index in trained and wanted(leaf.index):
+            if leaf.index in trained and is_wanted(leaf.index):
                 numbers = {STEP: Scalar(0)} if optimizer is None else optimizer.saved_numbers(id(leaf.parameter))
                 for what, number in numbers.items():
                     extents.add(state_name(leaf.names[0], what), number.tensor())
     if optimizer is not None and placement.rank == placement.replica_ranks[0]:
-        names = {id(leaf.parameter): leaf.names[0] for leaf in parts.leaves if wanted(leaf.index)}
+        names = {id(leaf.parameter): leaf.names[0] for leaf in parts.leaves if is_wanted(leaf.index)}
         for name, small in parts.small_states(names).items():
             for what, value in small.items():
                 extents.add(state_name(name, what), value)
     return extents
 
 
-class RankPart:
+class RankDataFile:
     """One rank's data file while it is written. Raises StorageError: the disk has no room; nothing is left.
 
     `extents`: the extents to write, after `end`. `folder`: of the unfinished checkpoint.
@@ -377,10 +383,10 @@ class RankPart:
 
     def __init__(self, parts: EngineParts, extents: Extents, folder: Path, rank: int, files: Files) -> None:
         self.extents, self._folder, self._rank, self._files = extents.extents, folder, rank, files
-        self._mover = parts.storage.mover
-        self._writing: IoFuture[None] | None = None
+        self._io_loop = parts.storage.mover
+        self._write_future: IoFuture[None] | None = None
         with ExitStack() as undo:
-            self.file: DurableFile = files.create(folder / data_file(rank), extents.nbytes)
+            self.file: DurableFile = files.create(folder / data_file_name(rank), extents.nbytes)
             undo.callback(self.file.close)
             self._aio: Aio = open_aio(AioOptions())
             undo.callback(self._aio.close)
@@ -389,14 +395,14 @@ class RankPart:
 
     async def _store(self, offset: int, data: torch.Tensor) -> None:
         await self._aio.write(self.file.fd, offset, data, str(self.file.path), "checkpoint")
-        self._mover.note_progress()
+        self._io_loop.note_progress()
         self._files.on_write(self.file, offset, data)
 
     def write(self) -> None:
         """Write everything and sync it. Raises StorageError."""
         job = self.writer.write_all(self.extents)
-        self._writing = self._mover.submit("writing a checkpoint", job, self.in_flight)
-        self._writing.result()
+        self._write_future = self._io_loop.submit("writing a checkpoint", job, self.in_flight)
+        self._write_future.result()
         self.finish()
 
     def in_flight(self) -> list[str]:
@@ -405,20 +411,20 @@ class RankPart:
     def finish(self) -> None:
         """After all writes: sync the file and write its list. Blocks; any thread. Raises StorageError."""
         self.file.sync()
-        self.stamp = self._files.stamp(self._folder / data_file(self._rank))  # the list lets the first rank go on
-        boxes = list(written_boxes(self.extents, self.writer.checksums))
-        self._files.write_bytes(self._folder / list_file(self._rank), json.dumps([self.file.nbytes, boxes]))
+        self.stamp = self._files.stamp(self._folder / data_file_name(self._rank))  # the list lets the first rank go on
+        boxes = list(file_boxes(self.extents, self.writer.checksums))
+        self._files.write_bytes(self._folder / list_file_name(self._rank), json.dumps([self.file.nbytes, boxes]))
 
     def close(self) -> None:
         """Release the file and the memory. If an interrupt has ended `write`, wait for transfers in flight first."""
-        self.writer.stopped = True
-        if self._writing is not None:
-            self._writing.wait()
+        self.writer.is_stopped = True
+        if self._write_future is not None:
+            self._write_future.wait()
 
         async def end() -> None:
             self.close_on_loop()
 
-        self._mover.run("closing a checkpoint", end())
+        self._io_loop.run("closing a checkpoint", end())
 
     def close_on_loop(self) -> None:
         """`close`, on the mover's loop. Idempotent."""
@@ -427,7 +433,7 @@ class RankPart:
         self.file.close()
 
 
-def written_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, int]]) -> list[WrittenBox]:
+def file_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, int]]) -> list[FileBox]:
     found = []
     for extent in extents:
         for run in extent.runs:
@@ -436,11 +442,11 @@ def written_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, 
                 dtype = None if part.is_blob else str(part.dtype).removeprefix("torch.")
                 begin, nbytes = run.offset + place.begin, place.end - place.begin
                 where = (part.shape, part.box.offsets, part.box.sizes, begin, nbytes, payload)
-                found.append(WrittenBox(part.name, dtype, *where, place.nbytes, checksums[payload][1]))
+                found.append(FileBox(part.name, dtype, *where, place.nbytes, checksums[payload][1]))
     return found
 
 
-def read_list(files: Files, path: Path) -> WrittenFile:
+def read_list(files: Files, path: Path) -> DataFile:
     """The list that a rank has written with `RankPart.finish`.
 
     Raises ConfigError: it is missing, since the folder is not shared by all nodes.
@@ -452,7 +458,7 @@ def read_list(files: Files, path: Path) -> WrittenFile:
         )
     nbytes, told = json.loads(files.read_bytes(path))
     boxes = [
-        WrittenBox(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), *rest)
+        FileBox(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), *rest)
         for name, dtype, shape, offsets, sizes, *rest in told
     ]
     entry = FileEntry(bytes=nbytes, boxes=tuple((box.payload, box.payload_bytes, box.crc) for box in boxes))

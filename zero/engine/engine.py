@@ -146,7 +146,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         )
 
     def _rest_to_load(self) -> EngineParts:
-        with self.checkpoint_state.may_load():
+        with self.checkpoint_state.allow_loading():
             return self.model_changes.prepare_rewrite()
 
     def _build(self, events: Events, exchange: Exchange, trained: Trained) -> None:
@@ -390,7 +390,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
             return
         run.detach_finalizer()
         try:
-            unsaved = self.checkpoint_state.end()
+            unsaved = self.checkpoint_state.join()
             self._turns.commit_last()
             if not parts.collectives.placement.alone:  # others may still read this rank's slices
                 with suppress(StorageError):

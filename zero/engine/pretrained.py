@@ -18,7 +18,7 @@ from torch import nn
 from offload.errors import ConfigError
 from offload.files.safetensors_file import SafetensorsFile, open_checkpoint
 from zero.checkpoint.dcp_format import MODEL
-from zero.checkpoint.load import mismatch
+from zero.checkpoint.load import mismatch_message
 from zero.engine.engine import ZeroEngine
 from zero.exchange.together import Together
 from zero.params.buffers import persistent_buffers
@@ -82,7 +82,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
             "names a transformers model's tensors in another way (one for each expert) is read by its from_pretrained, "
             "called inside zero.Init"
         )
-        raise ConfigError(mismatch(f"{Path(folder)} and the model", missing, unexpected, advice))
+        raise ConfigError(mismatch_message(f"{Path(folder)} and the model", missing, unexpected, advice))
     _load_parameters(os.fspath(folder), [leaf for leaf in leaves if leaf.index in sources], sources)
     for name, source in of_buffers.items():
         _fill(buffers[name], source)

@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from zero.checkpoint.dcp_format import begin_of, boxes_of, is_flat, short_boxes
+from zero.checkpoint.dcp_format import begin_of, boxes_of, is_contiguous, short_boxes
 
 
 def test_boxes_of_a_range_hold_its_elements_in_order_and_no_box_is_longer_than_it_may_be() -> None:
@@ -20,7 +20,7 @@ def test_boxes_of_a_range_hold_its_elements_in_order_and_no_box_is_longer_than_i
         for boxes in (list(boxes_of(shape, begin, end)), list(short_boxes(shape, begin, end, longest))):
             found: list[int] = []
             for box in boxes:
-                assert box.begin == begin_of(shape, box.offsets) and is_flat(shape, box.sizes)
+                assert box.begin == begin_of(shape, box.offsets) and is_contiguous(shape, box.sizes)
                 place = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
                 found += whole[place].flatten().tolist()
             assert found == list(range(begin, end))

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import zero
 from offload.errors import ConfigError
 from zero.checkpoint.deepspeed import open_deepspeed_folder
-from zero.checkpoint.source import Opened
+from zero.checkpoint.source import OpenCheckpoint
 
 MODEL = sample.build()
 NAMES = {id(value): name for name, value in MODEL.named_parameters()}
@@ -54,7 +54,7 @@ def make(kind: str, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return tag, held
 
 
-def whole(checkpoint: Opened, name: str) -> torch.Tensor:
+def whole(checkpoint: OpenCheckpoint, name: str) -> torch.Tensor:
     shape = checkpoint.source.tensors[name].shape
     return checkpoint.source.read(name, 0, shape.numel()).view(shape)
 

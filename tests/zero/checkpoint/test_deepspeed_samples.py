@@ -19,19 +19,19 @@ import offload.files.torch_file
 from offload.errors import ConfigError, StorageError
 from zero.checkpoint.deepspeed import open_deepspeed_folder
 from zero.checkpoint.deepspeed_files import is_deepspeed_folder
-from zero.checkpoint.source import Opened
+from zero.checkpoint.source import OpenCheckpoint
 
 EXPECTED = {stage: load_file(SAMPLES / stage / "expected.safetensors") for stage in STAGES}
 EXPORTED = {stage: load_file(SAMPLES / stage / "zero_to_fp32.safetensors") for stage in STAGES}
 TRAINED = [name for name, value in sample.build().named_parameters() if value.requires_grad]
 
 
-def whole(checkpoint: Opened, name: str) -> torch.Tensor:
+def whole(checkpoint: OpenCheckpoint, name: str) -> torch.Tensor:
     shape = checkpoint.source.tensors[name].shape
     return checkpoint.source.read(name, 0, shape.numel()).view(shape)
 
 
-def assert_holds(checkpoint: Opened, expected: dict[str, torch.Tensor]) -> None:
+def assert_holds(checkpoint: OpenCheckpoint, expected: dict[str, torch.Tensor]) -> None:
     for name, value in expected.items():
         saved = checkpoint.source.tensors[name]
         assert (saved.shape, saved.dtype) == (value.shape, value.dtype), name

@@ -26,8 +26,8 @@ from benchmarks.cgroup import MemoryCgroup
 from offload.errors import ConfigError, StorageError
 from offload.kernels import kernels
 from zero.checkpoint.dcp_format import MODEL, PIECE_NUMEL
-from zero.checkpoint.export import SavedWeights, export, resolve_dtype
-from zero.checkpoint.source import Opened, Saved
+from zero.checkpoint.export import CheckpointWeights, export, resolve_dtype
+from zero.checkpoint.source import OpenCheckpoint, TensorInfo
 from zero.compat import to_fp32
 from zero.tools.cli import main
 
@@ -45,7 +45,7 @@ class InMemory:
 
     def __init__(self, values: Values) -> None:
         self.values = {MODEL + name: value for name, value in values.items()}
-        self.tensors: Mapping[str, Saved] = {n: Saved(v.shape, v.dtype) for n, v in self.values.items()}
+        self.tensors: Mapping[str, TensorInfo] = {n: TensorInfo(v.shape, v.dtype) for n, v in self.values.items()}
         self.expected: list[tuple[str, int, int]] = []
         self.reads: list[tuple[str, int, int]] = []
         self.most_bytes = 0
@@ -66,10 +66,10 @@ class InMemory:
         pass
 
 
-def held(values: Values | InMemory, state: dict[str, Any]) -> Opened:
+def held(values: Values | InMemory, state: dict[str, Any]) -> OpenCheckpoint:
     """A checkpoint of these values."""
     source = values if isinstance(values, InMemory) else InMemory(values)
-    return Opened(Path(), source, state, dict, lambda rank: None)
+    return OpenCheckpoint(Path(), source, state, dict, lambda rank: None)
 
 
 def files_of(folder: Path) -> Values:
@@ -149,7 +149,7 @@ def test_quantised_storage_and_integers_stay_what_they_are(tmp_path: Path) -> No
 
 def test_without_the_lists_of_names_what_no_group_holds_counts_as_frozen(tmp_path: Path) -> None:
     values = {name: torch.rand(3) for name in ("a", "b", "c")}
-    weights = SavedWeights(held(values, {"groups": [{"params": ["a"]}]}), torch.float32)
+    weights = CheckpointWeights(held(values, {"groups": [{"params": ["a"]}]}), torch.float32)
     assert [tensor.name for tensor in weights.tensors] == ["a", "b", "c"] and weights.frozen == {"b", "c"}
 
 
@@ -172,7 +172,7 @@ def looks_at_names(count: int) -> int:
     names = [Name(f"p{i}") for i in range(count)]
     state = {"parameters": names, "aliases": {f"tied{i}": name for i, name in enumerate(names)}}
     Name.asked = 0
-    weights = SavedWeights(held({str(name): torch.zeros(1) for name in names}, state), torch.float32)
+    weights = CheckpointWeights(held({str(name): torch.zeros(1) for name in names}, state), torch.float32)
     assert [tensor.aliases for tensor in weights.tensors] == [(f"tied{i}",) for i in range(count)]
     return Name.asked
 

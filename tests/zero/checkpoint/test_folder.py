@@ -14,7 +14,7 @@ from forgetful import Crash, ForgetfulFiles, every_point, tree
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.durable import Files
 from zero.checkpoint.dcp_format import FileEntry, Manifest, check_files, read_manifest, write_manifest
-from zero.checkpoint.folder import Checkpoints, Partial, check_tag
+from zero.checkpoint.folder import CheckpointFolder, PartialCheckpoint, check_tag
 
 NAMES = (".metadata", "__RANK_0.distcp")
 
@@ -23,7 +23,7 @@ def contents(step: int) -> bytes:
     return str(step).encode() * 5000
 
 
-def fill(files: Files, partial: Partial, step: int) -> None:
+def fill(files: Files, partial: PartialCheckpoint, step: int) -> None:
     """The files of a checkpoint, as the saver writes them."""
     for name in NAMES:
         file = files.create(partial.folder / name, len(contents(step)))
@@ -37,8 +37,8 @@ def fill(files: Files, partial: Partial, step: int) -> None:
 
 
 def save(files: Files, save_dir: Path, tag: str, step: int, *, keep_last: int = 9, save_latest: bool = True) -> None:
-    folders = Checkpoints(save_dir, files)
-    partial = folders.begin(tag)
+    folders = CheckpointFolder(save_dir, files)
+    partial = folders.create_partial(tag)
     try:
         fill(files, partial, step)
         folders.commit(partial, save_latest)
@@ -58,7 +58,7 @@ def step_of(folder: Path) -> int:
 
 
 def found_step(save_dir: Path) -> int:
-    found = Checkpoints(save_dir).newest_valid()
+    found = CheckpointFolder(save_dir).newest_valid()
     assert found is not None
     return step_of(found.folder)
 
@@ -101,7 +101,7 @@ def test_at_every_crash_the_old_or_the_new_checkpoint_is_found_whole_and_the_nex
         for seed in range(3):
             saves = files.image(tmp_path / f"image{point}-{seed}", seed) / "saves"
             last = done[-1] if done else 0
-            if not last and Checkpoints(saves).newest_valid() is None:
+            if not last and CheckpointFolder(saves).newest_valid() is None:
                 assert not saves.exists() or visible(saves) == {}
             else:
                 step = found_step(saves)
@@ -139,12 +139,12 @@ def test_at_every_full_disk_the_save_fails_and_leaves_nothing_and_a_later_one_wo
 
 
 def test_the_lock_of_a_process_that_crashed_does_not_stop_the_next(tmp_path: Path) -> None:
-    partial = Checkpoints(tmp_path).begin("tag")
+    partial = CheckpointFolder(tmp_path).create_partial("tag")
     with pytest.raises(StateError, match=r"'tag' is being written.*another process"):
-        Checkpoints(tmp_path).begin("tag")
-    other = Checkpoints(tmp_path).begin("other")
+        CheckpointFolder(tmp_path).create_partial("tag")
+    other = CheckpointFolder(tmp_path).create_partial("other")
     assert (tmp_path / ".tag.partial").exists(), "its job lives"
-    Checkpoints(tmp_path).abandon(other)
+    CheckpointFolder(tmp_path).abandon(other)
     partial.lock.close()  # as the kernel does
     save(Files(), tmp_path, "third", 1)
     assert hidden(tmp_path) == set()
@@ -197,7 +197,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_damaged_latest_gives_way_to_the_newest_that_is_whole_and_it_is_said(three: Path, kind: str) -> None:
     how, message = DAMAGES[kind]
     how(three / "step30")
-    found = Checkpoints(three).newest_valid()
+    found = CheckpointFolder(three).newest_valid()
     assert found is not None and found.tag == "step20" and step_of(found.folder) == 20
     (note,) = found.notes
     with pytest.raises(ConfigError, match=message):
@@ -210,8 +210,8 @@ def test_a_damaged_one_that_was_asked_for_is_refused_with_the_tag_that_would_do(
     how, message = DAMAGES[kind]
     how(three / "step20")
     with pytest.raises(ConfigError, match=rf"(?s)step20.*{message}.*newest complete checkpoint is tag='step30'"):
-        Checkpoints(three).newest_valid("step20")
-    found = Checkpoints(three).newest_valid("step10")
+        CheckpointFolder(three).newest_valid("step20")
+    found = CheckpointFolder(three).newest_valid("step10")
     assert found is not None and found.manifest.global_steps == 10 and not found.notes
 
 
@@ -221,35 +221,35 @@ def test_without_latest_the_one_saved_last_is_taken_and_latest_wins_over_newer_o
     (three / "latest").unlink()
     assert found_step(three) == 40
     save(Files(), three, "back", 5, save_latest=False)  # somebody went back to an older state and on from there
-    assert found_step(three) == 5 and Checkpoints(three).tags() == ["back", "side", "step30", "step20", "step10"]
+    assert found_step(three) == 5 and CheckpointFolder(three).tags() == ["back", "side", "step30", "step20", "step10"]
 
 
 @pytest.mark.parametrize("text", ["", "../other", "gone", "\xff\n"])
 def test_a_latest_that_names_nothing_is_said(three: Path, text: str) -> None:
     (three / "latest").write_bytes(text.encode("latin-1"))
-    found = Checkpoints(three).newest_valid()
+    found = CheckpointFolder(three).newest_valid()
     assert found is not None and found.tag == "step30" and "latest names" in found.notes[0]
 
 
 def test_nothing_is_none_and_only_damaged_ones_are_an_error(three: Path) -> None:
-    assert Checkpoints(three / "nowhere").newest_valid() is None
+    assert CheckpointFolder(three / "nowhere").newest_valid() is None
     (three / "empty").mkdir()
-    assert Checkpoints(three / "empty").newest_valid() is None
+    assert CheckpointFolder(three / "empty").newest_valid() is None
     with pytest.raises(ConfigError, match=r"there is no checkpoint 'x'.*there is no other checkpoint"):
-        Checkpoints(three / "empty").newest_valid("x")
+        CheckpointFolder(three / "empty").newest_valid("x")
     for step in (10, 20, 30):
         (three / f"step{step}" / NAMES[0]).unlink()
     with pytest.raises(ConfigError, match=r"(?s)no checkpoint.*can be loaded.*step30.*\.metadata.*step20.*step10"):
-        Checkpoints(three).newest_valid()
+        CheckpointFolder(three).newest_valid()
 
 
 def test_a_replaced_one_counts_while_its_successor_is_missing_or_damaged(three: Path) -> None:
     (three / "step30").rename(three / ".step30.replaced")
     for asked in (None, "step30"):
-        found = Checkpoints(three).newest_valid(asked)
+        found = CheckpointFolder(three).newest_valid(asked)
         assert found is not None and step_of(found.folder) == 30 and "was interrupted" in found.notes[0]
     (three / "step30").mkdir()
-    found = Checkpoints(three).newest_valid()
+    found = CheckpointFolder(three).newest_valid()
     assert found is not None and step_of(found.folder) == 30 and "cannot read manifest.json" in found.notes[0]
     (three / "step30").rmdir()
     save(Files(), three, "step40", 40)
@@ -265,7 +265,7 @@ def test_a_damaged_successor_is_replaced_before_the_whole_one_aside_goes(three: 
         files = ForgetfulFiles(start.image(tmp_path / f"disk{point}"), crash_at=point)
         with suppress(Crash):
             save(files, files.root, "step30", 31)
-        found = Checkpoints(files.image(tmp_path / f"image{point}", point)).newest_valid("step30")
+        found = CheckpointFolder(files.image(tmp_path / f"image{point}", point)).newest_valid("step30")
         assert found is not None and step_of(found.folder) in (30, 31)
     assert not files.crashed and visible(files.root) == {"step10": 10, "step30": 31} and hidden(files.root) == set()
 
@@ -278,16 +278,16 @@ def test_keep_last_removes_the_oldest_but_not_latest_and_nothing_of_others(three
     (three / "notes" / "manifest.json").write_text(json.dumps({"format": "another"}))
     (three / "runs").mkdir()
     (three / "latest").write_text("step10")
-    assert Checkpoints(three).keep_last(1) == ["step20"]
+    assert CheckpointFolder(three).keep_last(1) == ["step20"]
     assert sorted(os.listdir(three)) == [".lock", "latest", "notes", "runs", "step10", "step30"]
-    assert Checkpoints(three).keep_last(2) == []
+    assert CheckpointFolder(three).keep_last(2) == []
     with pytest.raises(ConfigError, match="at least 1, got 0"):
-        Checkpoints(three).keep_last(0)
+        CheckpointFolder(three).keep_last(0)
 
 
 def test_keep_last_does_not_count_damaged_ones(three: Path) -> None:
     (three / "step30" / NAMES[0]).unlink()
-    assert Checkpoints(three).keep_last(1) == ["step10"]
+    assert CheckpointFolder(three).keep_last(1) == ["step10"]
     assert found_step(three) == 20
 
 
@@ -301,7 +301,7 @@ def test_a_clock_that_was_set_back_does_not_make_a_checkpoint_old(three: Path, m
     save(Files(), three, "step40", 40, keep_last=1)
     assert visible(three) == {"step40": 40}
     save(Files(), three, "step50", 50, save_latest=False)
-    assert Checkpoints(three).tags() == ["step50", "step40"]
+    assert CheckpointFolder(three).tags() == ["step50", "step40"]
 
 
 def test_many_saves_under_a_clock_that_was_set_back_keep_their_order(
@@ -313,7 +313,7 @@ def test_many_saves_under_a_clock_that_was_set_back_keep_their_order(
         save(Files(), three, tag, 40, keep_last=99, save_latest=False)
     (three / tags[-1] / "manifest.json").write_text("torn")
     save(Files(), three, "last", 50, keep_last=99, save_latest=False)
-    assert Checkpoints(three).tags() == ["last", *reversed(tags[:-1]), "step30", "step20", "step10"]
+    assert CheckpointFolder(three).tags() == ["last", *reversed(tags[:-1]), "step30", "step20", "step10"]
 
 
 class CountedFiles(Files):
@@ -334,10 +334,10 @@ def test_a_save_reads_as_few_manifests_after_many_checkpoints_as_after_a_few(
     for number in range(20):
         monkeypatch.setattr("time.time", lambda seconds=1e9 + 60.0 * number: seconds)
         files = CountedFiles()
-        partial = Checkpoints(tmp_path, files).begin(f"step{number}")
+        partial = CheckpointFolder(tmp_path, files).create_partial(f"step{number}")
         reads.append(files.manifests)
         fill(files, partial, number)
-        Checkpoints(tmp_path, files).commit(partial, save_latest)
+        CheckpointFolder(tmp_path, files).commit(partial, save_latest)
     assert reads == [0] + [1] * 19
 
 
@@ -346,7 +346,7 @@ def test_a_save_reads_as_few_manifests_after_many_checkpoints_as_after_a_few(
 
 @pytest.mark.parametrize("tag", ["", ".", "..", ".hidden", "a/b", "/a", "a\\b", " a", "a\n", "latest", "x" * 201])
 def test_tags_that_cannot_name_a_folder_are_refused(tmp_path: Path, tag: str) -> None:
-    for use in (Checkpoints(tmp_path).begin, Checkpoints(tmp_path).newest_valid):
+    for use in (CheckpointFolder(tmp_path).create_partial, CheckpointFolder(tmp_path).newest_valid):
         with pytest.raises(ConfigError, match="checkpoint tag"):
             use(tag)
     assert os.listdir(tmp_path) == []
@@ -368,13 +368,13 @@ def test_a_folder_that_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
     before = tree(tmp_path)
     for tag in ("global_step3", "file"):
         with pytest.raises(ConfigError, match=r"is not a checkpoint of this engine.*choose another tag"):
-            Checkpoints(tmp_path).begin(tag)
+            CheckpointFolder(tmp_path).create_partial(tag)
     assert tree(tmp_path) == before
 
 
 def test_a_checkpoint_that_is_not_as_its_manifest_says_gets_no_name(three: Path) -> None:
-    folders = Checkpoints(three)
-    partial = folders.begin("step30")
+    folders = CheckpointFolder(three)
+    partial = folders.create_partial("step30")
     fill(Files(), partial, 31)
     (partial.folder / NAMES[0]).write_bytes(b"")
     with pytest.raises(ConfigError, match=r"\.metadata: expected 10,000 bytes, got 0"):

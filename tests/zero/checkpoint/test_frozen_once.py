@@ -16,7 +16,7 @@ from torch import nn
 import zero
 from zero import utils
 from zero.checkpoint.folder import open_folder
-from zero.checkpoint.frozen import SharedFrozen
+from zero.checkpoint.frozen import SharedFrozenWeights
 
 Open = Callable[..., Any]
 Pool = Callable[[int], Any]
@@ -89,13 +89,13 @@ def test_what_an_engine_has_written_or_verified_is_not_read_again(
     open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    verify = SharedFrozen.verify
+    verify = SharedFrozenWeights.verify
 
-    def counted(shared: SharedFrozen, digest: str, rank: int, ranks: int) -> None:
+    def counted(shared: SharedFrozenWeights, digest: str, rank: int, ranks: int) -> None:
         read.append(digest)
         verify(shared, digest, rank, ranks)
 
-    monkeypatch.setattr(SharedFrozen, "verify", counted)
+    monkeypatch.setattr(SharedFrozenWeights, "verify", counted)
     for times in (0, 1):
         engine = open_engine(model_of(), config_of(tmp_path))
         for tag in ("a", "b", "c"):

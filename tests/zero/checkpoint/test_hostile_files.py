@@ -32,7 +32,7 @@ from offload.files.snapshot_files import SnapshotFiles, _checksum, _pack, read_c
 from offload.files.snapshot_list import list_snapshots
 from zero.checkpoint import dcp_format
 from zero.checkpoint.export import get_fp32_state_dict_from_zero_checkpoint
-from zero.checkpoint.folder import Checkpoints, open_checkpoint, open_folder
+from zero.checkpoint.folder import CheckpointFolder, open_checkpoint, open_folder
 from zero.checkpoint.source import FolderSource
 from zero.config.given import read_json
 
@@ -48,8 +48,8 @@ def make_ours(folder: Path) -> None:
 
 
 def read_ours(folder: Path) -> None:
-    Checkpoints(folder).newest_valid()
-    Checkpoints(folder).keep_last(1000)
+    CheckpointFolder(folder).newest_valid()
+    CheckpointFolder(folder).keep_last(1000)
     opened = open_checkpoint(folder)
     if opened is not None:
         with opened:
@@ -295,8 +295,8 @@ def test_every_value_of_a_manifest_may_be_odd(tmp_path: Path) -> None:
     assert seen > 100
 
 
-def changed_box(box: dcp_format.WrittenBox, values: dict[str, Any]) -> dcp_format.WrittenBox:
-    return dcp_format.WrittenBox(**{**dict(zip(dcp_format.WrittenBox.__annotations__, box, strict=True)), **values})
+def changed_box(box: dcp_format.FileBox, values: dict[str, Any]) -> dcp_format.FileBox:
+    return dcp_format.FileBox(**{**dict(zip(dcp_format.FileBox.__annotations__, box, strict=True)), **values})
 
 
 @pytest.mark.broad
@@ -312,7 +312,7 @@ def test_every_shape_and_place_of_the_metadata_may_be_odd(tmp_path: Path) -> Non
     for place in tensors:
         for size in sizes:
             for changed in ({"shape", "sizes"}, {"sizes"}, {"shape"}, {"begin"}, {"nbytes"}):
-                listed: dict[str, list[dcp_format.WrittenBox]] = {}
+                listed: dict[str, list[dcp_format.FileBox]] = {}
                 for number, (file, box) in enumerate(boxes):
                     shape = (size, *(1 for _ in box.shape[1:]))
                     odd = {key: size if key in ("begin", "nbytes") else shape for key in changed}
@@ -357,7 +357,7 @@ def test_a_shape_of_more_elements_than_the_file_has_is_refused_at_once(tmp_path:
     make_ours(tmp_path)
     folder = tmp_path / TAG
     manifest = dcp_format.read_manifest(Files(), folder)
-    listed: dict[str, list[dcp_format.WrittenBox]] = {}
+    listed: dict[str, list[dcp_format.FileBox]] = {}
     for file, box in dcp_format.read_metadata((folder / dcp_format.METADATA_FILE).read_bytes(), "it"):
         huge = {"shape": (2**60,), "sizes": (2**60,)} if box.name == "model.frozen.bias" else {}
         listed.setdefault(file, []).append(changed_box(box, huge))

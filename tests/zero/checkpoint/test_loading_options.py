@@ -19,7 +19,7 @@ from torch import nn
 
 import zero
 from offload.errors import ConfigError, StateError
-from zero.checkpoint.source import GOOD_READS, FolderSource
+from zero.checkpoint.source import VALID_READS, FolderSource
 from zero.reports.log import NOTICE
 
 CASE = Case(states="cpu")
@@ -399,7 +399,7 @@ def test_what_a_source_gives_for_a_few_reads_is_not_used_after_more(
 
     def forgetful(source: FolderSource, name: str, begin: int, end: int) -> torch.Tensor:
         given.append(read(source, name, begin, end).clone())
-        if len(given) > GOOD_READS + 1:
+        if len(given) > VALID_READS + 1:
             given.popleft().zero_()
         return given[-1]
 
@@ -415,7 +415,7 @@ def test_what_a_source_gives_for_a_few_reads_is_not_used_after_more(
     for name, _ in one.module.named_parameters():
         assert torch.equal(one.full_master(name), other.full_master(name)), name
         states = one.full_state(name), other.full_state(name)
-        assert len(states[0]) > GOOD_READS + 1
+        assert len(states[0]) > VALID_READS + 1
         assert all(
             torch.equal(torch.as_tensor(states[0][kind]), torch.as_tensor(states[1][kind])) for kind in states[0]
         )

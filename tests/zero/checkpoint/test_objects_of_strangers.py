@@ -112,7 +112,7 @@ def test_no_object_of_a_checkpoint_is_made_unless_it_is_asked_for(
     RAN.clear()
     with pytest.raises(ConfigError, match=NAMED):
         engine.load_checkpoint(tmp_path)
-    assert not engine.half_loaded and torch.equal(weights(engine), present)  # nothing has changed
+    assert not engine.partially_loaded_folder and torch.equal(weights(engine), present)  # nothing has changed
     if place != "extra_states":  # which belong to the module
         _, client = engine.load_checkpoint(tmp_path, load_module_only=True)
         assert client == {} and RAN == []

@@ -43,7 +43,7 @@ from offload.errors import ConfigError, StateError, StorageError
 from offload.files.containers import container
 from offload.files.durable import Files
 from zero.checkpoint import background, writer
-from zero.checkpoint.folder import Checkpoints
+from zero.checkpoint.folder import CheckpointFolder
 from zero.exchange.exchange import Alone
 from zero.exchange.together import FAILED
 from zero.optim.pipeline import StepArguments
@@ -79,7 +79,7 @@ def config(pair: tuple[str, str], nvme_path: Path, **more: Any) -> dict[str, Any
 
 
 def tags(folder: Path) -> list[str]:
-    return Checkpoints(folder).tags()
+    return CheckpointFolder(folder).tags()
 
 
 JOB = """
@@ -99,7 +99,7 @@ def test_a_job_that_ends_without_closing_its_engine_has_its_last_checkpoint(tmp_
     paths = os.pathsep.join([str(Path(zero.__file__).parents[1]), *sys.path])
     environment = {**os.environ, "PYTHONPATH": paths, "ZERO_DEVICE": "cpu"}
     subprocess.run([sys.executable, "-c", JOB, str(tmp_path)], env=environment, check=True, timeout=120)
-    assert Checkpoints(tmp_path).read_latest() == "global_step1"
+    assert CheckpointFolder(tmp_path).read_latest() == "global_step1"
     assert tags(tmp_path) == ["global_step1"]
 
 
@@ -177,7 +177,7 @@ def test_a_save_that_fails_ends_when_nothing_of_it_moves_any_more(
 def test_after_a_failure_no_further_extent_is_begun() -> None:
     """Those beside it end first."""
     extents = object.__new__(writer.ExtentWriter)
-    extents.stopped, begun, ended = False, list[int](), list[int]()
+    extents.is_stopped, begun, ended = False, list[int](), list[int]()
 
     async def write(number: int) -> None:
         begun.append(number)
@@ -305,8 +305,8 @@ class SlowRank:
 
 
 def test_the_first_rank_waits_for_one_that_is_slow_as_long_as_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(background, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(background, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(background, "PEER_TIMEOUT_SECONDS", 0.5)
     slow = SlowRank(writes=10, pause=15)
     complete(slow)
     assert slow.complete

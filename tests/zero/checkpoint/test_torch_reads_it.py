@@ -236,13 +236,13 @@ def test_a_flipped_bit_of_any_payload_is_refused_by_name(other: Training, good: 
         flip(copy / "it" / "__0_0.distcp", offset + chance.randrange(nbytes))
         with pytest.raises(ConfigError, match=r"__0_0\.distcp.*checksum"):
             other.engine.load_checkpoint(copy, "it")
-        if other.engine.half_loaded:
+        if other.engine.partially_loaded_folder:
             refused += 1
             for call in (lambda: other.train(0), lambda: other.engine.save_checkpoint(tmp_path), other.engine.step):
                 with pytest.raises(StateError, match="failed half way"):
                     call()
         other.engine.load_checkpoint(good)
-        assert not other.engine.half_loaded
+        assert not other.engine.partially_loaded_folder
     assert refused
     with training(other.case, tmp_path) as run:
         run.engine.load_checkpoint(good)
