@@ -16,7 +16,7 @@ from torch import Tensor
 
 import zero
 from offload.errors import StateError
-from zero.compat.engine_names import lend_names
+from zero.compat.engine_names import add_deepspeed_names
 
 Open = Callable[..., Any]
 
@@ -74,7 +74,7 @@ def test_behind_the_alias_an_engine_that_trains_nothing_has_the_handle_for_an_op
     """At stage 3, as DeepSpeed's; and nothing of it steps."""
     engine = open_engine(build("gpt"), config_of("device", nvme_path, zero={"stage": stage}, optimizer={}))
     assert engine.optimizer is None
-    lend_names(engine)
+    add_deepspeed_names(engine)
     assert engine.optimizer is (engine.parameter_offload if stage == 3 else None)
     if stage == 3:
         plain = build("gpt").bfloat16()

@@ -43,23 +43,23 @@ class aio_handle:
             overlap_events=overlap_events,
             threads=min(intra_op_parallelism, THREADS_MAX),
         )
-        self._given = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
+        self._options = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
         self._files = NamedFiles(options)
 
     def get_block_size(self) -> int:
-        return self._given[0]
+        return self._options[0]
 
     def get_queue_depth(self) -> int:
-        return self._given[1]
+        return self._options[1]
 
     def get_single_submit(self) -> bool:
-        return self._given[2]
+        return self._options[2]
 
     def get_overlap_events(self) -> bool:
-        return self._given[3]
+        return self._options[3]
 
     def get_intra_op_parallelism(self) -> int:
-        return self._given[4]
+        return self._options[4]
 
     def get_alignment(self) -> int:
         """Alignment in bytes: aligned sizes, offsets and addresses bypass the page cache; others work too."""

@@ -67,7 +67,7 @@ def _files(checkpoint_dir: Folder, suffix: str) -> list[str]:
         raise FileNotFoundError(
             f"{folder}: expected the folder of a checkpoint, got no *{suffix} and no {MANIFEST_FILE}"
         )
-    return [_shown(folder, suffix)]
+    return [_make_file(folder, suffix)]
 
 
 def _by_numbers(path: str) -> list[int | str]:
@@ -75,18 +75,18 @@ def _by_numbers(path: str) -> list[int | str]:
 
 
 @functools.cache
-def _made() -> tempfile.TemporaryDirectory[str]:
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="zero-checkpoint-files-")
 
 
-def _shown(folder: Path, suffix: str) -> str:
+def _make_file(folder: Path, suffix: str) -> str:
     with open_folder(folder) as opened, report_read_errors(folder):
         counts = {name: opened.state[name] for name in ("global_steps", "global_samples", "skipped_steps")}
         content: dict[str, Any] = {**opened.client(False)["client_state"], **counts}
         if suffix == OPTIM_FILE_SUFFIX:
             stage = opened.state["config"]["zero_optimization"]["stage"]
             content = {"optimizer_state_dict": {"zero_stage": stage}}
-    descriptor, path = tempfile.mkstemp(suffix, dir=_made().name)
+    descriptor, path = tempfile.mkstemp(suffix, dir=_temporary_folder().name)
     os.close(descriptor)
     torch.save(content, path)
     return path
@@ -97,21 +97,21 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
     `item`: a tensor, or lists, tuples and dicts of tensors; dicts keep their type. Other objects are not copied.
     """
-    return _cloned(item, torch.device(device), {})
+    return _clone(item, torch.device(device), {})
 
 
-def _cloned(item: Any, device: torch.device, known: dict[Any, torch.Tensor]) -> Any:
+def _clone(item: Any, device: torch.device, known: dict[Any, torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
         key = (id(item), item.shape, item.dtype)
         if key not in known:
             known[key] = item.detach().to(device, copy=True)
         return known[key]
     if isinstance(item, list):
-        return [_cloned(value, device, known) for value in item]
+        return [_clone(value, device, known) for value in item]
     if isinstance(item, tuple):
-        return tuple(_cloned(value, device, known) for value in item)
+        return tuple(_clone(value, device, known) for value in item)
     if isinstance(item, dict):
         made: Any = type(item)()
-        made.update({key: _cloned(value, device, known) for key, value in item.items()})
+        made.update({key: _clone(value, device, known) for key, value in item.items()})
         return made
     return item

@@ -86,8 +86,8 @@ class CommsLogger:
     def stop_profiling_op(self, op_name_list: Iterable[str]) -> None:
         self.prof_ops = [name for name in self.prof_ops if name not in {*op_name_list}]
 
-    def wants(self, name: str, *, asked: bool) -> bool:
-        return self.enabled and (self.prof_all or asked or name in self.prof_ops)
+    def should_time(self, name: str, *, requested: bool) -> bool:
+        return self.enabled and (self.prof_all or requested or name in self.prof_ops)
 
     def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
         """Note a call of the collective `raw_name`, under `record_name`: milliseconds, and bytes of its message."""
@@ -216,7 +216,7 @@ def timed_op(function: Callable[..., Any]) -> Callable[..., Any]:
         own = {name: kwargs.pop(name) for name in OWN_KEYWORDS if name in kwargs}
         kwargs = {renamed.get(name, name): value for name, value in kwargs.items()}
         name = own.get("log_name", kind)
-        if not comms_logger.wants(name, asked=bool(own.get("prof"))):
+        if not comms_logger.should_time(name, requested=bool(own.get("prof"))):
             return function(*args, **kwargs)
         began = time.perf_counter()
         work = function(*args, **kwargs)

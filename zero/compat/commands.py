@@ -28,7 +28,7 @@ from zero.launch.hosts import read_hostfile
 from zero.tools import cli
 
 Words = Sequence[str]
-_speaking = threading.Lock()
+_print_lock = threading.Lock()
 """Threads of `ds_ssh` print for several hosts at the same time, but only one thread may use a text stream."""
 
 REFUSED = {
@@ -90,24 +90,24 @@ def ds_ssh(words: Words) -> int:
     hosts = list(read_hostfile(options.hostfile))
     with ThreadPoolExecutor(len(hosts)) as pool:
         # Wait for all hosts before looking for a failure: an abandoned iterator cancels the calls not yet begun.
-        statuses = list(pool.map(lambda host: _on_host(host, line), hosts))
+        statuses = list(pool.map(lambda host: _run_on_host(host, line), hosts))
     return next((status for status in statuses if status), 0)
 
 
-def _on_host(host: str, line: str) -> int:
+def _run_on_host(host: str, line: str) -> int:
     """Run the command there; each line of output is printed with the host's name in front."""
     with subprocess.Popen(
         [*SSH, host, line], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as running:
         for answer in running.stdout or ():
-            _say(sys.stdout, f"{host}: {answer.rstrip()}")
+            _print_line(sys.stdout, f"{host}: {answer.rstrip()}")
     if running.returncode:
-        _say(sys.stderr, f"ds_ssh: {host}: {shlex.quote(line)} ended with status {running.returncode}")
+        _print_line(sys.stderr, f"ds_ssh: {host}: {shlex.quote(line)} ended with status {running.returncode}")
     return running.returncode
 
 
-def _say(stream: TextIO, line: str) -> None:
-    with _speaking:
+def _print_line(stream: TextIO, line: str) -> None:
+    with _print_lock:
         print(line, file=stream, flush=True)
 
 

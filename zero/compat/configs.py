@@ -56,7 +56,7 @@ class DeepSpeedZeroConfig(ZeroConfig):
         self.__setstate__(block.__getstate__())
 
     @classmethod
-    def of(cls, block: ZeroConfig) -> DeepSpeedZeroConfig:
+    def from_block(cls, block: ZeroConfig) -> DeepSpeedZeroConfig:
         """The same block, of this class."""
         made = cls.__new__(cls)
         made.__setstate__(block.__getstate__())
@@ -80,7 +80,7 @@ class DeepSpeedConfig:
         with reading_as_deepspeed():
             self.config = load_config(config)
         zero = self.config.zero_optimization
-        self.zero_config = DeepSpeedZeroConfig.of(zero)
+        self.zero_config = DeepSpeedZeroConfig.from_block(zero)
         self.zero_optimization_stage, self.zero_enabled = zero.stage, zero.stage > 0
         self._param_dict = dict(self.config._report.source)
         logs = block_of_config(self.config, "comms_logger")

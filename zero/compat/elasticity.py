@@ -12,7 +12,7 @@ from zero.config.elasticity import Elasticity, elastic_batch
 from zero.config.given import parse_json, read_json
 from zero.config.loading import load_config
 
-KEY, SCHEDULED = "elasticity", "DEEPSPEED_ELASTICITY_CONFIG"
+KEY, SCHEDULER_VARIABLE = "elasticity", "DEEPSPEED_ELASTICITY_CONFIG"
 
 
 class ElasticityError(ConfigError):
@@ -76,12 +76,12 @@ def _ranks_of_environment() -> int:
     return int(word)
 
 
-def _block(given: Mapping[str, Any]) -> Elasticity:
+def _block(keys: Mapping[str, Any]) -> Elasticity:
     for key in ("max_train_batch_size", "micro_batch_sizes"):
-        if key not in given:
+        if key not in keys:
             raise ElasticityConfigError(f"elasticity.{key}: missing; set it")
     try:
-        block = load_config({KEY: {**given, "enabled": False}}).elasticity
+        block = load_config({KEY: {**keys, "enabled": False}}).elasticity
     except ConfigError as error:
         raise ElasticityConfigError(str(error)) from None
     return block or Elasticity()
@@ -92,14 +92,14 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
 
     Raises ElasticityConfigError: they differ, so the numbers of ranks that the scheduler gives would not fit.
     """
-    told = os.environ.get(SCHEDULED)
+    told = os.environ.get(SCHEDULER_VARIABLE)
     if told is None:
         return
-    now, then = (_block(each) for each in (runtime_elastic_config_dict, parse_json(told, SCHEDULED)))
+    now, then = (_block(each) for each in (runtime_elastic_config_dict, parse_json(told, SCHEDULER_VARIABLE)))
     for key in ("max_train_batch_size", "micro_batch_sizes", "version"):
         if getattr(now, key) != getattr(then, key):
             raise ElasticityConfigError(
-                f"elasticity.{key}: expected {getattr(then, key)}, as in {SCHEDULED}, got {getattr(now, key)}; use "
+                f"elasticity.{key}: expected {getattr(then, key)}, as in {SCHEDULER_VARIABLE}, got {getattr(now, key)}; use "
                 "the configuration that was given to the scheduler"
             )
 

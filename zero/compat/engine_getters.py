@@ -50,7 +50,7 @@ class attribute(property, Generic[T]):
         def __get__(self, engine: Any, kind: type | None = None) -> T: ...  # type: ignore[override]
 
 
-def named(table: type[T]) -> type[T]:
+def set_getter_names(table: type[T]) -> type[T]:
     """Set the name of each function to its name in the class."""
     for name, getter in vars(table).items():
         if isinstance(getter, FunctionType):
@@ -58,7 +58,7 @@ def named(table: type[T]) -> type[T]:
     return table
 
 
-def _if_used(block: Block) -> Block | None:
+def _block_if_used(block: Block) -> Block | None:
     return None if block.device == "none" else block
 
 
@@ -76,7 +76,7 @@ def _safe_modules(config: Config) -> list[str] | None:
     return None if modules is None else list(modules)
 
 
-def _exchange_dtype(config: Config) -> torch.dtype:
+def _communication_dtype(config: Config) -> torch.dtype:
     given = config.communication_data_type
     return _dtypes(config)[0] if given is None else DTYPES[given]
 
@@ -96,10 +96,10 @@ def _scale_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-IDLE = "As configured; has no effect here."
+NO_EFFECT = "As configured; has no effect here."
 
 
-@named
+@set_getter_names
 class ConfigGetters:
     """A mixin of the engine, which sets `_config`.
 
@@ -159,9 +159,9 @@ class ConfigGetters:
     bf16_optimizer_states = zero(lambda z: z.offload_optimizer.state_dtype == "bf16", "True: moments are kept in bf16.")
     torch_autocast_enabled = method(lambda c: c.torch_autocast.enabled, "True: forward runs under torch.autocast.")
     torch_autocast_dtype = method(_autocast_dtype, "What torch.autocast is told to cast to; None: its own choice.")
-    torch_autocast_lower_precision_safe_modules = method(_safe_modules, IDLE)
+    torch_autocast_lower_precision_safe_modules = method(_safe_modules, NO_EFFECT)
     get_data_types = method(_dtypes, "What weights are computed in, if cast, and what gradients are added up in.")
-    communication_data_type = attribute(_exchange_dtype, "What gradients are exchanged in.")
+    communication_data_type = attribute(_communication_dtype, "What gradients are exchanged in.")
     dynamic_loss_scale = method(lambda c: c.fp16.enabled and c.fp16.dynamic, "True: the fp16 scale follows overflows.")
     loss_scale = method(lambda c: c.fp16.loss_scale, "The static scale, 0: dynamic; it is `optimizer.cur_scale` now.")
     initial_dynamic_scale = method(_first_scale, "What a dynamic loss scale begins at.")
@@ -173,8 +173,8 @@ class ConfigGetters:
     zero_optimization_stage = zero(lambda z: z.stage, "0: nothing is sharded; 1 states, 2 gradients, 3 weights too.")
     zero_optimization_partition_gradients = zero(lambda z: z.stage >= 2, "True: gradients are sharded.")
     zero_optimization_partition_weights = zero(lambda z: z.stage >= 3, "True: weights are sharded.")
-    zero_offload_param = zero(lambda z: _if_used(z.offload_param), "The block, if weights are offloaded.")
-    zero_offload_optimizer = zero(lambda z: _if_used(z.offload_optimizer), "The block, if states are offloaded.")
+    zero_offload_param = zero(lambda z: _block_if_used(z.offload_param), "The block, if weights are offloaded.")
+    zero_offload_optimizer = zero(lambda z: _block_if_used(z.offload_optimizer), "The block, if states are offloaded.")
     zero_use_cpu_optimizer = zero(lambda z: z.offload_optimizer.device != "none", "True: the CPU updates.")
     zero_cpu_offload = zero(lambda z: z.offload_optimizer.device == "cpu", "True: states are offloaded to host memory.")
     zero_nvme_offload_optimizer = zero(lambda z: z.offload_optimizer.device == "nvme", "True: states are on NVMe.")
@@ -198,10 +198,10 @@ class ConfigGetters:
     )
     zero_overlap_comm = zero(lambda z: z.overlap_comm, "False: whoever starts a reduction of gradients waits for it.")
     zero_hpz_partition_size = zero(lambda z: z.zero_hpz_partition_size, "Ranks that share a second copy of weights.")
-    zero_reduce_scatter = zero(lambda z: z.reduce_scatter, IDLE)
-    zero_reduce_bucket_size = zero(lambda z: z.reduce_bucket_size, IDLE)
-    zero_multi_rank_bucket_allreduce = zero(lambda z: z.use_multi_rank_bucket_allreduce, IDLE)
-    zero_allgather_bucket_size = zero(lambda z: z.allgather_bucket_size, IDLE)
-    zero_allgather_partitions = zero(lambda z: z.allgather_partitions, IDLE)
-    zero_contiguous_gradients = zero(lambda z: z.contiguous_gradients, IDLE)
-    zero_round_robin_gradients = zero(lambda z: z.round_robin_gradients, IDLE)
+    zero_reduce_scatter = zero(lambda z: z.reduce_scatter, NO_EFFECT)
+    zero_reduce_bucket_size = zero(lambda z: z.reduce_bucket_size, NO_EFFECT)
+    zero_multi_rank_bucket_allreduce = zero(lambda z: z.use_multi_rank_bucket_allreduce, NO_EFFECT)
+    zero_allgather_bucket_size = zero(lambda z: z.allgather_bucket_size, NO_EFFECT)
+    zero_allgather_partitions = zero(lambda z: z.allgather_partitions, NO_EFFECT)
+    zero_contiguous_gradients = zero(lambda z: z.contiguous_gradients, NO_EFFECT)
+    zero_round_robin_gradients = zero(lambda z: z.round_robin_gradients, NO_EFFECT)

@@ -31,7 +31,7 @@ from zero.compat.unavailable import (
     TIMERS,
     WRITERS,
     missing_function,
-    refused,
+    unavailable_error,
 )
 from zero.engine.engine import ZeroEngine
 from zero.engine.pipeline_engine import PipelineEngine
@@ -98,15 +98,15 @@ def load_module_state_dict(
         )
 
 
-def lend_names(engine: Any, arguments: Mapping[str, Any] | None = None) -> None:
+def add_deepspeed_names(engine: Any, arguments: Mapping[str, Any] | None = None) -> None:
     """Give an engine DeepSpeed's names. `arguments`: those of `initialize`."""
     arguments = arguments or {}
     is_pipeline = isinstance(engine, PipelineEngine)
     mpu = engine.grid if is_pipeline else arguments.get("mpu")
-    groups.use(mpu)
+    groups.use_mpu(mpu)
     names = {
         **{
-            name: functools.partial(_of_config, engine, answer)
+            name: functools.partial(_answer_of_config, engine, answer)
             for name, answer in (CONFIG | GETTERS).items()
             if not hasattr(type(engine), name)
         },
@@ -115,10 +115,10 @@ def lend_names(engine: Any, arguments: Mapping[str, Any] | None = None) -> None:
             for instead, words in REFUSED.items()
             for name in words.split()
         },
-        **_of_arguments(arguments),
-        **_of_model(engine),
-        **_of_groups(mpu),
-        **_of_engine(engine),
+        **_argument_names(arguments),
+        **_model_names(engine),
+        **_group_names(mpu),
+        **_engine_names(engine),
         **({} if is_pipeline else {"destroy": functools.partial(ZeroEngine.destroy, engine, keeps_shards=True)}),
     }
     for name, value in names.items():
@@ -127,18 +127,18 @@ def lend_names(engine: Any, arguments: Mapping[str, Any] | None = None) -> None:
     if client is not None:
         engine.optimizer_name = lambda: type(client).__name__
     known = engine.module._state_dict_hooks.values()  # of an engine of this model before
-    if not engine.run.collectives.placement.alone and _empty_where_released not in known:
-        engine.module.register_state_dict_post_hook(_empty_where_released)
+    if not engine.run.collectives.placement.alone and _empty_released_values not in known:
+        engine.module.register_state_dict_post_hook(_empty_released_values)
     if engine.updater is not None:
         engine.updater.__dict__["optimizer"] = engine.updater  # in DeepSpeed it is the wrapped optimizer
         engine.updater.__dict__["refresh_fp32_params"] = functools.partial(_refresh_masters, engine)
 
 
-def _of_config(engine: Any, answer: Callable[[Any], Any]) -> Any:
+def _answer_of_config(engine: Any, answer: Callable[[Any], Any]) -> Any:
     return answer(engine._config)
 
 
-def _of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _argument_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "client_lr_scheduler": arguments.get("lr_scheduler"),
         "client_optimizer": arguments.get("optimizer"),
@@ -147,7 +147,7 @@ def _of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_model(engine: Any) -> dict[str, Any]:
+def _model_names(engine: Any) -> dict[str, Any]:
     modules = [*engine.module.modules()]
     mixtures = [module for module in modules if isinstance(module, MoE)]
     return {
@@ -162,7 +162,7 @@ def _of_model(engine: Any) -> dict[str, Any]:
     }
 
 
-def _of_groups(mpu: Any) -> dict[str, Any]:
+def _group_names(mpu: Any) -> dict[str, Any]:
     return {
         "all_to_all_group": None,
         "checkpoint_mp_rank": 0,
@@ -182,7 +182,7 @@ def _of_groups(mpu: Any) -> dict[str, Any]:
     }
 
 
-def _of_engine(engine: Any) -> dict[str, Any]:
+def _engine_names(engine: Any) -> dict[str, Any]:
     writer = {name: missing_function(f"checkpoint_engine.{name}", WRITERS) for name in ("save", "load", "commit")}
     is_timed = engine.wall_clock_breakdown()
     return {
@@ -217,7 +217,7 @@ def _of_engine(engine: Any) -> dict[str, Any]:
     }
 
 
-def _empty_where_released(module: Any, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def _empty_released_values(module: Any, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """As in DeepSpeed: one rank of several cannot read these, and clients look whether such a value has elements."""
     for name, value in state.items():
         if isinstance(value, ReleasedAlias):
@@ -237,7 +237,7 @@ def _nothing_to_reduce(bucket_size: int = 0) -> None:
 
 
 def _optimizer_file(checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
-    raise refused(
+    raise unavailable_error(
         "DeepSpeedEngine._get_optimizer_ckpt_name",
         "checkpoints of zero-infinity have no such file; use load_checkpoint",
     )

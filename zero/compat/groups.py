@@ -26,13 +26,13 @@ mpu: Any = None
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """Take the groups from `mpu`; `ep_size` changes no result. Raises ConfigError: it has several tensor ranks."""
     world.check_mpu(mpu, "utils.groups.initialize", world.TENSOR_SIZES)
-    use(mpu)
+    use_mpu(mpu)
 
 
-def use(its: Any) -> None:
+def use_mpu(new_mpu: Any) -> None:
     """Answer with the groups of this `mpu` from now on."""
     global mpu
-    mpu = its
+    mpu = new_mpu
 
 
 # ---- all ranks without an mpu, for every group of experts ----

@@ -52,22 +52,22 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
         tensor.data = tensor.to(device).data
         return tensor
 
-    return _mapped(item, (lambda tensor: tensor.to(device)) if criterion_func is None else moved, criterion_func)
+    return _map_tensors(item, (lambda tensor: tensor.to(device)) if criterion_func is None else moved, criterion_func)
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
     """Like `move_to_device`, with copies."""
-    return _mapped(item, lambda tensor: tensor.detach().clone().to(device), criterion_func)
+    return _map_tensors(item, lambda tensor: tensor.detach().clone().to(device), criterion_func)
 
 
-def _mapped(item: Any, change: Callable[[Any], Any], picks: Callable[[Any], bool] | None) -> Any:
+def _map_tensors(item: Any, change: Callable[[Any], Any], picks: Callable[[Any], bool] | None) -> Any:
     if (picks or torch.is_tensor)(item):
         return change(item)
     if isinstance(item, (list, tuple)):
         kind = list if isinstance(item, list) else tuple
-        return kind(_mapped(value, change, picks) for value in item)
+        return kind(_map_tensors(value, change, picks) for value in item)
     if isinstance(item, dict):
-        return {key: _mapped(value, change, picks) for key, value in item.items()}
+        return {key: _map_tensors(value, change, picks) for key, value in item.items()}
     return item
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import zero
 from offload.errors import ConfigError
 from zero.compat.comm_log import use_block
-from zero.compat.engine_names import lend_names
+from zero.compat.engine_names import add_deepspeed_names
 from zero.compat.logs import logger
 from zero.compat.operators import VERSION
 from zero.compat.trainers import adapt_trainer
@@ -39,21 +39,21 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     given = bound.arguments
     if not dist.is_initialized():
         init_distributed(distributed_port=given["distributed_port"], dist_init_required=given["dist_init_required"])
-    tell_local_rank(given["args"])
-    say_who_answers()
+    set_local_rank(given["args"])
+    log_version()
     for name in ("config", "config_params"):
-        given[name] = _without_idle_states(given[name], given["optimizer"])
+        given[name] = _drop_idle_states(given[name], given["optimizer"])
     with reading_as_deepspeed():
         engine, optimizer, loader, scheduler = zero.initialize(**given)
     save_released_as_empty()
     adapt_trainer()
-    lend_names(engine, given)
+    add_deepspeed_names(engine, given)
     if (log := engine.run.config.comms_logger) is not None:
         use_block(log)
     return engine, optimizer, loader, scheduler
 
 
-def _without_idle_states(config: Any, optimizer: Any) -> Any:
+def _drop_idle_states(config: Any, optimizer: Any) -> Any:
     """The config without settings for optimizer states, if it names no optimizer and none was passed; else unchanged.
 
     Clients edit their trainer's configuration for a model that is not trained: they set an optimizer of type None, or
@@ -71,14 +71,14 @@ def _without_idle_states(config: Any, optimizer: Any) -> Any:
     return kept
 
 
-def say_who_answers() -> None:
+def log_version() -> None:
     """Log DeepSpeed's line on the first rank, with a note that this is zero-infinity."""
     if world.rank() == 0:
         told = f"DeepSpeed info: version={VERSION}, git-hash=none, git-branch=none"
         logger.info("%s (this is zero-infinity %s, imported under the name deepspeed)", told, zero.__version__)
 
 
-def tell_local_rank(args: Any) -> None:
+def set_local_rank(args: Any) -> None:
     """Set `args.local_rank` as the environment says, if the script has that argument: launchers may not pass it.
 
     Raises ConfigError: the script was started with another number.
@@ -91,22 +91,22 @@ def tell_local_rank(args: Any) -> None:
     args.local_rank = ours
 
 
-class _Shows(type):
+class _ChecksAttribute(type):
     """Metaclass: `isinstance` checks for an attribute, not for a base class."""
 
-    shows: str
+    attribute: str
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, ZeroOptimizer) and hasattr(instance, cls.shows)
+        return isinstance(instance, ZeroOptimizer) and hasattr(instance, cls.attribute)
 
 
-class DeepSpeedZeroOptimizer(metaclass=_Shows):
+class DeepSpeedZeroOptimizer(metaclass=_ChecksAttribute):
     """The optimizer of stages 1 and 2: it has the shards of the fp32 masters as an attribute."""
 
     shows = "single_partition_of_fp32_groups"
 
 
-class DeepSpeedZeroOptimizer_Stage3(metaclass=_Shows):
+class DeepSpeedZeroOptimizer_Stage3(metaclass=_ChecksAttribute):
     """The optimizer of stage 3: it has the shards of the fp32 masters as an attribute."""
 
     shows = "fp32_partitioned_groups_flat"

@@ -20,7 +20,7 @@ log_levels = {
 logger = logging.getLogger("DeepSpeed")
 
 
-def _open() -> None:
+def _add_handler() -> None:
     """Add a handler to the logger, as DeepSpeed does: clients expect its lines without any set-up."""
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stdout)
@@ -38,7 +38,7 @@ def warning_once(message: str) -> None:
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log on the given ranks; None or [-1]: on all. Before torch.distributed is initialised, always log."""
-    if _speaks(ranks):
+    if _is_logging_rank(ranks):
         logger.log(level, "[Rank %d] %s", world.rank(), message)
 
 
@@ -52,7 +52,7 @@ def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int =
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    if _speaks(ranks):
+    if _is_logging_rank(ranks):
         print(f"[Rank {world.rank()}] {message}")
 
 
@@ -78,9 +78,9 @@ def should_log_le(max_log_level_str: str) -> bool:
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
-def _speaks(wanted: Sequence[int] | None) -> bool:
+def _is_logging_rank(wanted: Sequence[int] | None) -> bool:
     return not world.is_distributed() or not wanted or wanted[0] == -1 or world.rank() in wanted
 
 
 logger.warning_once = warning_once  # type: ignore[attr-defined]
-_open()
+_add_handler()

@@ -54,7 +54,7 @@ class MonitorMaster(Monitors):
         )
 
 
-class _One(Monitors):
+class _SingleMonitor(Monitors):
     """One monitor; its keys are attributes. Raises ConfigError: as `MonitorMaster`.
 
     `monitor_config`: its block, `DeepSpeedConfig(...).monitor_config.wandb` and the like.
@@ -74,11 +74,11 @@ class _One(Monitors):
         return getattr(self.monitor_config if name in type(self.monitor_config).model_fields else writer, name)
 
 
-def _kind(name: str, block: str) -> type[_One]:
-    return type(name, (_One,), {"name": block, "__doc__": _One.__doc__, "__module__": __name__})
+def _make_class(name: str, block: str) -> type[_SingleMonitor]:
+    return type(name, (_SingleMonitor,), {"name": block, "__doc__": _SingleMonitor.__doc__, "__module__": __name__})
 
 
-TensorBoardMonitor = _kind("TensorBoardMonitor", "tensorboard")
-WandbMonitor = _kind("WandbMonitor", "wandb")
-csvMonitor = _kind("csvMonitor", "csv_monitor")
-CometMonitor = _kind("CometMonitor", "comet")
+TensorBoardMonitor = _make_class("TensorBoardMonitor", "tensorboard")
+WandbMonitor = _make_class("WandbMonitor", "wandb")
+csvMonitor = _make_class("csvMonitor", "csv_monitor")
+CometMonitor = _make_class("CometMonitor", "comet")

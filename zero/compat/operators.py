@@ -9,7 +9,7 @@ import torch
 
 from offload.accelerator import collectives_version
 from zero.compat import aio
-from zero.compat.unavailable import refused
+from zero.compat.unavailable import unavailable_error
 
 # The version that `import deepspeed` has: the version of DeepSpeed whose names are covered, and that of the alias.
 #
@@ -17,8 +17,8 @@ from zero.compat.unavailable import refused
 VERSION = "0.19.6+zero.1"
 
 # Operators that the engine has itself; nothing is built on request.
-THERE = {"async_io", "fused_adam", "fused_lamb", "fused_lion", "pin_memory", "utils"}
-THERE |= {"cpu_adam", "cpu_adagrad", "cpu_lion"}
+AVAILABLE_OPS = {"async_io", "fused_adam", "fused_lamb", "fused_lion", "pin_memory", "utils"}
+AVAILABLE_OPS |= {"cpu_adam", "cpu_adagrad", "cpu_lion"}
 # Name of a class = name of its operator.
 CLASS_NAMES = """
     AsyncIOBuilder=async_io CCLCommBuilder=deepspeed_ccl_comm CPUAdagradBuilder=cpu_adagrad CPUAdamBuilder=cpu_adam
@@ -40,14 +40,16 @@ class OpBuilder:
         self.error_log: str | None = None
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        return self.NAME in THERE
+        return self.NAME in AVAILABLE_OPS
 
     def absolute_name(self) -> str:
         return f"deepspeed.ops.{self.NAME}_op"
 
     def load(self, verbose: bool = True) -> Any:
         """Raises NotImplementedError, since the engine's own libraries have other functions."""
-        raise refused(f"ops.op_builder: {self.NAME}", "the engine loads its own libraries; `zero doctor` shows them")
+        raise unavailable_error(
+            f"ops.op_builder: {self.NAME}", "the engine loads its own libraries; `zero doctor` shows them"
+        )
 
     def builder(self) -> Any:
         return self.load()
@@ -64,7 +66,7 @@ BUILDERS: dict[str, Any] = {
 }
 BUILDERS["AsyncIOBuilder"].load = load_async_io
 ALL_OPS: dict[str, OpBuilder] = {kind.NAME: kind() for kind in BUILDERS.values()}
-compatible_ops: dict[str, bool] = {name: name in THERE for name in sorted(ALL_OPS)}
+compatible_ops: dict[str, bool] = {name: name in AVAILABLE_OPS for name in sorted(ALL_OPS)}
 
 globals().update(BUILDERS)
 

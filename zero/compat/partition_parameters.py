@@ -81,15 +81,15 @@ class Init(OurInit):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("enabled", True) and not dist.is_initialized():
             init_distributed()
-        self._wraps = self.announces = bool(kwargs.get("enabled", True))
-        self._before: dict[str, Any] = {}
+        self._is_wrapping = self.announces = bool(kwargs.get("enabled", True))
+        self._saved_constructors: dict[str, Any] = {}
         with reading_as_deepspeed():
             super().__init__(*args, **kwargs)
 
     def __enter__(self) -> OurInit:
         entered = super().__enter__()
-        if self._wraps:
-            self._before = {name: getattr(torch, name) for name in CONSTRUCTORS}
+        if self._is_wrapping:
+            self._saved_constructors = {name: getattr(torch, name) for name in CONSTRUCTORS}
             for name, fn in CONSTRUCTORS.items():
                 wrap = globals()["zero_wrapper_for_fp_tensor_constructor"]
                 setattr(torch, name, wrap(fn, target_fp_dtype=None, target_device=None))
@@ -98,9 +98,9 @@ class Init(OurInit):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name, fn in self._before.items():
+        for name, fn in self._saved_constructors.items():
             setattr(torch, name, fn)
-        self._before.clear()
+        self._saved_constructors.clear()
         super().__exit__(kind, error, trace)
 
 

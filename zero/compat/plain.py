@@ -55,20 +55,20 @@ def parse_range_list(range_str: str) -> list[int]:
     return numbers
 
 
-def _number(of_torchrun: str, of_mpi: str, default: int) -> int:
+def _environment_number(of_torchrun: str, of_mpi: str, default: int) -> int:
     return int(os.environ.get(of_torchrun, os.environ.get(of_mpi, default)))
 
 
 def get_local_rank_from_launcher() -> int:
-    return _number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", 0)
+    return _environment_number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", 0)
 
 
 def get_world_rank_from_launcher() -> int:
-    return _number("RANK", "OMPI_COMM_WORLD_RANK", 0)
+    return _environment_number("RANK", "OMPI_COMM_WORLD_RANK", 0)
 
 
 def get_world_size_from_launcher() -> int:
-    return _number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", 1)
+    return _environment_number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", 1)
 
 
 class OnDevice:

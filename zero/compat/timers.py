@@ -19,7 +19,7 @@ from zero.compat.logs import logger, print_dist
 
 GIB = 1 << 30
 # DeepSpeed's name of a timer of the engine -> ours in `engine.get_wall_clock_timers()`.
-OF_THE_ENGINE = {
+ENGINE_TIMERS = {
     **{"fwd": "forward", "bwd": "backward", "step": "step"},
     **{"fwd_microstep": "forward", "bwd_microstep": "backward", "step_microstep": "step"},
 }
@@ -73,7 +73,7 @@ class _Timer:
         self.name_, self.started_ = name, False
         self._begin: Any = None
         self._spans: list[tuple[Any, Any]] = []
-        self._before = before  # What else has been timed under this name.
+        self._fallback = before  # What else has been timed under this name.
 
     def start(self) -> None:
         """Raises TimerError: it runs already."""
@@ -97,7 +97,7 @@ class _Timer:
         is_running = self.started_
         if is_running:
             self.stop()
-        total = sum(self._each())
+        total = sum(self._span_milliseconds())
         if reset:
             self.reset()
         if is_running:
@@ -107,11 +107,11 @@ class _Timer:
     def mean(self) -> float:
         """Milliseconds of a span, without the tenth of the shortest and of the longest."""
         self.elapsed(reset=False)
-        return trim_mean(self._each(), 0.1)
+        return trim_mean(self._span_milliseconds(), 0.1)
 
-    def _each(self) -> list[float]:
+    def _span_milliseconds(self) -> list[float]:
         spans = [_milliseconds(begin, end) for begin, end in self._spans]
-        return spans if spans or self._before is None else [self._before()]
+        return spans if spans or self._fallback is None else [self._fallback()]
 
 
 class SynchronizedWallClockTimer:
@@ -129,7 +129,7 @@ class SynchronizedWallClockTimer:
 
     def __call__(self, name: str) -> _Timer:
         if name not in self.timers:
-            ours = OF_THE_ENGINE.get(name) if self._engine is not None else None
+            ours = ENGINE_TIMERS.get(name) if self._engine is not None else None
             before = None if ours is None else lambda: float(self._engine.get_wall_clock_timers().get(ours, 0.0))
             self.timers[name] = _Timer(name, before)
         return self.timers[name]
@@ -229,7 +229,7 @@ class ThroughputTimer:
         self.total_elapsed_time = self.step_elapsed_time = 0.0  # [seconds]
         self.start_time = self.end_time = 0.0
 
-    def _wants(self, key: str) -> bool:
+    def _is_on(self, key: str) -> bool:
         return bool(getattr(self.config, key, True))
 
     def update_epoch_count(self) -> None:
@@ -238,21 +238,21 @@ class ThroughputTimer:
 
     def start(self) -> None:
         """A micro-batch begins."""
-        if self._wants("enabled"):
+        if self._is_on("enabled"):
             self.started = self.initialized = True
             if self.global_step_count >= self.start_step:
-                self.start_time = _host_seconds(synchronized=self._wants("synchronized"))
+                self.start_time = _host_seconds(synchronized=self._is_on("synchronized"))
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """A micro-batch ends. `global_step`: it was the last of its step; `report_speed`: a line may be logged."""
-        if not self._wants("enabled") or not self.started:
+        if not self._is_on("enabled") or not self.started:
             return
         self.started = False
         self.micro_step_count += 1
         self.global_step_count += global_step
         if self.start_time <= 0:
             return
-        self.end_time = _host_seconds(synchronized=self._wants("synchronized"))
+        self.end_time = _host_seconds(synchronized=self._is_on("synchronized"))
         self.total_elapsed_time += self.end_time - self.start_time
         self.step_elapsed_time += self.end_time - self.start_time
         if global_step:

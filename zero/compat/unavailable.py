@@ -168,7 +168,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 }
 
 
-def refused(name: str, instead: str) -> NotImplementedError:
+def unavailable_error(name: str, instead: str) -> NotImplementedError:
     """The error for a use. `name`: DeepSpeed's dotted name; `instead`: what a user can do."""
     return NotImplementedError(f"deepspeed.{name}: not available in zero-infinity; {instead}")
 
@@ -177,7 +177,7 @@ def missing_function(name: str, instead: str) -> Callable[..., Any]:
     """A function that raises NotImplementedError when it is called; same arguments as `refused`."""
 
     def function(*args: Any, **kwargs: Any) -> NoReturn:
-        raise refused(name, instead)
+        raise unavailable_error(name, instead)
 
     home, _, function.__name__ = name.rpartition(".")
     function.__qualname__, function.__module__ = function.__name__, f"deepspeed.{home}"
@@ -193,7 +193,7 @@ def missing_class(name: str, instead: str, base: type = object) -> Any:
     """
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
-        raise refused(name, instead)
+        raise unavailable_error(name, instead)
 
     home, _, own = name.rpartition(".")
     body: dict[str, Any] = {"__doc__": f"Not available: {instead}.", "__module__": f"deepspeed.{home}"}

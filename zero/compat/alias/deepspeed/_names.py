@@ -50,7 +50,7 @@ def surface() -> dict[str, Any]:
     return table
 
 
-def same(path: str) -> str | None:
+def replacement_module(path: str) -> str | None:
     """The name of our module that is used as this one; None: this module has its own names."""
     return SAME["ops.op_builder"] if path.startswith("ops.op_builder.") else SAME.get(path)
 
@@ -66,8 +66,8 @@ class Names:
         self.exports: dict[str, str] = {}
         self.functions: list[str] = self.entry.get("functions", "").split()
         self.stars: list[str] = []
-        if same(path) is None:
-            there = {_full(home): names for home, names in self.entry.get("from", {}).items()}
+        if replacement_module(path) is None:
+            there = {_full_name(home): names for home, names in self.entry.get("from", {}).items()}
             self.stars = [home for home, names in there.items() if names == "*"]
             self.exports = _homes({home: names for home, names in there.items() if names != "*"})
 
@@ -88,11 +88,11 @@ class Names:
 
     def _found(self, name: str) -> Any:
         if name in self.homes:
-            return _taken(self.homes[name])
+            return _load_attribute(self.homes[name])
         if self.entry.get("package") and self._below(name) in surface():
             return importlib.import_module(f"{self.name}.{name}")
         if name in self.exports:
-            return _taken(self.exports[name])
+            return _load_attribute(self.exports[name])
         if name in self.entry.get("values", ()):
             return self.entry["values"][name]
         if name in self.functions or name in self.entry.get("classes", ()):
@@ -118,11 +118,11 @@ class Names:
         )
 
 
-def _full(home: str) -> str:
+def _full_name(home: str) -> str:
     return f"{PACKAGE}.{home}" if home else PACKAGE
 
 
-def _taken(place: str) -> Any:
+def _load_attribute(place: str) -> Any:
     home, _, attribute = place.partition(":")
     return getattr(importlib.import_module(home), attribute)
 
@@ -136,7 +136,7 @@ def _homes(table: dict[str, str]) -> dict[str, str]:
 def fill(name: str, module: ModuleType) -> None:
     """Set up a new module as in the tables: it looks its names up, or is replaced by our module."""
     path = name.partition(".")[2]
-    home = same(path)
+    home = replacement_module(path)
     if home is None:
         module.__getattr__ = Names(path, module)  # type: ignore[method-assign]
         return
@@ -145,7 +145,9 @@ def fill(name: str, module: ModuleType) -> None:
     if hasattr(module, "__path__"):
         ours.__path__ = []
     if home.startswith(("zero.compat.", "zero.checkpointing")):
-        ours.__dict__.setdefault("__getattr__", _first_of([Names(key, ours) for key in surface() if same(key) == home]))
+        ours.__dict__.setdefault(
+            "__getattr__", _first_of([Names(key, ours) for key in surface() if replacement_module(key) == home])
+        )
 
 
 def _first_of(tables: list[Names]) -> Callable[[str], Any]:
