@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from offload.errors import ConfigError
 from zero.config import Config, load_config, tolerating_unknown_keys
 from zero.config.fields import ConfigBlock, Key, block_of, known_keys, means_auto
-from zero.config.numbers import parse_bytes, parse_count, parse_number, parse_whole
+from zero.config.numbers import parse_bytes, parse_count, parse_integer, parse_number
 from zero.config.swap_paths import swap_paths, wants_pinning
 
 KEYS = {key.path: key for key in known_keys(Config)}
@@ -229,7 +229,7 @@ def test_anything_but_a_path_or_a_dict_is_refused(wrong: Any) -> None:
 @given(st.integers(0, 2**53))
 def test_every_form_of_a_number_reads_the_same(number: int) -> None:
     for form in (number, float(number), str(number), f" {number} ", f"{number}.0", f"{number}e0"):
-        assert parse_whole(form) == parse_count(form) == parse_bytes(form) == number
+        assert parse_integer(form) == parse_count(form) == parse_bytes(form) == number
     assert parse_bytes(f"{number}B") == number
     for power, letter in enumerate("KMG", start=1):
         if number * 1024**power < 2**63:
@@ -245,7 +245,7 @@ def test_a_count_is_rounded_and_a_whole_number_must_be_one(number: int, tenths: 
     assert parse_count(value) == parse_bytes(value) == round(value)
     if tenths:
         with pytest.raises(ValueError, match="whole"):
-            parse_whole(value)
+            parse_integer(value)
 
 
 def test_the_number_forms_clients_send_are_read() -> None:
@@ -257,7 +257,7 @@ def test_the_number_forms_clients_send_are_read() -> None:
     assert (config.memory_budget.host, config.memory_budget.device) == (12 * 10**9, 3 * 2**29)
 
 
-@pytest.mark.parametrize("parse", [parse_whole, parse_count, parse_bytes])
+@pytest.mark.parametrize("parse", [parse_integer, parse_count, parse_bytes])
 @pytest.mark.parametrize(
     "wrong", [True, False, None, -1, -0.6, "-1", "", "GB", "1 2", "12XB", "1e999999999", 2**63, 1e300,
               float("nan"), float("inf"), "nan", "inf", [1], {}, "0x10"]

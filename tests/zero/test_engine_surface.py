@@ -18,7 +18,7 @@ from torch import nn
 import zero
 from offload.errors import ConfigError, StateError
 from zero.config import load_config
-from zero.config.given import given_config
+from zero.config.given import user_config
 from zero.params.face import ZeroParamStatus
 from zero.params.released import ReleasedParameter
 
@@ -75,7 +75,7 @@ def test_the_config_of_an_engine_has_values_for_auto_and_always_the_stage() -> N
         },
         "_comment": "auto",
     }
-    assert given_config(load_config(content, world_size=4)) == {
+    assert user_config(load_config(content, world_size=4)) == {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
         "bfloat16": {"enabled": False},
@@ -89,7 +89,7 @@ def test_the_config_of_an_engine_has_values_for_auto_and_always_the_stage() -> N
         "_comment": "auto",
     }
     for content, stage in (({}, 0), ({"zero_optimization": True}, 1), ({"zero_optimization": {"stage": "2"}}, 2)):
-        assert given_config(load_config(content)) == {"zero_optimization": {"stage": stage}}
+        assert user_config(load_config(content)) == {"zero_optimization": {"stage": stage}}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -345,7 +345,8 @@ def test_a_scheduler_block_reads_the_same_from_its_effective_form_and_keeps_what
     assert again.as_dict() == config.as_dict() and config.inactive == ()
     assert config.scheduler is not None and config.scheduler.kind is class_of(kind)
     given = {
-        key: list(value) if isinstance(value, tuple) else value for key, value in config.scheduler.params.given.items()
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in config.scheduler.params.user_options.items()
     }
     assert given == numbers(CONFIGURED[kind])
     assert {config.origin(f"scheduler.params.{key}") for key in CONFIGURED[kind]} == {"user"}

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import ConfigBlock, Flag, Inert, Whole, Word, problem, reads
+from zero.config.fields import ConfigBlock, Flag, Inert, Integer, Word, problem, reads
 from zero.config.numbers import parse_bytes
 from zero.config.offload_block import Device, Paths
 
@@ -20,7 +20,7 @@ class ActivationCheckpointing(ConfigBlock):
     partition_activations: Annotated[
         Flag | None, Inert("there is only one model-parallel rank, so saved inputs cannot be split over several")
     ] = None
-    number_checkpoints: Annotated[Whole, Field(ge=1)] | None = None
+    number_checkpoints: Annotated[Integer, Field(ge=1)] | None = None
     """With contiguous_memory_optimization: memory is taken for so many saved inputs at once."""
     contiguous_memory_optimization: Flag = False
     """Saved inputs are copied next to each other, on the device too, so that they do not fragment its memory."""
@@ -44,7 +44,7 @@ class ActivationCheckpointing(ConfigBlock):
         return self.activation_device or ("cpu" if self.cpu_checkpointing else "none")
 
     @property
-    def idle(self) -> list[str]:
+    def idle_keys(self) -> list[str]:
         """Keys that the others leave without effect."""
         keys = [] if self.device == "nvme" else ["nvme_path"]
         if not self.contiguous_memory_optimization:
@@ -52,7 +52,7 @@ class ActivationCheckpointing(ConfigBlock):
         return keys
 
     @model_validator(mode="after")
-    def _one_device(self) -> Self:
+    def _check_device(self) -> Self:
         if self.cpu_checkpointing and self.device != "cpu":
             raise problem(
                 '"cpu", because cpu_checkpointing is true',

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from zero.config.batch import MICRO, STEPS, TRAIN
-from zero.config.fields import Key, block_of, known_keys, means_auto, shown
-from zero.config.loading import value_at, with_choices
-from zero.config.schema import Choice, Config
+from zero.config.fields import Key, block_of, known_keys, means_auto, short_json
+from zero.config.loading import value_at, with_auto_values
+from zero.config.schema import AutoValue, Config
 
 PREFETCH_SHARE = 0.9
 PERSISTENT_ROWS = 10  # As in transformers: prefetch 0.9 h^2 elements, keep parameters below 10 h elements.
@@ -28,7 +28,7 @@ SCHEDULER = "scheduler.params."
 REDUCE_BUCKET, TOTAL_STEPS = f"{ZERO}reduce_bucket_size", f"{SCHEDULER}total_num_steps"
 LINEAR = ("warmuplr", "warmupdecaylr")
 ENDING = ("warmupdecaylr", "warmupcosinelr")
-DEEPSPEEDS = "DeepSpeed's default"
+DEEPSPEED_DEFAULT = "DeepSpeed's default"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Facts:
     samples: int | None = None  # Number of samples in one pass over the training data.
 
 
-def facts_of(model: nn.Module, optimizer: object = None, training_data: object = None) -> Facts:
+def read_facts(model: nn.Module, optimizer: object = None, training_data: object = None) -> Facts:
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     rates = {float(group["lr"]) for group in groups if group.get("lr") is not None}
     return Facts(
@@ -86,36 +86,36 @@ def resolve_auto(config: Config, facts: Facts) -> Config:
 
     Raises ConfigError: a chosen value contradicts a key that the user gave.
     """
-    still_open = {key.path for key in _autos(config)} - set(config.chosen)
+    still_open = {key.path for key in _auto_keys(config)} - set(config.auto_values)
     chosen = {path: choice for path, choice in _choices(config, facts, still_open) if path in still_open}
-    return with_choices(config, chosen) if chosen else config
+    return with_auto_values(config, chosen) if chosen else config
 
 
 def auto_lines(config: Config) -> Iterator[str]:
     """A line "auto: path = value (from ...)" for every acting key that was "auto"."""
-    autos = list(_autos(config))
+    autos = list(_auto_keys(config))
     effective = config.as_dict() if autos else {}
     for key in autos:
-        if key.path in config.chosen:
-            yield f"auto: {key.path} = {shown(config.chosen[key.path].value)} (from {config.chosen[key.path].source})"
+        if key.path in config.auto_values:
+            yield f"auto: {key.path} = {short_json(config.auto_values[key.path].value)} (from {config.auto_values[key.path].source})"
             continue
         value = value_at(effective, key.path)
         if key.path in (TRAIN, MICRO, STEPS):
             product = " x ".join(str(getattr(config, name)) for name in (MICRO, STEPS))
-            yield f"auto: {key.path} = {value} (from {config.train_batch_size} samples = {product} x {_ranks(config)})"
+            yield f"auto: {key.path} = {value} (from {config.train_batch_size} samples = {product} x {_format_ranks(config)})"
         elif value is None:
             yield f"auto: {key.path} is left to the engine (as without the key)"
         elif means_auto(key.field):
             yield f"auto: {key.path} is the memory that is free when the plan is made"
         else:
-            yield f"auto: {key.path} = {shown(value)} (the default)"
+            yield f"auto: {key.path} = {short_json(value)} (the default)"
 
 
-def _ranks(config: Config) -> str:
+def _format_ranks(config: Config) -> str:
     return "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
 
 
-def _autos(config: Config) -> Iterator[Key]:
+def _auto_keys(config: Config) -> Iterator[Key]:
     """Keys that are "auto" in the source, hold a value and no block, and act or have a value chosen all the same."""
     given = {path for path, origin in config.origins.items() if origin == "auto"}
     for key in known_keys(Config) if given else ():  # there are hundreds
@@ -126,24 +126,24 @@ def _autos(config: Config) -> Iterator[Key]:
 # ---- what facts decide, key by key --------------------------------------------------------------
 
 
-def _choices(config: Config, facts: Facts, still_open: Collection[str]) -> Iterator[tuple[str, Choice]]:
+def _choices(config: Config, facts: Facts, still_open: Collection[str]) -> Iterator[tuple[str, AutoValue]]:
     """Path and value of each key that the facts decide. `still_open`: paths of the keys that are to be chosen."""
     # Without the key there is no clipping; but "auto" asks for a value, so it gets one that clips, as from clients.
-    yield "gradient_clipping", Choice(1.0, DEEPSPEEDS)
+    yield "gradient_clipping", AutoValue(1.0, DEEPSPEED_DEFAULT)
     if facts.dtype is not None:
-        yield "bf16.enabled", _precision(facts.dtype, torch.bfloat16, "fp16", taken=config.fp16.enabled)
-        yield "fp16.enabled", _precision(facts.dtype, torch.float16, "bf16", taken=config.bf16.enabled)
+        yield "bf16.enabled", _precision(facts.dtype, torch.bfloat16, "fp16", other_enabled=config.fp16.enabled)
+        yield "fp16.enabled", _precision(facts.dtype, torch.float16, "bf16", other_enabled=config.bf16.enabled)
     hidden = facts.hidden_numel
     if hidden is not None:
-        yield REDUCE_BUCKET, Choice(hidden * hidden, f"h x h, hidden size {hidden}")
+        yield REDUCE_BUCKET, AutoValue(hidden * hidden, f"h x h, hidden size {hidden}")
     if hidden is not None and config.zero_optimization.stage == 3:
-        ahead = Choice(int(PREFETCH_SHARE * hidden * hidden), f"0.9 x h x h, hidden size {hidden}")
+        ahead = AutoValue(int(PREFETCH_SHARE * hidden * hidden), f"0.9 x h x h, hidden size {hidden}")
         yield f"{ZERO}stage3_prefetch_bucket_size", ahead
-        persistent = Choice(PERSISTENT_ROWS * hidden, f"10 x h, hidden size {hidden}")
+        persistent = AutoValue(PERSISTENT_ROWS * hidden, f"10 x h, hidden size {hidden}")
         yield f"{ZERO}stage3_param_persistence_threshold", persistent
     kind = "" if config.scheduler is None else str(config.scheduler.type).lower()
     if kind in LINEAR:
-        yield f"{SCHEDULER}warmup_min_lr", Choice(0.0, DEEPSPEEDS)
+        yield f"{SCHEDULER}warmup_min_lr", AutoValue(0.0, DEEPSPEED_DEFAULT)
         if (rate := _largest_rate(config, facts)) is not None:
             yield f"{SCHEDULER}warmup_max_lr", rate
     total: float | None = getattr(getattr(config.scheduler, "params", None), "total_num_steps", None)
@@ -155,29 +155,29 @@ def _choices(config: Config, facts: Facts, still_open: Collection[str]) -> Itera
         yield f"{SCHEDULER}warmup_num_steps", _warmup_steps(total)
 
 
-def _precision(model: torch.dtype, wanted: torch.dtype, other: str, *, taken: bool) -> Choice:
+def _precision(model: torch.dtype, wanted: torch.dtype, other: str, *, other_enabled: bool) -> AutoValue:
     """Whether weights are in the dtype `wanted`: if the model is, unless the `other` block is enabled."""
-    source = f"{other}.enabled" if taken else f"the model, which is {str(model).removeprefix('torch.')}"
-    return Choice(model == wanted and not taken, source)
+    source = f"{other}.enabled" if other_enabled else f"the model, which is {str(model).removeprefix('torch.')}"
+    return AutoValue(model == wanted and not other_enabled, source)
 
 
-def _largest_rate(config: Config, facts: Facts) -> Choice | None:
+def _largest_rate(config: Config, facts: Facts) -> AutoValue | None:
     if facts.learning_rate is not None:
-        return Choice(facts.learning_rate, "the learning rate of the optimizer")
-    given = frozenset[str]() if config.optimizer is None else config.optimizer.given
+        return AutoValue(facts.learning_rate, "the learning rate of the optimizer")
+    given = frozenset[str]() if config.optimizer is None else config.optimizer.user_keys
     if config.optimizer is None or "lr" not in given or given & {"muon_lr", "adam_lr"}:
         return None  # each group's own
-    return Choice(float(config.optimizer.params.lr), "optimizer.params.lr")
+    return AutoValue(float(config.optimizer.params.lr), "optimizer.params.lr")
 
 
-def _all_steps(config: Config, samples: int) -> Choice:
+def _all_steps(config: Config, samples: int) -> AutoValue:
     batches = samples / config.train_batch_size
     steps = math.floor(batches) if config.dataloader_drop_last else math.ceil(batches)
-    return Choice(max(1, steps), f"one pass over training_data, {samples} samples; for more passes give a number")
+    return AutoValue(max(1, steps), f"one pass over training_data, {samples} samples; for more passes give a number")
 
 
-def _warmup_steps(total: float | None) -> Choice:
+def _warmup_steps(total: float | None) -> AutoValue:
     most = WARMUP_STEPS if total is None else max(1, int(WARMUP_SHARE * total))
     if most >= WARMUP_STEPS:
-        return Choice(WARMUP_STEPS, DEEPSPEEDS)
-    return Choice(most, f"a tenth of {int(total or 0)} steps")
+        return AutoValue(WARMUP_STEPS, DEEPSPEED_DEFAULT)
+    return AutoValue(most, f"a tenth of {int(total or 0)} steps")

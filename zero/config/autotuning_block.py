@@ -14,11 +14,11 @@ from zero.config.fields import (
     Inert,
     InertCount,
     InertFlag,
+    InertInteger,
     InertNumber,
     InertText,
-    InertWhole,
+    Integer,
     Text,
-    Whole,
     Word,
     problem,
     reads,
@@ -42,8 +42,8 @@ class ModelInfo(ConfigBlock):
 
     profile: InertFlag = None
     num_params: InertCount = None
-    hidden_size: InertWhole = None
-    num_layers: InertWhole = None
+    hidden_size: InertInteger = None
+    num_layers: InertInteger = None
 
 
 class Autotuning(ConfigBlock):
@@ -63,9 +63,9 @@ class Autotuning(ConfigBlock):
     """Folder with a folder for each run: its configuration, its output, what it measured."""
     overwrite: Flag = True
     """False: a run that is in exps_dir with the same configuration is not repeated."""
-    start_profile_step: Annotated[Whole, Field(ge=1)] = 3
+    start_profile_step: Annotated[Integer, Field(ge=1)] = 3
     """Steps are timed from the end of this one, counted from 1."""
-    end_profile_step: Annotated[Whole, Field(ge=2)] = 5
+    end_profile_step: Annotated[Integer, Field(ge=2)] = 5
     """After this step the script of a run ends."""
     metric: Word[Literal["throughput", "latency", "flops"]] = "throughput"
     """What is best: samples a second (which "flops" is too), or the seconds of a step, with the micro-batch as it
@@ -74,30 +74,30 @@ class Autotuning(ConfigBlock):
     """Set by the launcher for a run: the file for what it measured. An engine that finds it here ends the script."""
     arg_mappings: Annotated[dict[str, str], reads(_parse_mappings)] | None = None
     """Key of the configuration -> argument of the script that has to say the same."""
-    min_train_micro_batch_size_per_gpu: Annotated[Whole, Field(ge=1)] | None = None
+    min_train_micro_batch_size_per_gpu: Annotated[Integer, Field(ge=1)] | None = None
     """The first that is tried; None: the configuration's, or 1."""
-    max_train_micro_batch_size_per_gpu: Annotated[Whole, Field(ge=1)] | None = None
+    max_train_micro_batch_size_per_gpu: Annotated[Integer, Field(ge=1)] | None = None
     """None: 64."""
-    num_tuning_micro_batch_sizes: Annotated[Whole, Field(ge=1)] | None = None
+    num_tuning_micro_batch_sizes: Annotated[Integer, Field(ge=1)] | None = None
     """So many are tried at most, each twice the one before; 1: it stays as it is."""
     max_train_batch_size: Annotated[
-        InertWhole,
+        InertInteger,
         Inert("the tuner changes only the micro-batch, not gradient accumulation; limit the micro-batch instead"),
     ] = None
     min_train_batch_size: Annotated[
-        InertWhole,
+        InertInteger,
         Inert("the tuner changes only the micro-batch, not gradient accumulation; limit the micro-batch instead"),
     ] = None
     fast: InertFlag = None
     tuner_type: InertText = None
-    tuner_early_stopping: InertWhole = None
+    tuner_early_stopping: InertInteger = None
     tuner_num_trials: InertNumber = None
-    mp_size: Annotated[InertWhole, Inert("tensor parallelism is not available")] = None
+    mp_size: Annotated[InertInteger, Inert("tensor parallelism is not available")] = None
     model_info_path: Annotated[InertText, Inert(ModelInfo.why)] = None
     model_info: ModelInfo | None = None
 
     @model_validator(mode="after")
-    def _ends_after_it_starts(self) -> Self:
+    def _check_profile_steps(self) -> Self:
         if self.end_profile_step <= self.start_profile_step:
             raise problem(
                 f"a step after start_profile_step, which is {self.start_profile_step}",

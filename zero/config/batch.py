@@ -11,46 +11,46 @@ MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 
 
-def resolve_batch(given: Mapping[str, int], world_size: int) -> dict[str, int]:
+def resolve_batch(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Complete the batch sizes.
 
     Returns all three. Any two determine the third. One alone determines the others with one accumulation step; none
     gives 1 sample for each rank. Raises PydanticCustomError: they contradict each other or do not divide.
 
-    `given`: the keys that the user set, of the three; each at least 1. `world_size`: number of ranks.
+    `sizes`: the keys that the user set, of the three; each at least 1. `world_size`: number of ranks.
     """
-    train, micro, steps = given.get(TRAIN), given.get(MICRO), given.get(STEPS)
+    train, micro, steps = sizes.get(TRAIN), sizes.get(MICRO), sizes.get(STEPS)
     if train is None:
         micro, steps = micro or 1, steps or 1
         return {TRAIN: micro * steps * world_size, MICRO: micro, STEPS: steps}
     if micro is not None and steps is not None:
         if train != micro * steps * world_size:
-            raise _contradiction(given, world_size, f"{micro * steps * world_size}")
+            raise _contradiction(sizes, world_size, f"{micro * steps * world_size}")
         return {TRAIN: train, MICRO: micro, STEPS: steps}
     known = micro if micro is not None else steps or 1
     other, rest = divmod(train, known * world_size)
     if rest or other == 0:
-        raise _contradiction(given, world_size, f"a multiple of {known * world_size}")
+        raise _contradiction(sizes, world_size, f"a multiple of {known * world_size}")
     return {TRAIN: train, MICRO: micro or other, STEPS: other if micro is not None else known}
 
 
-def _contradiction(given: Mapping[str, int], world_size: int, expected: str) -> Exception:
-    factors = [f"{key} {given[key]}" for key in (MICRO, STEPS) if key in given]
+def _contradiction(sizes: Mapping[str, int], world_size: int, expected: str) -> Exception:
+    factors = [f"{key} {sizes[key]}" for key in (MICRO, STEPS) if key in sizes]
     product = " x ".join([*factors, f"world_size {world_size}"])
     return problem(
         f"{expected} ({product})",
         at=TRAIN,
-        got=str(given[TRAIN]),
-        keys=tuple(given),
-        fix=f"{_ranks_that_fit(given, world_size)}{TRAIN} = {MICRO} x {STEPS} x world_size; remove one of the "
+        got=str(sizes[TRAIN]),
+        keys=tuple(sizes),
+        fix=f"{_fitting_ranks_hint(sizes, world_size)}{TRAIN} = {MICRO} x {STEPS} x world_size; remove one of the "
         "keys, and the engine derives it",
     )
 
 
-def _ranks_that_fit(given: Mapping[str, int], world_size: int) -> str:
+def _fitting_ranks_hint(sizes: Mapping[str, int], world_size: int) -> str:
     """The number of ranks that explains the given numbers, in words; empty if there is none."""
-    fitting, rest = divmod(given[TRAIN], given.get(MICRO, 1) * given.get(STEPS, 1))
-    if rest or not fitting or MICRO not in given:
+    fitting, rest = divmod(sizes[TRAIN], sizes.get(MICRO, 1) * sizes.get(STEPS, 1))
+    if rest or not fitting or MICRO not in sizes:
         return ""
     told = f"there {'is 1 rank' if world_size == 1 else f'are {world_size} ranks'}, and the values fit {fitting}"
     if fitting > 1:

@@ -17,8 +17,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from zero.config.fields import ConfigBlock, Flag, Inert, InertNumber, Number, Whole, problem, reads
-from zero.config.numbers import parse_whole
+from zero.config.fields import ConfigBlock, Flag, Inert, InertNumber, Integer, Number, problem, reads
+from zero.config.numbers import parse_integer
 
 # Each number has more divisors than every smaller one; the same list as in DeepSpeed.
 HIGHLY_COMPOSITE = (
@@ -30,7 +30,7 @@ HIGHLY_COMPOSITE = (
 def _parse_sizes(value: object) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError("a list of sizes")
-    sizes = tuple(parse_whole(item) for item in value)
+    sizes = tuple(parse_integer(item) for item in value)
     if min(sizes) < 1:
         raise ValueError("sizes of at least 1")
     return sizes
@@ -42,21 +42,21 @@ class Elasticity(ConfigBlock):
     is_open = True
 
     enabled: Flag = False
-    max_train_batch_size: Annotated[Whole, Field(ge=1)] = 2000
+    max_train_batch_size: Annotated[Integer, Field(ge=1)] = 2000
     micro_batch_sizes: Annotated[tuple[int, ...], reads(_parse_sizes)] = (2, 4, 6)
     """Samples of a rank at once that its memory allows."""
-    min_gpus: Annotated[Whole, Field(ge=1)] = 1
+    min_gpus: Annotated[Integer, Field(ge=1)] = 1
     """Fewest ranks that the job may have."""
-    max_gpus: Annotated[Whole, Field(ge=1)] = 10000
+    max_gpus: Annotated[Integer, Field(ge=1)] = 10000
     min_time: Annotated[InertNumber, Inert("the scheduler of the cluster decides when ranks change")] = None
     version: Number = 0.1
     """0.1: any number of ranks that divides the batch; 0.2: whole nodes."""
     prefer_larger_batch: Flag = True
     ignore_non_elastic_batch_info: Flag = False
     """Batch sizes that stand in the configuration too are passed over; else they are an error."""
-    model_parallel_size: Annotated[Whole, Field(ge=1)] = 1
+    model_parallel_size: Annotated[Integer, Field(ge=1)] = 1
     """1: tensor parallelism is not available."""
-    num_gpus_per_node: Annotated[Whole, Field(ge=1)] = 1
+    num_gpus_per_node: Annotated[Integer, Field(ge=1)] = 1
     """Of version 0.2."""
 
 
@@ -117,16 +117,16 @@ def elastic_batch(block: Elasticity, world_size: int = 0) -> ElasticBatch:
     if block.version not in (0.1, 0.2):
         raise ValueError(f"elasticity.version 0.1 or 0.2 (got {block.version}), the rules that DeepSpeed has,")
     if block.version == 0.2:
-        return _of_whole_nodes(block, world_size)
+        return _batch_of_nodes(block, world_size)
     batch, ranks = best_batch(block, block.max_train_batch_size, block.min_gpus, block.max_gpus)
     if not world_size:
         return ElasticBatch(batch, tuple(ranks), None)
     if world_size not in ranks:
-        raise ValueError(f"{_named(ranks)} ranks, which share a batch of {batch}")
+        raise ValueError(f"{_list_ranks(ranks)} ranks, which share a batch of {batch}")
     return ElasticBatch(batch, tuple(ranks), _largest_micro_batch(block, batch // world_size))
 
 
-def _of_whole_nodes(block: Elasticity, world_size: int) -> ElasticBatch:
+def _batch_of_nodes(block: Elasticity, world_size: int) -> ElasticBatch:
     """Version 0.2: whole nodes share the batch. If the given ranks cannot, the batch is reduced to fit them."""
     node = block.num_gpus_per_node
     largest = block.max_train_batch_size // node
@@ -147,23 +147,23 @@ def _largest_micro_batch(block: Elasticity, batch_of_rank: int) -> int:
     return max(micro for micro in block.micro_batch_sizes if batch_of_rank % micro == 0)
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _list_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:12]))
     return f"{shown} or more, up to {ranks[-1]}," if len(ranks) > 12 else shown or "no number of"
 
 
-def elastic_sizes(block: Elasticity, given: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """train_batch_size and train_micro_batch_size_per_gpu, which replace `given`, the user's own batch sizes.
+def elastic_sizes(block: Elasticity, user_sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """train_batch_size and train_micro_batch_size_per_gpu, which replace `user_sizes`, the user's own batch sizes.
 
     Raises PydanticCustomError: the user has set some without ignoring them, or these ranks cannot share a batch.
     """
-    if given and not block.ignore_non_elastic_batch_info:
-        names = ", ".join(given)
+    if user_sizes and not block.ignore_non_elastic_batch_info:
+        names = ", ".join(user_sizes)
         raise problem(
             f"no {names} together with elasticity",
-            at=next(iter(given)),
-            got=", ".join(map(str, given.values())),
-            keys=tuple(given),
+            at=next(iter(user_sizes)),
+            got=", ".join(map(str, user_sizes.values())),
+            keys=tuple(user_sizes),
             fix="elasticity chooses the batch size: remove the key, or set "
             "elasticity.ignore_non_elastic_batch_info to true",
         )

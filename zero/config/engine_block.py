@@ -12,10 +12,10 @@ from zero.config.fields import (
     Inert,
     InertAny,
     InertFlag,
+    InertInteger,
     InertText,
-    InertWhole,
+    Integer,
     Only,
-    Whole,
 )
 
 
@@ -25,18 +25,18 @@ class HybridEngine(ConfigBlock):
     why = "the model generates with its own modules: no kernels are injected, and there are no tensor-parallel ranks"
 
     enabled: Flag = False
-    max_out_tokens: Annotated[Whole, Field(ge=1)] = 512
+    max_out_tokens: Annotated[Integer, Field(ge=1)] = 512
     """Tokens of a sequence, its prompt included, for which memory is left to the cache of keys and values."""
     release_inference_cache: Flag = False
     """Let the units go when `generate` returns; else they stay for the next call, until a forward with gradients."""
     inference_tp_size: Annotated[
-        Whole,
+        Integer,
         Only((1, 0), "tensor parallelism is not available; set it to 1: the engine streams weights that do not fit"),
     ] = 1
     pin_parameters: Annotated[Flag | None, Inert("the engine pins host memory wherever that makes copies faster")] = (
         None
     )
-    tp_gather_partition_size: InertWhole = None
+    tp_gather_partition_size: InertInteger = None
     enable_cuda_graph: InertFlag = None
 
 
@@ -53,7 +53,7 @@ class Pipeline(ConfigBlock):
     stages: InertAny = None
     partition: InertText = None
     seed_layers: InertFlag = None
-    activation_checkpoint_interval: Whole = 0
+    activation_checkpoint_interval: Integer = 0
     """Number of layers in one activation checkpoint, instead of the argument of PipelineModule; 0: as that says."""
     pipe_partitioned: InertFlag = None
     grad_partitioned: InertFlag = None

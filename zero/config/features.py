@@ -20,11 +20,11 @@ from zero.config.fields import (
     InertAny,
     InertCount,
     InertFlag,
+    InertInteger,
     InertItems,
     InertNumber,
     InertObject,
     InertText,
-    InertWhole,
     Number,
     Only,
     problem,
@@ -57,7 +57,7 @@ KINDS: Mapping[str, Any] = {
         reads(_parse_passes),
     ],
     "text": InertText,
-    "whole": InertWhole,
+    "whole": InertInteger,
 }
 TENSOR_PARALLEL = "tensor parallelism is not available; set it to 1, and shard weights with zero_optimization.stage 3"
 
@@ -78,7 +78,7 @@ class _Refused(ConfigBlock):
     fix: ClassVar[str]
 
     @model_validator(mode="after")
-    def _says_that_it_is_off(self) -> Self:
+    def _check_is_off(self) -> Self:
         key = self.unless.key
         if self.model_fields_set and (key is None or getattr(self, key) != self.unless.value):
             raise problem(self.unless.expected, fix=self.fix)
@@ -284,7 +284,7 @@ FEATURES: Mapping[str, Feature] = {
 }
 
 
-def _declared(feature: Feature, off: str) -> Iterator[tuple[str, Any, Any]]:
+def _declare_keys(feature: Feature, off: str) -> Iterator[tuple[str, Any, Any]]:
     """Key, type and default of each key of a block."""
     if feature.instead and feature.unless is None:
         fix = f"{off} is not available; set it to false, and {feature.instead}"
@@ -299,14 +299,14 @@ def _declared(feature: Feature, off: str) -> Iterator[tuple[str, Any, Any]]:
             yield word, kind, None
 
 
-def _made(name: str, feature: Feature, off: str = "", why: str = "", is_open: bool = False) -> type[ConfigBlock]:
+def _make_block(name: str, feature: Feature, off: str = "", why: str = "", is_open: bool = False) -> type[ConfigBlock]:
     """Make the block and its inner blocks. Each has a name in this module, so that configurations can be pickled."""
     off, is_open = feature.off or off, feature.is_open or is_open
     why = f"it belongs to {feature.off}, which is off" if feature.off else feature.why or why
     why = f"its block is refused: {feature.off} is not available" if feature.unless else why
-    fields: dict[str, Any] = {key: (kind, default) for key, kind, default in _declared(feature, off)}
+    fields: dict[str, Any] = {key: (kind, default) for key, kind, default in _declare_keys(feature, off)}
     for key, inner in feature.blocks.items():
-        fields[key] = (_made(f"{name}_{key}", inner, off, why, is_open) | None, None)
+        fields[key] = (_make_block(f"{name}_{key}", inner, off, why, is_open) | None, None)
     made: Any = create_model(name, __base__=_Refused if feature.unless else ConfigBlock, __module__=__name__, **fields)
     made.__doc__, made.why, made.aliases, made.unless = feature.about, why, feature.aliases, feature.unless
     made.is_open = is_open
@@ -318,7 +318,7 @@ def _made(name: str, feature: Feature, off: str = "", why: str = "", is_open: bo
 
 
 for _name, _feature in FEATURES.items():
-    _made(_name, _feature)
+    _make_block(_name, _feature)
 
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from zero.config.numbers import parse_count, parse_number, parse_whole
+from zero.config.numbers import parse_count, parse_integer, parse_number
 
 Role = Literal["acts", "inert", "refused"]
 
@@ -52,7 +52,7 @@ class ConfigBlock(BaseModel):
     """The reason why inert keys of this block have no effect, for keys without their own reason."""
 
     @classmethod
-    def also_known(cls, key: str, raw: Mapping[Any, Any]) -> Collection[str]:
+    def extra_keys(cls, key: str, raw: Mapping[Any, Any]) -> Collection[str]:
         """Keys that the inner block `key` accepts besides its declared ones, depending on other keys of this block.
 
         `key`: canonical name of a key of this block; `raw`: this block as the user wrote it.
@@ -86,7 +86,7 @@ def problem(
     return PydanticCustomError("zero_config", "expected {expected}", context)
 
 
-def shown(value: object) -> str:
+def short_json(value: object) -> str:
     """The value in JSON, shortened to one line."""
     try:
         text = json.dumps(value)
@@ -118,7 +118,7 @@ class Only:
         """Return the value if it is allowed. Raises PydanticCustomError: it is not."""
         if value in self.allowed:
             return value
-        values = " or ".join(map(shown, self.allowed))
+        values = " or ".join(map(short_json, self.allowed))
         raise problem(values or "this key to be absent", fix=self.fix)
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -173,7 +173,7 @@ def one_of(*allowed: int, expected: str) -> BeforeValidator:
 
     def read(value: object) -> int:
         with suppress(ValueError):
-            if (number := parse_whole(value)) in allowed:
+            if (number := parse_integer(value)) in allowed:
                 return number
         raise ValueError(expected)
 
@@ -189,7 +189,7 @@ class _InAnyCase:
         def read(value: object) -> str:
             if isinstance(value, str) and value.lower() in words:
                 return value.lower()
-            raise problem(" or ".join(map(shown, words)))
+            raise problem(" or ".join(map(short_json, words)))
 
         return core_schema.no_info_before_validator_function(read, handler(source))
 
@@ -226,7 +226,7 @@ def _parse_free(value: object) -> dict[object, object]:
 
 
 Flag = Annotated[bool, reads(parse_flag)]
-Whole = Annotated[int, reads(parse_whole)]
+Integer = Annotated[int, reads(parse_integer)]
 Count = Annotated[int, reads(parse_count)]
 Number = Annotated[float, reads(parse_number)]
 Text = Annotated[str, reads(_parse_text)]
@@ -234,7 +234,7 @@ _Words = TypeVar("_Words")
 Word = Annotated[_Words, _InAnyCase()]  # One of the words of a `Literal`: `Word[Literal["on", "off"]]`.
 
 InertFlag = Annotated[Flag | None, INERT]
-InertWhole = Annotated[Whole | None, INERT]
+InertInteger = Annotated[Integer | None, INERT]
 InertCount = Annotated[Count | None, INERT]
 InertNumber = Annotated[Number | None, INERT]
 InertText = Annotated[Text | None, INERT]
@@ -249,12 +249,12 @@ def block_of(field: FieldInfo) -> type[ConfigBlock] | None:
     return next((part for part in candidates if isinstance(part, type) and issubclass(part, ConfigBlock)), None)
 
 
-def is_of_its_kind(field: FieldInfo, value: object) -> bool:
+def has_field_type(field: FieldInfo, value: object) -> bool:
     """True if a value has the type of a key, even if the key refuses this value."""
-    return any(kind is Any or _is_of(kind, value) for kind in kinds_of(field.annotation))
+    return any(kind is Any or _has_type(kind, value) for kind in kinds_of(field.annotation))
 
 
-def _is_of(kind: Any, value: object) -> bool:
+def _has_type(kind: Any, value: object) -> bool:
     if kind not in (bool, int, float):
         return isinstance(value, (list, tuple) if kind is tuple else kind)
     try:  # numbers and flags may be words

@@ -11,13 +11,13 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import ConfigBlock, Flag, Number, Text, Whole, Word, problem, several
-from zero.config.numbers import parse_whole
+from zero.config.fields import ConfigBlock, Flag, Integer, Number, Text, Word, problem, several
+from zero.config.numbers import parse_integer
 
-AtLeast1 = Annotated[Whole, Field(ge=1)]
+AtLeast1 = Annotated[Integer, Field(ge=1)]
 
 
-Wholes = Annotated[tuple[int, ...] | None, several(parse_whole, "a list of whole numbers")]
+Integers = Annotated[tuple[int, ...] | None, several(parse_integer, "a list of whole numbers")]
 
 # Kind of schedule -> the keys of `schedule_config` that it needs.
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -39,9 +39,9 @@ class CurriculumSteps(ConfigBlock):
     """fixed_linear, fixed_root: difficulties are multiples of it (8 suits tensor cores)."""
     root_degree: Annotated[Number, Field(gt=0)] | None = None
     """fixed_root: the difficulty grows with the root of the step of this degree; 1 is linear."""
-    difficulty: Wholes = None
+    difficulty: Integers = None
     """fixed_discrete: difficulties, one after the other."""
-    max_step: Wholes = None
+    max_step: Integers = None
     """fixed_discrete: the last step of each difficulty but the last."""
 
 
@@ -59,7 +59,7 @@ class CurriculumLearning(ConfigBlock):
     schedule_config: CurriculumSteps = CurriculumSteps()
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Self:
+    def _check_complete(self) -> Self:
         if not self.enabled:
             return self
         for key in ("min_difficulty", "max_difficulty"):

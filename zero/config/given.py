@@ -16,7 +16,7 @@ from typing import Any
 
 from offload.errors import ConfigError
 from offload.system.regular_files import read_regular
-from zero.config.fields import AUTO, ConfigBlock, block_of, shown
+from zero.config.fields import AUTO, ConfigBlock, block_of, short_json
 from zero.config.schema import Config, plain
 
 HJSON = "hjson"  # Reads JSON with comments and without quotes; used if it is installed, for text that is not JSON.
@@ -36,15 +36,15 @@ def read_source(config: object, problems: list[str]) -> tuple[str, Mapping[Any, 
         problems: gets a line for each key that occurs twice.
     """
     if isinstance(config, Mapping):
-        refuse_deep(config, "config")
+        check_depth(config, "config")
         return "config", config
     if isinstance(config, str) and not os.path.exists(config) and (text := _from_base64(config)) is not None:
-        return "config in base64", _parsed(text, "config in base64", problems)
+        return "config in base64", _parse(text, "config in base64", problems)
     if isinstance(config, (str, os.PathLike)):
         where = os.fspath(config)
         if not where:
             raise ConfigError("config: expected a path of a JSON file or a dict, got an empty string")
-        return where, _parsed(_text_of(where), where, problems)
+        return where, _parse(_text_of(where), where, problems)
     raise ConfigError(f"config: expected a path of a JSON file or a dict, got {type(config).__name__}")
 
 
@@ -64,7 +64,7 @@ def read_json(path: str) -> dict[str, Any]:
     return parse_json(_text_of(path), path)
 
 
-def refuse_deep(content: object, where: str) -> None:
+def check_depth(content: object, where: str) -> None:
     """Raise ConfigError where objects and lists are nested deeper than DEPTH_MAX, as in one that contains itself."""
     pending: list[tuple[object, tuple[str, ...]]] = [(content, ())]
     while pending:
@@ -76,11 +76,11 @@ def refuse_deep(content: object, where: str) -> None:
         else:
             continue
         if inner and len(path) >= DEPTH_MAX:
-            raise too_deep(f"{where}: {'.'.join(path[:4])}...")
+            raise too_deep_error(f"{where}: {'.'.join(path[:4])}...")
         pending += inner
 
 
-def too_deep(where: str) -> ConfigError:
+def too_deep_error(where: str) -> ConfigError:
     return ConfigError(
         f"{where}: expected at most {DEPTH_MAX} levels of objects and lists, got more; remove what nests them, or the "
         "object that contains itself"
@@ -90,7 +90,7 @@ def too_deep(where: str) -> ConfigError:
 def parse_json(text: str, where: str) -> dict[str, Any]:
     """The object in a text of JSON. Raises ConfigError if it is none or has a key twice; `where`: its name."""
     problems: list[str] = []
-    content = _parsed(text, where, problems)
+    content = _parse(text, where, problems)
     if problems:
         raise ConfigError("\n  ".join([f"{where}: {len(problems)} problems", *problems]))
     return content
@@ -105,7 +105,7 @@ def _text_of(path: str) -> str:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
 
 
-def _parsed(text: str, where: str, problems: list[str]) -> dict[str, Any]:
+def _parse(text: str, where: str, problems: list[str]) -> dict[str, Any]:
     def closed(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
         keys = [key for key, _ in pairs]
@@ -118,18 +118,18 @@ def _parsed(text: str, where: str, problems: list[str]) -> dict[str, Any]:
         content = json.loads(text, object_pairs_hook=closed)
     except json.JSONDecodeError as error:
         problems.clear()  # the text is read again, which finds them again
-        content = _parsed_as_hjson(text, where, closed, error)
+        content = _parse_hjson(text, where, closed, error)
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from error
     except RecursionError as error:
-        raise too_deep(where) from error
-    refuse_deep(content, where)
+        raise too_deep_error(where) from error
+    check_depth(content, where)
     if not isinstance(content, dict):
-        raise ConfigError(f"{where}: expected an object {{...}} at the top level, got {shown(content)}")
+        raise ConfigError(f"{where}: expected an object {{...}} at the top level, got {short_json(content)}")
     return content
 
 
-def _parsed_as_hjson(text: str, where: str, closed: Callable[..., Any], error: json.JSONDecodeError) -> Any:
+def _parse_hjson(text: str, where: str, closed: Callable[..., Any], error: json.JSONDecodeError) -> Any:
     """Read text that is not JSON as Hjson, as DeepSpeed does. Raises ConfigError with JSON's message if this fails."""
     wrong = f"{where}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}"
     try:
@@ -143,15 +143,15 @@ def _parsed_as_hjson(text: str, where: str, closed: Callable[..., Any], error: j
     except ValueError:
         raise ConfigError(wrong) from error
     except RecursionError:
-        raise too_deep(where) from error
+        raise too_deep_error(where) from error
 
 
-def copied(value: Any) -> Any:
+def copy_containers(value: Any) -> Any:
     """A copy that shares no dict or list with the original; other objects in it are shared."""
     # Not deepcopy: a live config may hold process groups, which must not be copied.
     if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in value.items()}
-    return [copied(item) for item in value] if isinstance(value, list) else value
+        return {key: copy_containers(item) for key, item in value.items()}
+    return [copy_containers(item) for item in value] if isinstance(value, list) else value
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -186,20 +186,20 @@ def config_argument(args: Any) -> Any:
     return next(iter(given.values()), None)
 
 
-def given_config(config: Config) -> dict[str, Any]:
+def user_config(config: Config) -> dict[str, Any]:
     """A new plain dict: the user's keys as the user wrote them, with three exceptions.
 
     "auto" is replaced by the value in effect, unless the engine has still to derive it. The block `zero_optimization`
     always exists and has its `stage`, as a number: clients test `config["zero_optimization"]["stage"] == 3` even if the
     user left them out.
     """
-    given = _filled(copied(config.source), Config, config)
+    given = _fill_auto(copy_containers(config.source), Config, config)
     block = given.get(ZERO)
     given[ZERO] = {**(block if isinstance(block, dict) else {}), "stage": config.zero_optimization.stage}
     return given
 
 
-def _filled(raw: dict[str, Any], kind: type[ConfigBlock], effective: Any) -> dict[str, Any]:
+def _fill_auto(raw: dict[str, Any], kind: type[ConfigBlock], effective: Any) -> dict[str, Any]:
     filled: dict[str, Any] = {}
     for key, value in raw.items():
         name = kind.aliases.get(key, key)
@@ -209,7 +209,7 @@ def _filled(raw: dict[str, Any], kind: type[ConfigBlock], effective: Any) -> dic
         if isinstance(value, str) and value == AUTO and holds is not None:
             filled[key] = plain(holds.model_dump() if isinstance(holds, ConfigBlock) else holds)
         elif inner is not None and isinstance(value, dict):
-            filled[key] = _filled(value, inner, holds)
+            filled[key] = _fill_auto(value, inner, holds)
         else:
             filled[key] = value
     return filled

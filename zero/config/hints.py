@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from zero.config.fields import ConfigBlock, block_of, known_keys
 
 # Keys that users wish for -> what they have another name for here.
-WISHES = dict.fromkeys(
+RENAMED_KEYS = dict.fromkeys(
     ("activation_offload", "cpu_offload_activations", "offload_activations"),
     'unknown key; set activation_checkpointing.activation_device to "cpu" or "nvme", and for all that autograd saves '
     "activation_checkpointing.activation_offloading to true",
@@ -18,8 +18,8 @@ HOMES_SHOWN = 3
 KEYS_SHOWN = 8
 
 
-def unknown_key(
-    key: str, *, block: type[ConfigBlock], root: type[ConfigBlock], also_known: Collection[str] = ()
+def explain_unknown_key(
+    key: str, *, block: type[ConfigBlock], root: type[ConfigBlock], extra_keys: Collection[str] = ()
 ) -> str:
     """Explain an unknown key.
 
@@ -29,16 +29,16 @@ def unknown_key(
         key: the key as written.
         block: the block in which it was found.
         root: the whole configuration, searched for blocks that know the key.
-        also_known: keys that the block accepts besides its declared ones.
+        extra_keys: keys that the block accepts besides its declared ones.
     """
-    if key in WISHES:
-        return WISHES[key]
+    if key in RENAMED_KEYS:
+        return RENAMED_KEYS[key]
     parts = ["unknown key"]
-    if nested := _known_below(key, block):
+    if nested := _nested_key(key, block):
         return f'unknown key; dots do not nest keys: put "{nested[-1]}" into the block "{".".join(nested[:-1])}"'
-    names = [*also_known, *block.model_fields, *block.aliases]
+    names = [*extra_keys, *block.model_fields, *block.aliases]
     near = nearest(key, names)
-    homes = _homes(root).get(key, ())
+    homes = _blocks_by_key(root).get(key, ())
     if near:
         parts.append("the nearest known key is " + " or ".join(map(repr, near)))
     if homes:
@@ -50,7 +50,7 @@ def unknown_key(
     return "; ".join(parts)
 
 
-def _known_below(key: str, block: type[ConfigBlock]) -> list[str]:
+def _nested_key(key: str, block: type[ConfigBlock]) -> list[str]:
     """The parts of a dotted key, if they lead to a known key; else empty."""
     parts = key.split(".")
     at: type[ConfigBlock] | None = block
@@ -74,20 +74,20 @@ def _one_slip(left: str, right: str) -> bool:
     """True if one letter was dropped, added or replaced, or two neighbours were swapped, or the words are equal."""
     if abs(len(left) - len(right)) > 1:
         return False
-    head = _agreement(left, right)
+    head = _common_prefix_length(left, right)
     left, right = left[head:], right[head:]
-    tail = _agreement(left[::-1], right[::-1])
+    tail = _common_prefix_length(left[::-1], right[::-1])
     left, right = left[: len(left) - tail], right[: len(right) - tail]
     return max(len(left), len(right)) <= 1 or (len(left) == 2 and left == right[::-1])
 
 
-def _agreement(left: str, right: str) -> int:
+def _common_prefix_length(left: str, right: str) -> int:
     shorter = min(len(left), len(right))
     return next((at for at in range(shorter) if left[at] != right[at]), shorter)
 
 
 @functools.cache
-def _homes(root: type[ConfigBlock]) -> dict[str, tuple[str, ...]]:
+def _blocks_by_key(root: type[ConfigBlock]) -> dict[str, tuple[str, ...]]:
     homes: dict[str, tuple[str, ...]] = {}
     for known in known_keys(root):
         parent, _, name = known.path.rpartition(".")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from zero.config.fields import shown
+from zero.config.fields import short_json
 from zero.config.given import read_source
 from zero.config.hints import nearest
 from zero.config.loading import load_config
@@ -24,14 +24,14 @@ ALIASES = {
     "injection_dict": "injection_policy",
     "zero_optimization": "zero",
 }
-PASSED_ON = (
+SHARED_BLOCKS = (
     "memory_budget",
     "aio",
     "weight_quantization",
 )  # Blocks of a training config that are ours and mean the same here.
 
 
-def _on(value: object) -> bool:
+def _is_on(value: object) -> bool:
     return bool(value.get("enabled", True)) if isinstance(value, Mapping) else bool(value)
 
 
@@ -55,10 +55,10 @@ REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
     "moe": (_above_one("ep_size"), "expert parallelism is not available; set ep_size to 1"),
     "ep_size": (_above_one(), "expert parallelism is not available; set it to 1"),
     "set_empty_params": (
-        _on,
+        _is_on,
         "build the model under zero.Init instead: its weights are then never all in memory at once",
     ),
-    "save_mp_checkpoint_path": (_on, "init_inference does not write a checkpoint; save the model yourself"),
+    "save_mp_checkpoint_path": (_is_on, "init_inference does not write a checkpoint; save the model yourself"),
 }
 
 # They ask for other kernels that compute the same; published scripts set the first without a need.
@@ -94,18 +94,18 @@ def read_inference(
         ConfigError: lists every problem.
     """
     problems: list[str] = []
-    given = _merged(config, keywords, problems)
+    given = _merge(config, keywords, problems)
     for key, value in given.items():
         asks, instead = REFUSED.get(key, (None, ""))
         if asks is not None and asks(value):
-            problems.append(f"{key}: got {shown(value)}; {instead}")
+            problems.append(f"{key}: got {short_json(value)}; {instead}")
     dtype = _dtype(given.get("dtype"), problems)
     checkpoint = given.get("checkpoint")
     if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
-        problems.append(f"checkpoint: expected a folder of .safetensors files, got {shown(checkpoint)}")
+        problems.append(f"checkpoint: expected a folder of .safetensors files, got {short_json(checkpoint)}")
     zero = given.get("zero")
     if zero is not None and not isinstance(zero, Mapping):
-        problems.append(f'zero: expected an object such as {{"offload_param": {{...}}}}, got {shown(zero)}')
+        problems.append(f'zero: expected an object such as {{"offload_param": {{...}}}}, got {short_json(zero)}')
     coded = _quantization(given.get("quant"), problems)
     if problems:
         raise ConfigError("\n  ".join(["init_inference:", *problems]))
@@ -120,12 +120,12 @@ def read_inference(
     )
 
 
-def _merged(
+def _merge(
     config: str | os.PathLike[str] | Mapping[str, Any] | None, keywords: Mapping[str, Any], problems: list[str]
 ) -> dict[str, Any]:
     """Both under canonical names, what is None left out."""
     given = {} if config is None else read_source(config, problems)[1]
-    known = ["dtype", "zero", "checkpoint", "quant", *PASSED_ON, *REFUSED, *IGNORED]
+    known = ["dtype", "zero", "checkpoint", "quant", *SHARED_BLOCKS, *REFUSED, *IGNORED]
     merged: dict[str, Any] = {}
     for source in (given, keywords):
         for written, value in source.items():
@@ -136,7 +136,7 @@ def _merged(
                 problems.append(f"{written}: unknown key{hint}")
             elif value is not None:
                 if key in merged and merged[key] != value:
-                    problems.append(f"{written}: given twice, as {shown(merged[key])} and {shown(value)}")
+                    problems.append(f"{written}: given twice, as {short_json(merged[key])} and {short_json(value)}")
                 merged[key] = value
     return merged
 
@@ -153,7 +153,7 @@ def _dtype(value: object, problems: list[str]) -> torch.dtype | None:
 
 def _quantization(value: object, problems: list[str]) -> dict[str, Codes]:
     """Of DeepSpeed's `quant`: all weights of nn.Linear, in groups of the default size."""
-    if not value or not _on(value):
+    if not value or not _is_on(value):
         return {}
     block = value if isinstance(value, Mapping) else {}
     weight = block.get("weight", {})
@@ -161,9 +161,9 @@ def _quantization(value: object, problems: list[str]) -> dict[str, Codes]:
     if isinstance(activation, Mapping) and activation.get("enabled"):
         problems.append("quant.activation.enabled: activations are not quantised; set it to false")
     if not isinstance(weight, Mapping):
-        problems.append(f"quant.weight: expected an object, got {shown(weight)}")
+        problems.append(f"quant.weight: expected an object, got {short_json(weight)}")
         return {}
-    if not _on(weight):
+    if not _is_on(weight):
         return {}
     rule = {
         "num_bits": weight.get("num_bits", 8),
@@ -184,7 +184,7 @@ def _training_config(given: Mapping[str, Any], dtype: torch.dtype | None) -> Con
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, **zero},
         "bf16": {"enabled": dtype == torch.bfloat16},
-        **{key: given[key] for key in PASSED_ON if key in given},
+        **{key: given[key] for key in SHARED_BLOCKS if key in given},
     }
     loaded = load_config(source)
     if "zero_optimization.offload_param.device" in loaded.inactive:

@@ -18,16 +18,16 @@ from zero.config.fields import (
     ConfigBlock,
     Deprecated,
     block_of,
-    is_of_its_kind,
+    has_field_type,
     means_auto,
     reason_of,
     role_of,
-    shown,
+    short_json,
 )
-from zero.config.given import copied, read_source
-from zero.config.hints import unknown_key
+from zero.config.given import copy_containers, read_source
+from zero.config.hints import explain_unknown_key
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
-from zero.config.schema import Choice, Config, Origin, Report, plain
+from zero.config.schema import AutoValue, Config, Origin, Report, plain
 from zero.ranks import world
 
 # Without effect below stage 3, where weights never leave the device.
@@ -110,27 +110,29 @@ def load_config(
     if isinstance(config, Config):
         if (config._report.world_size, config._report.ranks_per_node) == (world_size, ranks_per_node):
             return config
-        return _read_again(config, world_size, ranks_per_node, config.chosen)
+        return _read_again(config, world_size, ranks_per_node, config.auto_values)
     defaults = _tolerated.get()
     tolerant = defaults is not None if unknown_top_level is None else unknown_top_level == "warn"
     problems: list[str] = []
     where, content = read_source(config, problems)
-    report = Report(world_size, ranks_per_node, copied(content), absent=defaults or {})
+    report = Report(world_size, ranks_per_node, copy_containers(content), absent=defaults or {})
     return _Reader(report, tolerant, problems).load(where)
 
 
-def with_choices(config: Config, chosen: Mapping[str, Choice]) -> Config:
+def with_auto_values(config: Config, auto_values: Mapping[str, AutoValue]) -> Config:
     """The same configuration with values for keys that were "auto".
 
-    Raises ConfigError: a value does not fit its key, or other keys. `chosen`: canonical path of a key that is "auto" in
+    Raises ConfigError: a value does not fit its key, or other keys. `auto_values`: canonical path of a key that is "auto" in
     the source -> its value.
     """
-    return _read_again(config, config._report.world_size, config._report.ranks_per_node, {**config.chosen, **chosen})
+    return _read_again(
+        config, config._report.world_size, config._report.ranks_per_node, {**config.auto_values, **auto_values}
+    )
 
 
-def _read_again(config: Config, world_size: int, ranks_per_node: int | None, chosen: Mapping[str, Choice]) -> Config:
+def _read_again(config: Config, world_size: int, ranks_per_node: int | None, chosen: Mapping[str, AutoValue]) -> Config:
     known = config._report
-    report = Report(world_size, ranks_per_node, copied(known.source), chosen=chosen, absent=known.absent)
+    report = Report(world_size, ranks_per_node, copy_containers(known.source), auto_values=chosen, absent=known.absent)
     return _Reader(report, bool(known.ignored), []).load("config")
 
 
@@ -145,7 +147,7 @@ class _Reader:
 
     def __init__(self, report: Report, tolerant: bool, problems: list[str]) -> None:
         self.report, self.tolerant, self.problems = report, tolerant, problems
-        self.written: dict[str, str] = {}  # Canonical path -> path as the user wrote it.
+        self.written_paths: dict[str, str] = {}  # Canonical path -> path as the user wrote it.
         noted = report.source.get(ORIGINS_KEY)
         marked = noted.items() if isinstance(noted, Mapping) else ()
         # Paths that the source marks as defaults, as the output of `zero config show` does.
@@ -155,12 +157,12 @@ class _Reader:
         """Read, check and complete the source, which is called `where`. Raises ConfigError with all problems."""
         report = self.report
         data = {**report.absent, **self.read(Config, report.source)}
-        checked = _validated(data, self)
+        checked = _validate(data, self)
         if checked is None or self.problems:
             many = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
             raise ConfigError("\n  ".join([f"{where}: {many}", *self.problems]))
-        report.inactive.extend(_overruled(checked, report.origins, data))
-        return checked._settled(report)
+        report.inactive.extend(_overruled_paths(checked, report.origins, data))
+        return checked._with_report(report)
 
     def read(
         self,
@@ -168,7 +170,7 @@ class _Reader:
         raw: Mapping[Any, Any],
         prefix: str = "",
         wrote: str = "",
-        also_known: Collection[str] = (),
+        extra_keys: Collection[str] = (),
     ) -> dict[str, Any]:
         """Return the known and present keys of a block under their canonical names.
 
@@ -176,32 +178,32 @@ class _Reader:
             block: declares the keys.
             prefix: canonical path of the block, ending in a dot; empty at the top level.
             wrote: the same path as the user wrote it.
-            also_known: further keys besides the declared ones; they are kept unchanged.
+            extra_keys: further keys besides the declared ones; they are kept unchanged.
         """
         kept: dict[str, Any] = {}
         for key, value in raw.items():
             if not isinstance(key, str):
-                self.problems.append(f"{wrote}{key}: expected a string as key, got {shown(key)}")
+                self.problems.append(f"{wrote}{key}: expected a string as key, got {short_json(key)}")
             elif key.startswith(COMMENT_PREFIXES):
                 continue
-            elif key in also_known:
+            elif key in extra_keys:
                 if value is not None and value != AUTO:
                     kept[key], self.report.origins[prefix + key] = value, "user"
             elif (name := block.aliases.get(key, key)) not in block.model_fields:
-                line = f"{wrote}{key}: {unknown_key(key, block=block, root=Config, also_known=also_known)}"
+                line = f"{wrote}{key}: {explain_unknown_key(key, block=block, root=Config, extra_keys=extra_keys)}"
                 tolerated = self.tolerant and block.is_open
                 (self.report.ignored if tolerated else self.problems).append(line)
             else:
-                self._keep(kept, block, (prefix + name, wrote + key), value, block.also_known(name, raw))
+                self._read_key(kept, block, (prefix + name, wrote + key), value, block.extra_keys(name, raw))
         return kept
 
-    def _keep(
+    def _read_key(
         self,
         kept: dict[str, Any],
         block: type[ConfigBlock],
         paths: tuple[str, str],
         value: Any,
-        also_known: Collection[str],
+        extra_keys: Collection[str],
     ) -> None:
         path, wrote = paths
         report, name = self.report, path.rpartition(".")[2]
@@ -211,21 +213,21 @@ class _Reader:
         origin: Origin = "user"
         if isinstance(value, str) and value == AUTO:
             origin = "auto"
-            value = report.chosen[path].value if path in report.chosen else _meaning_of_auto(known)
+            value = report.auto_values[path].value if path in report.auto_values else _meaning_of_auto(known)
             report.origins.setdefault(path, origin)
             if value is None:
                 return
         inner = block_of(known)
         if inner is not None and isinstance(value, bool) and value in inner.shorthands:
             meant = inner.shorthands[value]
-            report.deprecated.append(f"{wrote}: deprecated, use {shown(meant)} for {shown(value)}")
+            report.deprecated.append(f"{wrote}: deprecated, use {short_json(meant)} for {short_json(value)}")
             value = meant
         if inner is not None and isinstance(value, Mapping):
-            value = self.read(inner, value, f"{path}.", f"{wrote}.", also_known)
+            value = self.read(inner, value, f"{path}.", f"{wrote}.", extra_keys)
         if name in kept and kept[name] != value:
             self.problems.append(
-                f"{wrote}: expected the same value as {self.written[path]}, because it is another name of the same "
-                f"key, got {shown(value)} and {shown(kept[name])}; remove one of them"
+                f"{wrote}: expected the same value as {self.written_paths[path]}, because it is another name of the same "
+                f"key, got {short_json(value)} and {short_json(kept[name])}; remove one of them"
             )
         if inner is None and role_of(known) == "inert":
             report.inactive.append(wrote)
@@ -233,7 +235,7 @@ class _Reader:
         notes = [mark.note for mark in known.metadata if isinstance(mark, Deprecated)]
         report.deprecated.extend(f"{wrote}: deprecated, {note}" for note in notes)
         kept.setdefault(name, value)
-        self.written.setdefault(path, wrote)
+        self.written_paths.setdefault(path, wrote)
         report.origins[path] = origin
 
 
@@ -245,7 +247,7 @@ def _meaning_of_auto(known: FieldInfo) -> Any:
     return {key: AUTO for key, below in inner.model_fields.items() if means_auto(below)} or None
 
 
-def _validated(data: dict[str, Any], reader: _Reader) -> Config | None:
+def _validate(data: dict[str, Any], reader: _Reader) -> Config | None:
     """Check all values; wrong ones are reported and removed, and the rest is checked again.
 
     Checks across keys run only in blocks whose keys are all correct, so one pass would not find every problem.
@@ -258,10 +260,10 @@ def _validated(data: dict[str, Any], reader: _Reader) -> Config | None:
         except ValidationError as error:
             before = len(removed)
             for detail in error.errors(include_url=False):
-                involved = _involved(detail)
+                involved = _involved_paths(detail)
                 # Not reported: a contradiction with a value already reported as wrong, and values that are not used.
                 if not any(".".join(path) in removed or _is_idle(data, path) for path in involved):
-                    reader.problems.append(_line(detail, reader.written))
+                    reader.problems.append(_problem_line(detail, reader.written_paths))
                 removed.update(".".join(path) for path in involved if _remove(data, path))
             if len(removed) == before:
                 return None
@@ -279,10 +281,10 @@ def _is_idle(data: Mapping[str, Any], path: tuple[str, ...]) -> bool:
             return False
         block, off = inner, off or inner.is_off(raw)
     name = path[-1]
-    return off and name != "enabled" and name in raw and is_of_its_kind(block.model_fields[name], raw[name])
+    return off and name != "enabled" and name in raw and has_field_type(block.model_fields[name], raw[name])
 
 
-def _involved(detail: ErrorDetails) -> list[tuple[str, ...]]:
+def _involved_paths(detail: ErrorDetails) -> list[tuple[str, ...]]:
     location = tuple(map(str, detail["loc"]))
     return [(*location, key) for key in detail.get("ctx", {}).get("keys", ())] or [location]
 
@@ -298,7 +300,7 @@ def _remove(data: MutableMapping[str, Any], path: tuple[str, ...]) -> bool:
     return data.pop(part, data) is not data
 
 
-def _line(detail: ErrorDetails, written: Mapping[str, str]) -> str:
+def _problem_line(detail: ErrorDetails, written: Mapping[str, str]) -> str:
     context = detail.get("ctx", {})
     path = ".".join([*map(str, detail["loc"]), *([context["at"]] if context.get("at") else [])])
     # A key that the user did not write, such as a missing one, is shown with the block's path as the user wrote it.
@@ -308,10 +310,10 @@ def _line(detail: ErrorDetails, written: Mapping[str, str]) -> str:
     for words, ours in PHRASES.items():
         expected = expected.replace(words, ours, 1)
     fix = f"; {context['fix']}" if context.get("fix") else ""
-    return f"{path}: {expected}, got {context.get('got') or shown(detail['input'])}{fix}"
+    return f"{path}: {expected}, got {context.get('got') or short_json(detail['input'])}{fix}"
 
 
-def _overruled(config: Config, origins: Mapping[str, Origin], data: Mapping[str, Any]) -> list[str]:
+def _overruled_paths(config: Config, origins: Mapping[str, Origin], data: Mapping[str, Any]) -> list[str]:
     """Keys without effect because of another key's value, such as a device or a stage. `data`: the values read."""
     paths: list[str] = []
     zero = config.zero_optimization
@@ -334,7 +336,7 @@ def _overruled(config: Config, origins: Mapping[str, Origin], data: Mapping[str,
         paths.append("zero_optimization.cpu_offload_param")
     fetching = FETCHING_KEYS if zero.stage < 3 else ()
     paths += [path for path in fetching if origins.get(path) == "user"]
-    named = [f"activation_checkpointing.{key}" for key in config.activation_checkpointing.idle]
+    named = [f"activation_checkpointing.{key}" for key in config.activation_checkpointing.idle_keys]
     return paths + [path for path in named if origins.get(path) == "user"]
 
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zero.config.fields import ConfigBlock, Flag, Inert, InertFlag, InertNumber, Text, Whole, Word, reads
-from zero.config.numbers import parse_number, parse_whole
+from zero.config.fields import ConfigBlock, Flag, Inert, InertFlag, InertNumber, Integer, Text, Word, reads
+from zero.config.numbers import parse_integer, parse_number
 
 
 class TensorBoard(ConfigBlock):
@@ -39,7 +39,7 @@ class Comet(ConfigBlock):
     """`comet`: needs the package comet_ml. What is left out comes from Comet's own settings."""
 
     enabled: Flag = False
-    samples_log_interval: Annotated[Whole, Field(ge=1)] = 100
+    samples_log_interval: Annotated[Integer, Field(ge=1)] = 100
     """Samples from one value of a tag to the next."""
     project: Text | None = None
     workspace: Text | None = None
@@ -53,7 +53,7 @@ class Comet(ConfigBlock):
 def _parse_depth(value: object) -> int:
     if parse_number(value) == -1:
         return -1
-    return parse_whole(value)
+    return parse_integer(value)
 
 
 class FlopsProfiler(ConfigBlock):
@@ -62,11 +62,11 @@ class FlopsProfiler(ConfigBlock):
     is_open = True
 
     enabled: Flag = False
-    profile_step: Annotated[Whole, Field(ge=1)] = 1
+    profile_step: Annotated[Integer, Field(ge=1)] = 1
     """The step whose first forward is measured, counted from 1."""
     module_depth: Annotated[int, reads(_parse_depth)] = -1
     """Modules down to this depth are listed; -1: all."""
-    top_modules: Annotated[Whole, Field(ge=1)] = 1
+    top_modules: Annotated[Integer, Field(ge=1)] = 1
     """So many classes are named at each depth."""
     detailed: Flag = True
     """The table of modules; false: only the sums."""

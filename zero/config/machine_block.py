@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from zero.config import features
-from zero.config.fields import AUTO, MEANS_AUTO, ConfigBlock, Flag, Inert, Only, Whole, Word, reads
+from zero.config.fields import AUTO, MEANS_AUTO, ConfigBlock, Flag, Inert, Integer, Only, Word, reads
 from zero.config.numbers import parse_bytes
 
 PAGE_BYTES = 4096
@@ -33,9 +33,9 @@ class AioConfig(ConfigBlock):
 
     block_size: Annotated[int, reads(_parse_block_size)] = 2 << 20
     """[bytes] largest transfer handed to the kernel, rounded down to whole pages."""
-    queue_depth: Annotated[Whole, Field(ge=1, le=4096)] = 32
+    queue_depth: Annotated[Integer, Field(ge=1, le=4096)] = 32
     """Requests in flight."""
-    thread_count: Annotated[Whole, Field(ge=1, le=64)] = 4
+    thread_count: Annotated[Integer, Field(ge=1, le=64)] = 4
     """Threads of the backends that need some."""
     single_submit: Flag = False
     """One system call per request."""
@@ -59,7 +59,7 @@ class CheckpointConfig(ConfigBlock):
     """What happens when ranks save under different tags. With "ignore" and "warn" the first rank's counts."""
     async_save: Flag = False
     """Ours: training goes on while a checkpoint is written."""
-    keep_last: Annotated[Whole, Field(ge=1)] | None = None
+    keep_last: Annotated[Integer, Field(ge=1)] | None = None
     """Ours: after a save older checkpoints in the folder are removed but so many; None: none is."""
     frozen: Word[Literal["always", "once", "reference"]] = "always"
     """Ours: whether weights that are not trained are in every checkpoint, in a file for all of them, or not at all."""

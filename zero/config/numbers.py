@@ -25,7 +25,7 @@ UNITS: dict[str, int] = {
 NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*([a-z]*)", re.IGNORECASE)
 
 
-def parse_whole(value: object) -> int:
+def parse_integer(value: object) -> int:
     """Read a number of indivisible things.
 
     Returns the number, 0 <= number < 2**63. Raises ValueError: the text says what was expected; a bool is not a number.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import ConfigBlock, Count, Flag, Inert, Number, Only, Whole, Word, problem, reads
+from zero.config.fields import ConfigBlock, Count, Flag, Inert, Integer, Number, Only, Word, problem, reads
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -32,7 +32,7 @@ class _Offload(ConfigBlock):
     """Host memory is registered with CUDA when there is a GPU."""
 
     @model_validator(mode="after")
-    def _nvme_needs_a_path(self) -> Self:
+    def _check_nvme_path(self) -> Self:
         if self.device == "nvme" and self.nvme_path is None:
             raise problem(
                 'a folder, because device is "nvme"',
@@ -47,7 +47,7 @@ class _Offload(ConfigBlock):
 class OffloadParamConfig(_Offload):
     """`offload_param`: the 16-bit (or fp32) weights."""
 
-    buffer_count: Annotated[Whole, Field(ge=1)] | None = None
+    buffer_count: Annotated[Integer, Field(ge=1)] | None = None
     """With buffer_size: cap of the parameter arena."""
     buffer_size: Annotated[Count, Field(ge=1)] | None = None
     """[elements]"""
@@ -58,7 +58,7 @@ class OffloadParamConfig(_Offload):
 class SnapshotConfig(ConfigBlock):
     """`snapshot`: states and weights exist twice on NVMe; a job that was killed goes on from the last commit."""
 
-    every: Annotated[Whole, Field(ge=1)] = 1
+    every: Annotated[Integer, Field(ge=1)] = 1
     """[steps] between two snapshots."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
     """Of its folder below nvme_path; jobs that share the path need different ones."""
@@ -69,7 +69,7 @@ class SnapshotConfig(ConfigBlock):
 class OffloadOptimizerConfig(_Offload):
     """`offload_optimizer`: the master weights and the moments."""
 
-    buffer_count: Annotated[Whole, Field(ge=2)] | None = None
+    buffer_count: Annotated[Integer, Field(ge=2)] | None = None
     """Records in flight: one is loaded while another is stored."""
     pipeline_read: Flag = False
     """Written as false: two records in flight, and with pipeline_write false too, one; that saves memory."""

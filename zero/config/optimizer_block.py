@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import ConfigBlock, Flag, InertFlag, InertText, Number, Only, Whole, problem, reads, several
+from zero.config.fields import ConfigBlock, Flag, InertFlag, InertText, Integer, Number, Only, problem, reads, several
 from zero.config.hints import nearest
 from zero.config.numbers import parse_number
 
@@ -140,7 +140,7 @@ class OptimizerParams(ConfigBlock):
     """Muon: of the hidden matrices, if it is not `lr`."""
     adam_lr: Annotated[Number, Field(ge=0)] | None = None
     """Muon: of what AdamW updates, if it is not `lr`."""
-    ns_steps: Annotated[Whole, Field(ge=1, lt=100)] | None = None
+    ns_steps: Annotated[Integer, Field(ge=1, lt=100)] | None = None
     """Muon: Newton-Schulz iterations."""
     ns_coefficients: Annotated[tuple[float, float, float], several(parse_number, "three numbers", 3)] | None = None
     """Muon: of the polynomial that is iterated."""
@@ -150,7 +150,7 @@ class OptimizerParams(ConfigBlock):
     """Muon, ours: attention heads with a larger logit are scaled down after a step."""
     t0: Annotated[Number, Field(ge=0)] | None = None
     """ASGD: the step at which averaging begins."""
-    warmup_steps: Annotated[Whole, Field(ge=0)] | None = None
+    warmup_steps: Annotated[Integer, Field(ge=0)] | None = None
     """AdamWScheduleFree: steps in which the rate rises."""
     r: Number | None = None
     """AdamWScheduleFree: power of a step's number in its weight in the average."""
@@ -214,15 +214,15 @@ class OptimizerConfig(ConfigBlock):
     legacy_fusion: InertFlag = None
 
     @model_validator(mode="after")
-    def _keys_are_the_types(self) -> Self:
+    def _check_keys(self) -> Self:
         known, eps = TYPE_KEYS[self.type], self.params.eps
-        if "eps" in self.given and isinstance(eps, tuple) != (self.type == "Adafactor"):
+        if "eps" in self.user_keys and isinstance(eps, tuple) != (self.type == "Adafactor"):
             expected = "two numbers, the first may be null" if self.type == "Adafactor" else "a number"
             raise problem(f"{expected} with {self.type}", at="params.eps", got=str(eps), keys=("type", "params"))
         if self.is_adam and not self.is_plain_adam and not self.params.bias_correction:
             expected = "true with amsgrad or maximize, whose class in torch always corrects"
             raise problem(expected, at="params.bias_correction", fix="remove one of them", keys=("type", "params"))
-        for key in sorted(self.given):
+        for key in sorted(self.user_keys):
             if key not in known:
                 owners = [name for name, keys in TYPE_KEYS.items() if key in keys]
                 near = nearest(key, known)
@@ -233,7 +233,7 @@ class OptimizerConfig(ConfigBlock):
         return self
 
     @property
-    def given(self) -> frozenset[str]:
+    def user_keys(self) -> frozenset[str]:
         """Keys of `params` that were given, and act for some optimizer."""
         acting = {key for keys in TYPE_KEYS.values() for key in keys}
         given = self.params.model_fields_set & acting
@@ -247,7 +247,7 @@ class OptimizerConfig(ConfigBlock):
 
     def options(self) -> dict[str, Any]:
         """What a torch optimizer of this type is made with."""
-        keys = self.given - ({"adam_w_mode", "bias_correction", "torch_adam"} if self.is_adam else set())
+        keys = self.user_keys - ({"adam_w_mode", "bias_correction", "torch_adam"} if self.is_adam else set())
         options = {key: getattr(self.params, key) for key in keys}
         return {"lr": self.params.lr, "weight_decay": self.weight_decay, **options} if self.is_adam else options
 
@@ -255,7 +255,7 @@ class OptimizerConfig(ConfigBlock):
     def weight_decay(self) -> float:
         """As given; else DeepSpeed's default, which with `torch_adam` is torch's."""
         torchs = self.params.torch_adam and self.is_adam and self.decoupled_weight_decay
-        return TORCHS_DECAY if torchs and "weight_decay" not in self.given else self.params.weight_decay
+        return TORCHS_DECAY if torchs and "weight_decay" not in self.user_keys else self.params.weight_decay
 
     @property
     def is_adam(self) -> bool:

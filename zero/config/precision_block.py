@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import ConfigBlock, Flag, Inert, Number, Only, Text, Whole, problem, reads
+from zero.config.fields import ConfigBlock, Flag, Inert, Integer, Number, Only, Text, problem, reads
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -56,11 +56,11 @@ class Fp16Config(ConfigBlock):
     """Floating tensors among the positional arguments of the engine's forward are cast to fp16."""
     loss_scale: Annotated[Number, Field(ge=0)] = 0.0
     """0: dynamic; else static."""
-    initial_scale_power: Annotated[Whole, Field(ge=0, le=126)] = 16
+    initial_scale_power: Annotated[Integer, Field(ge=0, le=126)] = 16
     """The dynamic scale begins at 2 to this."""
-    loss_scale_window: Annotated[Whole, Field(ge=0)] = 1000
+    loss_scale_window: Annotated[Integer, Field(ge=0)] = 1000
     """The dynamic scale doubles after so many steps without an overflow."""
-    hysteresis: Annotated[Whole, Field(ge=1)] = 2
+    hysteresis: Annotated[Integer, Field(ge=1)] = 2
     """How many overflows it takes until the dynamic scale is halved."""
     consecutive_hysteresis: Flag = False
     """A step without overflow restores the hysteresis; else only a growing scale does."""
@@ -77,7 +77,7 @@ class Fp16Config(ConfigBlock):
         return self.loss_scale == 0
 
     @model_validator(mode="after")
-    def _dynamic_scale_can_move(self) -> Self:
+    def _check_dynamic_scale(self) -> Self:
         for key in ("loss_scale_window", "min_loss_scale"):
             if self.enabled and self.dynamic and getattr(self, key) <= 0:
                 fix = "the loss scale is dynamic; for a static one, set loss_scale above 0"

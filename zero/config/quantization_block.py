@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from zero.config.fields import ConfigBlock, Flag, InertText, InertWhole, Whole, one_of, reads
+from zero.config.fields import ConfigBlock, Flag, InertInteger, InertText, Integer, one_of, reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class GroupQuantization(ConfigBlock):
     """How weights are coded."""
 
     num_bits: Annotated[int, one_of(4, 8, expected="4 or 8 bits")] = 8
-    group_size: Annotated[Whole, Field(ge=1)] = 128
+    group_size: Annotated[Integer, Field(ge=1)] = 128
     """So many neighbours share a step."""
     group_dim: Annotated[int, one_of(0, 1, expected="1 (groups along a row) or 0 (groups along a column)")] = 1
     """1: neighbours of a row, 0: of a column."""
@@ -107,9 +107,9 @@ class WeightQuantization(ConfigBlock):
     that fits a module counts. A weight that is trained is refused."""
     quantized_initialization: GroupQuantization | None = None
     """How all other weights of `nn.Linear` that are not trained are coded; None: they are not."""
-    num_bits: InertWhole = None
+    num_bits: InertInteger = None
     q_type: InertText = None
-    q_groups: InertWhole = None
+    q_groups: InertInteger = None
 
     @property
     def rules(self) -> dict[str, Codes]:

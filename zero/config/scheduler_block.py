@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from torch.optim import lr_scheduler
 from typing_extensions import Self
 
-from zero.config.fields import ConfigBlock, Flag, Number, Text, Whole, Word, problem, reads, shown
+from zero.config.fields import ConfigBlock, Flag, Integer, Number, Text, Word, problem, reads, short_json
 from zero.config.hints import nearest
 from zero.config.numbers import parse_number
 from zero.lr_schedules import SCHEDULES
@@ -41,7 +41,7 @@ def _parse_iteration(value: object) -> int:
 
 
 PerGroup = Annotated[float | tuple[float, ...] | None, reads(_parse_per_group)]  # One number, or one a param group.
-Steps = Annotated[Whole, Field(ge=1)]
+Steps = Annotated[Integer, Field(ge=1)]
 
 
 class SchedulerParams(ConfigBlock):
@@ -51,7 +51,7 @@ class SchedulerParams(ConfigBlock):
     warmup_min_lr: PerGroup = None
     warmup_max_lr: PerGroup = None
     """"auto" (and, in WarmupLR, no value): the learning rate of the optimizer."""
-    warmup_num_steps: Annotated[Whole, Field(ge=0)] | None = None
+    warmup_num_steps: Annotated[Integer, Field(ge=0)] | None = None
     """0 and 1 count as 2; DeepSpeed refuses 0."""
     warmup_type: Word[Literal["log", "linear"]] | None = None
     warmup_min_ratio: Number | None = None
@@ -63,9 +63,9 @@ class SchedulerParams(ConfigBlock):
     lr_range_test_step_size: Steps | None = None
     lr_range_test_staircase: Flag | None = None
     cycle_first_step_size: Annotated[Number, Field(gt=0)] | None = None
-    cycle_first_stair_count: Whole | None = None
+    cycle_first_stair_count: Integer | None = None
     cycle_second_step_size: Annotated[Number, Field(ge=0)] | None = None
-    cycle_second_stair_count: Whole | None = None
+    cycle_second_stair_count: Integer | None = None
     decay_step_size: Annotated[Number, Field(ge=0)] | None = None
     cycle_min_lr: PerGroup = None
     cycle_max_lr: PerGroup = None
@@ -76,11 +76,11 @@ class SchedulerParams(ConfigBlock):
     decay_mom_rate: Number | None = None
 
     @property
-    def given(self) -> dict[str, Any]:
+    def user_options(self) -> dict[str, Any]:
         return {name: value for name, value in self.model_dump().items() if value is not None}
 
 
-DECLARED = frozenset(SchedulerParams.model_fields)
+DECLARED_KEYS = frozenset(SchedulerParams.model_fields)
 
 
 class SchedulerConfig(ConfigBlock):
@@ -96,13 +96,17 @@ class SchedulerConfig(ConfigBlock):
         return None if self.type is None else KINDS.get(self.type.lower())
 
     @classmethod
-    def also_known(cls, key: str, raw: Mapping[Any, Any]) -> Collection[str]:
+    def extra_keys(cls, key: str, raw: Mapping[Any, Any]) -> Collection[str]:
         """In `params`: what the class takes that the type names."""
         kind = KINDS.get(str(raw.get("type")).lower())
-        return () if key != "params" or kind is None else [name for name in parameters(kind) if name not in DECLARED]
+        return (
+            ()
+            if key != "params" or kind is None
+            else [name for name in constructor_parameters(kind) if name not in DECLARED_KEYS]
+        )
 
     @model_validator(mode="after")
-    def _can_be_made(self) -> Self:
+    def _check_constructible(self) -> Self:
         if self.type is None:
             return self
         if self.kind is None:
@@ -111,20 +115,20 @@ class SchedulerConfig(ConfigBlock):
             raise problem(
                 f"one of {', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler",
                 at="type",
-                got=shown(self.type),
+                got=short_json(self.type),
                 fix=f"{hint}or pass an object or a callable to initialize as lr_scheduler",
             )
         name = self.kind.__name__
         if name in NOT_BY_NAME:
             expected = "a scheduler that can be made from numbers"
-            raise problem(expected, at="type", got=shown(self.type), fix=NOT_BY_NAME[name])
-        takes, given = parameters(self.kind), self.params.given
-        if foreign := [_with_owners(key) for key in given if key not in takes]:
+            raise problem(expected, at="type", got=short_json(self.type), fix=NOT_BY_NAME[name])
+        takes, given = constructor_parameters(self.kind), self.params.user_options
+        if foreign := [_name_owners(key) for key in given if key not in takes]:
             raise problem(f"keys of {name} ({', '.join(takes)})", at="params", got=", ".join(foreign))
         return self
 
 
-def parameters(kind: Callable[..., Any]) -> dict[str, bool]:
+def constructor_parameters(kind: Callable[..., Any]) -> dict[str, bool]:
     """What a class takes besides the optimizer: name -> whether it must be given."""
     signature = inspect.signature(kind).parameters
     return {
@@ -134,6 +138,6 @@ def parameters(kind: Callable[..., Any]) -> dict[str, bool]:
     }
 
 
-def _with_owners(key: str) -> str:
-    owners = [kind.__name__ for kind in SCHEDULES.values() if key in parameters(kind)]
+def _name_owners(key: str) -> str:
+    owners = [kind.__name__ for kind in SCHEDULES.values() if key in constructor_parameters(kind)]
     return f'"{key}" (of {", ".join(owners)})'

@@ -25,9 +25,9 @@ from zero.config.fields import (
     Flag,
     Inert,
     InertObject,
+    Integer,
     Number,
     Only,
-    Whole,
     Word,
     block_of,
     problem,
@@ -35,9 +35,9 @@ from zero.config.fields import (
     world_size_of,
 )
 from zero.config.forward_block import CurriculumLearning, ProgressiveLayerDrop
-from zero.config.hints import unknown_key
+from zero.config.hints import explain_unknown_key
 from zero.config.machine_block import AioConfig, CheckpointConfig, MemoryBudget
-from zero.config.numbers import parse_whole
+from zero.config.numbers import parse_integer
 from zero.config.optimizer_block import OptimizerConfig
 from zero.config.precision_block import DTYPES, Bf16Config, DataTypes, Fp16Config, TorchAutocast
 from zero.config.quantization_block import WeightQuantization
@@ -50,7 +50,7 @@ Origin = Literal["user", "default", "auto"]
 def _parse_print_interval(value: object) -> int | None:
     if value == math.inf or (isinstance(value, str) and value.lower() in ("inf", "infinity")):
         return None
-    interval = parse_whole(value)
+    interval = parse_integer(value)
     if interval < 1:
         raise ValueError("at least 1, or Infinity for never")
     return interval
@@ -62,7 +62,7 @@ VERSION = 1  # Of the defaults; tests/zero/config/test_versions.py keeps them fr
 def _parse_version(value: object) -> int:
     known = " or ".join(str(version) for version in range(1, VERSION + 1))
     try:
-        version = parse_whole(value)
+        version = parse_integer(value)
     except ValueError:
         version = 0
     if not 1 <= version <= VERSION:
@@ -74,7 +74,7 @@ def _parse_version(value: object) -> int:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AutoValue:
     """A value for a key that was "auto"."""
 
     value: Any
@@ -95,7 +95,9 @@ class Report:
     reasons: dict[str, str] = field(default_factory=dict)
     deprecated: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # Lines about unknown keys that were tolerated.
-    chosen: Mapping[str, Choice] = field(default_factory=dict)  # Canonical path of an "auto" -> what was chosen.
+    auto_values: Mapping[str, AutoValue] = field(
+        default_factory=dict
+    )  # Canonical path of an "auto" -> what was chosen.
     absent: Mapping[str, Any] = field(default_factory=dict)  # Top-level keys with other defaults than ours.
 
 
@@ -123,12 +125,12 @@ class Config(ConfigBlock):
 
     config_version: Annotated[int, reads(_parse_version)] = VERSION
     """Ours: the defaults are those of this version, also after a release that changes them."""
-    train_batch_size: Annotated[Whole, Field(ge=1)] = 1
+    train_batch_size: Annotated[Integer, Field(ge=1)] = 1
     """Samples of one step: train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks. Any two give the
     third; one gives the others with one accumulation step."""
-    train_micro_batch_size_per_gpu: Annotated[Whole, Field(ge=1)] = 1
+    train_micro_batch_size_per_gpu: Annotated[Integer, Field(ge=1)] = 1
     """Samples of one forward on one rank."""
-    gradient_accumulation_steps: Annotated[Whole, Field(ge=1)] = 1
+    gradient_accumulation_steps: Annotated[Integer, Field(ge=1)] = 1
     """Micro-batches of one step."""
     vertical_accumulation: Flag = False
     """Ours: `engine.train_batch` runs all micro-batches of a step unit by unit: a unit's weights come once in forward
@@ -167,7 +169,7 @@ class Config(ConfigBlock):
     managed_gradient_accumulation: Flag = True
     """False: each step() of the engine updates, however many backwards came before it."""
     sequence_parallel_size: Annotated[
-        Whole,
+        Integer,
         Only(
             (1, 0),
             "sequence parallelism is not available; set it to 1, and for long sequences set "
@@ -209,7 +211,7 @@ class Config(ConfigBlock):
     disable_python_gc: Annotated[Flag | None, Inert("Python's garbage collector pauses only in saves and loads")] = None
     log_level: Word[Literal["debug", "info", "warning", "error", "critical"]] | None = None
     """What the logger "zero" shows, "info" the plan and the dtypes too; None: notices, and of other ranks errors."""
-    vocabulary_size: Annotated[Whole | None, Inert("it only makes DeepSpeed warn about slow vocabulary sizes")] = None
+    vocabulary_size: Annotated[Integer | None, Inert("it only makes DeepSpeed warn about slow vocabulary sizes")] = None
     use_data_before_expert_parallelism: Annotated[Flag | None, Inert("there are no expert-parallel groups")] = None
     datastates_ckpt: Annotated[InertObject, Inert("checkpoints are written by this engine")] = None
     comms_logger: logs.CommsLogger | None = None
@@ -296,9 +298,9 @@ class Config(ConfigBlock):
         return tuple(self._report.ignored)
 
     @property
-    def chosen(self) -> Mapping[str, Choice]:
+    def auto_values(self) -> Mapping[str, AutoValue]:
         """Canonical path to what was chosen for a key that was "auto", from the model or the data."""
-        return self._report.chosen
+        return self._report.auto_values
 
     def origin(self, path: str) -> Origin:
         """Where the value of a key comes from.
@@ -346,7 +348,7 @@ class Config(ConfigBlock):
                 hint = (
                     "it holds a value and has no keys below it"
                     if model is None
-                    else unknown_key(part, block=model, root=cls)
+                    else explain_unknown_key(part, block=model, root=cls)
                 )
                 raise ConfigError(f"{path}: {'.'.join([*names, part])}: {hint}")
             names.append(name)
@@ -354,9 +356,9 @@ class Config(ConfigBlock):
         return ".".join(names)
 
     @model_validator(mode="after")
-    def _across_ranks(self, info: ValidationInfo) -> Self:
+    def _check_across_ranks(self, info: ValidationInfo) -> Self:
         world_size = world_size_of(info)
-        resolve_batch(self._given_batch(world_size), world_size)
+        resolve_batch(self._user_batch_sizes(world_size), world_size)
         if world_size > 1 and self.communication_data_type == "fp16" and self.bf16.enabled:
             raise problem(
                 '"fp32" or "bf16"',
@@ -377,7 +379,7 @@ class Config(ConfigBlock):
         return self
 
     @model_validator(mode="after")
-    def _one_precision(self) -> Self:
+    def _check_one_precision(self) -> Self:
         if self.bf16.enabled and self.fp16.enabled:
             raise problem(
                 "one of bf16 and fp16", fix="disable one", at="fp16.enabled", got="both enabled", keys=("bf16", "fp16")
@@ -394,7 +396,7 @@ class Config(ConfigBlock):
         return self
 
     @model_validator(mode="after")
-    def _states_in_bf16(self) -> Self:
+    def _apply_bf16_states(self) -> Self:
         """Two keys say it: `bf16.bf16_optimizer_states` and our own."""
         zero = self.zero_optimization
         block = zero.offload_optimizer
@@ -411,13 +413,13 @@ class Config(ConfigBlock):
         states = block.model_copy(update={"state_dtype": "bf16"})
         return self.model_copy(update={"zero_optimization": zero.model_copy(update={"offload_optimizer": states})})
 
-    def _given_batch(self, world_size: int) -> dict[str, int]:
+    def _user_batch_sizes(self, world_size: int) -> dict[str, int]:
         given = {key: getattr(self, key) for key in (TRAIN, MICRO, STEPS) if key in self.model_fields_set}
         block = self.elasticity
         return given if block is None or not block.enabled else elastic_sizes(block, given, world_size)
 
-    def _settled(self, report: Report) -> Self:
+    def _with_report(self, report: Report) -> Self:
         """This configuration with its batch sizes completed and its report attached."""
-        settled = self.model_copy(update=resolve_batch(self._given_batch(report.world_size), report.world_size))
+        settled = self.model_copy(update=resolve_batch(self._user_batch_sizes(report.world_size), report.world_size))
         settled._report = report
         return settled

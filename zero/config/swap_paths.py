@@ -24,7 +24,7 @@ def swap_paths(config: Config) -> list[str]:
     return list(folders.values())
 
 
-def ready_swap_paths(config: Config) -> list[str]:
+def create_swap_paths(config: Config) -> list[str]:
     """`swap_paths`, where missing folders are made. Raises ConfigError: there is none, or one cannot be made."""
     paths = swap_paths(config)
     if not paths:
@@ -32,10 +32,10 @@ def ready_swap_paths(config: Config) -> list[str]:
             "nvme_path: the plan needs swap space, but no block sets nvme_path; set it to a folder on the NVMe "
             "file system"
         )
-    return make_ready(paths)
+    return create_folders(paths)
 
 
-def make_ready(paths: Iterable[str]) -> list[str]:
+def create_folders(paths: Iterable[str]) -> list[str]:
     """Make missing folders, with a warning for each. Raises ConfigError: one cannot be made."""
     ready = list(paths)
     for path in ready:

@@ -17,16 +17,16 @@ from zero.config.fields import (
     Flag,
     Inert,
     InertObject,
+    Integer,
     Only,
-    Whole,
     one_of,
     parse_flag,
     problem,
     reads,
-    shown,
+    short_json,
     world_size_of,
 )
-from zero.config.numbers import parse_number, parse_whole
+from zero.config.numbers import parse_integer, parse_number
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 
 # What DeepSpeed's `leaf_module.classes` is without the key; here nothing is a leaf unasked.
@@ -50,7 +50,7 @@ Words = Annotated[tuple[str, ...], reads(_parse_words)]
 def _parse_mics(value: object) -> int:
     """-1 for off, which is also what 0 and every negative number mean."""
     try:
-        return -1 if parse_number(value) < 0 else parse_whole(value) or -1
+        return -1 if parse_number(value) < 0 else parse_integer(value) or -1
     except ValueError:
         raise ValueError("a whole number such as 8, or -1 for off") from None
 
@@ -127,7 +127,7 @@ class ZeroConfig(ConfigBlock):
     zero_quantized_weights: Annotated[Flag, _QUANTIZED] = False
     zero_quantized_nontrainable_weights: Annotated[Flag, _QUANTIZED] = False
     zero_quantized_gradients: Annotated[Flag, _QUANTIZED] = False
-    zero_hpz_partition_size: Whole = 1
+    zero_hpz_partition_size: Integer = 1
     """Ranks of a node over which weights are sharded a second time, on the device: only the first gather of a unit
     after a step needs all ranks, and backward's stays inside the node; 1 (or 0): off. Stage 3 only."""
     mics_shard_size: Annotated[int, reads(_parse_mics)] = -1
@@ -188,7 +188,7 @@ class ZeroConfig(ConfigBlock):
     leaf_module: LeafModuleConfig | None = None
 
     @model_validator(mode="after")
-    def _deprecated_offload(self) -> Self:
+    def _apply_deprecated_offload(self) -> Self:
         pin = {} if self.cpu_offload_use_pin_memory is None else {"pin_memory": self.cpu_offload_use_pin_memory}
         update: dict[str, ConfigBlock] = {}
         for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
@@ -204,7 +204,7 @@ class ZeroConfig(ConfigBlock):
         return self.model_copy(update=update) if update else self
 
     @model_validator(mode="after")
-    def _resolved(self) -> Self:
+    def _resolve(self) -> Self:
         update: dict[str, object] = {}
         if "stage" not in self.model_fields_set:
             update["stage"] = 3 if self._asks_for_stage_3() else 0
@@ -221,10 +221,10 @@ class ZeroConfig(ConfigBlock):
         return offloads or groups or any(key.startswith("stage3_") for key in self.model_fields_set)
 
     @model_validator(mode="after")
-    def _stage_has_what_is_asked_for(self) -> Self:
+    def _check_stage(self) -> Self:
         states = self.offload_optimizer.device
         needed: list[tuple[bool, str, str, str]] = [
-            (self.stage < 1 and states != "none", "1, 2 or 3", f"offload_optimizer.device is {shown(states)}",
+            (self.stage < 1 and states != "none", "1, 2 or 3", f"offload_optimizer.device is {short_json(states)}",
              'set "stage": 1 or higher, or remove offload_optimizer'),
             (self.stage < 3 and self.zero_hpz_partition_size > 1, "3", "zero_hpz_partition_size is above 1",
              'set "stage": 3, or remove zero_hpz_partition_size'),
@@ -239,7 +239,7 @@ class ZeroConfig(ConfigBlock):
         return self
 
     @model_validator(mode="after")
-    def _groups_fit(self, info: ValidationInfo) -> Self:
+    def _check_groups(self, info: ValidationInfo) -> Self:
         """Groups are equally large, and those of hpZ stay on a node."""
         hpz, mics, ranks = self.zero_hpz_partition_size, self.mics_shard_size, world_size_of(info)
         of_node = (info.context or {}).get("ranks_per_node")

@@ -11,7 +11,7 @@ from zero.assembly.offload_states import OffloadStates
 from zero.assembly.run import Run
 from zero.assembly.steps import EngineSteps
 from zero.config.batch import MICRO
-from zero.config.given import given_config
+from zero.config.given import user_config
 from zero.engine.parameter_offload import ParameterOffload, no_external_parameters
 from zero.engine.values import MASTERS, EngineStates
 from zero.optim.optimizer import Groups, learning_rates, momentum_of
@@ -32,7 +32,7 @@ class ClientCalls:
 
     def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges, offloading: OffloadStates) -> None:
         self._run, self._steps = run, steps
-        self._given_config = given_config(run.config)
+        self._given_config = user_config(run.config)
         self.hooks_for_optimizer = False
         self.parameter_offload: ParameterOffload | None = None
         stage, updater = run.config.zero_optimization.stage, run.updater

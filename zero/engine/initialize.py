@@ -15,7 +15,7 @@ from offload.accelerator import compute_device
 from offload.errors import ConfigError, explain_file_limit
 from zero import checkpointing
 from zero.config import Config, load_config
-from zero.config.auto_values import Facts, auto_lines, facts_of, resolve_auto
+from zero.config.auto_values import Facts, auto_lines, read_facts, resolve_auto
 from zero.config.given import config_argument
 from zero.config.precision_block import DTYPES
 from zero.engine.engine import ZeroEngine
@@ -101,7 +101,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     world.check_samples_of(mpu)
     replicas = None if pipeline is None else pipeline.data_place[1]
     loaded = _read_config(args, config if config is not None else config_params, replicas)
-    loaded = _without_autos(loaded, facts_of(model, optimizer, training_data))
+    loaded = _without_autos(loaded, read_facts(model, optimizer, training_data))
     refuse_local_storage(loaded)
     trained = trained_from(optimizer, model_parameters, model, loaded)
     _quantize(model, loaded, trained)

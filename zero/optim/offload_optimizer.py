@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from offload.errors import BudgetError, ConfigError, StateError
 from offload.sizes import format_bytes
 from zero.config import Config, load_config
-from zero.config.given import refuse_deep
+from zero.config.given import check_depth
 from zero.ops.adam import KernelAdam
 from zero.optim.make_rule import rule_for, rule_of_object
 from zero.optim.optimizer import STATE_BYTES, KeptOptimizer, LiveStates
@@ -397,7 +397,7 @@ class OffloadOptimizer(KeptOptimizer):
 
 def _config_of(offload: Mapping[str, Any]) -> Config:
     """The configuration of an engine with these offload options."""
-    refuse_deep(offload, "offload")
+    check_depth(offload, "offload")
     unknown = sorted(set(offload) - {*OFFLOAD_KEYS, *MORE_KEYS})
     if unknown:
         raise ConfigError(

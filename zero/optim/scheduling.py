@@ -11,7 +11,7 @@ import torch
 
 from offload.errors import ConfigError
 from zero.config import Config
-from zero.config.scheduler_block import parameters
+from zero.config.scheduler_block import constructor_parameters
 
 logger = logging.getLogger("zero")
 
@@ -87,10 +87,12 @@ def _from_config(optimizer: torch.optim.Optimizer, config: Config) -> Any:
     block = config.scheduler
     if block is None or block.kind is None:
         raise ConfigError(f"scheduler: there is no class named {block and block.type!r}")
-    arguments = block.params.given
+    arguments = block.params.user_options
     if config.origin("scheduler.params.warmup_max_lr") == "auto":
         arguments.setdefault("warmup_max_lr", None)
-    if lacking := [key for key, needed in parameters(block.kind).items() if needed and key not in arguments]:
+    if lacking := [
+        key for key, needed in constructor_parameters(block.kind).items() if needed and key not in arguments
+    ]:
         keys = " and ".join(f"scheduler.params.{key}" for key in lacking)
         raise ConfigError(
             f'{keys}: {block.kind.__name__} needs a value, got {arguments}; give one (total_num_steps "auto" is one '

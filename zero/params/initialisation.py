@@ -24,7 +24,7 @@ from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.given import read_source
-from zero.config.swap_paths import make_ready
+from zero.config.swap_paths import create_folders
 from zero.params.face import announce
 from zero.params.opaque import is_wrapper
 from zero.params.released import is_kept
@@ -308,7 +308,7 @@ def _spill_folders(source: Source, remote_device: str | None) -> tuple[str, ...]
         return ()
     if not offload.nvme_path:
         raise ConfigError('zero.Init: remote_device "nvme": zero_optimization.offload_param.nvme_path is not set')
-    return tuple(make_ready(map(str, offload.nvme_path)))
+    return tuple(create_folders(map(str, offload.nvme_path)))
 
 
 def cuts_values(config: Config, remote_device: str | None = None) -> bool:

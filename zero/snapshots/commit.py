@@ -31,7 +31,7 @@ from offload.files.snapshot_files import Manifest, SnapshotFiles, SnapshotSwap
 from offload.planes.two_slots import TwoSlotArray
 from offload.system.regular_files import report_read_errors
 from zero.config import Config
-from zero.config.swap_paths import ready_swap_paths
+from zero.config.swap_paths import create_swap_paths
 from zero.exchange.exchange import Exchange
 from zero.exchange.together import Together
 from zero.params.layout import Layout, Space
@@ -332,7 +332,7 @@ def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Exchang
     with ExitStack() as undo:
 
         def look() -> tuple[SnapshotFiles, dict[str, Any] | None]:
-            files = SnapshotFiles(ready_swap_paths(config), name, rank, shared=wish.shared_folder)
+            files = SnapshotFiles(create_swap_paths(config), name, rank, shared=wish.shared_folder)
             undo.callback(_leave, files)
             return files, files.committed_head if rank == 0 else None
 

@@ -27,7 +27,7 @@ from offload.streams import open_streams
 from offload.timeline import Timeline
 from zero.activations.activation_store import open_activations
 from zero.config import Config
-from zero.config.swap_paths import ready_swap_paths, wants_pinning
+from zero.config.swap_paths import create_swap_paths, wants_pinning
 from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.plan.machine import available_memory
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
@@ -295,7 +295,7 @@ class Storage:
         if not self.plan.swap_bytes:
             return None
         aio = config.aio
-        paths = ready_swap_paths(config)
+        paths = create_swap_paths(config)
         tuned = tune_io(config, paths)
         options = AioOptions(
             backend=tuned.backend,

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator
 
 from zero.config import features
-from zero.config.fields import ConfigBlock, Deprecated, Key, Only, block_of, known_keys, shown, words_in
+from zero.config.fields import ConfigBlock, Deprecated, Key, Only, block_of, known_keys, short_json, words_in
 from zero.config.schema import plain
 
 HEAD = """# Every key of the configuration
@@ -73,7 +73,7 @@ def _row(key: Key) -> str:
     spelt = " or ".join(f"`{spelling}`" for spelling in (name, *others))
     if inner is not None:
         return f"| {spelt} | block | | [below](#{_anchor(key.path)}) |"
-    default = shown(plain(key.field.default))
+    default = short_json(plain(key.field.default))
     unless = getattr(key.block, "unless", None)
     role = key.role if unless is None or unless.key == name else "refused"
     return f"| {spelt} | {role} | `{default}` | {_cell(_meaning(key, name))} |"
@@ -89,7 +89,7 @@ def _meaning(key: Key, name: str) -> str:
     parts += [key.reason] if key.role == "inert" else []
     for mark in key.field.metadata:
         if isinstance(mark, Only):
-            allowed = " or ".join(f"`{shown(value)}`" for value in mark.allowed if value is not None)
+            allowed = " or ".join(f"`{short_json(value)}`" for value in mark.allowed if value is not None)
             parts.append(f"only {allowed}: {mark.fix}" if allowed else f"never: {mark.fix}")
         if isinstance(mark, Deprecated):
             parts.append(f"deprecated: {mark.note}")

@@ -33,7 +33,7 @@ from offload.streams import shares_host_memory
 from offload.system.regular_files import read_regular
 from zero.assembly.model_plan import plan_model
 from zero.config import Config, load_config
-from zero.config.given import read_json, refuse_deep, too_deep
+from zero.config.given import check_depth, read_json, too_deep_error
 from zero.config.numbers import parse_bytes
 from zero.config.swap_paths import swap_paths
 from zero.params.layout import Layout
@@ -264,8 +264,8 @@ def build_model(source: str, arguments: str = "{}") -> nn.Module:
     except ValueError as error:
         raise ConfigError(f"--model-args: not valid JSON: {error}") from error
     except RecursionError as error:
-        raise too_deep("--model-args") from error
-    refuse_deep(keywords, "--model-args")
+        raise too_deep_error("--model-args") from error
+    check_depth(keywords, "--model-args")
     if not isinstance(keywords, dict):
         raise ConfigError(f"--model-args: expected an object {{...}}, got {arguments}")
     model = _from_callable(source, keywords) if ":" in source else _from_json(_config_file(source))
@@ -316,8 +316,8 @@ def _from_json(path: Path) -> Any:
     except ValueError as error:
         raise ConfigError(f"MODEL: {path} is not valid JSON: {error}") from error
     except RecursionError as error:
-        raise too_deep(f"MODEL: {path}") from error
-    refuse_deep(content, f"MODEL: {path}")
+        raise too_deep_error(f"MODEL: {path}") from error
+    check_depth(content, f"MODEL: {path}")
     kind = content.get("model_type") if isinstance(content, dict) else None
     if kind is None:
         raise ConfigError(f'MODEL: {path} has no "model_type"; expected the config.json of a Hugging Face model')

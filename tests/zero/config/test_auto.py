@@ -16,7 +16,7 @@ from torch import nn
 import zero
 from offload.errors import ConfigError
 from zero.config import Config, load_config
-from zero.config.auto_values import Facts, auto_lines, facts_of, hidden_size_of, resolve_auto
+from zero.config.auto_values import Facts, auto_lines, hidden_size_of, read_facts, resolve_auto
 
 HIDDEN_KEYS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
@@ -53,11 +53,11 @@ def test_bucket_sizes_follow_from_the_hidden_size_as_transformers_derives_them(h
 )
 def test_the_hidden_size_is_found_where_transformers_looks(attributes: dict[str, Any], hidden: int | None) -> None:
     assert hidden_size_of(SimpleNamespace(**attributes)) == hidden
-    assert facts_of(sized(**attributes)).hidden_numel == hidden
+    assert read_facts(sized(**attributes)).hidden_numel == hidden
 
 
 def test_without_a_hidden_size_bucket_sizes_are_as_without_the_keys() -> None:
-    plain = resolve_auto(load_config(zero_config(3, *HIDDEN_KEYS)), facts_of(nn.Linear(4, 4)))
+    plain = resolve_auto(load_config(zero_config(3, *HIDDEN_KEYS)), read_facts(nn.Linear(4, 4)))
     assert plain.as_dict() == load_config(zero_config(3)).as_dict()
 
 
@@ -74,7 +74,7 @@ def test_keys_of_stage_3_are_left_alone_below_it() -> None:
 def test_the_precision_is_that_of_the_model(dtype: torch.dtype, given_keys: tuple[str, ...]) -> None:
     model = nn.Linear(4, 4, dtype=dtype)
     config = load_config({key: {"enabled": "auto"} for key in given_keys})
-    resolved = resolve_auto(config, facts_of(model))
+    resolved = resolve_auto(config, read_facts(model))
     assert resolved.bf16.enabled is (dtype == torch.bfloat16 and "bf16" in given_keys)
     assert resolved.fp16.enabled is (dtype == torch.float16 and "fp16" in given_keys)
     assert all(resolved.origin(f"{key}.enabled") == "auto" for key in given_keys)
@@ -82,16 +82,16 @@ def test_the_precision_is_that_of_the_model(dtype: torch.dtype, given_keys: tupl
 
 def test_a_precision_that_the_user_chose_leaves_the_other_off() -> None:
     model = nn.Linear(4, 4, dtype=torch.bfloat16)
-    resolved = resolve_auto(load_config({"fp16": {"enabled": True}, "bf16": {"enabled": "auto"}}), facts_of(model))
+    resolved = resolve_auto(load_config({"fp16": {"enabled": True}, "bf16": {"enabled": "auto"}}), read_facts(model))
     assert resolved.fp16.enabled and not resolved.bf16.enabled
 
 
 def test_the_dtype_of_trained_parameters_counts_before_that_of_frozen_ones() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(4, 4, dtype=torch.bfloat16))
-    assert facts_of(model).dtype == torch.float32
+    assert read_facts(model).dtype == torch.float32
     model[0].requires_grad_(False)
-    assert facts_of(model).dtype == torch.bfloat16
-    assert facts_of(nn.ReLU()).dtype is None
+    assert read_facts(model).dtype == torch.bfloat16
+    assert read_facts(nn.ReLU()).dtype is None
 
 
 def test_values_that_were_chosen_stay_when_the_number_of_ranks_changes() -> None:
@@ -169,7 +169,7 @@ def scheduled(kind: str, *keys: str) -> dict[str, Any]:
 
 def chosen_by(content: dict[str, Any], facts: Facts) -> dict[str, Any]:
     config = resolve_auto(load_config(content), facts)
-    return {path.rpartition(".")[2]: choice.value for path, choice in config.chosen.items()}
+    return {path.rpartition(".")[2]: choice.value for path, choice in config.auto_values.items()}
 
 
 @given(st.integers(1, 10**6), st.booleans())
@@ -184,7 +184,7 @@ def test_the_length_of_a_schedule_is_one_pass_over_the_data(samples: int, drop_l
 
 def test_the_largest_rate_is_that_of_the_optimizer_that_is_handed_over() -> None:
     optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.25)
-    facts = facts_of(nn.Linear(2, 2), optimizer, [1, 2, 3])
+    facts = read_facts(nn.Linear(2, 2), optimizer, [1, 2, 3])
     assert (facts.learning_rate, facts.samples) == (0.25, 3)
     assert chosen_by(scheduled("WarmupLR", *WARMUP), facts)["warmup_max_lr"] == 0.25
 

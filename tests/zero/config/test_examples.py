@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zero
 from offload.errors import ConfigError
 from zero.config import Config, load_config
-from zero.config.auto_values import facts_of, resolve_auto
+from zero.config.auto_values import read_facts, resolve_auto
 from zero.config.fields import AUTO, block_of, known_keys
 from zero.tools import cli
 from zero.tools.config_command import shown_config
@@ -101,7 +101,7 @@ def test_a_documented_example_is_shown_so_that_it_loads_to_the_same(
 
 def test_what_is_resolved_is_shown_so_that_it_loads_to_the_same() -> None:
     config = load_config(EXAMPLES["llamafactory_z3_offload"])
-    resolved = resolve_auto(config, facts_of(Tiny()))
+    resolved = resolve_auto(config, read_facts(Tiny()))
     assert load_config(shown_config(resolved)).as_dict() == resolved.as_dict() != config.as_dict()
 
 
