@@ -126,12 +126,12 @@ class ForwardSchedules:
         curriculum, drop = config.curriculum_learning, config.progressive_layer_drop
         on = curriculum is not None and curriculum.enabled
         self.curriculum_scheduler_legacy = CurriculumScheduler(curriculum) if curriculum is not None and on else None
-        self._tells_length = on and curriculum is not None and curriculum.curriculum_type == "seqlen"
+        self._passes_length = on and curriculum is not None and curriculum.curriculum_type == "seqlen"
         self.progressive_layer_drop: ProgressiveLayerDrop | None = None
         if drop is not None and drop.enabled:
             self.progressive_layer_drop = ProgressiveLayerDrop(drop.theta, drop.gamma)
 
-    def told(self, global_steps: int) -> dict[str, Any]:
+    def forward_arguments(self, global_steps: int) -> dict[str, Any]:
         """Keyword arguments of a forward in training, after `global_steps` steps."""
         arguments: dict[str, Any] = {}
         if self.progressive_layer_drop is not None:
@@ -140,6 +140,6 @@ class ForwardSchedules:
             arguments.update(self.progressive_layer_drop.get_state())
         if self.curriculum_scheduler_legacy is not None:
             difficulty = self.curriculum_scheduler_legacy.update_difficulty(global_steps + 1)
-            if self._tells_length:
+            if self._passes_length:
                 arguments["curriculum_seqlen"] = difficulty
         return arguments

@@ -17,15 +17,15 @@ from zero.ranks import world
 ROUTES = ("train", "eval", "predict")  # The use of a loader, in DeepSpeed's words; only training is in random order.
 
 
-class Training(Protocol):
+class LoaderSettings(Protocol):
     config: Config
     device: torch.device
     collate_fn: Callable[..., Any] | None  # For loaders that are made without one.
 
 
 class Loaders:
-    def __init__(self, run: Training) -> None:
-        self._run = run
+    def __init__(self, settings: LoaderSettings) -> None:
+        self._settings = settings
 
     def deepspeed_io(
         self,
@@ -62,14 +62,14 @@ class Loaders:
         Raises:
             ConfigError: no such route, or data that cannot be divided among the ranks.
         """
-        config, (rank, world_size) = self._run.config, place or (world.rank(), world.world_size())
+        config, (rank, world_size) = self._settings.config, place or (world.rank(), world.world_size())
         drop, shuffle = config.dataloader_drop_last, route == "train"
         _check(dataset, route, world_size)
         options: dict[str, Any] = {
             "batch_size": config.train_micro_batch_size_per_gpu if batch_size is None else batch_size,
-            "pin_memory": pin_memory and is_accelerator(self._run.device),
+            "pin_memory": pin_memory and is_accelerator(self._settings.device),
             "drop_last": drop,
-            "collate_fn": collate_fn if collate_fn is not None else self._run.collate_fn,
+            "collate_fn": collate_fn if collate_fn is not None else self._settings.collate_fn,
             "num_workers": num_local_io_workers or 0,
         }
         if isinstance(dataset, IterableDataset):

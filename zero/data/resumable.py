@@ -38,7 +38,7 @@ class EpochSampler(DistributedSampler[Any]):
         return indices
 
 
-class _Skipping(Sampler[Any]):
+class _SkippingSampler(Sampler[Any]):
     """The sampler, from a position on. It is placed between the sampler and the batch sampler.
 
     Args:
@@ -60,7 +60,7 @@ class _Skipping(Sampler[Any]):
             own = getattr(sampler, "generator", None)
             self.generator = own if isinstance(own, torch.Generator) else torch.default_generator
 
-    def start(self, first: int, skip: int, random: torch.Tensor | None) -> None:
+    def set_start(self, first: int, skip: int, random: torch.Tensor | None) -> None:
         """Set the start of the next iteration.
 
         Args:
@@ -71,7 +71,7 @@ class _Skipping(Sampler[Any]):
         self._first, self._skip, self._random = first, skip, random
         self.states.clear()
 
-    def place(self, state: Any) -> bool:
+    def load_sampler_state(self, state: Any) -> bool:
         """Load the sampler's state, if it has states. Returns True if it was loaded."""
         self.states.clear()
         if state is None or not self.has_states:
@@ -88,9 +88,9 @@ class _Skipping(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         skip, random, self._skip, self._random = self._skip, self._random, 0, None
-        indices = iter(self._sampler) if random is None else _drawn_at(self._sampler, random)
+        indices = iter(self._sampler) if random is None else _draw_indices(self._sampler, random)
         indices = itertools.islice(indices, skip, None)
-        return self._noting(indices) if self.has_states else indices
+        return self._record_states(indices) if self.has_states else indices
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -103,14 +103,14 @@ class _Skipping(Sampler[Any]):
         except (TypeError, NotImplementedError):
             return 2**62
 
-    def _noting(self, indices: Iterator[Any]) -> Iterator[Any]:
+    def _record_states(self, indices: Iterator[Any]) -> Iterator[Any]:
         for drawn, index in enumerate(indices, 1):
             if drawn % self._batch_samples == 0 or self._first + drawn == self.epoch_samples:
                 self.states.append((self._first + drawn, self._sampler.state_dict()))
             yield index
 
 
-def _drawn_at(sampler: Any, random: torch.Tensor) -> Iterator[Any]:
+def _draw_indices(sampler: Any, random: torch.Tensor) -> Iterator[Any]:
     """The sampler's indices for this state of the global generator, whose present state is kept.
 
     torch's samplers use the generator only for their first index, so it is restored after that.
@@ -130,38 +130,38 @@ class _Progress:
     epoch: int
     first: int = 0  # Samples of this rank's part of the epoch that were used before this iteration.
     batches: int = 0  # Batches of this epoch, also those of earlier runs.
-    had: int = 0  # Batches of this iteration.
+    iteration_batches: int = 0  # Batches of this iteration.
     random: torch.Tensor | None = field(default=None, repr=False)  # The generator's state when the epoch began.
     is_placed: bool = False  # The sampler's own state is already after `first`.
-    ended: bool = False
+    is_ended: bool = False
 
 
-class _Walk:
+class _LoaderIterator:
     """An iterator of a loader. It begins only with its first batch, so a state may be loaded until then."""
 
     def __init__(self, loader: ResumableLoader) -> None:
         self._loader = loader
-        self._begun: tuple[Iterator[Any], _Progress] | None = None
-        self._failed = 0
+        self._iteration: tuple[Iterator[Any], _Progress] | None = None
+        self._failed_batches = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._begun is None:
-            self._begun = self._loader._begin()
-        batches, progress = self._begun
+        if self._iteration is None:
+            self._iteration = self._loader._begin_epoch()
+        batches, progress = self._iteration
         try:
             batch = next(batches)
         except StopIteration:
-            progress.ended = True
+            progress.is_ended = True
             raise
         except Exception:
-            self._failed += 1  # counted as skipped if a next batch follows
+            self._failed_batches += 1  # counted as skipped if a next batch follows
             raise
-        progress.batches += 1 + self._failed
-        progress.had += 1 + self._failed
-        self._failed = 0
+        progress.batches += 1 + self._failed_batches
+        progress.iteration_batches += 1 + self._failed_batches
+        self._failed_batches = 0
         return batch
 
     def __len__(self) -> int:
@@ -186,7 +186,7 @@ class ResumableLoader(DataLoader[Any]):
         options: of the DataLoader.
 
     Attributes:
-        loads: number of loaded states.
+        load_count: number of loaded states.
     """
 
     def __init__(self, data: Dataset[Any], sampler: Any, *, rank: int, world_size: int, **options: Any) -> None:
@@ -196,28 +196,28 @@ class ResumableLoader(DataLoader[Any]):
         self._rank, self._world_size = rank, world_size
         self._samples = self.batch_size or 1
         ahead = self.num_workers * (self.prefetch_factor or 0)
-        self._skipping = _Skipping(self.sampler, self._samples, ahead)
-        self.batch_sampler.sampler = self._skipping  # type: ignore[union-attr]
+        self._skipping_sampler = _SkippingSampler(self.sampler, self._samples, ahead)
+        self.batch_sampler.sampler = self._skipping_sampler  # type: ignore[union-attr]
         self._epochs = 0
-        self._loaded: _Progress | None = None
+        self._loaded_progress: _Progress | None = None
         self._progress: _Progress | None = None
-        self.loads = 0
+        self.load_count = 0
 
     def __iter__(self) -> Any:
         """The rest of the epoch that was loaded, or a new epoch."""
-        return _Walk(self)
+        return _LoaderIterator(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The loop's position: the epoch, and the numbers of batches and samples (of all ranks) that it has got.
 
         Returns numbers, tensors, and the state of a sampler that has one.
         """
-        skipping, own = self._skipping, self._has_own_generator
-        at = self._loaded if self._loaded is not None else self._progress
-        if at is None or at.ended or (at is self._loaded and at.epoch != self._next_epoch):
+        skipping, own = self._skipping_sampler, self._has_own_generator
+        at = self._loaded_progress if self._loaded_progress is not None else self._progress
+        if at is None or at.is_ended or (at is self._loaded_progress and at.epoch != self._next_epoch):
             random = skipping.generator.get_state() if skipping.generator is not None and own else None
             at = _Progress(self._next_epoch, random=random)
-        mine = min(at.first + at.had * self._samples, self._skipping.epoch_samples)
+        mine = min(at.first + at.iteration_batches * self._samples, self._skipping_sampler.epoch_samples)
         return {
             "epoch": at.epoch,
             "batches": at.batches,
@@ -243,9 +243,9 @@ class ResumableLoader(DataLoader[Any]):
                 f"{', '.join(wrong)}; make the same loader as when the state was saved"
             )
         epoch, batches, samples, ranks, batch_samples, dataset_samples = (state[key] for key in COUNTS)
-        first = min(-(-samples // self._world_size), self._skipping.epoch_samples)
+        first = min(-(-samples // self._world_size), self._skipping_sampler.epoch_samples)
         random = state.get("random")
-        for note in self._notes(state, samples, ranks, batch_samples, dataset_samples):
+        for note in self._differences(state, samples, ranks, batch_samples, dataset_samples):
             logger.warning("loader: %s", note)
         if isinstance(self.sampler, EpochSampler) and state.get("seed") is not None:
             self.sampler.seed = int(state["seed"])
@@ -254,15 +254,18 @@ class ResumableLoader(DataLoader[Any]):
         self._epochs = epoch
         if ranks != self._world_size:
             random = None
-        is_placed = ranks == self._world_size and self._skipping.place(state.get("sampler"))
-        if random is not None and self._skipping.generator is not None and self._has_own_generator:
-            self._skipping.generator.set_state(random)
-        self._loaded, self._progress = _Progress(epoch, first, batches, random=random, is_placed=is_placed), None
-        self.loads += 1
+        is_placed = ranks == self._world_size and self._skipping_sampler.load_sampler_state(state.get("sampler"))
+        if random is not None and self._skipping_sampler.generator is not None and self._has_own_generator:
+            self._skipping_sampler.generator.set_state(random)
+        self._loaded_progress, self._progress = (
+            _Progress(epoch, first, batches, random=random, is_placed=is_placed),
+            None,
+        )
+        self.load_count += 1
 
-    def _begin(self) -> tuple[Iterator[Any], _Progress]:
-        loaded, self._loaded = self._loaded, None
-        epoch, skipping = self._next_epoch, self._skipping
+    def _begin_epoch(self) -> tuple[Iterator[Any], _Progress]:
+        loaded, self._loaded_progress = self._loaded_progress, None
+        epoch, skipping = self._next_epoch, self._skipping_sampler
         if loaded is not None and loaded.epoch == epoch:
             at, random = loaded, None if self._has_own_generator else loaded.random
         else:
@@ -274,7 +277,7 @@ class ResumableLoader(DataLoader[Any]):
         mixed = np.random.SeedSequence([seed, self._rank, epoch, at.first]).generate_state(1, np.uint64)
         if self.generator is not None:
             self.generator.manual_seed(int(mixed[0]))
-        skipping.start(at.first, 0 if at.is_placed else at.first, random)
+        skipping.set_start(at.first, 0 if at.is_placed else at.first, random)
         with torch.device("cpu"):  # the generator is on the CPU
             return super().__iter__(), at
 
@@ -290,9 +293,9 @@ class ResumableLoader(DataLoader[Any]):
 
     @property
     def _has_own_generator(self) -> bool:
-        return self._skipping.generator is not torch.default_generator
+        return self._skipping_sampler.generator is not torch.default_generator
 
-    def _notes(
+    def _differences(
         self, state: Mapping[str, Any], samples: int, ranks: int, batch_samples: int, dataset_samples: int
     ) -> Iterator[str]:
         """The differences from the run in which the state was taken."""
@@ -344,7 +347,7 @@ class RepeatingLoader:
 
     def __next__(self) -> Any:
         """The next batch; after the end of an epoch, of the next one. StopIteration only if the loader is empty."""
-        loads = getattr(self.loader, "loads", 0)
+        loads = getattr(self.loader, "load_count", 0)
         if self.data_iter is None or loads != self._loads:
             self.data_iter, self._loads = iter(self.loader), loads
         try:

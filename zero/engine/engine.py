@@ -188,7 +188,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         """
         run, reports, scaling = self.run, self.reports, self.scaling
         if self.training:
-            kwargs.update(self.schedules.told(run.global_steps))
+            kwargs.update(self.schedules.forward_arguments(run.global_steps))
         with deferring_interrupts, apart():
             self.steps.make_ready_to_run("forward")
             self.model_changes.apply_pending()
