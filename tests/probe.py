@@ -553,7 +553,7 @@ def keep_spans(engine: Any, spans_max: int) -> None:
 
 def one_forward_of(engine: Any) -> Any:
     """The profiler of one forward; None if there is none."""
-    return engine.reports._one_forward
+    return engine.reports._forward_profiler
 
 
 def reports_progress(engine: Any) -> bool:

@@ -13,7 +13,7 @@ import zero
 from offload.errors import ConfigError
 from zero.assembly.model_plan import plan_model
 from zero.config import load_config
-from zero.engine.memory_estimates import ENDLESS
+from zero.engine.memory_estimates import UNLIMITED_MACHINE
 from zero.plan.plan import DEVICE, HOST, NVME
 
 TIERS = ("nvme", "cpu", "none")
@@ -28,7 +28,7 @@ def test_every_offload_combination_has_the_bytes_that_the_engine_would_plan_on_a
         config["zero_optimization"] = {
             key: value for key, value in config["zero_optimization"].items() if not key.startswith("stage3_")
         }
-        plan = plan_model(model, load_config(config), ENDLESS, torch.device("cuda"))[1]
+        plan = plan_model(model, load_config(config), UNLIMITED_MACHINE, torch.device("cuda"))[1]
         planned = [plan.tier_bytes(tier) for tier in (HOST, DEVICE, NVME)]
         assert [line.host_bytes, line.device_bytes, line.nvme_bytes] == planned
 
@@ -94,7 +94,7 @@ def test_stages_with_whole_weights_have_the_bytes_that_the_engine_would_plan(
             "stage": stage, "offload_optimizer": config["zero_optimization"]["offload_optimizer"]
         }  # fmt: skip
         loaded = load_config(config, world_size=world_size)
-        plan = plan_model(model, loaded, ENDLESS, torch.device("cuda"), world_size)[1]
+        plan = plan_model(model, loaded, UNLIMITED_MACHINE, torch.device("cuda"), world_size)[1]
         planned = [plan.tier_bytes(HOST) * world_size, plan.tier_bytes(DEVICE), plan.tier_bytes(NVME)]
         assert [line.host_bytes, line.device_bytes, line.nvme_bytes] == planned
 

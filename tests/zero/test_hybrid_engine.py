@@ -46,7 +46,7 @@ def free_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def say(nbytes: int) -> None:
         read = generation.read_machine
-        monkeypatch.setattr(generation, "LEFT_SHARE", 10**18)
+        monkeypatch.setattr(generation, "RESERVED_SHARE", 10**18)
         monkeypatch.setattr(generation, "cache_bytes", lambda *given: 0)
         monkeypatch.setattr(generation, "read_machine", lambda device: replace(read(device), device_bytes=nbytes))
 

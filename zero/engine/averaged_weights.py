@@ -36,7 +36,7 @@ from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 from zero.values.editor import EDIT
 
-OF_THE_WEIGHTS = {
+REFUSED_CALLS = {
     *("backward", "step", "optimizer.step", "replan"),
     *("save_checkpoint", "load_checkpoint", "save_snapshot", "load_snapshot"),
     *("optimizer.state_dict", "optimizer.load_state_dict", "optimizer.state", EDIT),
@@ -44,22 +44,22 @@ OF_THE_WEIGHTS = {
 """Calls that need the trained weights, or would replace masters or planes that are exchanged or put aside."""
 
 
-class AveragesShown(StepListener):
+class AveragesGuard(StepListener):
     """The sub-groups that are averages now. It refuses calls that train, save or replace the weights meanwhile.
 
     Attributes:
-        blocks: number of open `averaged_weights()` blocks, one inside the other.
-        groups: sub-groups whose weights are averages.
-        moving: an exchange is running.
+        open_blocks: number of open `averaged_weights()` blocks, one inside the other.
+        averaged_groups: sub-groups whose weights are averages.
+        is_swapping: an exchange is running.
     """
 
     def __init__(self) -> None:
-        self.blocks, self.moving = 0, False
-        self.groups: set[SubGroup] = set()
+        self.open_blocks, self.is_swapping = 0, False
+        self.averaged_groups: set[SubGroup] = set()
 
     @override
     def check_call(self, what: str) -> None:
-        if what in OF_THE_WEIGHTS:
+        if what in REFUSED_CALLS:
             self._check(what)
 
     @override
@@ -67,42 +67,42 @@ class AveragesShown(StepListener):
         self._check("replacing weights")
 
     def _check(self, what: str) -> None:
-        if (self.blocks or self.groups) and not self.moving:
+        if (self.open_blocks or self.averaged_groups) and not self.is_swapping:
             raise StateError(
                 f"{what}: inside engine.averaged_weights() the weights are averages; call it outside"
-                + ("" if self.blocks else ". Leaving the block failed: enter and leave it once more")
+                + ("" if self.open_blocks else ". Leaving the block failed: enter and leave it once more")
             )
 
 
-class _Run(NamedTuple):
+class _AveragedRun(NamedTuple):
     """A run of elements of a sub-group that becomes an average. All tensors are flat and have the same length."""
 
     weight: torch.Tensor
     remainder: torch.Tensor | None
-    plane: torch.Tensor
+    average: torch.Tensor
     """The average itself, or the plane that the average is computed with."""
     master: torch.Tensor
     """fp32; a temporary copy of the masters."""
-    part: float
+    interpolation: float
     """Factor of the interpolation from the masters (0) to the plane (1)."""
 
 
-class _MastersAside:
+class _SavedMasters:
     """The masters of sub-groups, put aside for a while."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._held: dict[SubGroup, torch.Tensor] = {}
-        self._places: dict[SubGroup, int] = {}  # Offsets in the swap space; they stay reserved for the next time.
+        self._in_memory: dict[SubGroup, torch.Tensor] = {}
+        self._offsets: dict[SubGroup, int] = {}  # Offsets in the swap space; they stay reserved for the next time.
 
     def reserve(self, groups: list[SubGroup]) -> None:
         """Raises BudgetError, StorageError: there is no room for them."""
-        missing = [group for group in groups if group not in self._places and group not in self._held]
+        missing = [group for group in groups if group not in self._offsets and group not in self._in_memory]
         disk, needed = self.storage.disk, sum(map(_master_bytes, missing))
         if disk is not None:
             offset = disk.swap.extend(needed) if missing else 0
             for group in missing:
-                self._places[group] = offset
+                self._offsets[group] = offset
                 offset += _master_bytes(group)
             return
         machine = read_machine(self.storage.device)
@@ -113,30 +113,30 @@ class _MastersAside:
                 "offload_optimizer.nvme_path, or train with ema_decay in place of AdamWScheduleFree"
             )
 
-    async def put(self, group: SubGroup, values: torch.Tensor) -> None:
+    async def save(self, group: SubGroup, values: torch.Tensor) -> None:
         disk = self.storage.disk
         if disk is None:
-            self._held[group] = values.cpu()
+            self._in_memory[group] = values.cpu()
             return
-        await disk.write(self._places[group], aligned_copy(values.cpu().view(torch.uint8)), "weights put aside")
+        await disk.write(self._offsets[group], aligned_copy(values.cpu().view(torch.uint8)), "weights put aside")
 
-    async def take(self, group: SubGroup) -> torch.Tensor:
+    async def restore(self, group: SubGroup) -> torch.Tensor:
         disk = self.storage.disk
         if disk is None:
-            return self._held[group]
+            return self._in_memory[group]
         values = aligned_copy(torch.empty(_master_bytes(group), dtype=torch.uint8, device="cpu"))
-        await disk.read(self._places[group], values, "weights put aside")
+        await disk.read(self._offsets[group], values, "weights put aside")
         return values.view(torch.float32)
 
-    def forget(self, group: SubGroup) -> None:
-        self._held.pop(group, None)
+    def drop_copy(self, group: SubGroup) -> None:
+        self._in_memory.pop(group, None)
 
 
 class AveragedWeights:
-    def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges, shown: AveragesShown) -> None:
-        self._run, self._steps, self._changes, self._shown = run, steps, changes, shown
-        self._aside: _MastersAside | None = None
-        self._parts: Mapping[int, float] = {}  # Parameter index -> `_Run.part`.
+    def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges, guard: AveragesGuard) -> None:
+        self._run, self._steps, self._changes, self._guard = run, steps, changes, guard
+        self._saved_masters: _SavedMasters | None = None
+        self._interpolation_of: Mapping[int, float] = {}  # Parameter index -> `_Run.part`.
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -152,7 +152,7 @@ class AveragedWeights:
             StorageError: the last step could not be completed, or a transfer failed; the weights are unchanged.
             BudgetError: there is no room for the masters that are put aside.
         """
-        shown = self._shown
+        shown = self._guard
         self._steps.make_ready("averaged_weights")
         self._run.parts.check_outside_calls("averaged_weights")
         if not any(map(plane_of, self._run.rules.each)):
@@ -160,9 +160,9 @@ class AveragedWeights:
                 'averaged_weights: no weights are averaged; set "ema_decay" in the config, or optimizer.type to '
                 '"AdamWScheduleFree"'
             )
-        if not shown.blocks:
+        if not shown.open_blocks:
             self._enter()
-        shown.blocks += 1
+        shown.open_blocks += 1
         try:
             yield
         except BaseException:
@@ -170,25 +170,25 @@ class AveragedWeights:
                 self._run.parts.hooks.reset()  # an interrupt ends torch's calls without hooks: units would stay in use
             raise
         finally:
-            shown.blocks -= 1
-            if not (shown.blocks or self._run.closed):
+            shown.open_blocks -= 1
+            if not (shown.open_blocks or self._run.closed):
                 self._leave()
 
     def _enter(self) -> None:
-        if not self._shown.groups:
+        if not self._guard.averaged_groups:
             self._changes.replan()
-            self._parts = self._averaged()
+            self._interpolation_of = self._averaged_parameters()
         try:
-            self._exchange_all(shown=True)
+            self._swap_all(averaged=True)
         except BaseException:
             self._leave()
             raise
 
     def _leave(self) -> None:
         self._steps.make_ready("averaged_weights")
-        self._exchange_all(shown=False)
+        self._swap_all(averaged=False)
 
-    def _averaged(self) -> dict[int, float]:
+    def _averaged_parameters(self) -> dict[int, float]:
         """Index of each parameter that has an average by now -> its `_Run.part`."""
         updater, parts, found = self._run.updater, self._run.parts, dict[int, float]()
         for group in updater.param_groups if updater is not None else []:
@@ -199,33 +199,33 @@ class AveragedWeights:
                     found[parts.index_of[id(parameter)]] = part_of_plane(rule, group)
         return found
 
-    def _exchange_all(self, *, shown: bool) -> None:
-        """Exchange every sub-group that does not show averages (`shown`) or trained weights yet; on all ranks."""
-        self._shown.moving = True
+    def _swap_all(self, *, averaged: bool) -> None:
+        """Exchange every sub-group that does not show averages (`averaged`) or trained weights yet; on all ranks."""
+        self._guard.is_swapping = True
         try:
             together = Together(self._run.collectives)
             parts = together.do(
                 "averaged weights", self._steps.prepare_rewrite
             )  # no rank uses this rank's slices any more
             try:
-                together.do("averaged weights", lambda: self._exchange(parts, shown=shown))
+                together.do("averaged weights", lambda: self._swap(parts, averaged=averaged))
             finally:
                 parts.coordinator.rewritten()
         finally:
-            self._shown.moving = False
+            self._guard.is_swapping = False
             trim_heap()  # else the C library keeps the memory that held the masters of a sub-group
         self._steps.make_ready("averaged_weights")
 
-    def _exchange(self, parts: EngineParts, *, shown: bool) -> None:
-        done, storage = self._shown.groups, parts.storage
+    def _swap(self, parts: EngineParts, *, averaged: bool) -> None:
+        done, storage = self._guard.averaged_groups, parts.storage
         units = {group: self._units_in(parts, group) for group in storage.plan.sub_groups}
-        todo = [group for group in units if units[group] and (group in done) != shown]
-        if self._aside is None or self._aside.storage is not storage:
-            self._aside = _MastersAside(storage)
-        if shown:
-            self._aside.reserve([group for group in todo if self._plane_of(units[group][0]) != EMA])
+        todo = [group for group in units if units[group] and (group in done) != averaged]
+        if self._saved_masters is None or self._saved_masters.storage is not storage:
+            self._saved_masters = _SavedMasters(storage)
+        if averaged:
+            self._saved_masters.reserve([group for group in todo if self._average_state_of(units[group][0]) != EMA])
         for group in todo:
-            job = self._exchange_group(parts, self._aside, group, units[group], shown=shown)
+            job = self._swap_group(parts, self._saved_masters, group, units[group], averaged=averaged)
             moving = storage.mover.submit("averaged weights", job)
             try:
                 moving.result()
@@ -236,75 +236,77 @@ class AveragedWeights:
     def _units_in(self, parts: EngineParts, group: SubGroup) -> list[Unit]:
         """Units in the sub-group that have parameters with an average."""
         units = parts.layout.units_in(group)
-        return [unit for unit in units if any(slot.index in self._parts for slot in unit.slots)]
+        return [unit for unit in units if any(slot.index in self._interpolation_of for slot in unit.slots)]
 
-    def _plane_of(self, unit: Unit) -> str:
+    def _average_state_of(self, unit: Unit) -> str:
         return plane_of(self._run.rules.each[unit.rule]) or EMA
 
-    async def _exchange_group(
-        self, parts: EngineParts, aside: _MastersAside, group: SubGroup, units: list[Unit], *, shown: bool
+    async def _swap_group(
+        self, parts: EngineParts, saved_masters: _SavedMasters, group: SubGroup, units: list[Unit], *, averaged: bool
     ) -> None:
-        storage, done = parts.storage, self._shown.groups
-        is_ema = self._plane_of(units[0]) == EMA
+        storage, done = parts.storage, self._guard.averaged_groups
+        is_ema = self._average_state_of(units[0]) == EMA
         staged = StagedGroup(storage, parts.layout, group, units)
         await staged.lease("averaged weights")
         try:
             await staged.read()
             # Padding and parameters without an average stay unchanged; their elements of `kept` are not used.
             kept = torch.zeros(group.end - group.begin, device=staged.state.bytes.device, dtype=torch.float32)
-            if not shown and not is_ema:
-                kept.copy_(await aside.take(group))
+            if not averaged and not is_ema:
+                kept.copy_(await saved_masters.restore(group))
             runs = list(self._runs(parts, staged, kept))
-            if shown or is_ema:
+            if averaged or is_ema:
                 await staged.compute(lambda: _read_masters(runs))
-            if shown and not is_ema:
-                await aside.put(group, kept)
-            change = _trade if is_ema else _average if shown else _write_masters
+            if averaged and not is_ema:
+                await saved_masters.save(group, kept)
+            change = _swap_with_masters if is_ema else _write_averages if averaged else _write_masters
             await staged.compute(lambda: change(runs))
-            (done.add if shown else done.discard)(group)
+            (done.add if averaged else done.discard)(group)
             await await_all([part.store() for part in staged.parts])
-            if not shown:
-                aside.forget(group)
+            if not averaged:
+                saved_masters.drop_copy(group)
         finally:
             staged.release()
 
-    def _runs(self, parts: EngineParts, staged: StagedGroup, kept: torch.Tensor) -> Iterator[_Run]:
+    def _runs(self, parts: EngineParts, staged: StagedGroup, master_values: torch.Tensor) -> Iterator[_AveragedRun]:
         """The averaged runs of the sub-group, one per parameter."""
         record, begin = staged.record(), staged.group.begin
         for unit in staged.units:
             states = parts.plan.states_of(unit)
-            plane = record.states.planes[states.index(self._plane_of(unit))]
+            plane = record.states.planes[states.index(self._average_state_of(unit))]
             weight = staged.weights[unit.index]
             flat = weight.bytes.view(unit.dtype)
             for slot in unit.slots:
                 first, last = unit.within(slot)
                 lo, hi = max(first, weight.begin), min(last, weight.end)
-                if slot.index in self._parts and lo < hi:
+                if slot.index in self._interpolation_of and lo < hi:
                     at = slice(lo - begin, hi - begin)
                     remainder = None if record.remainder is None else record.remainder[at]
                     here = flat[lo - weight.begin : hi - weight.begin]
-                    yield _Run(here, remainder, plane[at], kept[at], self._parts[slot.index])
+                    yield _AveragedRun(
+                        here, remainder, plane[at], master_values[at], self._interpolation_of[slot.index]
+                    )
 
 
-def _read_masters(runs: list[_Run]) -> None:
+def _read_masters(runs: list[_AveragedRun]) -> None:
     for run in runs:
         masters.join(run.master, run.weight, run.remainder)
 
 
-def _write_masters(runs: list[_Run]) -> None:
+def _write_masters(runs: list[_AveragedRun]) -> None:
     for run in runs:
         masters.split(run.weight, run.remainder, run.master)
 
 
-def _average(runs: list[_Run]) -> None:
+def _write_averages(runs: list[_AveragedRun]) -> None:
     for run in runs:
-        masters.split(run.weight, run.remainder, torch.lerp(run.master, run.plane, run.part))
+        masters.split(run.weight, run.remainder, torch.lerp(run.master, run.average, run.interpolation))
 
 
-def _trade(runs: list[_Run]) -> None:
+def _swap_with_masters(runs: list[_AveragedRun]) -> None:
     for run in runs:
-        masters.split(run.weight, run.remainder, run.plane)
-        run.plane.copy_(run.master)
+        masters.split(run.weight, run.remainder, run.average)
+        run.average.copy_(run.master)
 
 
 def _master_bytes(group: SubGroup) -> int:

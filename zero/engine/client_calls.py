@@ -32,7 +32,7 @@ class ClientCalls:
 
     def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges, offloading: OffloadStates) -> None:
         self._run, self._steps = run, steps
-        self._given_config = user_config(run.config)
+        self._user_config = user_config(run.config)
         self.hooks_for_optimizer = False
         self.parameter_offload: ParameterOffload | None = None
         stage, updater = run.config.zero_optimization.stage, run.updater
@@ -58,7 +58,7 @@ class ClientCalls:
     @property
     def config(self) -> dict[str, Any]:
         """The given dict, with values for "auto" and the stage. The model's config is `engine.module.config`."""
-        return self._given_config
+        return self._user_config
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per step; the number of micro-batches changes, their size stays.

@@ -33,13 +33,13 @@ from zero.compat.engine_getters import ConfigGetters
 from zero.config import Config
 from zero.data.forward_schedules import ForwardSchedules
 from zero.data.loaders import Loaders
-from zero.engine.averaged_weights import AveragedWeights, AveragesShown
+from zero.engine.averaged_weights import AveragedWeights, AveragesGuard
 from zero.engine.client_calls import ClientCalls
 from zero.engine.generation import Generation
-from zero.engine.micro_batches import LossOf, loss_by_call, next_batch, side_by_side
+from zero.engine.micro_batches import LossOf, loss_by_call, next_batch, run_interleaved
 from zero.engine.qk_clip import QkClip
 from zero.engine.reports import Reports
-from zero.engine.snapshots import SnapshotCalls, SnapshotTurns
+from zero.engine.snapshots import SnapshotCalls, SnapshotListener
 from zero.engine.values import Values
 from zero.exchange.exchange import Alone, Exchange
 from zero.optim.loss_scale import make_scaler
@@ -84,7 +84,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         trained: param groups and how they are updated; None trains nothing (evaluation only).
         config: validated configuration.
         device: units are computed there.
-        exchange: transfers between the ranks.
+        collectives: transfers between the ranks.
         lr_scheduler: stepped after each optimizer step, or a callable that makes one from the optimizer; None: as
             configured.
         generates: the whole life of the engine is one `generation()`.
@@ -96,41 +96,45 @@ class ZeroEngine(ConfigGetters, nn.Module):
         trained: Trained | None,
         config: Config,
         device: torch.device,
-        exchange: Exchange | None = None,
+        collectives: Exchange | None = None,
         lr_scheduler: Any = None,
         *,
         generates: bool = False,
     ) -> None:
         super().__init__()
         trained, scaler = trained or Trained([], Rules((AdamRule(),))), make_scaler(config, device)
-        optimizer = ZeroOptimizer(trained, self._optimizer_step, self._clear, scaler) if trained.groups else None
+        optimizer = ZeroOptimizer(trained, self._optimizer_step, self._zero_grad, scaler) if trained.groups else None
         run = self.run = Run(model, config, device, trained.rules, optimizer, scaler, generations=int(generates))
         run.lr_scheduler = scheduler_for(lr_scheduler, optimizer, config)
         self.accumulation, self.scaling = Accumulation(run), LossScaling(run)
-        self.checkpoint_state, self._turns, self._away = CheckpointState(run), SnapshotTurns(run), DeviceMemory(run)
-        self._averages_shown = AveragesShown()
-        listeners: list[StepListener] = [self.checkpoint_state, self._turns, self._averages_shown]
+        self.checkpoint_state, self._snapshot_listener, self._device_memory = (
+            CheckpointState(run),
+            SnapshotListener(run),
+            DeviceMemory(run),
+        )
+        self._averages_guard = AveragesGuard()
+        listeners: list[StepListener] = [self.checkpoint_state, self._snapshot_listener, self._averages_guard]
         threshold = None if config.optimizer is None else config.optimizer.params.qk_clip
         if threshold is not None and optimizer is not None:
             listeners.append(QkClip(run, threshold, lambda parameter: self.steps.values_of(parameter, to_change=True)))
-        self.steps = EngineSteps(run, self.accumulation, self.scaling, self._away, listeners)
+        self.steps = EngineSteps(run, self.accumulation, self.scaling, self._device_memory, listeners)
         self.reports = Reports(run, self.steps)
         listeners.append(self.reports)
-        events = self._events()
-        self._build(events, exchange or Alone(), trained)
+        events = self._make_callbacks()
+        self._build(events, collectives or Alone(), trained)
         self._add_collaborators(events)
         self.module = model
         self.train(model.training)
 
-    def _events(self) -> Events:
+    def _make_callbacks(self) -> Events:
         steps, accumulation = self.steps, self.accumulation
         return Events(
             check_open=steps.check_open,
             ready_to_run=steps.make_ready_to_run,
-            module_called=self._away.on_module_call,
+            module_called=self._device_memory.on_module_call,
             take_written=steps.take_user_gradients,
             backward_begins=steps.make_ready_to_train,
-            states_are_away=lambda: bool(self._away.offloaded_kinds),
+            states_are_away=lambda: bool(self._device_memory.offloaded_kinds),
             current=steps.complete_updates,
             changed=steps.on_weights_change,
             modified=steps.on_forward_modify,
@@ -140,19 +144,19 @@ class ZeroEngine(ConfigGetters, nn.Module):
             loss_scale=lambda: float(self.run.scaler.cur_scale),
             values_of=steps.values_of,
             gradients=lambda: self.run.parts.gradients,
-            rest=self._rest_to_load,
+            rest=self._prepare_load,
             loading=self.checkpoint_state.loading,
             close=self.close,
         )
 
-    def _rest_to_load(self) -> EngineParts:
+    def _prepare_load(self) -> EngineParts:
         with self.checkpoint_state.allow_loading():
             return self.model_changes.prepare_rewrite()
 
-    def _build(self, events: Events, exchange: Exchange, trained: Trained) -> None:
+    def _build(self, callbacks: Events, collectives: Exchange, trained: Trained) -> None:
         """Build the parts and shard the model in place. If that fails, the model is unchanged."""
         run = self.run
-        parts = EngineParts(run, events, exchange, trained.rules.numbers(trained.groups))
+        parts = EngineParts(run, callbacks, collectives, trained.rules.numbers(trained.groups))
         try:
             parts.build()
             run.set_parts(parts)
@@ -165,15 +169,15 @@ class ZeroEngine(ConfigGetters, nn.Module):
             self.reports.monitor.close()
             raise
 
-    def _add_collaborators(self, events: Events) -> None:
+    def _add_collaborators(self, callbacks: Events) -> None:
         run, steps, state = self.run, self.steps, self.checkpoint_state
-        changes = self.model_changes = ModelChanges(run, steps, events)
-        self.averages = AveragedWeights(run, steps, changes, self._averages_shown)
-        self.offloading = OffloadStates(run, steps, self._away)
+        changes = self.model_changes = ModelChanges(run, steps, callbacks)
+        self.averages = AveragedWeights(run, steps, changes, self._averages_guard)
+        self.offloading = OffloadStates(run, steps, self._device_memory)
         self.saves = SaveCheckpoints(run, steps, changes, state)
         self.loads = LoadCheckpoints(run, steps, self.saves, state)
         self.weights_out = ExportWeights(run, steps, changes)
-        self.snapshots = SnapshotCalls(run, steps, self.accumulation, self._turns)
+        self.snapshots = SnapshotCalls(run, steps, self.accumulation, self._snapshot_listener)
         self.values, self.generations, self.loaders = Values(run, steps), Generation(run, steps), Loaders(run)
         self.calls = ClientCalls(run, steps, changes, self.offloading)
         self.schedules = ForwardSchedules(run.config)
@@ -196,7 +200,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
             if self.training and torch.is_grad_enabled():
                 self.run.parts.storage.fault_in()
         try:
-            with reports.forward.running(), run.activations.forward(), scaling.autocast(), reports.profiled():
+            with reports.forward.running(), run.activations.forward(), scaling.autocast(), reports.profile_forward():
                 return self.module(*scaling.cast_inputs(args), **kwargs)
         except BaseException as error:
             # torch calls no hooks after an interrupt: without the reset, units would count as in use for ever.
@@ -215,22 +219,22 @@ class ZeroEngine(ConfigGetters, nn.Module):
             StateError: the graph was made before the last step, or the engine is closed.
             StorageError: a transfer failed.
         """
-        loss = self.part_of_loss(loss) if scale_wrt_gas else loss
+        loss = self.divide_loss(loss) if scale_wrt_gas else loss
         self.reports.note_loss(loss)
         with self.running_backward():
             self.scaling.scale_loss(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return loss
 
-    def part_of_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def divide_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of one micro-batch divided by the accumulation steps."""
         accumulation = self.run.config.gradient_accumulation_steps
         return self.scaling.divide_loss(loss, accumulation) if accumulation > 1 else loss
 
     @contextmanager
-    def running_backward(self, *, together: bool = False) -> Iterator[None]:
+    def running_backward(self, *, interleaved: bool = False) -> Iterator[None]:
         """Context of one backward through the model; the caller runs it, from a loss or from gradients of its outputs.
 
-        Raises as `backward`. `together`: it is the backward of several micro-batches at once.
+        Raises as `backward`. `interleaved`: it is the backward of several micro-batches at once.
         """
         with deferring_interrupts:
             self.steps.make_ready("backward", NEEDED_BY_BACKWARD)
@@ -238,7 +242,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         parts = self.run.parts
         with self.reports.backward.running():
             parts.coordinator.accumulating = not self.accumulation.is_gradient_accumulation_boundary()
-            with parts.backward_watch.outermost(together=together):
+            with parts.backward_watch.outermost(together=interleaved):
                 yield
 
     @atomic
@@ -288,30 +292,32 @@ class ZeroEngine(ConfigGetters, nn.Module):
         batches = next_batch(data_iter, self.run.config.gradient_accumulation_steps)
         with self.accumulation.atomic_batch(self.steps.discard_batch if self.run.collectives.placement.alone else None):
             vertical = self.run.config.vertical_accumulation and self.plan.passes < len(batches)
-            if vertical and not self.reports.profiles_next:
-                losses = self._side_by_side([partial(loss_of, batch) for batch in batches])
+            if vertical and not self.reports.will_profile_forward:
+                losses = self._run_interleaved([partial(loss_of, batch) for batch in batches])
             else:
                 losses = [
-                    self._forward_and_backward(loss_of, batch, begun=index) for index, batch in enumerate(batches)
+                    self._forward_and_backward(loss_of, batch, index=index) for index, batch in enumerate(batches)
                 ]
         self.step()
         return torch.stack([loss.float() for loss in losses]).mean()
 
-    def _side_by_side(self, forwards: list[partial[torch.Tensor]]) -> list[torch.Tensor]:
+    def _run_interleaved(self, forwards: list[partial[torch.Tensor]]) -> list[torch.Tensor]:
         def backward(loss: torch.Tensor) -> None:
-            part = self.part_of_loss(loss)
+            part = self.divide_loss(loss)
             self.reports.note_loss(part)
             self.scaling.scale_loss(part).backward()  # type: ignore[no-untyped-call]
 
         self.run.micro_steps += len(forwards) - 1  # they share one backward, the last before the step
         try:
-            return side_by_side(self.run.parts.scheduler, forwards, backward, self.running_backward(together=True))
+            return run_interleaved(
+                self.run.parts.scheduler, forwards, backward, self.running_backward(interleaved=True)
+            )
         except BaseException:
             self.run.parts.hooks.reset()  # nothing uses the units that this round held any more
             raise
 
-    def _forward_and_backward(self, loss_of: LossOf, batch: Any, *, begun: int) -> torch.Tensor:
-        self.run.micro_steps += begun > 0  # the previous backward was not the last of its step
+    def _forward_and_backward(self, loss_of: LossOf, batch: Any, *, index: int) -> torch.Tensor:
+        self.run.micro_steps += index > 0  # the previous backward was not the last of its step
         loss = loss_of(batch)
         self.backward(loss)
         return loss.detach()
@@ -322,7 +328,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         self.steps.step_now()
         self.reports.report_step()
 
-    def _clear(self) -> None:
+    def _zero_grad(self) -> None:
         self.steps.zero_grad()
 
     # ---- inspection ---------------------------------------------------------------------------
@@ -379,7 +385,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         if parts.storage.mover.is_forked:  # a forked child: threads, files and other ranks are the parent's
             return
         begun, run.closed = run.closed, True
-        self._away.drop_all()
+        self._device_memory.drop_all()
         parts.hooks.remove()
         parts.backward_watch.remove()
         if run.updater is not None:
@@ -391,7 +397,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         run.detach_finalizer()
         try:
             unsaved = self.checkpoint_state.join()
-            self._turns.commit_last()
+            self._snapshot_listener.commit_last()
             if not parts.collectives.placement.alone:  # others may still read this rank's slices
                 with suppress(StorageError):
                     parts.stepper.finish()

@@ -26,60 +26,60 @@ from zero.params.layout import Slot
 LAYERS = "peft.tuners.lora.layer"
 
 
-class Folds:
+class FusedAdapters:
     """The adapters in the copies of units, by unit: they are compared before a copy that has rested is used again."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._inputs: dict[int, list[Inputs]] = {}
+        self._inputs: dict[int, list[DeltaInputs]] = {}
 
     @contextmanager
-    def folded(self, *, rests: bool) -> Iterator[None]:
+    def fuse_all(self, *, keep_for_next: bool) -> Iterator[None]:
         """Inside, adapters are added to the weight copies that a generation keeps. The generation has begun before.
 
-        `rests`: afterwards the copies stay for the next call.
+        `keep_for_next`: afterwards the copies stay for the next call.
         """
         coordinator = self._run.parts.coordinator
         try:
             for index, layers in self._by_unit().items():
-                if not self._fold(index, layers):
+                if not self._fuse_unit(index, layers):
                     break  # the memory for kept copies is full
             yield
-            if rests:
+            if keep_for_next:
                 coordinator.park_altered()
         finally:
             coordinator.drop_altered()
 
-    def _by_unit(self) -> dict[int, list[Folding]]:
+    def _by_unit(self) -> dict[int, list[AdapterLayer]]:
         parts = self._run.parts
         shared = {id(leaf.parameter) for leaf in parts.leaves if len(leaf.names) > 1}
-        found: dict[int, list[Folding]] = {}
+        found: dict[int, list[AdapterLayer]] = {}
         for layer in layers_of(self._run.module):
             weight = layer.get_base_layer().weight
             held = parts.parameter_store.bound_at(weight)
             if held is None or id(weight) in shared:
                 continue  # the weight is cut into tiles, or other modules compute with it too
             bound, slot = held
-            found.setdefault(bound.unit.index, []).append(Folding(layer, bound, slot))
+            found.setdefault(bound.unit.index, []).append(AdapterLayer(layer, bound, slot))
         return found
 
-    def _fold(self, index: int, foldings: list[Folding]) -> bool:
+    def _fuse_unit(self, index: int, adapter_layers: list[AdapterLayer]) -> bool:
         """Add the adapters of a unit's layers, or use the copy that has them. False: there is no kept copy."""
         coordinator, known = self._run.parts.coordinator, self._inputs.pop(index, [])
-        if coordinator.is_parked(index) and [each.inputs(self._run) for each in foldings] == known:
-            undo: list[Callable[[], None]] = [partial(_unfuse, each.layer) for each in foldings]
+        if coordinator.is_parked(index) and [each.inputs(self._run) for each in adapter_layers] == known:
+            undo: list[Callable[[], None]] = [partial(_unfuse_layer, each.layer) for each in adapter_layers]
             if coordinator.resume_altered(index, undo):
-                for each in foldings:
+                for each in adapter_layers:
                     each.layer.merged_adapters = each.names
                 self._inputs[index] = known
                 return True
-        made: list[Inputs] = []
+        made: list[DeltaInputs] = []
         self._inputs[index] = made
-        return all(_fuse(self._run, each, made) for each in foldings)
+        return all(_fuse_layer(self._run, each, made) for each in adapter_layers)
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class DeltaInputs:
     """What a layer's delta is made of: copies."""
 
     place: tuple[int, int]
@@ -87,12 +87,12 @@ class Inputs:
     weights: list[torch.Tensor]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Inputs) or (self.place, self.scaling) != (other.place, other.scaling):
+        if not isinstance(other, DeltaInputs) or (self.place, self.scaling) != (other.place, other.scaling):
             return False
         return all(torch.equal(a, b) for a, b in zip(self.weights, other.weights, strict=True))
 
 
-class Folding(NamedTuple):
+class AdapterLayer(NamedTuple):
     """A layer with adapters, and where its weight is."""
 
     layer: Any
@@ -108,10 +108,10 @@ class Folding(NamedTuple):
         layer = self.layer
         return [side[name].weight for name in self.names for side in (layer.lora_A, layer.lora_B)]
 
-    def inputs(self, run: Run) -> Inputs:
+    def inputs(self, run: Run) -> DeltaInputs:
         scaling = {name: self.layer.scaling[name] for name in self.names}
         copies = [_copy_of(run, weight) for weight in self.weights]
-        return Inputs((self.slot.offset_numel, self.slot.end_numel), scaling, copies)
+        return DeltaInputs((self.slot.offset_numel, self.slot.end_numel), scaling, copies)
 
 
 def _copy_of(run: Run, weight: nn.Parameter) -> torch.Tensor:
@@ -143,17 +143,17 @@ def _is_plain(layer: Any) -> bool:
     )
 
 
-def _fuse(run: Run, folding: Folding, made: list[Inputs]) -> bool:
+def _fuse_layer(run: Run, adapter_layer: AdapterLayer, delta_inputs: list[DeltaInputs]) -> bool:
     """Add the layer's adapters to the copy of its weight. False: there is no kept copy, and nothing has changed.
 
-    `made`: gets what the delta is made of.
+    `delta_inputs`: gets what the delta is made of.
     """
-    layer, bound, slot = folding
-    names = folding.names
-    with GatheredParameters(folding.weights):
-        made.append(folding.inputs(run))
-        delta = _delta_of(layer, names, folding.weights)
-    if not run.parts.coordinator.alter(bound.unit.index, partial(_unfuse, layer)):
+    layer, bound, slot = adapter_layer
+    names = adapter_layer.names
+    with GatheredParameters(adapter_layer.weights):
+        delta_inputs.append(adapter_layer.inputs(run))
+        delta = _delta_of(layer, names, adapter_layer.weights)
+    if not run.parts.coordinator.alter(bound.unit.index, partial(_unfuse_layer, layer)):
         return False
     weight = bound.flat.data[slot.offset_numel : slot.end_numel].view(slot.shape)
     weight.add_(delta.to(weight))
@@ -167,5 +167,5 @@ def _delta_of(layer: Any, names: Sequence[str], weights: list[Any]) -> torch.Ten
         return torch.stack(deltas).sum(0) if len(deltas) > 1 else deltas[0]
 
 
-def _unfuse(layer: Any) -> None:
+def _unfuse_layer(layer: Any) -> None:
     layer.merged_adapters = []

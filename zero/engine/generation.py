@@ -18,7 +18,7 @@ from offload.accelerator import is_accelerator
 from offload.sizes import format_bytes
 from zero.assembly.run import Run
 from zero.assembly.steps import EngineSteps
-from zero.engine.fused_adapters import Folds
+from zero.engine.fused_adapters import FusedAdapters
 from zero.exchange.first_rank import agree_on_machine
 from zero.plan.machine import read_machine
 from zero.plan.plan import DEVICE
@@ -26,7 +26,7 @@ from zero.ranks import world
 
 logger = logging.getLogger("zero")
 
-LEFT_SHARE = 5
+RESERVED_SHARE = 5
 """A fifth of the free memory is left for activations and others, as in the plan."""
 
 
@@ -34,7 +34,7 @@ class Generation:
     """Args: `run`: the state that the collaborators share; `steps`: the engine's steps."""
 
     def __init__(self, run: Run, steps: EngineSteps) -> None:
-        self._run, self._steps, self._folds = run, steps, Folds(run)
+        self._run, self._steps, self._fused_adapters = run, steps, FusedAdapters(run)
 
     @property
     def generate(self) -> Callable[..., Any]:
@@ -52,7 +52,7 @@ class Generation:
                     return generate(*args, **kwargs)
             room_bytes = self._room_bytes(block.max_out_tokens, sequences_of(args, kwargs))
             rests = not block.release_inference_cache
-            with self._generation(room_bytes, rests=rests), self._folds.folded(rests=rests):
+            with self._generation(room_bytes, keep_for_next=rests), self._fused_adapters.fuse_all(keep_for_next=rests):
                 return generate(*args, **kwargs)
 
         return inside
@@ -72,11 +72,11 @@ class Generation:
             StateError: the engine is closed.
             StorageError: the last step could not be completed.
         """
-        with self._generation(0, rests=False):
+        with self._generation(0, keep_for_next=False):
             yield
 
     @contextmanager
-    def _generation(self, room_bytes: int, *, rests: bool) -> Iterator[None]:
+    def _generation(self, room_bytes: int, *, keep_for_next: bool) -> Iterator[None]:
         run = self._run
         self._steps.make_ready_to_run("generation")
         if not run.generations:
@@ -86,13 +86,13 @@ class Generation:
             yield
         except BaseException:
             run.parts.hooks.reset()  # torch calls no hooks after an interrupt: units would count as in use for ever
-            rests = False
+            keep_for_next = False
             raise
         finally:
             run.generations -= 1
             if not run.generations:
                 coordinator = run.parts.coordinator
-                coordinator.rest_generation() if rests else coordinator.end_generation()
+                coordinator.rest_generation() if keep_for_next else coordinator.end_generation()
 
     def _room_bytes(self, tokens: int, sequences: int) -> int:
         """Device memory that units may take now in addition to the plan; equal on ranks that fetch together."""
@@ -104,7 +104,7 @@ class Generation:
         elif on_cpu and machine.device_bytes is not None:
             machine = replace(machine, device_bytes=machine.device_bytes // (world.ranks_per_node() or 1))
         free_bytes = machine.device_bytes or 0
-        room_bytes = free_bytes - free_bytes // LEFT_SHARE - cache_bytes(run.module, tokens, sequences)
+        room_bytes = free_bytes - free_bytes // RESERVED_SHARE - cache_bytes(run.module, tokens, sequences)
         budget = run.config.memory_budget.device
         if isinstance(budget, int):
             room_bytes = min(room_bytes, budget - run.parts.plan.tier_bytes(DEVICE))

@@ -56,13 +56,13 @@ class InferenceEngine(ZeroEngine):
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises StateError: use `zero.initialize` for a model that is trained."""
-        self._forward_only("backward")
+        self._refuse_training("backward")
 
     def step(self, lr_kwargs: Any = None) -> NoReturn:
         """Raises StateError: use `zero.initialize` for a model that is trained."""
-        self._forward_only("step")
+        self._refuse_training("step")
 
-    def _forward_only(self, what: str) -> NoReturn:
+    def _refuse_training(self, what: str) -> NoReturn:
         raise StateError(
             f"{what}: this engine was made by zero.init_inference and only runs forward; to train the "
             "model use zero.initialize"

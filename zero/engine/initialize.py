@@ -36,7 +36,7 @@ from zero.reports.log import NOTICE, follow, show_log
 
 logger = logging.getLogger("zero")
 
-PIPELINE_MARKS = ("forward_funcs", "_layer_specs", "_topo")  # Attributes of DeepSpeed's PipelineModule.
+PIPELINE_ATTRIBUTES = ("forward_funcs", "_layer_specs", "_topo")  # Attributes of DeepSpeed's PipelineModule.
 
 
 @explain_file_limit("initialize")
@@ -202,7 +202,7 @@ def _without_autos(loaded: Config, facts: Facts) -> Config:
 def _refuse_pipelines(model: nn.Module) -> None:
     """Raise ConfigError for DeepSpeed's PipelineModule, or for a class that imitates it."""
     named = any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__)
-    if named or all(hasattr(model, mark) for mark in PIPELINE_MARKS):
+    if named or all(hasattr(model, mark) for mark in PIPELINE_ATTRIBUTES):
         raise ConfigError(
             f"initialize: model: {type(model).__name__} is DeepSpeed's PipelineModule or similar to it; make a "
             "zero.pipe.PipelineModule of the same layers, or an nn.Sequential (with ZeRO it does not have to fit on "

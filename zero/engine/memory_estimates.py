@@ -23,7 +23,7 @@ from zero.plan.plan import DEVICE, HOST, NVME, Plan
 TIERS = ("nvme", "cpu", "none")
 FP32_BYTES = 4
 LAYERS = 8  # If only the size of a model is known: the cover cuts no unit smaller than an eighth without need.
-ENDLESS = Machine(
+UNLIMITED_MACHINE = Machine(
     available_bytes=1 << 62, available_source="no limit", memlock_bytes=None, device_bytes=None, rss_bytes=0
 )
 
@@ -214,4 +214,4 @@ def _config(stage: int, kinds: tuple[str, str], **keys: int) -> Config:
 
 def _plan(model: nn.Module, config: Config, setup: Setup) -> Plan:
     """The plan of one rank on a GPU machine without limits."""
-    return plan_model(model, config, ENDLESS, planned_device(), setup.world_size)[1]
+    return plan_model(model, config, UNLIMITED_MACHINE, planned_device(), setup.world_size)[1]

@@ -51,25 +51,25 @@ def loss_by_call(model: Callable[..., Any], batch: Any) -> torch.Tensor:
     return loss
 
 
-def side_by_side(
-    turns: Turns,
+def run_interleaved(
+    scheduler: Turns,
     forwards: Sequence[Callable[[], torch.Tensor]],
     backward: Callable[[torch.Tensor], None],
-    whole_backward: AbstractContextManager[None],
+    backward_context: AbstractContextManager[None],
 ) -> list[torch.Tensor]:
     """Forward and backward of several micro-batches, which take turns at each unit.
 
     Args:
-        turns: the engine's turns.
+        scheduler: the engine's turns.
         forwards: each runs one micro-batch and returns its loss.
         backward: runs backward from a loss.
-        whole_backward: context around all backwards; entered before the first.
+        backward_context: context around all backwards; entered before the first.
 
     Returns:
         The losses, detached.
     """
     with ExitStack() as begun:
-        contexts = iter([whole_backward])
+        contexts = iter([backward_context])
 
         def work(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
             loss = forward()
@@ -78,4 +78,4 @@ def side_by_side(
             backward(loss)
             return loss.detach()
 
-        return turns.run([partial(work, forward) for forward in forwards])
+        return scheduler.run([partial(work, forward) for forward in forwards])

@@ -19,7 +19,7 @@ class HooksHandle:
         self.remove = remove  # Idempotent.
 
 
-class Trace:
+class ParamCoordinator:
     """DeepSpeed's object for the order of modules. Clients need not invalidate ours: a wrong guess costs one miss."""
 
     def is_invalid_trace(self) -> bool:
@@ -43,11 +43,11 @@ class ParameterOffload:
 
     def __init__(self, module: nn.Module, hooks: Callable[[], ModuleHooks]) -> None:
         self.module, self._hooks = module, hooks
-        self.param_coordinator = Trace()
+        self.param_coordinator = ParamCoordinator()
         self.forward_hooks = [HooksHandle(self._remove)]
         self.backward_hooks: list[HooksHandle] = []
 
-    def get_param_coordinator(self) -> Trace:
+    def get_param_coordinator(self) -> ParamCoordinator:
         """`param_coordinator`, under DeepSpeed's name."""
         return self.param_coordinator
 

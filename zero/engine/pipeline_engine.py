@@ -119,9 +119,9 @@ class PipelineEngine:
         if settings.activation_checkpoint_interval:
             module.set_checkpoint_interval(settings.activation_checkpoint_interval)
         self.agg_additional_losses: dict[str, torch.Tensor] | None = None
-        self._tied = TiedWeights(module, stages)
-        self._work = _StageWork(engine, module)
-        self._schedules = Schedules(module, stages, self._work, settings.schedule)
+        self._tied_weights = TiedWeights(module, stages)
+        self._stage_functions = _EngineStageFunctions(engine, module)
+        self._schedules = Schedules(module, stages, self._stage_functions, settings.schedule)
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
 
@@ -219,13 +219,13 @@ class PipelineEngine:
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        batches, refused = self._read(data_iter, self.micro_batches), None
+        batches, refused = self._read_batches(data_iter, self.micro_batches), None
         with self._stages.running("train_batch"):
             self._engine.train()
             self._engine.accumulation.begin_batch("train_batch")
             self._schedules.run(batches, self.micro_batches, train=True)
-            self._tied.add_up(lambda parameter: self._engine.steps.values_of(parameter, to_change=True))
-            means = self._means(self._work.take_losses())
+            self._tied_weights.add_up(lambda parameter: self._engine.steps.values_of(parameter, to_change=True))
+            means = self._means(self._stage_functions.take_losses())
             loss = means.pop(LOSS)
             self.agg_additional_losses = means or None
             self._engine.reports.note_loss(loss)  # the first rank reports, and the last stage has the losses
@@ -262,13 +262,13 @@ class PipelineEngine:
         if reduce_output not in ("avg", None):
             raise ConfigError(f'eval_batch: reduce_output: expected "avg" or None, got {reduce_output!r}')
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
-        batches = self._read(data_iter, count)
+        batches = self._read_batches(data_iter, count)
         was_training = self._engine.training
         with self._stages.running("eval_batch"):
             self._engine.eval()
             try:
                 outputs = self._schedules.run(batches, count, train=False)
-                losses = self._work.losses_of(outputs, batches.labels) if compute_loss else []
+                losses = self._stage_functions.losses_of(outputs, batches.labels) if compute_loss else []
             finally:
                 self._engine.train(was_training)
             loss: Any = None
@@ -277,17 +277,17 @@ class PipelineEngine:
             elif compute_loss:
                 mean = self._means({LOSS: losses})[LOSS]
                 loss = mean if bcast_loss or losses else None
-        logits = _joined(outputs) if self.is_last_stage() else None
+        logits = _concatenate(outputs) if self.is_last_stage() else None
         if not compute_loss:
             return logits
         return (loss, logits) if return_logits else loss
 
-    def _read(self, data_iter: Iterator[Any] | None, count: int) -> MicroBatches:
+    def _read_batches(self, data_iter: Iterator[Any] | None, count: int) -> MicroBatches:
         """This rank's micro-batches. If one rank cannot read its own, no rank runs any."""
         self._stages.check()
         together, failure, mine = Together(self._stages), None, MicroBatches((), (), "")
         try:
-            mine = self._read_own(self._iterator if data_iter is None else data_iter, count)
+            mine = self._read_own_batches(self._iterator if data_iter is None else data_iter, count)
         except Exception as error:
             failure = error
         # A loader that fails half way has given fewer items here than on the stage that reads the labels.
@@ -305,7 +305,7 @@ class PipelineEngine:
         shape = " | ".join(asked[rank][1] for rank in self._pipeline.stage_ranks[0])
         return MicroBatches(mine.inputs, mine.labels, shape)
 
-    def _read_own(self, data: Iterator[Any] | None, count: int) -> MicroBatches:
+    def _read_own_batches(self, data: Iterator[Any] | None, count: int) -> MicroBatches:
         if not (self.is_first_stage() or self.is_last_stage()):
             if data is not None and data is self._iterator and hasattr(data, "__next__"):
                 # Move the position on: a checkpoint saves it on each rank, and a run with other stages may resume here.
@@ -396,7 +396,7 @@ class PipelineEngine:
         return getattr(self._engine, name)
 
 
-class _StageWork:
+class _EngineStageFunctions:
     """The work that schedules ask of a stage's engine: forward, loss, backward."""
 
     def __init__(self, engine: ZeroEngine, module: PipelineModule) -> None:
@@ -413,7 +413,7 @@ class _StageWork:
         loss = self.loss_of(output, labels)
         for name, value in {LOSS: loss, **(self._module.get_additional_losses() or {})}.items():
             self._losses.setdefault(name, []).append(value.detach())
-        return self._engine.scaling.scale_loss(self._engine.part_of_loss(loss))
+        return self._engine.scaling.scale_loss(self._engine.divide_loss(loss))
 
     def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
         loss = output if self._module.loss_fn is None else self._module.loss_fn(output, labels)
@@ -441,7 +441,7 @@ def _refusal(name: str) -> PipelineError:
     return PipelineError(f"{name} is not available in a pipeline: {REFUSED[name]}")
 
 
-def _joined(outputs: list[Any]) -> Any:
+def _concatenate(outputs: list[Any]) -> Any:
     """The outputs of the micro-batches, concatenated if they are tensors."""
     if outputs and all(isinstance(output, torch.Tensor) and output.dim() for output in outputs):
         return torch.cat(outputs)

@@ -71,8 +71,8 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
         if name is None:
             missing.append(leaf.names[0])
         else:
-            sources[leaf.index] = _checked(name, files[name], leaf.parameter)
-    of_buffers = {name: _checked(name, files[name], buffer) for name, buffer in buffers.items() if name in files}
+            sources[leaf.index] = _check_source(name, files[name], leaf.parameter)
+    of_buffers = {name: _check_source(name, files[name], buffer) for name, buffer in buffers.items() if name in files}
     missing += [name for name in buffers if name not in files]
     known = {name for leaf in leaves for name in leaf.names} | buffers.keys()
     unexpected = [name for name in files if name not in known]
@@ -136,7 +136,7 @@ def _fill(tensor: torch.Tensor, source: InFile) -> None:
             flat[begin:end].copy_(source.read(begin, end))
 
 
-def _checked(name: str, file: SafetensorsFile, wanted: torch.Tensor) -> InFile:
+def _check_source(name: str, file: SafetensorsFile, wanted: torch.Tensor) -> InFile:
     entry = file.entries[name]
     if entry.shape != wanted.shape:
         raise ConfigError(

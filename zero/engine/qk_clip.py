@@ -33,13 +33,13 @@ from zero.values.parameters import ParameterValues
 
 logger = logging.getLogger("zero")
 
-SEEN_THROUGH = "sdpa"
+OBSERVED_ATTENTION = "sdpa"
 """The attention implementation whose mask tensor is complete."""
 LOGITS_NUMEL = 1 << 22
 """Number of logits computed at once."""
 FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv")
 NORMS = ("q_norm", "k_norm", "qk_norm", "q_layernorm", "k_layernorm")
-OFF = "or leave optimizer.params.qk_clip out"
+TURN_OFF_ADVICE = "or leave optimizer.params.qk_clip out"
 
 _LARGEST: WeakKeyDictionary[nn.Module, Tensor | None] = WeakKeyDictionary()
 """Attention module -> (heads,), the largest logits since the last step, fp32; None: none were observed."""
@@ -92,14 +92,14 @@ def largest_logits(query: Tensor, key: Tensor, mask: Tensor | None, scaling: flo
     return largest
 
 
-def _looking(attention: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an attention function of transformers, to observe the logits of modules in `_LARGEST`."""
 
     @functools.wraps(attention)
     def looking(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *rest: Any, **named: Any
     ) -> Any:
-        _look(module, query, key, mask, named.get("scaling"), named.get("is_causal"))
+        _observe_call(module, query, key, mask, named.get("scaling"), named.get("is_causal"))
         return attention(module, query, key, value, mask, *rest, **named)
 
     looking.looks = True  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ def _looking(attention: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _look(
+def _observe_call(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None, causal: bool | None
 ) -> None:
     """Observe the logits of a call of transformers' `sdpa`; None stands for its defaults."""
@@ -132,13 +132,13 @@ class QkClip(StepListener):
     def __init__(self, run: Run, threshold: float, values_of: Callable[[nn.Parameter], ParameterValues]) -> None:
         self._run, self._threshold, self._values_of = run, threshold, values_of
         self._pending: list[tuple[nn.Parameter, Tensor]] = []
-        self._scaled: Tensor | None = None  # New values of the first of them.
+        self._scaled_value: Tensor | None = None  # New values of the first of them.
         """(parameter, factor of each row): parameters that are still to be scaled after the last step."""
-        self._busy = self._seen = False
+        self._is_scaling = self._has_observed = False
         if run.config.zero_optimization.offload_optimizer.snapshot is not None:
             raise ConfigError(
                 "optimizer.params.qk_clip: snapshots do not allow weights to change between two steps, and clipping "
-                f"changes them; leave offload_optimizer.snapshot out, {OFF}"
+                f"changes them; leave offload_optimizer.snapshot out, {TURN_OFF_ADVICE}"
             )
         run.attention_logits = self
         self.on_step_request()
@@ -156,7 +156,7 @@ class QkClip(StepListener):
 
     @override
     def on_engine_call(self) -> None:
-        if self._pending and not self._busy:
+        if self._pending and not self._is_scaling:
             self._scale()
 
     @override
@@ -177,11 +177,11 @@ class QkClip(StepListener):
         if not self._run.parts.stepper.applied:
             self.load_state_dict({})
             return
-        for number, largest in self._agreed(modules).items():
+        for number, largest in self._max_over_ranks(modules).items():
             self._pending += self._factors(modules[number], largest)
         self._scale()
 
-    def _agreed(self, modules: list[nn.Module]) -> dict[int, list[float]]:
+    def _max_over_ranks(self, modules: list[nn.Module]) -> dict[int, list[float]]:
         """Number of a module -> largest logit of each head over all ranks. All ranks call it together."""
         mine = {number: held.tolist() for number, m in enumerate(modules) if (held := _LARGEST[m]) is not None}
         for module in modules:
@@ -191,11 +191,11 @@ class QkClip(StepListener):
             for key, theirs in json.loads(answer).items():
                 held = largest.get(int(key), theirs)
                 largest[int(key)] = [*map(max, held, theirs)]
-        self._seen = self._seen or bool(largest)
-        if not self._seen:
+        self._has_observed = self._has_observed or bool(largest)
+        if not self._has_observed:
             raise StateError(
                 "optimizer.params.qk_clip: no attention logit was seen in the first step: call "
-                f"zero.observe_attention_logits(module, maxima) in the forward of attention modules, {OFF}"
+                f"zero.observe_attention_logits(module, maxima) in the forward of attention modules, {TURN_OFF_ADVICE}"
             )
         return largest
 
@@ -223,18 +223,18 @@ class QkClip(StepListener):
 
     def _scale(self) -> None:
         """Scale the pending parameters. Raises StorageError: the next call scales those that are left."""
-        self._busy = True
+        self._is_scaling = True
         try:
             while self._pending:
                 parameter, factor = self._pending[0]
                 values = self._values_of(parameter)
-                if self._scaled is None:  # else they may be stored already, although that was interrupted
-                    self._scaled = values.master() * factor.view(-1, *[1] * (parameter.dim() - 1))
-                values.set_master(self._scaled)
-                self._scaled = None
+                if self._scaled_value is None:  # else they may be stored already, although that was interrupted
+                    self._scaled_value = values.master() * factor.view(-1, *[1] * (parameter.dim() - 1))
+                values.set_master(self._scaled_value)
+                self._scaled_value = None
                 del self._pending[0]
         finally:
-            self._busy = False
+            self._is_scaling = False
 
 
 def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -246,7 +246,7 @@ def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
         if fused is None and None in projections:
             continue
         norm = next((word for word in NORMS if getattr(module, word, None) is not None), None)
-        chosen = getattr(getattr(module, "config", None), "_attn_implementation", SEEN_THROUGH)
+        chosen = getattr(getattr(module, "config", None), "_attn_implementation", OBSERVED_ATTENTION)
         if fused is not None:
             why = f"expected q_proj and k_proj, got {fused}, which holds queries, keys and values together"
         elif norm is not None:
@@ -255,10 +255,10 @@ def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
             isinstance(p, nn.Linear) and all(own.requires_grad for own in p.parameters()) for p in projections
         ):
             why = "expected q_proj and k_proj to be nn.Linear modules that are trained"
-        elif chosen != SEEN_THROUGH:
+        elif chosen != OBSERVED_ATTENTION:
             why = (
                 f'the attention implementation is "{chosen}", whose masks the engine cannot see; set '
-                f'attn_implementation to "{SEEN_THROUGH}"'
+                f'attn_implementation to "{OBSERVED_ATTENTION}"'
             )
         elif weights & (here := {id(p.weight) for p in projections if p is not None}):
             why = "its q_proj or k_proj shares its weight with another module, so the weight would be scaled twice"
@@ -266,9 +266,9 @@ def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
             found, weights = True, weights | here
             yield module
             continue
-        raise ConfigError(f"optimizer.params.qk_clip: {name or type(module).__name__}: {why}; {OFF}")
+        raise ConfigError(f"optimizer.params.qk_clip: {name or type(module).__name__}: {why}; {TURN_OFF_ADVICE}")
     if not found:
-        raise ConfigError(f"optimizer.params.qk_clip: no module has q_proj and k_proj; name them so, {OFF}")
+        raise ConfigError(f"optimizer.params.qk_clip: no module has q_proj and k_proj; name them so, {TURN_OFF_ADVICE}")
     registry = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
-    if registry is not None and not hasattr(registry[SEEN_THROUGH], "looks"):
-        registry[SEEN_THROUGH] = _looking(registry[SEEN_THROUGH])
+    if registry is not None and not hasattr(registry[OBSERVED_ATTENTION], "looks"):
+        registry[OBSERVED_ATTENTION] = _wrap_attention(registry[OBSERVED_ATTENTION])

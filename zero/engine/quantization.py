@@ -42,7 +42,7 @@ def quantize(
         ConfigError: a weight that a name selects is trained; a shape cannot be cut into groups; a name matches nothing.
             Names the layer. If a value cannot be coded, the layers before this one are already codes.
     """
-    chosen = list(_chosen(model, rules, trained))
+    chosen = list(_layers_to_quantize(model, rules, trained))
     _check_names(rules, [name for name, _, _ in chosen])
     if not chosen:
         logger.warning(
@@ -86,7 +86,7 @@ def _refuse_merge(name: str, *args: object, **options: object) -> None:
     )
 
 
-def _chosen(
+def _layers_to_quantize(
     model: nn.Module, rules: Mapping[str, Codes], trained: Callable[[nn.Parameter], bool]
 ) -> Iterator[tuple[str, nn.Linear, Codes]]:
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))

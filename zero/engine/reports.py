@@ -25,7 +25,7 @@ from offload.timeline import Stopwatch
 from zero.assembly.run import Run
 from zero.assembly.steps import EngineSteps, StepListener
 from zero.config import Config
-from zero.engine.measured_run import MeasuredRun
+from zero.engine.measured_run import AutotuningRun
 from zero.flops_profiler import FirstForwardProfiler
 from zero.forward_profiler import FlopsProfiler
 from zero.optim.optimizer import learning_rates, momentum_of
@@ -48,12 +48,12 @@ class Reporter:
         self.loss: torch.Tensor | None = None
         self.times = dict.fromkeys(TIMES, 0.0)
         self._seconds = dict.fromkeys(TIMES, 0.0)
-        self._printed_at, self._counted, self._samples_then = time.perf_counter(), 0, 0
+        self._printed_at, self._counted_samples, self._samples_before = time.perf_counter(), 0, 0
         if config.dump_state:
             dump_state(run)
 
     @staticmethod
-    def wanted(config: Config, monitor: Monitors) -> bool:
+    def is_wanted(config: Config, monitor: Monitors) -> bool:
         comms = config.comms_logger
         asked = (config.steps_per_print, config.wall_clock_breakdown, config.memory_breakdown, config.dump_state)
         return monitor.enabled or any(asked) or (comms is not None and comms.enabled and comms.verbose)
@@ -64,13 +64,15 @@ class Reporter:
             part = loss.detach().mean()
             self.loss = part if self.loss is None else self.loss + part
 
-    def step_begins(self, run: Run) -> None:
-        self._samples_then = run.global_samples
+    def on_step_begin(self, run: Run) -> None:
+        self._samples_before = run.global_samples
 
-    def step_counted(self, run: Run) -> None:
-        self._counted += run.global_samples - self._samples_then  # samples that a checkpoint counts took no time here
+    def on_step_decided(self, run: Run) -> None:
+        self._counted_samples += (
+            run.global_samples - self._samples_before
+        )  # samples that a checkpoint counts took no time here
 
-    def step_taken(self, run: Run, reports: Reports) -> None:
+    def on_step_end(self, run: Run, reports: Reports) -> None:
         self._measure(reports)
         config, loss, self.loss = self.config, self.loss, None
         if self.monitor.writers:
@@ -107,8 +109,8 @@ class Reporter:
 
     def _progress(self, run: Run) -> str:
         now = time.perf_counter()
-        rate = self._counted / max(now - self._printed_at, 1e-9)
-        self._printed_at, self._counted = now, 0
+        rate = self._counted_samples / max(now - self._printed_at, 1e-9)
+        self._printed_at, self._counted_samples = now, 0
         parts = [
             f"step={run.global_steps}",
             f"skipped={run.skipped_steps}",
@@ -165,22 +167,24 @@ class Reports(StepListener):
         self.monitor = Monitors(config, writes=first)
         profiler = config.flops_profiler
         wanted = profiler is not None and profiler.enabled
-        self._one_forward = FirstForwardProfiler(profiler, measures=first) if wanted and profiler is not None else None
-        reports = first and Reporter.wanted(config, self.monitor)
+        self._forward_profiler = (
+            FirstForwardProfiler(profiler, measures=first) if wanted and profiler is not None else None
+        )
+        reports = first and Reporter.is_wanted(config, self.monitor)
         self._reporter = Reporter(run, config, self.monitor) if reports else None
         block = config.autotuning
         path = None if block is None else block.metric_path
-        self._measured = None if block is None or path is None else MeasuredRun(block, Path(path), run, steps)
+        self._autotuning_run = None if block is None or path is None else AutotuningRun(block, Path(path), run, steps)
         self._is_due = False
 
     @property
-    def profiles_next(self) -> bool:
+    def will_profile_forward(self) -> bool:
         """True if the next forward is the one that `flops_profiler` asks for."""
-        return self._one_forward is not None and self._one_forward.is_due(self._run.global_steps)
+        return self._forward_profiler is not None and self._forward_profiler.is_due(self._run.global_steps)
 
-    def profiled(self) -> AbstractContextManager[None]:
+    def profile_forward(self) -> AbstractContextManager[None]:
         """Context around a forward; it measures the forward that `flops_profiler` asks for."""
-        one = self._one_forward
+        one = self._forward_profiler
         if one is None or not one.is_due(self._run.global_steps):
             return nullcontext()
         return one.measuring(self._run.module, self._run.global_steps)
@@ -197,12 +201,12 @@ class Reports(StepListener):
     @override
     def on_step_begin(self) -> None:
         if self._reporter is not None:
-            self._reporter.step_begins(self._run)
+            self._reporter.on_step_begin(self._run)
 
     @override
     def on_step_decided(self) -> None:
         if self._reporter is not None:
-            self._reporter.step_counted(self._run)
+            self._reporter.on_step_decided(self._run)
         self._is_due = True  # a flag, since a loaded checkpoint changes the step number
 
     def report_step(self) -> None:
@@ -211,9 +215,9 @@ class Reports(StepListener):
             return
         self._is_due = False
         if self._reporter is not None:
-            self._reporter.step_taken(self._run, self)
-        if self._measured is not None:
-            self._measured.step_taken()
+            self._reporter.on_step_end(self._run, self)
+        if self._autotuning_run is not None:
+            self._autotuning_run.on_step_end()
 
     def seconds_so_far(self) -> dict[str, float]:
         """Seconds that the loop has spent, by `TIMES`."""
@@ -231,7 +235,7 @@ class Reports(StepListener):
     def flops_profiler(self) -> FlopsProfiler:
         """The result of `flops_profiler`: `flops`, `macs` and `params`; 0 before it has run, and on other ranks."""
         profiler = FlopsProfiler(self._run.module)
-        profiler.profile = None if self._one_forward is None else self._one_forward.profile
+        profiler.profile = None if self._forward_profiler is None else self._forward_profiler.profile
         return profiler
 
     def log_summary(self) -> dict[str, dict[str, int]]:

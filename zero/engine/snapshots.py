@@ -20,13 +20,13 @@ from zero.snapshots.snapshot_state import capture, check, restore
 logger = logging.getLogger("zero")
 
 
-class SnapshotTurns(StepListener):
+class SnapshotListener(StepListener):
     """Begins a snapshot when a step is due for one, and commits it before the next step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def begin(self, snapshots: Snapshots) -> None:
+    def begin_snapshot(self, snapshots: Snapshots) -> None:
         """Begin a snapshot of the last step."""
         run = self._run
         snapshots.begin(run.global_steps, capture(run, run.parts.stepper.norm))
@@ -61,7 +61,7 @@ class SnapshotTurns(StepListener):
         snapshots = self._run.parts.snapshots
         if snapshots is not None and snapshots.due(self._run.global_steps):
             began = time.perf_counter()
-            self.begin(snapshots)
+            self.begin_snapshot(snapshots)
             snapshots.seconds += time.perf_counter() - began
 
     @override
@@ -87,8 +87,8 @@ class SnapshotTurns(StepListener):
 class SnapshotCalls:
     """`engine.save_snapshot` and `engine.load_snapshot`."""
 
-    def __init__(self, run: Run, steps: EngineSteps, accumulation: Accumulation, turns: SnapshotTurns) -> None:
-        self._run, self._steps, self._accumulation, self._turns = run, steps, accumulation, turns
+    def __init__(self, run: Run, steps: EngineSteps, accumulation: Accumulation, listener: SnapshotListener) -> None:
+        self._run, self._steps, self._accumulation, self._listener = run, steps, accumulation, listener
 
     def save_snapshot(self) -> int:
         """Commit a snapshot now, independently of `every`, and return its step. All ranks call this together.
@@ -97,14 +97,14 @@ class SnapshotCalls:
             StateError: there is no snapshot block, or gradients have been collected since the last step.
             StorageError: it could not be written; the previous snapshot stays valid.
         """
-        snapshots, parts = self._ready("save_snapshot"), self._run.parts
+        snapshots, parts = self._ready_snapshots("save_snapshot"), self._run.parts
         if parts.has_gradients:
             raise StateError(
                 "save_snapshot: gradients have been accumulated since the last step; call it right after step()"
             )
         snapshots.check_loaded()
         parts.stepper.finish()
-        self._turns.begin(snapshots)
+        self._listener.begin_snapshot(snapshots)
         snapshots.commit()
         if snapshots.committed_step != self._run.global_steps:
             raise StateError("save_snapshot: another rank changed weights during the call; call it again")
@@ -126,7 +126,7 @@ class SnapshotCalls:
             StorageError: a part of it cannot be read, or is damaged; the engine's values are useless then.
             ConfigError: this happened on another rank.
         """
-        snapshots, run = self._ready("load_snapshot"), self._run
+        snapshots, run = self._ready_snapshots("load_snapshot"), self._run
         if snapshots.committed_step is None:
             return None
         self._steps.discard_batch()
@@ -142,7 +142,7 @@ class SnapshotCalls:
         logger.log(NOTICE, "continuing from the snapshot of step %d", run.global_steps)
         return run.global_steps
 
-    def _ready(self, what: str) -> Snapshots:
+    def _ready_snapshots(self, what: str) -> Snapshots:
         self._steps.make_ready(what)
         snapshots = self._run.parts.snapshots
         if snapshots is None:

@@ -31,18 +31,18 @@ class Values:
 
     def full_parameter(self, name: str) -> torch.Tensor:
         """A copy of one parameter's weights, in compute dtype, on the host."""
-        return self._current(name).weights(name)
+        return self._store_after_update(name).weights(name)
 
     def full_master(self, name: str) -> torch.Tensor:
         """A copy of one parameter's fp32 master, on the host."""
-        return self._current(name).master(name)
+        return self._store_after_update(name).master(name)
 
     def full_state(self, name: str) -> dict[str, Any]:
         """Copies of one parameter's states (Adam: `exp_avg`, `exp_avg_sq`; fp32, host), and its `step` count.
 
         If the optimizer keeps further numbers of a parameter, they are included under their names.
         """
-        keeper, updater = self._current(name), self._run.updater
+        keeper, updater = self._store_after_update(name), self._run.updater
         if updater is None:
             return {**keeper.moments(name), "step": 0}
         parts, parameter = self._run.parts, keeper.parameter(name)
@@ -56,7 +56,7 @@ class Values:
         self._steps.complete_updates("reading parameters")
         return self._run.parts.parameter_store.named_weights()
 
-    def _current(self, name: str) -> EngineKeeper:
+    def _store_after_update(self, name: str) -> EngineKeeper:
         """The keeper, after the parameter's update of the last step. Raises KeyError: no parameter has this name."""
         keeper = self._run.parts.parameter_store
         self._steps.complete_updates(f"reading {name}", keeper.units_named(name))
@@ -70,11 +70,11 @@ class EngineStates:
         self._values_of, self._device, self._check_open = steps.values_of, run.device, steps.check_open
         self._run, self._steps, self._changes = run, steps, changes
 
-    def read(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def read_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Copies of the states; all ranks call it together. Raises StorageError."""
         return self._values_of(parameter).states()
 
-    def write(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
+    def write_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
         """Replace a state. Raises StorageError, StateError: there is no such state."""
         self._values_of(parameter, to_change=True).set_state(key, value)
 
@@ -92,7 +92,7 @@ class EngineStates:
         """Raise StateError if the engine is closed or the planes of the states hold other values now."""
         self._check_open(f"optimizer.{what}")
 
-    def follow_changes(self, parameter: nn.Parameter | None = None) -> None:
+    def allocate_states(self, parameter: nn.Parameter | None = None) -> None:
         """Apply pending changes of the model: parameters that have joined a group have places for states then.
 
         Does not look for any if `parameter` has its places: to look for them is to walk through the whole model.
