@@ -22,7 +22,7 @@ import offload.mover
 from offload.system.worker import Worker
 from zero.checkpoint import load
 from zero.checkpoint.background import BackgroundSave
-from zero.exchange.shared_memory import SharedMemory
+from zero.exchange.shared_memory import SharedMemoryCollectives
 from zero.optim.step import StepState
 from zero.ranks.comm import Comm
 from zero.store.adoption import Adoption, Piece
@@ -244,13 +244,13 @@ def withhold_slices(engine: Any) -> None:
 @contextmanager
 def deaf_while_waiting() -> Iterator[None]:
     """Inside, a wait for another rank's slice does not hear that the ranks have parted."""
-    urge = SharedMemory._urge
+    urge = SharedMemoryCollectives._request_update
 
     def deaf(exchange: Any, *wanted: Any) -> None:
         with mock.patch.object(Comm, "check", lambda comm: None):
             urge(exchange, *wanted)
 
-    with mock.patch.object(SharedMemory, "_urge", deaf):
+    with mock.patch.object(SharedMemoryCollectives, "_request_update", deaf):
         yield
 
 
@@ -400,8 +400,8 @@ def whole_flats(engine: Any) -> dict[int, Tensor]:
 def exchanged_bytes(engine: Any) -> int:
     """Bytes of the memory from which this rank sends its slices, or into which it receives others'."""
     exchange = engine.exchange
-    if isinstance(exchange, SharedMemory):
-        return int(exchange._slices[exchange.placement.rank].data.nbytes) if exchange._slices else 0
+    if isinstance(exchange, SharedMemoryCollectives):
+        return int(exchange._copy_regions[exchange.placement.rank].data.nbytes) if exchange._copy_regions else 0
     arriving = engine.run.parts.storage.whole_gradients._arriving
     return 0 if arriving is None else int(arriving.nbytes)
 

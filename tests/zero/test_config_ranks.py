@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.config.fields import known_keys
-from zero.exchange.exchange import Wire
-from zero.exchange.partners import without_effect
+from zero.exchange.exchange import ReduceOptions
+from zero.exchange.partners import ineffective_keys
 
 TIERS: dict[str, dict[str, Any]] = {
     "none": {"device": "none"},
@@ -212,13 +212,13 @@ WIRE_KEYS = dict(zip(("dtype", "prescale", "predivide_factor"), SENDING, strict=
 @pytest.mark.parametrize("key", SENDING)
 def test_a_key_about_what_is_sent_says_that_it_does_nothing_in_shared_memory(key: str) -> None:
     config = load_config({key: SENDING[key]}, world_size=2)
-    assert without_effect(config, 2, shares_memory=True) == [key]
-    assert without_effect(config, 2, shares_memory=False) == without_effect(config, 1, shares_memory=False) == []
-    assert without_effect(load_config({"communication_data_type": "fp32"}), 2, shares_memory=True) == []
+    assert ineffective_keys(config, 2, shares_memory=True) == [key]
+    assert ineffective_keys(config, 2, shares_memory=False) == ineffective_keys(config, 1, shares_memory=False) == []
+    assert ineffective_keys(load_config({"communication_data_type": "fp32"}), 2, shares_memory=True) == []
 
 
 def test_every_field_of_what_is_sent_has_a_key_that_says_so_or_acts_everywhere() -> None:
-    assert {field.name for field in dataclasses.fields(Wire)} - WIRE_KEYS.keys() == {"averages", "overlaps"}
+    assert {field.name for field in dataclasses.fields(ReduceOptions)} - WIRE_KEYS.keys() == {"averages", "overlaps"}
 
 
 def test_sums_in_fp32_can_be_asked_for() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offload.errors import ConfigError, DamagedError, StateError, StorageError
-from zero.exchange.together import Relay, Together
+from zero.exchange.together import AllRanks, DeferringFailures
 from zero.snapshots.commit import SnapshotsTogether
 
 
@@ -46,7 +46,7 @@ def outcomes(*works: Callable[[Any], Any]) -> list[Any]:
         return list(pool.map(run, range(len(works))))
 
 
-def does(kind: type[Together], error: Exception | None) -> Callable[[Any], Any]:
+def does(kind: type[AllRanks], error: Exception | None) -> Callable[[Any], Any]:
     """Work of `kind` that raises `error`, or returns "done"."""
 
     def act() -> str:
@@ -54,32 +54,35 @@ def does(kind: type[Together], error: Exception | None) -> Callable[[Any], Any]:
             raise error
         return "done"
 
-    return lambda exchange: kind(exchange).do("the work", act)
+    return lambda exchange: kind(exchange).run_on_all("the work", act)
 
 
 FULL = StorageError("write", errno=28, path="/disk/file", offset=4096, free_bytes=0)
 
 
 def test_what_all_can_do_is_done_and_the_first_alone_has_its_result() -> None:
-    assert outcomes(*[does(Together, None)] * 3) == ["done"] * 3
-    assert outcomes(*[lambda exchange: Together(exchange).first("the work", lambda: 7)] * 3) == [7, None, None]
-    assert outcomes(*[lambda exchange: Together(exchange).exchange("words", b"mine")] * 2) == [[b"mine", b"mine"]] * 2
+    assert outcomes(*[does(AllRanks, None)] * 3) == ["done"] * 3
+    assert outcomes(*[lambda exchange: AllRanks(exchange).run_on_first("the work", lambda: 7)] * 3) == [7, None, None]
+    assert (
+        outcomes(*[lambda exchange: AllRanks(exchange).all_gather_results("words", b"mine")] * 2)
+        == [[b"mine", b"mine"]] * 2
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "error", "elsewhere"),
     [
-        (Together, FULL, StateError),
-        (Together, ConfigError("wrong"), StateError),
-        (Together, DamagedError("torn"), DamagedError),
-        (Together, ZeroDivisionError("of a user's object"), StateError),
-        (Relay, FULL, StorageError),
-        (Relay, ConfigError("wrong"), StateError),
+        (AllRanks, FULL, StateError),
+        (AllRanks, ConfigError("wrong"), StateError),
+        (AllRanks, DamagedError("torn"), DamagedError),
+        (AllRanks, ZeroDivisionError("of a user's object"), StateError),
+        (DeferringFailures, FULL, StorageError),
+        (DeferringFailures, ConfigError("wrong"), StateError),
         (SnapshotsTogether, FULL, ConfigError),
     ],
 )
 def test_a_failure_is_raised_as_it_is_and_named_elsewhere(
-    kind: type[Together], error: Exception, elsewhere: type[Exception]
+    kind: type[AllRanks], error: Exception, elsewhere: type[Exception]
 ) -> None:
     first, second, third = outcomes(does(kind, None), does(kind, error), does(kind, None))
     assert second is error
@@ -90,12 +93,12 @@ def test_a_failure_is_raised_as_it_is_and_named_elsewhere(
 
 
 def test_the_place_of_a_storage_error_is_known_on_all_ranks() -> None:
-    other, _ = outcomes(does(Relay, None), does(Relay, FULL))
+    other, _ = outcomes(does(DeferringFailures, None), does(DeferringFailures, FULL))
     assert (other.errno, other.path, other.offset) == (28, "/disk/file", 4096)
 
 
 def test_a_rank_with_an_error_of_its_own_hears_of_damage_too() -> None:
-    damaged, other = outcomes(does(Together, DamagedError("torn")), does(Together, FULL))
+    damaged, other = outcomes(does(AllRanks, DamagedError("torn")), does(AllRanks, FULL))
     assert str(damaged) == "torn" and type(other) is DamagedError and other.__cause__ is FULL
 
 
@@ -103,13 +106,13 @@ def test_what_a_piece_could_not_do_is_said_by_the_next_exchange_and_at_once_wher
     reached: list[int] = []
 
     def work(exchange: Any) -> None:
-        relay = Relay(exchange)
-        with relay.keeping():
+        relay = DeferringFailures(exchange)
+        with relay.deferring_failure():
             if exchange.placement.rank == 0:
                 raise FULL
         reached.append(exchange.placement.rank)
-        assert relay.failed == (exchange.placement.rank == 0)
-        relay.exchange("the work")
+        assert relay.has_failed == (exchange.placement.rank == 0)
+        relay.all_gather_results("the work")
 
     mine, other = outcomes(work, work)
     assert mine is FULL and isinstance(other, StorageError) and sorted(reached) == [0, 1]

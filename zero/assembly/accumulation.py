@@ -114,7 +114,7 @@ class Accumulation:
         """Before a forward: take the first rank's buffers (running statistics), as DistributedDataParallel does."""
         if self._run.module.training and torch.is_grad_enabled():
             if self._buffers_differ:
-                self._run.parts.buffers.share()
+                self._run.parts.buffers.broadcast()
             self._buffers_differ = not self.inside_no_sync
 
     def mark_buffers_different(self) -> None:

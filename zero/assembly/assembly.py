@@ -24,8 +24,8 @@ from offload.sizes import format_bytes
 from zero.assembly.model_plan import lay_out, make_planner
 from zero.assembly.packed_experts import fetch_experts_by_rows
 from zero.config import Config
-from zero.exchange.exchange import Exchange
-from zero.exchange.first_rank import CommonBuffers, agree_on_machine, take_first_ranks_values
+from zero.exchange.exchange import Collectives
+from zero.exchange.first_rank import BufferBroadcast, agree_on_machine, broadcast_initial_values
 from zero.optim.gradients import Gradients
 from zero.optim.pending_updates import DueUpdates
 from zero.optim.pipeline import SubGroupPipeline
@@ -81,7 +81,7 @@ class EngineParts:
         self,
         run: Run,
         callbacks: Events,
-        collectives: Exchange,
+        collectives: Collectives,
         trainable: Mapping[int, int],
         previous: EngineParts | None = None,
     ) -> None:
@@ -90,12 +90,12 @@ class EngineParts:
         self.leaves = collect_leaves(model)
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
         self.names = {id(leaf.parameter): leaf.names[0] for leaf in self.leaves}
-        self.buffers: CommonBuffers = CommonBuffers(collectives, model, previous.buffers if previous else None)
+        self.buffers: BufferBroadcast = BufferBroadcast(collectives, model, previous.buffers if previous else None)
         placement = collectives.placement
         self._covered_units, self.layout = lay_out(*(model, self.leaves, trainable, config, placement), run.rules.whole)
         take_back((leaf.parameter for leaf in self.leaves), previous.parameter_store if previous else None)
         # Stages of a pipeline start together, and each plans with a share of the node's free memory.
-        sharers = collectives.everyone if previous is None else collectives
+        sharers = collectives.world if previous is None else collectives
         own = machine_to_plan(run.device, previous.storage.regions if previous else ())
         machine = agree_on_machine(sharers, own, on_cpu=run.device.type == "cpu")
         self.plan = make_planner(
@@ -116,7 +116,7 @@ class EngineParts:
             self.storage = Storage(
                 *(self.layout, self.plan, config, run.device, collectives.memory, named),
                 coming=coming,
-                slices=collectives.slices,
+                slices=collectives.allocate_shards,
             )
         except BaseException:
             if self.snapshots is not None:
@@ -198,13 +198,13 @@ class EngineParts:
             sum(p.numel() * p.element_size() for p in kind) for kind in self._parameters_by_source()
         )
         _warn_of_channels_last(self.leaves)
-        take_first_ranks_values(self.collectives, self.parameters())
+        broadcast_initial_values(self.collectives, self.parameters())
         adoption = Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take_over, fresh=True)
         adoption.run()
         self._warn_of_nonfinite(adoption.nonfinite)
         if self.storage.disk is not None:
             self.storage.disk.swap.reserve()
-        self.collectives.adopted()
+        self.collectives.on_weights_initialized()
         trim_heap()
         retain_heap()
         logger.info(
@@ -221,7 +221,9 @@ class EngineParts:
 
     def _warn_of_nonfinite(self, mine: set[int]) -> None:
         """Name the parameters that hold inf or NaN, on the first rank, in a line. All ranks call this together."""
-        answers = self.collectives.agree("initial values that are not finite", json.dumps(sorted(mine)).encode())
+        answers = self.collectives.all_gather_bytes(
+            "initial values that are not finite", json.dumps(sorted(mine)).encode()
+        )
         found = sorted({index for answer in answers for index in json.loads(answer)})
         names = [self.leaves[index].names[0] for index in found if not self.leaves[index].opaque]
         if names and self.collectives.placement.rank == 0:
@@ -243,7 +245,7 @@ class EngineParts:
         """
         exchange = self.collectives
         placement = exchange.placement
-        take_first_ranks_values(exchange, [p for p in self.parameters() if not source.holds(p)])
+        broadcast_initial_values(exchange, [p for p in self.parameters() if not source.holds(p)])
         stored = source if placement.shard_size == 1 else GatheredValues(source, exchange)
 
         def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
@@ -254,7 +256,7 @@ class EngineParts:
         slices = [index - placement.shard_index for index in range(placement.shard_size)]
         given = self.layout, self.parameters(), self.storage, read, lambda unit, slot: None
         Adoption(*given, fresh=True, slices=slices).run()
-        exchange.adopted()
+        exchange.on_weights_initialized()
 
     def take_over_parameters(self) -> None:
         """After `fill`: release the parameters; from now on the planes keep their values."""
@@ -290,11 +292,11 @@ class EngineParts:
 
     def install(self) -> None:
         """Put hooks on the model; from now on its forward and backward use the parts."""
-        self.collectives.note_in(self.storage.timeline)
+        self.collectives.set_timeline(self.storage.timeline)
         self.hooks.at_install.append(lambda: fetch_experts_by_rows(self.model))
         self.hooks.install()
         move_buffers(self.model, self._run.device, self._config.buffer_dtype)
-        self.buffers.share(new_only=True)
+        self.buffers.broadcast(new_only=True)
         self.coordinator.bind_persistent()
         self.backward_watch.install(self.bound, {index: tiled.whole for index, tiled in self._tiled_stores.items()})
 

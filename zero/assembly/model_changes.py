@@ -191,7 +191,7 @@ class ModelChanges:
         _clone_views(old, inventory)
         self._steps.prepare_rewrite()
         present = {id(p) for p in inventory.parameters()}
-        exchange = before.renewed()
+        exchange = before.clone()
         try:
             numbers = {} if run.updater is None else run.updater.rule_numbers()
             held = {key: number for key, number in numbers.items() if key in present}
@@ -206,7 +206,7 @@ class ModelChanges:
                 raise
         except BaseException:
             if exchange is not before:
-                exchange.release()
+                exchange.detach()
             raise
         _switch_parts(old, new, leaving)
         _carry_counts(old, new)
@@ -218,7 +218,7 @@ class ModelChanges:
             _take_first_gradients(new)
         finally:  # an interrupt may end a wait
             old.storage.close()
-            before.release()
+            before.detach()
             trim_heap()
         logger.info("%s", _change_message(old, new, time.perf_counter() - began))
 

@@ -15,7 +15,7 @@ from zero.activations.saved_tensors import Activations
 from zero.assembly.assembly import EngineParts
 from zero.config import Config
 from zero.config.batch import MICRO, STEPS, TRAIN
-from zero.exchange.exchange import Exchange
+from zero.exchange.exchange import Collectives
 from zero.optim.loss_scale import LossScaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import Rules
@@ -80,7 +80,7 @@ class Run:
         self.closed = False
 
     @property
-    def collectives(self) -> Exchange:
+    def collectives(self) -> Collectives:
         return self.parts.collectives
 
     def set_parts(self, parts: EngineParts) -> None:

@@ -33,8 +33,8 @@ from zero.checkpoint.weights_files import (
     plan_weights_files,
     write_weights_files,
 )
-from zero.exchange.exchange import Alone
-from zero.exchange.together import Relay
+from zero.exchange.exchange import SingleRankCollectives
+from zero.exchange.together import DeferringFailures
 from zero.params.opaque import opaque_names
 from zero.params.released import is_kept
 
@@ -144,7 +144,7 @@ def export(
     filename = check_filename(filename)
     shards = plan_weights_files(weights.tensors, filename, max_shard_size)
     weights.expect(tensor for shard in shards for tensor in shard.tensors)
-    write_weights_files(Relay(Alone()), out_dir, filename, shards, weights.read)
+    write_weights_files(DeferringFailures(SingleRankCollectives()), out_dir, filename, shards, weights.read)
     return shards
 
 

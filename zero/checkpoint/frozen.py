@@ -63,7 +63,7 @@ def frozen_sums(parts: EngineParts, known: Sums | None = None) -> dict[str, tupl
     forward, or `.data`, may write to them unnoticed. All are summed if one rank does not know them, or knows others.
     """
     held = b"" if known is None else digest_of(known).encode()
-    if set(parts.collectives.agree("known checksums of weights that are not trained", held)) != {held}:
+    if set(parts.collectives.all_gather_bytes("known checksums of weights that are not trained", held)) != {held}:
         known = None
     bound = (unit for unit in parts.layout.units if unit.persistent and not unit.trainable)
     indices = None if known is None else frozenset(slot.index for unit in bound for slot in unit.slots)
@@ -83,7 +83,7 @@ def frozen_sums(parts: EngineParts, known: Sums | None = None) -> dict[str, tupl
         (box.name.removeprefix(MODEL), box.dtype, begin_of(box.shape, box.offsets), box.payload_bytes, box.crc)
         for box in file_boxes(extents.extents, writer.checksums)
     ]
-    answers = parts.collectives.agree("checksums of weights that are not trained", json.dumps(mine).encode())
+    answers = parts.collectives.all_gather_bytes("checksums of weights that are not trained", json.dumps(mine).encode())
     ranges = sorted({tuple(told) for answer in answers for told in json.loads(answer)})
     sums: dict[str, tuple[str, int, int]] = {}
     for name, dtype, _, nbytes, crc in ranges:

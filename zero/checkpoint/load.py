@@ -32,7 +32,7 @@ from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.of_stages import select_stage_state
 from zero.checkpoint.saving import SaveCheckpoints
 from zero.checkpoint.source import VALID_READS, OpenCheckpoint, Source, TensorInfo
-from zero.exchange.together import Together
+from zero.exchange.together import AllRanks
 from zero.optim.averages import EMA
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import owned
@@ -357,7 +357,7 @@ class LoadCheckpoints:
         with self._state.allow_loading():
             self._saver.ensure_between_steps("load_checkpoint")
             self._steps.synchronize()
-        together = Together(self._run.collectives.everyone)
+        together = AllRanks(self._run.collectives.world)
         damaged: list[str] = []
         states = load_optimizer_states and not load_module_only
         while (opened := self._open(folder, tag, together, damaged, states)) is not None:
@@ -378,12 +378,12 @@ class LoadCheckpoints:
 
     def _log_loaded(self, opened: OpenCheckpoint, *, only_module: bool) -> None:
         """Log the folder and the step, so that a user who continues from the wrong folder or step sees it at once."""
-        if self._run.collectives.everyone.placement.rank == 0:
+        if self._run.collectives.world.placement.rank == 0:
             what = "weights only" if only_module else f"step {self._run.global_steps}"
             logger.log(NOTICE, "zero: continuing from %s: %s", opened.folder, what)
 
     def _open(
-        self, load_dir: Path, tag: Any, together: Together, without: Collection[str], states: bool
+        self, load_dir: Path, tag: Any, together: AllRanks, without: Collection[str], states: bool
     ) -> OpenCheckpoint | None:
         found: list[OpenCheckpoint] = []
         run, groups = self._run, None
@@ -398,9 +398,11 @@ class LoadCheckpoints:
             found.extend([] if opened is None else [opened])
 
         try:
-            together.do("looking for a checkpoint", look)
+            together.run_on_all("looking for a checkpoint", look)
             name = found[0].folder.name.encode() if found else b""
-            names = {answer.decode() for answer in self._run.collectives.everyone.agree("checkpoint to load", name)}
+            names = {
+                answer.decode() for answer in self._run.collectives.world.all_gather_bytes("checkpoint to load", name)
+            }
             if len(names) > 1:
                 raise ConfigError(
                     f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); "
@@ -415,7 +417,7 @@ class LoadCheckpoints:
     def _load(
         self,
         opened: OpenCheckpoint,
-        together: Together,
+        together: AllRanks,
         strict: bool,
         states: bool,
         only_module: bool,
@@ -428,7 +430,7 @@ class LoadCheckpoints:
         trusted = run.config.checkpoint.allow_pickle if allow_pickle is None else allow_pickle
 
         def check() -> Checked:
-            mine = None if only_module else opened.rank_state(parts.collectives.everyone.placement.rank)
+            mine = None if only_module else opened.rank_state(parts.collectives.world.placement.rank)
             # If fewer ranks have saved, the first rank's state (the position in the data) is used for the others.
             told = mine if mine is not None or only_module else opened.rank_state(0)
             objects = _read_objects(opened, mine, told, parts, only_module=only_module, trusted=trusted)
@@ -453,10 +455,12 @@ class LoadCheckpoints:
             )
 
         checked = report_read_errors(opened.folder)(check)
-        objects, mine, told, wanted, numbers, small = together.do("checking a checkpoint", checked)
+        objects, mine, told, wanted, numbers, small = together.run_on_all("checking a checkpoint", checked)
         if state["frozen_sums"]:
             sums = frozen_sums(parts)
-            together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
+            together.run_on_all(
+                "verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"])
+            )
         self._steps.discard_gradients()
         self._steps.prepare_rewrite()
 
@@ -468,7 +472,7 @@ class LoadCheckpoints:
 
         with self._state.loading(str(opened.folder), wanted.replaced_names(), everything=wanted.is_everything):
             try:
-                together.do("loading a checkpoint", fill)
+                together.run_on_all("loading a checkpoint", fill)
             finally:
                 parts.coordinator.rewritten()
         if updater is not None:
@@ -479,7 +483,7 @@ class LoadCheckpoints:
             run.scaler.load_state_dict(state.get("loss_scaler"))
         if not only_module:
             go_on = partial(_restore_run_state, run, state, told, objects.position, own=mine is not None)
-            together.do("going on from a checkpoint", go_on)
+            together.run_on_all("going on from a checkpoint", go_on)
         self._gather_weights()
         self._log_loaded(opened, only_module=only_module)
         return objects

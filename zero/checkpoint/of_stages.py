@@ -13,19 +13,19 @@ from torch import nn
 
 from offload.archives import make_archive, read_archive, unpack_any
 from zero.assembly.assembly import EngineParts
-from zero.exchange.exchange import Exchange
-from zero.exchange.together import Together
+from zero.exchange.exchange import Collectives
+from zero.exchange.together import AllRanks
 from zero.params.buffers import packed_extra_states, persistent_buffers
 
 LISTS, TABLES = ("parameters", "frozen", "buffers"), ("aliases", "dtypes")
 
 
-def gather_stage_states(everyone: Exchange, state: Mapping[str, Any]) -> dict[str, Any]:
+def gather_stage_states(everyone: Collectives, state: Mapping[str, Any]) -> dict[str, Any]:
     """The common state of all stages, with the names of all of them. All ranks call this."""
     mine = json.dumps([{key: state[key] for key in (*LISTS, *TABLES)}, state["has_frozen"]]).encode()
-    answers = everyone.agree("names of all stages", mine)
+    answers = everyone.all_gather_bytes("names of all stages", mine)
     told, frozen = zip(*(json.loads(answer) for answer in answers), strict=True)
-    packed = dict.fromkeys(everyone.agree("groups of all stages", make_archive(state["groups"])))
+    packed = dict.fromkeys(everyone.all_gather_bytes("groups of all stages", make_archive(state["groups"])))
     groups: list[list[dict[str, Any]]] = [read_archive(each, "groups of a stage") for each in packed]
     whole = dict(state)
     for key in LISTS:
@@ -41,12 +41,12 @@ def gather_stage_states(everyone: Exchange, state: Mapping[str, Any]) -> dict[st
     return whole
 
 
-def gather_extra_states(everyone: Exchange, model: nn.Module) -> dict[str, Any]:
+def gather_extra_states(everyone: Collectives, model: nn.Module) -> dict[str, Any]:
     """The extra states of the modules of all stages; of a tied module the first stage's count. All ranks call this."""
-    mine = Together(everyone).do("extra states", lambda: packed_extra_states(model, "save_checkpoint"))
+    mine = AllRanks(everyone).run_on_all("extra states", lambda: packed_extra_states(model, "save_checkpoint"))
     payload = b"" if mine is None else make_archive(mine)
     whole: dict[str, Any] = {}
-    for answer in filter(None, everyone.agree("extra states of all stages", payload)):
+    for answer in filter(None, everyone.all_gather_bytes("extra states of all stages", payload)):
         found = unpack_any(read_archive(answer, "extra states of a stage"), "extra states of a stage", trusted=True)
         whole = {**found, **whole}
     return whole
@@ -54,11 +54,11 @@ def gather_extra_states(everyone: Exchange, model: nn.Module) -> dict[str, Any]:
 
 def select_stage_state(state: dict[str, Any], parts: EngineParts) -> tuple[frozenset[str], dict[str, Any]]:
     """Names of parameters and buffers of all stages, and this stage's part of `whole_state`. All ranks call this."""
-    if not parts.collectives.is_stage:
+    if not parts.collectives.is_pipeline_stage:
         return frozenset(), state
     own = {name for leaf in parts.leaves for name in leaf.names}
     mine = [*own, *persistent_buffers(parts.model)]
-    answers = parts.collectives.everyone.agree("names of all stages", json.dumps(mine).encode())
+    answers = parts.collectives.world.all_gather_bytes("names of all stages", json.dumps(mine).encode())
     names = frozenset(name for answer in answers for name in json.loads(answer))
     held = [{**group, "params": [name for name in group["params"] if name in own]} for group in state["groups"]]
     for groups in state.get("stage_groups", ()):  # groups of a number may have other options on other stages

@@ -30,7 +30,7 @@ from zero.checkpoint.dcp_format import (
 from zero.checkpoint.folder import CheckpointFolder, PartialCheckpoint
 from zero.checkpoint.frozen import SharedFrozenWeights
 from zero.checkpoint.writer import Extents, RankDataFile, data_file_name, failure_file_name, list_file_name, read_list
-from zero.exchange.together import Together
+from zero.exchange.together import AllRanks
 
 logger = logging.getLogger("zero")
 
@@ -42,11 +42,11 @@ class SaveJob:
     """
 
     def __init__(self, parts: EngineParts, save_dir: Path, tag: str, files: Files) -> None:
-        everyone = parts.collectives.everyone
+        everyone = parts.collectives.world
         self._parts, self.placement, self.tag = parts, everyone.placement, tag
         self.keep_last: int | None = None  # The number of checkpoints to keep; None: all.
         self.tools: Mapping[str, str] = {}  # Name -> text of scripts to write into the folder that has `latest`.
-        self._files, self._together, self._collectives = files, Together(everyone), everyone
+        self._files, self._together, self._collectives = files, AllRanks(everyone), everyone
         self._folders = CheckpointFolder(save_dir, files)
         self._aliases: dict[str, str] = {}
         self.shared_files: Mapping[str, DataFile] = {}  # Files in other folders that are also part of this checkpoint.
@@ -72,17 +72,17 @@ class SaveJob:
         def create() -> None:
             self._rank_data_file = RankDataFile(self._parts, extents, folder, self.placement.rank, self._files)
 
-        self._together.first("making the folder of a checkpoint", make)
-        self._together.do("reserving the room of a checkpoint", create)
+        self._together.run_on_first("making the folder of a checkpoint", make)
+        self._together.run_on_all("reserving the room of a checkpoint", create)
         return self.rank_data_file
 
     def write(self) -> None:
         """Write this rank's part and sync it. Raises the same errors as `begin`."""
-        self._together.do("writing a checkpoint", self.rank_data_file.write)
+        self._together.run_on_all("writing a checkpoint", self.rank_data_file.write)
 
     def commit(self, *, save_latest: bool) -> None:
         """Complete the checkpoint. Raises the same errors as `begin`."""
-        self._together.first("ending a checkpoint", lambda: self.assemble(save_latest=save_latest))
+        self._together.run_on_first("ending a checkpoint", lambda: self.assemble(save_latest=save_latest))
 
     @property
     def rank_data_file(self) -> RankDataFile:
@@ -130,7 +130,7 @@ class SaveJob:
 
     def ended_ranks(self, ranks: Collection[int]) -> dict[int, str]:
         """Those of these ranks that have ended, and what is known of it. Blocks."""
-        return self._collectives.gone([rank for rank in ranks if rank != self.placement.rank])
+        return self._collectives.ended_ranks([rank for rank in ranks if rank != self.placement.rank])
 
     def _list_files(self) -> set[str]:
         """What is in the folder so far; nothing once it has got its name, or is removed."""

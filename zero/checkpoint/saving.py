@@ -33,7 +33,7 @@ from zero.checkpoint.of_stages import gather_extra_states, gather_stage_states
 from zero.checkpoint.save import SaveJob
 from zero.checkpoint.source import CLIENT, RANK, STATE
 from zero.checkpoint.writer import Extents, plan_extents
-from zero.exchange.together import Together
+from zero.exchange.together import AllRanks
 from zero.snapshots.run_state import client_part, common_state, rank_state
 
 logger = logging.getLogger("zero")
@@ -123,14 +123,16 @@ class SaveCheckpoints:
         if not self._run.config.checkpoint.async_save:
             return False
         why, modified = "", sorted(self._state.modified_units.union(*self._state.edited_units))
-        if self._run.collectives.is_stage:
+        if self._run.collectives.is_pipeline_stage:
             why = "the stages of a pipeline save at the same time"
         elif state["accumulating"] is not None:
             why = "gradients have been accumulated since the last step, and the next backward would change them"
         elif modified:
             # A forward may modify them again, and the save could not notice it in time to take the old values.
             why = f"weights have been modified in place ({modified[0]})"
-        told = [answer.decode() for answer in self._run.collectives.agree("saving beside training", why.encode())]
+        told = [
+            answer.decode() for answer in self._run.collectives.all_gather_bytes("saving beside training", why.encode())
+        ]
         why = next(filter(None, told), "")
         if why:
             logger.warning(
@@ -145,7 +147,9 @@ class SaveCheckpoints:
         self._state.wait_for_checkpoint()
         self._changes.replan()
         modified = any(bound.bound and bound.differs for bound in self._run.parts.bound)
-        told = self._run.collectives.agree(f"{what}: weights modified in place", b"yes" if modified else b"no")
+        told = self._run.collectives.all_gather_bytes(
+            f"{what}: weights modified in place", b"yes" if modified else b"no"
+        )
         if b"yes" in told:  # one rank's edit in `GatheredParameters` is made in place on that rank only
             # Weights modified in place are stored when their unit is released; all ranks gather it again together.
             self._steps.evict_all()
@@ -159,7 +163,7 @@ class SaveCheckpoints:
         if (
             left_out
             or mode == "always"
-            or parts.collectives.is_stage
+            or parts.collectives.is_pipeline_stage
             or len(parts.trained_indices) == len(parts.leaves)
         ):
             return FrozenPart(is_inside=not left_out)
@@ -182,7 +186,7 @@ class SaveCheckpoints:
         """True if they are there, undamaged. Files verified before are not read again. All ranks call this."""
         stamp, placement = shared.stamp(digest), self._run.collectives.placement
         told = "known" if stamp and stamp == self._shared_stamp else "there" if stamp else "missing"
-        answers = self._run.collectives.agree("shared weights", told.encode())
+        answers = self._run.collectives.all_gather_bytes("shared weights", told.encode())
         if b"missing" in answers:
             return False
         if b"there" not in answers:
@@ -192,7 +196,11 @@ class SaveCheckpoints:
             shared.verify(digest, placement.rank, placement.world_size)
         except (ConfigError, StorageError) as error:
             damage = str(error).encode()
-        found = [answer.decode() for answer in self._run.collectives.agree("shared weights read", damage) if answer]
+        found = [
+            answer.decode()
+            for answer in self._run.collectives.all_gather_bytes("shared weights read", damage)
+            if answer
+        ]
         if found and placement.rank == 0:
             logger.warning(
                 'save_checkpoint: the file of frozen weights that checkpoints share (checkpoint.frozen is "once") '
@@ -204,7 +212,7 @@ class SaveCheckpoints:
     def _capture(self, client_state: Mapping[str, Any], frozen: FrozenPart) -> tuple[dict[str, Any], Extents]:
         """The common state of all ranks, and everything that this rank writes."""
         parts, trained = self._run.parts, self._run.parts.trained_indices
-        own = parts.collectives.everyone.saves
+        own = parts.collectives.world.is_saved_here
 
         def wanted(index: int) -> bool:
             return (frozen.is_inside or index in trained) and own(parts.leaves[index].names[0])
@@ -216,18 +224,18 @@ class SaveCheckpoints:
             left_out = set(state["frozen"])
             state["aliases"] = {alias: name for alias, name in state["aliases"].items() if name not in left_out}
         extra = None
-        if parts.collectives.is_stage:
-            state = gather_stage_states(parts.collectives.everyone, state)
-            extra = gather_extra_states(parts.collectives.everyone, parts.model)
-        together = Together(parts.collectives.everyone)
+        if parts.collectives.is_pipeline_stage:
+            state = gather_stage_states(parts.collectives.world, state)
+            extra = gather_extra_states(parts.collectives.world, parts.model)
+        together = AllRanks(parts.collectives.world)
         accumulated = None
         if self._is_backward_torn():
             state["step_began"] = state["micro_steps"]
         else:
-            accumulated = together.do("saving collected gradients", lambda: add_accumulated(extents, parts))
-        answers = self._run.collectives.agree("collected gradients", b"" if accumulated is None else b"some")
+            accumulated = together.run_on_all("saving collected gradients", lambda: add_accumulated(extents, parts))
+        answers = self._run.collectives.all_gather_bytes("collected gradients", b"" if accumulated is None else b"some")
         state["accumulating"] = ranks_shape(parts.collectives.placement) if any(answers) else None
-        blobs = together.do(
+        blobs = together.run_on_all(
             "capturing what is saved", lambda: self._make_blobs(state, client_state, extra, accumulated)
         )
         for name, archive in blobs.items():
@@ -237,10 +245,10 @@ class SaveCheckpoints:
 
     def _is_backward_torn(self) -> bool:
         """True, with a warning, if gradients are missing: they are not saved, so that no later step can use them."""
-        watch, everyone = self._run.parts.backward_watch, self._run.collectives.everyone
+        watch, everyone = self._run.parts.backward_watch, self._run.collectives.world
         watch.end_stray()
         mine = watch.torn or self._run.parts.gradients.lost
-        torn = any(everyone.agree("a backward that was broken off", b"torn" if mine else b""))
+        torn = any(everyone.all_gather_bytes("a backward that was broken off", b"torn" if mine else b""))
         if torn:
             logger.warning(
                 "save_checkpoint: the last backward was broken off, so the gradients since the last step are not "
@@ -256,7 +264,7 @@ class SaveCheckpoints:
         accumulated: dict[str, Any] | None,
     ) -> dict[str, torch.Tensor]:
         """Objects that this rank saves besides tensors, as archives. Raises ConfigError: a user's cannot be saved."""
-        rank = self._run.collectives.everyone.placement.rank
+        rank = self._run.collectives.world.placement.rank
         values: dict[str, Callable[[], Any]] = {f"{RANK}.{rank}": lambda: rank_state(self._run, accumulated)}
         if rank == 0:
             values = {STATE: lambda: state, CLIENT: lambda: client_part(self._run, client_state, extra), **values}
@@ -274,7 +282,9 @@ class SaveCheckpoints:
 
     def _agree_on_tag(self, tag: Any) -> str:
         name = check_tag(tag)
-        names = [answer.decode() for answer in self._run.collectives.everyone.agree("checkpoint tag", name.encode())]
+        names = [
+            answer.decode() for answer in self._run.collectives.world.all_gather_bytes("checkpoint tag", name.encode())
+        ]
         if len(set(names)) > 1:
             told = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
             message = f"save_checkpoint: ranks have different tags ({told})"

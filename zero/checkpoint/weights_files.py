@@ -26,7 +26,7 @@ from offload.files.safetensors_writer import (
 )
 from offload.sizes import format_bytes
 from zero.config.numbers import parse_bytes
-from zero.exchange.together import Relay
+from zero.exchange.together import DeferringFailures
 
 MAX_SHARD_SIZE = "5GB"
 SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"  # Names of transformers for a model's file or its index.
@@ -120,7 +120,9 @@ def check_filename(filename: str) -> str:
     return filename if path.suffix in (SUFFIX, *PICKLE_SUFFIXES) else filename + SUFFIX
 
 
-def write_weights_files(relay: Relay, folder: Path, filename: str, shards: list[WeightsFile], values: Values) -> None:
+def write_weights_files(
+    relay: DeferringFailures, folder: Path, filename: str, shards: list[WeightsFile], values: Values
+) -> None:
     """Write a model's files; they appear together, or none does.
 
     Raises StorageError: the disk has no room, or a transfer failed, on any rank.
@@ -135,17 +137,17 @@ def write_weights_files(relay: Relay, folder: Path, filename: str, shards: list[
     total_bytes = sum(shard.nbytes for shard in shards)
     draft: WeightsDraft | None = None
     try:
-        with relay.keeping():
+        with relay.deferring_failure():
             stem, suffix = os.path.splitext(filename)
             draft = WeightsDraft(folder, stem, total_bytes, suffix=suffix) if relay.is_first else None
-        relay.exchange("saving weights: making room")
+        relay.all_gather_results("saving weights: making room")
         for shard in shards:
             _write(draft, shard, values, relay)
-            relay.exchange(f"saving weights: {shard.filename}")
-        with relay.keeping():
+            relay.all_gather_results(f"saving weights: {shard.filename}")
+        with relay.deferring_failure():
             if draft is not None:
                 draft.publish(make_index(shards))
-        relay.exchange("saving weights: publishing")
+        relay.all_gather_results("saving weights: publishing")
     finally:
         if draft is not None:
             draft.abandon()
@@ -153,15 +155,15 @@ def write_weights_files(relay: Relay, folder: Path, filename: str, shards: list[
         logger.info("weights saved in %s: %s in %d files", folder, format_bytes(total_bytes), len(shards))
 
 
-def _write(draft: WeightsDraft | None, shard: WeightsFile, values: Values, relay: Relay) -> None:
+def _write(draft: WeightsDraft | None, shard: WeightsFile, values: Values, relay: DeferringFailures) -> None:
     """Write one file, on the rank that has the draft; on other ranks its values are only read."""
     file: WeightsWriter | None = None
-    with relay.keeping():
+    with relay.deferring_failure():
         file = draft.file(shard.filename, shard.tensors) if draft is not None else None
     for piece in (piece for tensor in shard.tensors for piece in values(tensor)):
-        with relay.keeping():
-            if file is not None and not relay.failed:
+        with relay.deferring_failure():
+            if file is not None and not relay.has_failed:
                 file.append(piece)
-    with relay.keeping():
-        if file is not None and not relay.failed:
+    with relay.deferring_failure():
+        if file is not None and not relay.has_failed:
             file.finish()

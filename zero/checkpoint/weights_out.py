@@ -21,7 +21,7 @@ from zero.assembly.run import Run
 from zero.assembly.steps import EngineSteps
 from zero.checkpoint.folder import check_folder_argument
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE, check_filename, plan_weights_files, write_weights_files
-from zero.exchange.together import Relay
+from zero.exchange.together import DeferringFailures
 from zero.params.opaque import decoding_names, is_wrapper
 from zero.values.gathered_values import PlaneReader
 
@@ -157,7 +157,7 @@ class ExportWeights:
         backward or `GatheredParameters`; StorageError: a transfer failed, on any rank.
         """
         entries = self._synchronized_entries("a consolidated state dict", exclude_frozen=exclude_frozen_parameters)
-        relay = Relay(self._run.collectives)
+        relay = DeferringFailures(self._run.collectives)
         found: OrderedDict[str, torch.Tensor] = OrderedDict()  # OrderedDict[...]() would pickle its type arguments
         with self._open_reader(relay, masters=False) as reader:
             for name, entry in entries.items():
@@ -172,7 +172,7 @@ class ExportWeights:
                     _copy_pieces(whole, _values_of(entry, reader, dtype))
                 if whole is not None:
                     found[name] = whole
-            relay.exchange("a consolidated state dict")
+            relay.all_gather_results("a consolidated state dict")
         return found if relay.placement.rank == 0 else None
 
     def _consolidated_16bit_state_dict(
@@ -188,7 +188,7 @@ class ExportWeights:
         filename = check_filename(filename)
         entries = self._synchronized_entries(f"saving weights in {folder}", exclude_frozen=exclude_frozen)
         by_name = {name: entry for name, entry in entries.items() if name == entry.names[0]}
-        relay = Relay(self._run.collectives)
+        relay = DeferringFailures(self._run.collectives)
         with self._open_reader(relay, masters=masters) as reader:
             tensors = [
                 Tensor(
@@ -217,7 +217,7 @@ class ExportWeights:
         return entries_of(self._run.module, exclude_frozen=exclude_frozen)
 
     @contextmanager
-    def _open_reader(self, relay: Relay, *, masters: bool) -> Iterator[PlaneReader]:
+    def _open_reader(self, relay: DeferringFailures, *, masters: bool) -> Iterator[PlaneReader]:
         """A reader of the planes, which are at rest inside the context. No value changes: old graphs stay valid."""
         parts = self._run.parts
         parts.stepper.finish()

@@ -359,7 +359,7 @@ def plan_extents(parts: EngineParts, is_wanted: Callable[[int], bool], optimizer
     extents, placement = Extents(parts, parts.plan.sub_groups, is_wanted), parts.collectives.placement
     if placement.rank == 0:
         for name, buffer in persistent_buffers(parts.model).items():
-            if parts.collectives.everyone.saves(name):
+            if parts.collectives.world.is_saved_here(name):
                 extents.add(MODEL + name, buffer.detach().to("cpu", copy=True))
         trained = parts.trained_indices
         for leaf in parts.leaves:

@@ -28,7 +28,7 @@ from zero.assembly.assembly import EngineParts
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
 from zero.assembly.steps import EngineSteps, StepListener
-from zero.exchange.together import Together
+from zero.exchange.together import AllRanks
 from zero.optim.averages import EMA, part_of_plane, plane_of
 from zero.params.layout import SubGroup, Unit
 from zero.plan.machine import read_machine
@@ -203,12 +203,12 @@ class AveragedWeights:
         """Exchange every sub-group that does not show averages (`averaged`) or trained weights yet; on all ranks."""
         self._guard.is_swapping = True
         try:
-            together = Together(self._run.collectives)
-            parts = together.do(
+            together = AllRanks(self._run.collectives)
+            parts = together.run_on_all(
                 "averaged weights", self._steps.prepare_rewrite
             )  # no rank uses this rank's slices any more
             try:
-                together.do("averaged weights", lambda: self._swap(parts, averaged=averaged))
+                together.run_on_all("averaged weights", lambda: self._swap(parts, averaged=averaged))
             finally:
                 parts.coordinator.rewritten()
         finally:

@@ -41,7 +41,7 @@ from zero.engine.qk_clip import QkClip
 from zero.engine.reports import Reports
 from zero.engine.snapshots import SnapshotCalls, SnapshotListener
 from zero.engine.values import Values
-from zero.exchange.exchange import Alone, Exchange
+from zero.exchange.exchange import Collectives, SingleRankCollectives
 from zero.optim.loss_scale import make_scaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import AdamRule, Rules, Trained
@@ -96,7 +96,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         trained: Trained | None,
         config: Config,
         device: torch.device,
-        collectives: Exchange | None = None,
+        collectives: Collectives | None = None,
         lr_scheduler: Any = None,
         *,
         generates: bool = False,
@@ -121,7 +121,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         self.reports = Reports(run, self.steps)
         listeners.append(self.reports)
         events = self._make_callbacks()
-        self._build(events, collectives or Alone(), trained)
+        self._build(events, collectives or SingleRankCollectives(), trained)
         self._add_collaborators(events)
         self.module = model
         self.train(model.training)
@@ -153,7 +153,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         with self.checkpoint_state.allow_loading():
             return self.model_changes.prepare_rewrite()
 
-    def _build(self, callbacks: Events, collectives: Exchange, trained: Trained) -> None:
+    def _build(self, callbacks: Events, collectives: Collectives, trained: Trained) -> None:
         """Build the parts and shard the model in place. If that fails, the model is unchanged."""
         run = self.run
         parts = EngineParts(run, callbacks, collectives, trained.rules.numbers(trained.groups))
@@ -431,7 +431,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
                 if not parts.collectives.placement.weights_sharded:
                     parts.parameter_store.give_back()
                 elif keeps_shards:
-                    parts.collectives.agree("destroy", b"")  # all ranks live and are here
+                    parts.collectives.all_gather_bytes("destroy", b"")  # all ranks live and are here
                     parts.parameter_store.give_back(open_keeper(self.run.config))
         finally:
             self.close()

@@ -21,9 +21,9 @@ from zero.config.precision_block import DTYPES
 from zero.engine.engine import ZeroEngine
 from zero.engine.pipeline_engine import PipelineEngine, open_stages
 from zero.engine.quantization import quantize
-from zero.exchange.all_stages import AllStages
-from zero.exchange.exchange import Exchange
-from zero.exchange.partners import open_exchange
+from zero.exchange.all_stages import PipelineCollectives
+from zero.exchange.exchange import Collectives
+from zero.exchange.partners import open_collectives
 from zero.optim.make_rule import trained_from
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import Trained
@@ -125,12 +125,12 @@ def _open_engine(
     trained: Trained | None,
     loaded: Config,
     device: torch.device,
-    stages: AllStages | None,
+    stages: PipelineCollectives | None,
     lr_scheduler: Any,
 ) -> ZeroEngine:
-    exchange: Exchange | None = stages
+    exchange: Collectives | None = stages
     try:
-        exchange = open_exchange(loaded, device, stages)
+        exchange = open_collectives(loaded, device, stages)
         with suspended():
             return ZeroEngine(model, trained, loaded, device, exchange, lr_scheduler)
     except BaseException as error:  # the other ranks wait for this one: closing passes them the error

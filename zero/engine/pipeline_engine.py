@@ -21,8 +21,8 @@ from zero.config.engine_block import Pipeline
 from zero.data.resumable import EpochSampler, RepeatingLoader
 from zero.engine.engine import ANSWERS, ZeroEngine
 from zero.engine.micro_batches import next_batch
-from zero.exchange.all_stages import AllStages
-from zero.exchange.together import Together
+from zero.exchange.all_stages import PipelineCollectives
+from zero.exchange.together import AllRanks
 from zero.optim.loss_scale import LossScaleError
 from zero.pipe.grid import PipelineParallelGrid
 from zero.pipe.module import PipelineModule
@@ -54,7 +54,7 @@ class PipelineError(StateError):
     """A call that the engine of a pipeline refuses."""
 
 
-def open_stages(module: PipelineModule, config: Config, device: torch.device) -> AllStages:
+def open_stages(module: PipelineModule, config: Config, device: torch.device) -> PipelineCollectives:
     """Connect the ranks of a pipeline; tied weights are equal when this returns. All ranks call this together.
 
     Raises:
@@ -88,7 +88,7 @@ def open_stages(module: PipelineModule, config: Config, device: torch.device) ->
             "it to false"
         )
     columns = module.topology().get_axis_comm_lists("pipe")
-    stages = AllStages(device, module.stage_ranks, columns, module.borrowed)
+    stages = PipelineCollectives(device, module.stage_ranks, columns, module.borrowed)
     try:
         TiedWeights(module, stages).make_equal()
     except BaseException as error:
@@ -111,7 +111,7 @@ class PipelineEngine:
         agg_additional_losses: see `get_additional_losses`.
     """
 
-    def __init__(self, engine: ZeroEngine, module: PipelineModule, stages: AllStages) -> None:
+    def __init__(self, engine: ZeroEngine, module: PipelineModule, stages: PipelineCollectives) -> None:
         self._engine, self._pipeline, self._stages = engine, module, stages
         self.num_stages, self.stage_id = module.num_stages, module.stage_id
         self.grid = PipelineParallelGrid(module.topology())
@@ -220,7 +220,7 @@ class PipelineEngine:
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         batches, refused = self._read_batches(data_iter, self.micro_batches), None
-        with self._stages.running("train_batch"):
+        with self._stages.failing_together("train_batch"):
             self._engine.train()
             self._engine.accumulation.begin_batch("train_batch")
             self._schedules.run(batches, self.micro_batches, train=True)
@@ -264,7 +264,7 @@ class PipelineEngine:
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
         batches = self._read_batches(data_iter, count)
         was_training = self._engine.training
-        with self._stages.running("eval_batch"):
+        with self._stages.failing_together("eval_batch"):
             self._engine.eval()
             try:
                 outputs = self._schedules.run(batches, count, train=False)
@@ -284,16 +284,18 @@ class PipelineEngine:
 
     def _read_batches(self, data_iter: Iterator[Any] | None, count: int) -> MicroBatches:
         """This rank's micro-batches. If one rank cannot read its own, no rank runs any."""
-        self._stages.check()
-        together, failure, mine = Together(self._stages), None, MicroBatches((), (), "")
+        self._stages.raise_if_failed()
+        together, failure, mine = AllRanks(self._stages), None, MicroBatches((), (), "")
         try:
             mine = self._read_own_batches(self._iterator if data_iter is None else data_iter, count)
         except Exception as error:
             failure = error
         # A loader that fails half way has given fewer items here than on the stage that reads the labels.
         torn = failure is not None and not isinstance(failure, ZeroInfinityError)
-        with self._stages.running("reading micro-batches") if torn else nullcontext():
-            told = together.exchange("reading micro-batches", json.dumps([count, mine.shape]).encode(), failure)
+        with self._stages.failing_together("reading micro-batches") if torn else nullcontext():
+            told = together.all_gather_results(
+                "reading micro-batches", json.dumps([count, mine.shape]).encode(), failure
+            )
         asked = [json.loads(answer) for answer in told]
         if len({number for number, _ in asked}) > 1:
             raise ConfigError(
@@ -335,7 +337,7 @@ class PipelineEngine:
         mine = {
             name: torch.stack([v.detach().float() for v in each]).mean().item() for name, each in losses.items() if each
         }
-        answers = self._stages.agree("mean loss", json.dumps(mine).encode())
+        answers = self._stages.all_gather_bytes("mean loss", json.dumps(mine).encode())
         known = [json.loads(answers[rank]) for rank in self._stages.last_ranks]
         return {
             name: torch.tensor([v[name] for v in known], dtype=torch.float64, device="cpu").mean().float()

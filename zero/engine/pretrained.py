@@ -20,7 +20,7 @@ from offload.files.safetensors_file import SafetensorsFile, open_checkpoint
 from zero.checkpoint.dcp_format import MODEL
 from zero.checkpoint.load import mismatch_message
 from zero.engine.engine import ZeroEngine
-from zero.exchange.together import Together
+from zero.exchange.together import AllRanks
 from zero.params.buffers import persistent_buffers
 from zero.params.initialisation import refuse_without_values
 from zero.params.released import is_kept
@@ -108,8 +108,8 @@ def _load_parameters(folder: str, leaves: list[Leaf], sources: dict[int, InFile]
 
 def _load_engine(folder: str, keeper: EngineKeeper, sources: dict[int, InFile]) -> None:
     parts = keeper.events.rest()
-    together = Together(parts.collectives)
-    together.do("load_pretrained", lambda: None)  # no rank uses this rank's slices any more
+    together = AllRanks(parts.collectives)
+    together.run_on_all("load_pretrained", lambda: None)  # no rank uses this rank's slices any more
     indices = {parts.index_of[key] for key in sources if key in parts.index_of}
 
     def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
@@ -118,7 +118,7 @@ def _load_engine(folder: str, keeper: EngineKeeper, sources: dict[int, InFile]) 
     adoption = Adoption(parts.layout, parts.parameters(), parts.storage, read, lambda unit, slot: None, only=indices)
     with keeper.events.loading(folder, frozenset(MODEL + parts.leaves[index].names[0] for index in indices)):
         try:
-            together.do("load_pretrained", adoption.run)
+            together.run_on_all("load_pretrained", adoption.run)
         finally:
             parts.coordinator.rewritten()
     keeper.events.ready_to_run("load_pretrained")  # what only all ranks can gather; later one may evaluate alone

@@ -187,7 +187,7 @@ class QkClip(StepListener):
         for module in modules:
             _LARGEST[module] = None
         largest: dict[int, list[float]] = {}
-        for answer in self._run.parts.collectives.agree("attention logits", json.dumps(mine).encode()):
+        for answer in self._run.parts.collectives.all_gather_bytes("attention logits", json.dumps(mine).encode()):
             for key, theirs in json.loads(answer).items():
                 held = largest.get(int(key), theirs)
                 largest[int(key)] = [*map(max, held, theirs)]

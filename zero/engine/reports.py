@@ -246,7 +246,7 @@ class Reports(StepListener):
         run, exchange = self._run, self._run.collectives
         if not run.closed:
             run.parts.coordinator.settle()  # transfers in flight may be counted on one rank and not yet on another
-        block, moved = run.config.comms_logger, exchange.payload()
+        block, moved = run.config.comms_logger, exchange.traffic()
         names = sorted(moved) if block is None or block.prof_all else [n for n in block.prof_ops if n in moved]
         summary = {
             name: {"calls": moved[name].calls, "numel": moved[name].numel, "bytes": moved[name].nbytes}
@@ -288,7 +288,7 @@ class Reports(StepListener):
             prefetch_misses=counters.misses,
             releases=counters.releases.total(),
             releases_by_unit={names[i]: n for i, n in sorted(counters.releases.items())},
-            payload_numel={purpose: counter.numel for purpose, counter in run.collectives.payload().items()},
+            payload_numel={purpose: counter.numel for purpose, counter in run.collectives.traffic().items()},
             live_numel_peak=counters.live_numel_peak,
             arena_peak_bytes=storage.arena.peak_bytes,
             activation_stored_bytes=kept.counters.stored_bytes if kept else 0,

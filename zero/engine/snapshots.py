@@ -12,7 +12,7 @@ from offload.errors import StateError, ZeroInfinityError
 from zero.assembly.accumulation import Accumulation
 from zero.assembly.run import Run
 from zero.assembly.steps import EngineSteps, StepListener
-from zero.exchange.together import Together
+from zero.exchange.together import AllRanks
 from zero.reports.log import NOTICE
 from zero.snapshots.commit import Snapshots
 from zero.snapshots.snapshot_state import capture, check, restore
@@ -130,8 +130,10 @@ class SnapshotCalls:
         if snapshots.committed_step is None:
             return None
         self._steps.discard_batch()
-        together = Together(run.collectives)
-        parts = together.do("load_snapshot", self._steps.prepare_rewrite)  # no rank uses this rank's slices any more
+        together = AllRanks(run.collectives)
+        parts = together.run_on_all(
+            "load_snapshot", self._steps.prepare_rewrite
+        )  # no rank uses this rank's slices any more
         state = snapshots.load(lambda kept: check(run, kept))
         if state is None:
             return None

@@ -12,13 +12,13 @@ from offload.errors import RankLostError
 from offload.kernels import kernels
 from offload.kernels.square_sums import SquareSum
 from offload.streams import Streams, open_streams
-from zero.exchange.exchange import Exchange
+from zero.exchange.exchange import Collectives
 from zero.params.placement import Placement
 from zero.ranks import backend, world
 from zero.ranks.comm import Comm, Group
 
 
-class AllStages(Exchange):
+class PipelineCollectives(Collectives):
     """The exchange with every rank of a pipeline; a stage's engine has its own exchange with the ranks of that stage.
 
     A failure on one rank ends the waits of all ranks, on other stages too.
@@ -27,7 +27,7 @@ class AllStages(Exchange):
         device: the device of activations.
         stage_ranks: the ranks of each stage; all ranks appear once.
         columns: for each part of the micro-batches the ranks that it passes, in the order of the stages.
-        borrowed: prefixes of names that this stage and an earlier one have; the earlier one saves them.
+        tied_prefixes: prefixes of names that this stage and an earlier one have; the earlier one saves them.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class AllStages(Exchange):
         device: torch.device,
         stage_ranks: Sequence[Sequence[int]],
         columns: Sequence[Sequence[int]],
-        borrowed: Collection[str] = (),
+        tied_prefixes: Collection[str] = (),
     ) -> None:
         self._comm = Comm(device, open_streams(device))
         super().__init__(Placement(self._comm.rank, self._comm.world_size))
-        self._stage_ranks, self._columns, self._borrowed = stage_ranks, columns, tuple(borrowed)
-        self._twice = SquareSum()
-        self._parents: list[Any] = []
+        self._stage_ranks, self._columns, self._tied_prefixes = stage_ranks, columns, tuple(tied_prefixes)
+        self._duplicates = SquareSum()
+        self._stage_groups: list[Any] = []
         self.device = device
         # Micro-batches pass these ranks in this order; schedules use the handle for their messages.
         self.column: Group = self.group(range(len(stage_ranks)))
@@ -55,32 +55,32 @@ class AllStages(Exchange):
         rank = world.rank()
         handles = [backend.default_group(ranks) for ranks in self._stage_ranks]
         own = next(index for index, ranks in enumerate(self._stage_ranks) if rank in ranks)
-        self._parents.append(handles[own])
+        self._stage_groups.append(handles[own])
         comm = Comm(self.device, streams, process_group=handles[own], fixed_order=fixed_order, teams=self._stage_ranks)
         comm.ends_with(self._comm)
         return comm
 
-    def agree(self, what: str, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, what: str, payload: bytes) -> list[bytes]:
         return self._comm.agree(what, payload)
 
-    def gone(self, ranks: Sequence[int]) -> dict[int, str]:
+    def ended_ranks(self, ranks: Sequence[int]) -> dict[int, str]:
         return self._comm.gone(ranks)
 
-    def over_stages(self, what: str, payload: bytes) -> list[bytes]:
+    def gather_over_stages(self, what: str, payload: bytes) -> list[bytes]:
         answers = self._comm.agree(what, payload)
         return [answers[rank] for rank in self.column.ranks]
 
-    def saves(self, name: str) -> bool:
-        return not name.startswith(self._borrowed)
+    def is_saved_here(self, name: str) -> bool:
+        return not name.startswith(self._tied_prefixes)
 
-    def counted_elsewhere(self) -> SquareSum:
-        return self._twice.negate()
+    def duplicate_square_sum(self) -> SquareSum:
+        return self._duplicates.negate()
 
     def group(self, stages: Sequence[int]) -> Group:
         """This column's ranks of some stages; a rank of another stage is alone. Collective, with the same stages."""
         return self._comm.group_among([[column[stage] for stage in stages] for column in self._columns])
 
-    def each(self, group: Group, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def all_gather(self, group: Group, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Every rank's `flat` (1-D, host, of one size on all), in the order of the group."""
         if group.size == 1:
             return (flat,)
@@ -95,23 +95,23 @@ class AllStages(Exchange):
 
     def begin_step(self) -> None:
         """Forget the gradients that another stage has too."""
-        self._twice = SquareSum()
+        self._duplicates = SquareSum()
 
-    def count_elsewhere(self, gradient: torch.Tensor) -> None:
+    def add_duplicate_gradient(self, gradient: torch.Tensor) -> None:
         """An earlier stage has this gradient (1-D, host) too, and counts it for the norm."""
-        self._twice = SquareSum.merge([self._twice, SquareSum.from_rows(kernels.block_sumsq(gradient))])
+        self._duplicates = SquareSum.merge([self._duplicates, SquareSum.from_rows(kernels.block_sumsq(gradient))])
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the error that has ended the pipeline, if any."""
         self._comm.check()
 
     @contextmanager
-    def running(self, what: str) -> Iterator[None]:
+    def failing_together(self, what: str) -> Iterator[None]:
         """The stages run together inside; see `Comm.all_of`."""
         with self._comm.all_of(what):
             yield
 
     def close(self, error: BaseException | None = None) -> None:
         self._comm.close(error)
-        while self._parents:
-            backend.end_group(self._parents.pop())
+        while self._stage_groups:
+            backend.end_group(self._stage_groups.pop())

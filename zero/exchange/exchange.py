@@ -29,14 +29,14 @@ from zero.store.whole_gradients import SharedPlaces
 if TYPE_CHECKING:
     from zero.optim.pending_updates import DueUpdates
 
-Turn = tuple[Any, ...]  # Identifies a place in the order of exchanges; its content depends on the exchange.
+PendingWork = tuple[Any, ...]  # Identifies a place in the order of exchanges; its content depends on the exchange.
 
 NEAR = "gather inside nodes"  # The kind of a gather among neighbours.
 
 HOST_CHUNK_BYTES = 16 << 20  # Bytes of a slice that are exchanged at a time when values are read on the host.
 
 
-class Exchange:
+class Collectives:
     """An engine's communication with the other ranks. Methods that a subclass does not override are for one rank."""
 
     scale: float = 1.0  # Factor for the sum over ranks from `reduce`.
@@ -45,53 +45,53 @@ class Exchange:
     memory: SharedPlaces | None = None  # Allocates memory that all ranks see; None: nothing is shared.
     reads_homes: bool = False  # True: ranks read slices where they live, at any time.
 
-    def __init__(self, placement: Placement = ONE_RANK, everyone: Exchange | None = None) -> None:
+    def __init__(self, placement: Placement = ONE_RANK, world: Collectives | None = None) -> None:
         self.placement = placement
-        self._outer = everyone
+        self._world = world
 
     @property
-    def everyone(self) -> Exchange:
+    def world(self) -> Collectives:
         """The exchange with all ranks of the run: in a pipeline also with other stages, which hold other parameters."""
-        return self if self._outer is None else self._outer
+        return self if self._world is None else self._world
 
     @property
-    def is_stage(self) -> bool:
+    def is_pipeline_stage(self) -> bool:
         """True in a pipeline."""
-        return self._outer is not None
+        return self._world is not None
 
-    def over_stages(self, what: str, payload: bytes) -> list[bytes]:
+    def gather_over_stages(self, what: str, payload: bytes) -> list[bytes]:
         """One `payload` per stage of a pipeline, from the ranks of this rank's column; without a pipeline its own."""
         return [payload]
 
-    def saves(self, name: str) -> bool:
+    def is_saved_here(self, name: str) -> bool:
         """True if this stage writes the parameter or buffer into checkpoints; a tied one is written by one stage."""
         return True
 
-    def counted_elsewhere(self) -> SquareSum:
+    def duplicate_square_sum(self) -> SquareSum:
         """Sum of squares to add to this stage's, to correct for gradients that another stage counts too."""
         return SquareSum()
 
-    def note_in(self, timeline: Timeline) -> None:
+    def set_timeline(self, timeline: Timeline) -> None:
         """Record collectives in the timeline."""
 
-    def slices(self, nbytes: int) -> SharedHostMemory | None:
+    def allocate_shards(self, nbytes: int) -> SharedHostMemory | None:
         """Host memory for this rank's slices of one space that others can read; None: not needed. Called in order."""
         return None
 
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         """The storage is made, on every rank. Collective."""
 
-    def adopted(self) -> None:
+    def on_weights_initialized(self) -> None:
         """The planes hold the initial values of this rank's slices."""
 
-    def turn(self, what: str, unit: Unit) -> Turn:
+    def enqueue(self, what: str, unit: Unit) -> PendingWork:
         """Take the next turn for `what` ("gather", `NEAR` or "reduce"); the caller must use it or give it up."""
         return ()
 
-    def give_up(self, turn: Turn, error: BaseException) -> None:
+    def cancel(self, work: PendingWork, error: BaseException) -> None:
         """This rank cannot use a turn that it has taken: report the reason to ranks that wait for it. Any thread."""
 
-    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
+    async def gather(self, work: PendingWork, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         """Fill `flat` (uint8, the unit's bytes); this rank's slice is there after the fences `after`.
 
         Returns a fence after the gather. With a turn for `NEAR` this rank's part among its neighbours is there instead.
@@ -100,68 +100,68 @@ class Exchange:
 
     @asynccontextmanager
     async def reduce(
-        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent
+        self, work: PendingWork, unit: Unit, flat: torch.Tensor, *after: MaybeEvent
     ) -> AsyncIterator[list[torch.Tensor]]:
         """The tensors to add up, in this order, for the sum of this rank's slice over all ranks' `flat`.
 
         Args:
-            turn: for "reduce".
+            work: for "reduce".
             flat: (unit.numel,) this rank's; the caller must not change it until the context ends; it may hold sums.
             after: fences after the work that filled it.
         """
         yield [flat]
 
-    def sees(self, flat: torch.Tensor) -> bool:
+    def can_reduce_from(self, flat: torch.Tensor) -> bool:
         """True if `flat` is in memory that `reduce` can use."""
         return True
 
-    def step_taken(self, changing: Callable[[int], bool]) -> None:
+    def on_step_decided(self, changing: Callable[[int], bool]) -> None:
         """A step is fixed on every rank: gathers from now on must return the weights of that step.
 
         `changing`: unit index -> whether this rank's slice of the unit will change.
         """
 
-    def rewritten(self, unstored: Collection[int] = ()) -> None:
+    def on_weights_rewritten(self, unstored: Collection[int] = ()) -> None:
         """Weights have changed on every rank by other means than a step: gathers from now on return the new weights.
 
         `unstored`: indices of units whose new weights are not in their home until `stored` is called.
         """
 
-    def stored(self, index: int) -> None:
+    def on_weights_stored(self, index: int) -> None:
         """A unit's rewritten weights are in their home. Called on the mover's loop."""
 
-    def agree(self, what: str, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, what: str, payload: bytes) -> list[bytes]:
         """Every rank's `payload`, in rank order. Blocks until all have called it."""
         return [payload]
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
         """Give every rank the values of `source_rank`, in place, in few messages. Blocks."""
 
-    def gone(self, ranks: Sequence[int]) -> dict[int, str]:
+    def ended_ranks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Those of these other ranks that have ended or closed their engine, and what is known of it. Any thread."""
         return {}
 
-    def payload(self) -> Mapping[str, Payload]:
+    def traffic(self) -> Mapping[str, Payload]:
         """The amounts that collectives have handled so far, by purpose."""
         return {}
 
-    def renewed(self) -> Exchange:
+    def clone(self) -> Collectives:
         """An exchange with the same ranks for another storage; this one still serves its own until it is released."""
         return self
 
-    def release(self) -> None:
+    def detach(self) -> None:
         """Free everything that belongs to the storage; the renewed exchange continues."""
 
     def close(self, error: BaseException | None = None) -> None:
         """Free everything that the exchange holds. Reports to the other ranks that this one is gone, and `error`."""
 
 
-class Alone(Exchange):
+class SingleRankCollectives(Collectives):
     """One rank, which has no other ranks to exchange with."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class ReduceOptions:
     """How gradients are sent.
 
     Attributes:
@@ -179,46 +179,50 @@ class Wire:
     overlaps: bool = True
 
 
-class AmongRanks(Exchange):
+class MultiRankCollectives(Collectives):
     """The part of every exchange between several ranks that uses their comm directly."""
 
-    def __init__(self, comm: Comm, placement: Placement, wire: Wire, everyone: Exchange | None = None) -> None:
-        super().__init__(placement, everyone)
-        self._comm, self._wire, self.overlaps = comm, wire, wire.overlaps
-        self.scale = self.share = 1.0 / placement.world_size if wire.averages else 1.0
+    def __init__(
+        self, comm: Comm, placement: Placement, reduce_options: ReduceOptions, world: Collectives | None = None
+    ) -> None:
+        super().__init__(placement, world)
+        self._comm, self._reduce_options, self.overlaps = comm, reduce_options, reduce_options.overlaps
+        self.scale = self.share = 1.0 / placement.world_size if reduce_options.averages else 1.0
 
-    def note_in(self, timeline: Timeline) -> None:
+    def set_timeline(self, timeline: Timeline) -> None:
         self._comm.timeline = timeline
 
-    def agree(self, what: str, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, what: str, payload: bytes) -> list[bytes]:
         return self._comm.agree(what, payload)
 
-    def gone(self, ranks: Sequence[int]) -> dict[int, str]:
+    def ended_ranks(self, ranks: Sequence[int]) -> dict[int, str]:
         return self._comm.gone(ranks)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
         self._comm.broadcast(tensors, source_rank)
 
 
-class Collectives(AmongRanks):
-    """Exchange by collectives of torch.distributed. `wire`: how gradients are sent."""
+class TorchCollectives(MultiRankCollectives):
+    """Exchange by collectives of torch.distributed. `reduce_options`: how gradients are sent."""
 
-    def __init__(self, comm: Comm, placement: Placement, wire: Wire, everyone: Exchange | None = None) -> None:
-        super().__init__(comm, placement, wire, everyone)
+    def __init__(
+        self, comm: Comm, placement: Placement, reduce_options: ReduceOptions, world: Collectives | None = None
+    ) -> None:
+        super().__init__(comm, placement, reduce_options, world)
         self._shard, self._replicas = comm.group(placement.shard_ranks), comm.group(placement.replica_ranks)
         self._near = comm.group(placement.near_ranks)
-        self._before = placement.world_size if wire.prescale else wire.predivide_factor
-        self.scale = self._before * self.share
+        self._predivisor = placement.world_size if reduce_options.prescale else reduce_options.predivide_factor
+        self.scale = self._predivisor * self.share
         if self._replicas.size > 1:  # two sums in the dtype that is sent: each is divided before it is rounded to it
-            parts = self._shard.size if wire.averages else 1
+            parts = self._shard.size if reduce_options.averages else 1
             self._scales, self.scale = (1.0 / parts, self.scale * parts), 1.0
-        self._room = asyncio.Lock()
-        self._arriving: Callable[[int], torch.Tensor] | None = None
+        self._receive_lock = asyncio.Lock()
+        self._allocate_receive: Callable[[int], torch.Tensor] | None = None
 
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
-        self._arriving = storage.whole_gradients.arriving
+        self._allocate_receive = storage.whole_gradients.arriving
 
-    def turn(self, what: str, unit: Unit) -> Turn:
+    def enqueue(self, what: str, unit: Unit) -> PendingWork:
         kinds = ["gather persistent" if unit.persistent and self.placement.weights_sharded else "gather"]
         if what == "gather":
             kinds *= self._shard.size > 1
@@ -229,81 +233,79 @@ class Collectives(AmongRanks):
             kinds += ["reduce over replicas", "gather over replicas"] * (self._replicas.size > 1)
         return tuple(self._comm.ticket(kind, unit.index, unit.name) for kind in kinds)
 
-    def give_up(self, turn: Turn, error: BaseException) -> None:
-        for ticket in turn:
+    def cancel(self, work: PendingWork, error: BaseException) -> None:
+        for ticket in work:
             self._comm.cancel(ticket, error)
 
-    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
-        if not turn:
+    async def gather(self, work: PendingWork, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
+        if not work:
             return after[0] if after else None
-        group = self._near if turn[0].kind == NEAR else self._shard
-        return await self._comm.all_gather(turn[0], flat.view(unit.dtype), group, *after)
+        group = self._near if work[0].kind == NEAR else self._shard
+        return await self._comm.all_gather(work[0], flat.view(unit.dtype), group, *after)
 
     @asynccontextmanager
     async def reduce(
-        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent
+        self, work: PendingWork, unit: Unit, flat: torch.Tensor, *after: MaybeEvent
     ) -> AsyncIterator[list[torch.Tensor]]:
         """The memory for arriving parts has room for one unit, so reductions take turns."""
-        async with self._room:
-            yield await self._reduced(list(turn), unit, self._on_the_wire(flat, after), *after)
+        async with self._receive_lock:
+            yield await self._reduce(list(work), unit, self._prepare_send(flat, after), *after)
 
-    async def _reduced(
-        self, tickets: list[Any], unit: Unit, flat: torch.Tensor, *after: MaybeEvent
+    async def _reduce(
+        self, queued: list[Any], unit: Unit, flat: torch.Tensor, *after: MaybeEvent
     ) -> list[torch.Tensor]:
         own, sources = flat, [flat]
         if self._shard.size > 1:
-            into = self._room_for(flat)
-            sources = await self._comm.reduce_scatter(tickets.pop(0), flat, self._shard, *after, into=into)
+            into = self._receive_buffer(flat)
+            sources = await self._comm.reduce_scatter(queued.pop(0), flat, self._shard, *after, into=into)
             own = unit.own(flat)
         if self._replicas.size > 1:
             if self._shard.size > 1:
                 kernels.reduce_ranks(own, sources, scale=self._scales[0])
-            into = self._room_for(own)
-            parts = await self._comm.reduce_scatter(tickets.pop(0), own, self._replicas, *after, into=into)
+            into = self._receive_buffer(own)
+            parts = await self._comm.reduce_scatter(queued.pop(0), own, self._replicas, *after, into=into)
             part = own.chunk(self._replicas.size)[self._replicas.index]
             kernels.reduce_ranks(part, parts, scale=self._scales[1])
             streams = self._comm.streams
-            streams.wait_events(
-                await self._comm.all_gather(tickets.pop(0), own, self._replicas, streams.record_event())
-            )
+            streams.wait_events(await self._comm.all_gather(queued.pop(0), own, self._replicas, streams.record_event()))
             sources = [own]
         return sources
 
-    def _on_the_wire(self, flat: torch.Tensor, after: tuple[MaybeEvent, ...]) -> torch.Tensor:
+    def _prepare_send(self, flat: torch.Tensor, after: tuple[MaybeEvent, ...]) -> torch.Tensor:
         """`flat` in the form that is sent. A wider dtype is ignored where sums are made in fp32 anyway."""
-        wish = self._wire.dtype or flat.dtype
+        wish = self._reduce_options.dtype or flat.dtype
         if wish.itemsize == flat.element_size() or (wish.itemsize > flat.element_size() and self._comm.fixed_order):
             wish = flat.dtype
-        if wish != flat.dtype or self._before != 1:
+        if wish != flat.dtype or self._predivisor != 1:
             self._comm.streams.wait_events(*after)  # below the mover's stream reads or changes `flat`
         flat = flat.to(wish)
-        return flat if self._before == 1 else flat.div_(self._before)
+        return flat if self._predivisor == 1 else flat.div_(self._predivisor)
 
-    def _room_for(self, flat: torch.Tensor) -> torch.Tensor | None:
-        if self._arriving is None:
+    def _receive_buffer(self, flat: torch.Tensor) -> torch.Tensor | None:
+        if self._allocate_receive is None:
             return None
-        return self._arriving(flat.nbytes).view(flat.dtype)
+        return self._allocate_receive(flat.nbytes).view(flat.dtype)
 
-    def payload(self) -> Mapping[str, Payload]:
+    def traffic(self) -> Mapping[str, Payload]:
         return self._comm.payload
 
-    def renewed(self) -> Collectives:
-        return Collectives(self._comm, self.placement, self._wire, self._outer)
+    def clone(self) -> TorchCollectives:
+        return TorchCollectives(self._comm, self.placement, self._reduce_options, self._world)
 
     def close(self, error: BaseException | None = None) -> None:
         self._comm.close(error)
 
 
-def whole(exchange: Exchange, unit: Unit, flat: torch.Tensor) -> torch.Tensor:
+def gather_on_host(collectives: Collectives, unit: Unit, flat: torch.Tensor) -> torch.Tensor:
     """Fill `flat` (host memory, bytes or elements of a unit) with all slices; this rank's is there. Collective."""
-    ranks = exchange.placement.shard_ranks
+    ranks = collectives.placement.shard_ranks
     if len(ranks) == 1:
         return flat
     parts = [part.view(torch.uint8) for part in flat.chunk(len(ranks))]
-    own = parts[exchange.placement.shard_index]
+    own = parts[collectives.placement.shard_index]
     for lo in range(0, own.numel(), HOST_CHUNK_BYTES):
         hi = min(lo + HOST_CHUNK_BYTES, own.numel())
-        answers = exchange.agree(f"reading {unit.name}", bytes_of(own[lo:hi]))
+        answers = collectives.all_gather_bytes(f"reading {unit.name}", bytes_of(own[lo:hi]))
         for part, rank in zip(parts, ranks, strict=True):
             if part is not own:
                 part[lo:hi].copy_(bytes_tensor(answers[rank]))

@@ -15,20 +15,20 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from offload.errors import StateError
 from offload.saved.saved_views import version_of
-from zero.exchange.exchange import Exchange
+from zero.exchange.exchange import Collectives
 from zero.params.unadopted import provisional_source
 from zero.plan.machine import Machine
 
 
-def agree_on_machine(exchange: Exchange, machine: Machine, *, on_cpu: bool) -> Machine:
+def agree_on_machine(collectives: Collectives, machine: Machine, *, on_cpu: bool) -> Machine:
     """The resources that every rank has: the minimum of each, so that all ranks make the same plan. Collective.
 
     `machine`: as this rank finds it; `on_cpu`: the device's memory is the host's.
     """
-    if exchange.placement.alone:
+    if collectives.placement.alone:
         return machine
     mine = {**asdict(machine), "node": socket.gethostname()}
-    answers = [json.loads(answer) for answer in exchange.agree("machine", json.dumps(mine).encode())]
+    answers = [json.loads(answer) for answer in collectives.all_gather_bytes("machine", json.dumps(mine).encode())]
     ranks_of = Counter(answer["node"] for answer in answers)
     sharers_of = Counter((answer["node"], answer["device_name"]) for answer in answers)
     for answer in answers:  # all ranks of a node together share its free memory
@@ -48,16 +48,16 @@ def agree_on_machine(exchange: Exchange, machine: Machine, *, on_cpu: bool) -> M
     )
 
 
-def take_first_ranks_values(exchange: Exchange, parameters: Iterable[nn.Parameter]) -> None:
+def broadcast_initial_values(collectives: Collectives, parameters: Iterable[nn.Parameter]) -> None:
     """Give every rank the first one's initial values: the others may have drawn other random numbers.
 
     Raises StateError: ranks that share a file of values have built different parameters.
     """
-    if exchange.placement.alone:
+    if collectives.placement.alone:
         return
     parameters = list(parameters)
     sources = {id(source): source for p in parameters if (source := provisional_source(p)) is not None}
-    digests = exchange.agree("initial values", b"".join(source.settle() for source in sources.values()))
+    digests = collectives.all_gather_bytes("initial values", b"".join(source.settle() for source in sources.values()))
     if len(set(digests)) > 1:
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise StateError(
@@ -67,14 +67,14 @@ def take_first_ranks_values(exchange: Exchange, parameters: Iterable[nn.Paramete
     for parameter in parameters:
         source = provisional_source(parameter)
         if source is None:
-            exchange.broadcast([parameter.data], 0)
+            collectives.broadcast([parameter.data], 0)
         elif not source.common(parameter):
             source.open([parameter])
-            exchange.broadcast([parameter.data], 0)
+            collectives.broadcast([parameter.data], 0)
             source.close([parameter])
 
 
-class CommonBuffers:
+class BufferBroadcast:
     """Gives all ranks the first rank's buffers (running statistics etc.), as DistributedDataParallel does.
 
     Most buffers are tables that never change; only buffers that have changed on some rank are sent. Statistics of
@@ -82,16 +82,16 @@ class CommonBuffers:
     before it changed; None: there is none.
     """
 
-    def __init__(self, exchange: Exchange, model: nn.Module, before: CommonBuffers | None = None) -> None:
-        self._exchange, self._model = exchange, model
+    def __init__(self, collectives: Collectives, model: nn.Module, before: BufferBroadcast | None = None) -> None:
+        self._collectives, self._model = collectives, model
         self._versions: dict[str, tuple[int, int]] = {} if before is None else before._versions
 
-    def share(self, *, new_only: bool = False) -> None:
+    def broadcast(self, *, new_only: bool = False) -> None:
         """Give every rank the first one's buffers. Collective.
 
         `new_only`: only buffers that are new with the model, or with a change of it.
         """
-        if self._exchange.placement.alone:
+        if self._collectives.placement.alone:
             return
         present = {name: buffer for name, buffer in self._model.named_buffers() if buffer.numel()}
         buffers = {name: buffer for name, buffer in present.items() if not (new_only and name in self._versions)}
@@ -108,17 +108,17 @@ class CommonBuffers:
             for name, buffer in buffers.items()
             if name in statistics or self._versions.get(name) != _version(buffer)
         ]
-        anywhere = self._common(changed, buffers)
+        anywhere = self._find_changed(changed, buffers)
         # Write statistics without a new version, as torch's kernels do: the graph of an earlier forward holds these
         # tensors, but does not need their values.
         targets = [
             buffer.data if name in statistics else buffer for name, buffer in buffers.items() if name in anywhere
         ]
-        self._exchange.broadcast(targets, 0)
+        self._collectives.broadcast(targets, 0)
         now = {name: _version(buffer) for name, buffer in buffers.items()}
         self._versions = {name: version for name, version in (self._versions | now).items() if name in present}
 
-    def _common(self, changed: list[str], buffers: dict[str, torch.Tensor]) -> set[str]:
+    def _find_changed(self, changed: list[str], buffers: dict[str, torch.Tensor]) -> set[str]:
         """Names of buffers that have changed on some rank and have one shape on all ranks. Collective.
 
         A table that grows with the batch (a causal mask, angles of positions) stays each rank's own: it follows from
@@ -126,10 +126,10 @@ class CommonBuffers:
         """
         kinds = json.dumps({name: [list(b.shape), str(b.dtype)] for name, b in buffers.items()}).encode()
         told = json.dumps([changed, zlib.crc32(kinds)]).encode()
-        answers = [json.loads(answer) for answer in self._exchange.agree("buffers", told)]
+        answers = [json.loads(answer) for answer in self._collectives.all_gather_bytes("buffers", told)]
         anywhere = set[str]().union(*(names for names, _ in answers))
         if anywhere and len({digest for _, digest in answers}) > 1:
-            each = [json.loads(answer) for answer in self._exchange.agree("shapes of buffers", kinds)]
+            each = [json.loads(answer) for answer in self._collectives.all_gather_bytes("shapes of buffers", kinds)]
             anywhere &= {name for name, kind in each[0].items() if all(other.get(name) == kind for other in each)}
         return anywhere
 

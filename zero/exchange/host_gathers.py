@@ -22,8 +22,8 @@ from offload.memory.pinned import pin
 from offload.memory.shared_region import SharedHostMemory
 from offload.planes.planes import TieredArray, await_all
 from offload.streams import MaybeEvent
-from zero.exchange.exchange import Collectives, Turn, Wire
-from zero.exchange.shared_memory import SharedMemory, lies_in
+from zero.exchange.exchange import PendingWork, ReduceOptions, TorchCollectives
+from zero.exchange.shared_memory import SharedMemoryCollectives, is_within
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
 from zero.ranks.comm import Comm, Payload
@@ -33,36 +33,38 @@ if TYPE_CHECKING:
     from zero.optim.pending_updates import DueUpdates
 
 
-class HostGathers(SharedMemory):
-    """See above. All ranks are on one node, and weights are sharded. `wire`: how gradients are sent."""
+class HostGatherCollectives(SharedMemoryCollectives):
+    """See above. All ranks are on one node, and weights are sharded. `reduce_options`: how gradients are sent."""
 
-    def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
-        super().__init__(comm, placement, wire)
-        self._collectives = Collectives(comm, placement, wire)
+    def __init__(self, comm: Comm, placement: Placement, reduce_options: ReduceOptions) -> None:
+        super().__init__(comm, placement, reduce_options)
+        self._collectives = TorchCollectives(comm, placement, reduce_options)
         self.memory, self.scale = None, self._collectives.scale
-        self._given: list[
+        self._shard_regions: list[
             list[SharedHostMemory]
         ] = []  # Regions by rank, for each plane of weights with homes on the host.
         self._homes: dict[
             int, tuple[list[SharedHostMemory], int, int]
         ] = {}  # Unit -> (regions by rank, begin, end byte).
-        self._unpin: list[Callable[[], None]] = []
+        self._unpin_callbacks: list[Callable[[], None]] = []
 
-    def slices(self, nbytes: int) -> SharedHostMemory:
+    def allocate_shards(self, nbytes: int) -> SharedHostMemory:
         """The owner page-locks its own mapping."""
-        regions = self._regions.each(nbytes, "slices of weights")
-        self._given.append(regions)
+        regions = self._regions.per_rank(nbytes, "slices of weights")
+        self._shard_regions.append(regions)
         for rank, region in enumerate(regions):
             unpin = pin(region.data) if rank != self._comm.rank else None
             if unpin is not None:
-                self._unpin.append(unpin)
+                self._unpin_callbacks.append(unpin)
         return regions[self._comm.rank]
 
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         self._collectives.attach(layout, storage, updates)
-        self._join(layout, storage, updates)
+        self._join_board(layout, storage, updates)
         for space, plane in zip(layout.spaces, storage.weights, strict=True):
-            regions = next((given for given in self._given if _is_over(plane, given[self._comm.rank])), None)
+            regions = next(
+                (given for given in self._shard_regions if _lies_in_region(plane, given[self._comm.rank])), None
+            )
             # A plane with two slots changes its places by itself: its units are gathered by collectives.
             if regions is None or type(plane) is not TieredArray:
                 continue
@@ -71,23 +73,23 @@ class HostGathers(SharedMemory):
                 if place is not None:
                     self._homes[unit.index] = (regions, *place)
 
-    def turn(self, what: str, unit: Unit) -> Turn:
+    def enqueue(self, what: str, unit: Unit) -> PendingWork:
         if what == "gather" and unit.index in self._homes:
             return (self._epoch,)
-        return self._collectives.turn(what, unit)
+        return self._collectives.enqueue(what, unit)
 
-    def give_up(self, turn: Turn, error: BaseException) -> None:
-        if not (turn and isinstance(turn[0], int)):  # a slice needs no report: its readers get it when it is there
-            self._collectives.give_up(turn, error)
+    def cancel(self, work: PendingWork, error: BaseException) -> None:
+        if not (work and isinstance(work[0], int)):  # a slice needs no report: its readers get it when it is there
+            self._collectives.cancel(work, error)
 
-    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
+    async def gather(self, work: PendingWork, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         if unit.index not in self._homes:
-            return await self._collectives.gather(turn, unit, flat, *after)
+            return await self._collectives.gather(work, unit, flat, *after)
         others = [rank for rank in self.placement.shard_ranks if rank != self._comm.rank]
         copies: list[MaybeEvent] = [*after]
 
         async def fetch(rank: int) -> None:
-            await self._awaited(rank, turn[0], unit)
+            await self._wait_for_shard(rank, work[0], unit)
             regions, begin, end = self._homes[unit.index]
             into = flat.chunk(self.placement.shard_size)[self.placement.shard_ranks.index(rank)]
             # After `after`, and so after all earlier uses of `flat`: this rank's own slice comes after them too.
@@ -101,26 +103,26 @@ class HostGathers(SharedMemory):
 
     @asynccontextmanager
     async def reduce(
-        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent
+        self, work: PendingWork, unit: Unit, flat: torch.Tensor, *after: MaybeEvent
     ) -> AsyncIterator[list[torch.Tensor]]:
-        async with self._collectives.reduce(turn, unit, flat, *after) as parts:
+        async with self._collectives.reduce(work, unit, flat, *after) as parts:
             yield parts
 
-    def sees(self, flat: torch.Tensor) -> bool:
+    def can_reduce_from(self, flat: torch.Tensor) -> bool:
         return True
 
-    def payload(self) -> Mapping[str, Payload]:
-        return self._collectives.payload()
+    def traffic(self) -> Mapping[str, Payload]:
+        return self._collectives.traffic()
 
-    def renewed(self) -> HostGathers:
-        return HostGathers(self._comm, self.placement, self._wire)
+    def clone(self) -> HostGatherCollectives:
+        return HostGatherCollectives(self._comm, self.placement, self._reduce_options)
 
-    def _let_go(self) -> None:
-        while self._unpin:
-            self._unpin.pop()()
-        self._given, self._homes = [], {}
+    def _close_shared(self) -> None:
+        while self._unpin_callbacks:
+            self._unpin_callbacks.pop()()
+        self._shard_regions, self._homes = [], {}
         super()._let_go()
 
 
-def _is_over(plane: TieredArray, region: SharedHostMemory) -> bool:
-    return plane.host is not None and lies_in(plane.host, region)
+def _lies_in_region(array: TieredArray, region: SharedHostMemory) -> bool:
+    return array.host is not None and is_within(array.host, region)

@@ -13,53 +13,55 @@ import torch
 
 from offload.errors import StateError
 from offload.streams import MaybeEvent
-from zero.exchange.exchange import NEAR, Exchange, Turn
+from zero.exchange.exchange import NEAR, Collectives, PendingWork
 from zero.params.layout import Layout, Unit
 from zero.store.storage import Storage
 
 
-class Neighbours:
+class SecondaryShards:
     """See above. Without hpZ it does nothing. `storage`: has the memory for this rank's parts."""
 
-    def __init__(self, layout: Layout, storage: Storage, exchange: Exchange) -> None:
-        self._storage, self._exchange, self._placement = storage, exchange, exchange.placement
+    def __init__(self, layout: Layout, storage: Storage, collectives: Collectives) -> None:
+        self._storage, self._collectives, self._placement = storage, collectives, collectives.placement
         self._current: set[int] = set()  # Units whose part is current once all gathers decided so far are over.
         self._filled: set[int] = set()  # Units among them whose part is there; the mover's thread adds them.
 
-    def turn(self, unit: Unit) -> Turn | None:
+    def enqueue_near(self, unit: Unit) -> PendingWork | None:
         """A turn to gather the unit from the neighbours; None: it must be gathered from all ranks, and is then kept."""
         if unit.index in self._current:
-            return self._exchange.turn(NEAR, unit)
+            return self._collectives.enqueue(NEAR, unit)
         if unit.index in self._storage.near:
             self._filled.discard(unit.index)
             self._current.add(unit.index)
         return None
 
-    def forget(self, indices: Iterable[int]) -> None:
+    def invalidate(self, indices: Iterable[int]) -> None:
         """The weights of these units change, on every rank."""
         self._current.difference_update(indices)
 
     # ---- the mover ----------------------------------------------------------------------------
 
-    def keep(self, unit: Unit, flat: torch.Tensor, after: MaybeEvent) -> MaybeEvent:
+    def store_part(self, unit: Unit, flat: torch.Tensor, after: MaybeEvent) -> MaybeEvent:
         """Copy this rank's part of `flat` (uint8, the unit's bytes, there after `after`). Returns a later fence."""
         home, streams = self._storage.near.get(unit.index), self._storage.streams
         if home is None:
             return after
         with streams.collective_stream(after):  # near gathers read the part on the same stream, in order
-            home.copy_(self._part(flat))
+            home.copy_(self._own_part(flat))
             self._filled.add(unit.index)
             return streams.record_event()
 
-    async def gather(self, unit: Unit, flat: torch.Tensor, fences: tuple[MaybeEvent, ...], turn: Turn) -> MaybeEvent:
-        """Fill `flat` (uint8, the unit's bytes) from the neighbours' parts; `fences` are after its last uses."""
+    async def gather(
+        self, unit: Unit, flat: torch.Tensor, events: tuple[MaybeEvent, ...], work: PendingWork
+    ) -> MaybeEvent:
+        """Fill `flat` (uint8, the unit's bytes) from the neighbours' parts; `events` are after its last uses."""
         if unit.index not in self._filled:
             raise StateError(f"gathering {unit.name} inside the node: the earlier gather from all ranks has failed")
         streams = self._storage.streams
-        with streams.collective_stream(*fences):
-            self._part(flat).copy_(self._storage.near[unit.index])
+        with streams.collective_stream(*events):
+            self._own_part(flat).copy_(self._storage.near[unit.index])
             own = streams.record_event()
-        return await self._exchange.gather(turn, unit, flat, own)
+        return await self._collectives.gather(work, unit, flat, own)
 
-    def _part(self, flat: torch.Tensor) -> torch.Tensor:
+    def _own_part(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.chunk(self._placement.near_size)[self._placement.near_index]

@@ -13,10 +13,10 @@ from offload.streams import open_streams
 from offload.system.descriptors import same_node
 from zero.config import Config
 from zero.config.precision_block import DTYPES
-from zero.exchange.all_stages import AllStages
-from zero.exchange.exchange import Alone, Collectives, Exchange, Wire
-from zero.exchange.host_gathers import HostGathers
-from zero.exchange.shared_memory import SharedMemory
+from zero.exchange.all_stages import PipelineCollectives
+from zero.exchange.exchange import Collectives, ReduceOptions, SingleRankCollectives, TorchCollectives
+from zero.exchange.host_gathers import HostGatherCollectives
+from zero.exchange.shared_memory import SharedMemoryCollectives
 from zero.params.placement import Placement, place, why_not_near
 from zero.plan.machine import aliases
 from zero.ranks.comm import Comm
@@ -24,7 +24,7 @@ from zero.ranks.comm import Comm
 logger = logging.getLogger("zero")
 
 
-def open_exchange(config: Config, device: torch.device, stages: AllStages | None = None) -> Exchange:
+def open_collectives(config: Config, device: torch.device, stages: PipelineCollectives | None = None) -> Collectives:
     """Make the exchange of an engine with other ranks. Collective.
 
     Raises ConfigError: a group that the configuration asks for cannot be made of the ranks. `config`: validated for the
@@ -35,13 +35,13 @@ def open_exchange(config: Config, device: torch.device, stages: AllStages | None
         comm = Comm(device, open_streams(device), fixed_order=fixed)
     else:
         comm = stages.stage_comm(open_streams(device), fixed_order=fixed)
-    shares_memory = _can_share(comm, config, device, stages)
+    shares_memory = _can_share_memory(comm, config, device, stages)
     placement = place(config, comm.rank, comm.world_size, shares_memory=shares_memory)
     reason = why_not_near(config, comm.world_size, shares_memory=shares_memory)
     if reason:
         logger.info("zero_optimization.zero_hpz_partition_size has no effect here: %s", reason)
     if comm.rank == 0:
-        for key in without_effect(config, comm.world_size, shares_memory=shares_memory):
+        for key in ineffective_keys(config, comm.world_size, shares_memory=shares_memory):
             logger.warning(
                 "%s has no effect here: the ranks share host memory, where gradients are not sent but added up in "
                 "fp32; to have them sent set zero_optimization.shared_host_memory to false",
@@ -49,8 +49,8 @@ def open_exchange(config: Config, device: torch.device, stages: AllStages | None
             )
     if placement.alone:
         comm.close()
-        return Alone(placement, stages)
-    wire = Wire(
+        return SingleRankCollectives(placement, stages)
+    wire = ReduceOptions(
         dtype=DTYPES.get(config.communication_data_type or ""),
         prescale=config.prescale_gradients,
         predivide_factor=config.gradient_predivide_factor,
@@ -58,13 +58,13 @@ def open_exchange(config: Config, device: torch.device, stages: AllStages | None
         overlaps=config.zero_optimization.overlap_comm,
     )
     if shares_memory:
-        return SharedMemory(comm, placement, wire, stages)
-    if gathers_over_host(comm, config, device, placement):
-        return HostGathers(comm, placement, wire)
-    return Collectives(comm, placement, wire, stages)
+        return SharedMemoryCollectives(comm, placement, wire, stages)
+    if uses_host_gathers(comm, config, device, placement):
+        return HostGatherCollectives(comm, placement, wire)
+    return TorchCollectives(comm, placement, wire, stages)
 
 
-def without_effect(config: Config, world_size: int, *, shares_memory: bool) -> list[str]:
+def ineffective_keys(config: Config, world_size: int, *, shares_memory: bool) -> list[str]:
     """Keys about how gradients are sent, which do nothing where none are; fp32 sums are made there anyway."""
     asked = {
         "communication_data_type": config.communication_data_type not in (None, "fp32"),
@@ -74,7 +74,7 @@ def without_effect(config: Config, world_size: int, *, shares_memory: bool) -> l
     return [key for key, is_asked in asked.items() if is_asked] if world_size > 1 and shares_memory else []
 
 
-def _can_share(comm: Comm, config: Config, device: torch.device, stages: AllStages | None) -> bool:
+def _can_share_memory(comm: Comm, config: Config, device: torch.device, stages: PipelineCollectives | None) -> bool:
     """True if the ranks keep one copy of each slice in shared memory, and use it there; the same on all ranks."""
     wish = config.zero_optimization.shared_host_memory
     if comm.world_size == 1 or wish is False:
@@ -85,7 +85,7 @@ def _can_share(comm: Comm, config: Config, device: torch.device, stages: AllStag
     together = config.zero_optimization.mics_shard_size in (-1, comm.world_size)
     possible = device.type == "cpu" and aliases() and same_node(partial(comm.agree, "one node")) and together
     if stages is not None:  # stages open their groups together, so all need the same ones
-        possible = all(answer == b"\1" for answer in stages.agree("shared memory", bytes([possible])))
+        possible = all(answer == b"\1" for answer in stages.all_gather_bytes("shared memory", bytes([possible])))
     if wish is True and not possible:
         raise ConfigError(
             "zero_optimization.shared_host_memory: needs ranks that compute on the CPU of one node, without "
@@ -94,7 +94,7 @@ def _can_share(comm: Comm, config: Config, device: torch.device, stages: AllStag
     return possible
 
 
-def gathers_over_host(comm: Comm, config: Config, device: torch.device, placement: Placement) -> bool:
+def uses_host_gathers(comm: Comm, config: Config, device: torch.device, placement: Placement) -> bool:
     """True if GPUs copy slices from the host memory of all ranks; the same on all ranks."""
     zero = config.zero_optimization
     wish = zero.shared_host_memory

@@ -32,7 +32,7 @@ from offload.planes.planes import Disk, Home, TieredArray, await_all
 from offload.planes.two_slots import PeerSlotArray, TwoSlotArray
 from offload.streams import MaybeEvent
 from offload.system.descriptors import AllGatherBytes, exchange_descriptors
-from zero.exchange.exchange import AmongRanks, Exchange, Turn, Wire
+from zero.exchange.exchange import Collectives, MultiRankCollectives, PendingWork, ReduceOptions
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
 from zero.ranks.comm import Comm
@@ -42,11 +42,11 @@ from zero.store.storage import Storage
 if TYPE_CHECKING:
     from zero.optim.pending_updates import DueUpdates
 
-LOOK_SECONDS = 0.01  # Interval of checks whether another rank waits for an update of this rank.
-AGAIN_SECONDS = 0.5  # Pause after a failed update.
+POLL_SECONDS = 0.01  # Interval of checks whether another rank waits for an update of this rank.
+RETRY_SECONDS = 0.5  # Pause after a failed update.
 
 
-class Regions:
+class SharedRegions:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._regions: list[SharedHostMemory] = []
@@ -54,22 +54,22 @@ class Regions:
 
     def common(self, nbytes: int, what: str) -> SharedHostMemory:
         """All ranks map the first rank's file."""
-        return self._exchange(SharedHostMemory(nbytes if self._comm.rank == 0 else 1, what, prefault=False))[0]
+        return self._share(SharedHostMemory(nbytes if self._comm.rank == 0 else 1, what, prefault=False))[0]
 
     def own(self, nbytes: int, what: str) -> SharedHostMemory:
-        self.pools = self.each(nbytes, what)
+        self.pools = self.per_rank(nbytes, what)
         return self.pools[self._comm.rank]
 
-    def each(self, nbytes: int, what: str) -> list[SharedHostMemory]:
+    def per_rank(self, nbytes: int, what: str) -> list[SharedHostMemory]:
         """Bytes of every rank, in rank order, that the others can read."""
-        return self._exchange(SharedHostMemory(nbytes, what, prefault=False))
+        return self._share(SharedHostMemory(nbytes, what, prefault=False))
 
     def close(self) -> None:
         """Close all regions. Idempotent."""
         while self._regions:
             self._regions.pop().close()
 
-    def _exchange(self, mine: SharedHostMemory) -> list[SharedHostMemory]:
+    def _share(self, mine: SharedHostMemory) -> list[SharedHostMemory]:
         share = partial(self._comm.agree, f"sharing memory for {mine.what}")
         with ranks_named(f"sharing memory for {mine.what}"):
             regions = map_peer_memory(self._comm.rank, self._comm.world_size, share, mine)
@@ -77,99 +77,103 @@ class Regions:
         return regions
 
 
-class SharedMemory(AmongRanks):
+class SharedMemoryCollectives(MultiRankCollectives):
     """See above. All ranks are on one node.
 
-    `wire`: how gradients are exchanged; they are added up in fp32, so only `averages` and `overlaps` matter.
+    `reduce_options`: how gradients are exchanged; they are added up in fp32, so only `averages` and `overlaps` matter.
     """
 
     reads_homes = True
 
-    def __init__(self, comm: Comm, placement: Placement, wire: Wire, everyone: Exchange | None = None) -> None:
-        super().__init__(comm, placement, wire, everyone)
-        self.memory = self._regions = Regions(comm)
+    def __init__(
+        self, comm: Comm, placement: Placement, reduce_options: ReduceOptions, world: Collectives | None = None
+    ) -> None:
+        super().__init__(comm, placement, reduce_options, world)
+        self.memory = self._regions = SharedRegions(comm)
         self._board: NodeBoard | None = None
         self._reducer: NodeCollectives | None = None
-        self._planes: dict[
+        self._peer_arrays: dict[
             int, list[TieredArray]
         ] = {}  # Rank whose slices this one reads -> its weight planes, by space.
         self._swaps: list[PeerSwap] = []
         # Persistent unit -> (begin, end) of the copy of its slice, in bytes of every rank's `_slices`.
-        self._copies: dict[int, tuple[int, int]] = {}
-        self._slices: list[SharedHostMemory] = []
-        self._slots: list[SharedHostMemory] = []
+        self._copy_ranges: dict[int, tuple[int, int]] = {}
+        self._copy_regions: list[SharedHostMemory] = []
+        self._slot_regions: list[SharedHostMemory] = []
         self._slot_ranges: list[tuple[int, int]] = []
         self._first_slots: list[list[Home]] = []  # Per space, the homes on the disk, if the planes have two slots.
-        self._epoch, self._reductions, self._ended = 0, 0, False
+        self._epoch, self._reductions, self._is_stopped = 0, 0, False
 
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         """Find the other ranks' slices. Collective, after every rank has made its storage."""
         comm, placement = self._comm, self.placement
-        share = self._join(layout, storage, updates)
+        share = self._join_board(layout, storage, updates)
         with ranks_named("sharing memory for collectives"):
             board = NodeBoard.join(comm.rank, comm.world_size, NodeCollectives.columns(), share)
         part = placement.shard_index, placement.shard_size
         self._reducer = NodeCollectives(board, self._regions.pools, part, comm.timeout_seconds, comm.check)
-        self._share_slices()
-        self._tell_slots()
+        self._allocate_copies()
+        self._publish_slots()
         if storage.disk is not None:  # all ranks have the same plan, so all have a disk or none has
-            self._open_swaps(storage.disk, share)
+            self._open_peer_swaps(storage.disk, share)
 
-    def _join(self, layout: Layout, storage: Storage, updates: DueUpdates) -> AllGatherBytes:
+    def _join_board(self, layout: Layout, storage: Storage, updates: DueUpdates) -> AllGatherBytes:
         """Make the board; from now on this rank publishes its slices there."""
         comm = self._comm
         share = partial(comm.agree, "sharing")
-        self._urges = len(layout.units)
-        self._left = self._urges + comm.world_size
+        self._request_column = len(layout.units)
+        self._closed_column = self._request_column + comm.world_size
         self._layout, self._storage, self._updates = layout, storage, updates
         with ranks_named("sharing a board"):
-            self._board = NodeBoard.join(comm.rank, comm.world_size, self._left + 1, share)
-        storage.at_end.append(self._end)
-        storage.at_rest.append(self._let_go)  # if an engine is dropped, closing its storage must end the sharing too
+            self._board = NodeBoard.join(comm.rank, comm.world_size, self._closed_column + 1, share)
+        storage.at_end.append(self._stop_serving)
+        storage.at_rest.append(
+            self._close_shared
+        )  # if an engine is dropped, closing its storage must end the sharing too
         updates.stored = self._publish
         return share
 
-    def adopted(self) -> None:
-        self.rewritten()
+    def on_weights_initialized(self) -> None:
+        self.on_weights_rewritten()
 
-    def turn(self, what: str, unit: Unit) -> Turn:
+    def enqueue(self, what: str, unit: Unit) -> PendingWork:
         if what == "gather":
             return (self._epoch,)
         self._reductions += 1
         return (self._reductions, self._comm.ticket(what, unit.index, unit.name))
 
-    def give_up(self, turn: Turn, error: BaseException) -> None:
-        if len(turn) > 1:  # a reduction; a slice needs no report: its readers get it when it is there
-            self._comm.cancel(turn[1], error)
+    def cancel(self, work: PendingWork, error: BaseException) -> None:
+        if len(work) > 1:  # a reduction; a slice needs no report: its readers get it when it is there
+            self._comm.cancel(work[1], error)
 
-    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
+    async def gather(self, work: PendingWork, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         others = [rank for rank in self.placement.shard_ranks if rank != self._comm.rank]
-        await await_all([self._fetch(rank, turn[0], unit, flat) for rank in others])
+        await await_all([self._fetch_shard(rank, work[0], unit, flat) for rank in others])
         return None
 
-    async def _fetch(self, rank: int, epoch: int, unit: Unit, flat: torch.Tensor) -> None:
-        await self._awaited(rank, epoch, unit)
+    async def _fetch_shard(self, rank: int, epoch: int, unit: Unit, flat: torch.Tensor) -> None:
+        await self._wait_for_shard(rank, epoch, unit)
         into = flat.chunk(self.placement.shard_size)[self.placement.shard_ranks.index(rank)]
-        if unit.index in self._copies:
-            begin, end = self._copies[unit.index]
-            into.copy_(self._slices[rank].data[begin:end])
+        if unit.index in self._copy_ranges:
+            begin, end = self._copy_ranges[unit.index]
+            into.copy_(self._copy_regions[rank].data[begin:end])
         elif unit.index not in self._storage.plan.whole:
-            plane = self._planes[rank][self._layout.space_of(unit)]
+            plane = self._peer_arrays[rank][self._layout.space_of(unit)]
             await self._updates.repeat(lambda: plane.read(unit.begin, unit.end, into))
 
-    async def _awaited(self, rank: int, epoch: int, unit: Unit) -> None:
+    async def _wait_for_shard(self, rank: int, epoch: int, unit: Unit) -> None:
         """Return when another rank's slice has reached the epoch."""
         what = f"the slice of {unit.name} as of step {epoch - 1}"
-        if self._there.read(rank, unit.index) < epoch:
-            urge = partial(self._urge, rank, unit, epoch)
-            async with self._named(what):
+        if self._attached_board.read(rank, unit.index) < epoch:
+            urge = partial(self._request_update, rank, unit, epoch)
+            async with self._naming_lost_rank(what):
                 with self._comm.waiting(what):
-                    await self._there.wait_for_peer(
+                    await self._attached_board.wait_for_peer(
                         rank, unit.index, epoch, what=what, deadline_seconds=self._comm.timeout_seconds, on_pause=urge
                     )
 
     @asynccontextmanager
-    async def _named(self, what: str) -> AsyncIterator[None]:
+    async def _naming_lost_rank(self, what: str) -> AsyncIterator[None]:
         """Translate errors of peers into errors that name the rank which was lost first.
 
         A peer that has gone may only have noticed that another one died, and told of it later than it went.
@@ -183,36 +187,36 @@ class SharedMemory(AmongRanks):
 
     @asynccontextmanager
     async def reduce(
-        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: MaybeEvent
+        self, work: PendingWork, unit: Unit, flat: torch.Tensor, *after: MaybeEvent
     ) -> AsyncIterator[list[torch.Tensor]]:
         if self._reducer is None:
             raise StateError("reduce: the shared memory is not set up yet")
         own = self._regions.pools[self._comm.rank]
-        number, ticket = turn
-        async with self._named(f"the gradient of {unit.name}"):
+        number, ticket = work
+        async with self._naming_lost_rank(f"the gradient of {unit.name}"):
             with self._comm.waiting(str(ticket)):
                 async with self._reducer.reduce_scatter(
                     number, own.offset_of(flat), flat.nbytes, unit=unit.index
                 ) as slices:
                     yield [part.view(flat.dtype) for part in slices]
 
-    def sees(self, flat: torch.Tensor) -> bool:
-        return lies_in(flat, self._regions.pools[self._comm.rank])
+    def can_reduce_from(self, flat: torch.Tensor) -> bool:
+        return is_within(flat, self._regions.pools[self._comm.rank])
 
-    def rewritten(self, unstored: Collection[int] = ()) -> None:
+    def on_weights_rewritten(self, unstored: Collection[int] = ()) -> None:
         async def advance() -> None:
-            self._advance(lambda index: index in unstored or not self._updates.at_home(index), frozen_too=True)
+            self._begin_epoch(lambda index: index in unstored or not self._updates.at_home(index), frozen_too=True)
 
         # On the mover's loop, where updates of the last step end: no update ends between the new epoch and `at_home`.
         self._storage.mover.run("telling other ranks what was rewritten", advance())
 
-    def stored(self, index: int) -> None:
+    def on_weights_stored(self, index: int) -> None:
         self._publish(index, frozen_too=True)
 
-    def step_taken(self, changing: Callable[[int], bool]) -> None:
-        self._advance(changing)
+    def on_step_decided(self, changing: Callable[[int], bool]) -> None:
+        self._begin_epoch(changing)
 
-    def _advance(self, changing: Callable[[int], bool], *, frozen_too: bool = False) -> None:
+    def _begin_epoch(self, changing: Callable[[int], bool], *, frozen_too: bool = False) -> None:
         """Begin a new epoch and publish this rank's slices, except those that are `changing`."""
         self._epoch += 1
         waiting = False
@@ -222,33 +226,33 @@ class SharedMemory(AmongRanks):
             else:
                 self._publish(unit.index, frozen_too=frozen_too)
         if waiting:
-            self._storage.mover.submit("updates that other ranks wait for", self._listen(self._epoch))
+            self._storage.mover.submit("updates that other ranks wait for", self._serve_requests(self._epoch))
 
-    def renewed(self) -> SharedMemory:
-        return SharedMemory(self._comm, self.placement, self._wire, self._outer)
+    def clone(self) -> SharedMemoryCollectives:
+        return SharedMemoryCollectives(self._comm, self.placement, self._reduce_options, self._world)
 
     def close(self, error: BaseException | None = None) -> None:
-        self.release()
+        self.detach()
         self._comm.close(error)
 
-    def release(self) -> None:
-        self._end()
-        self._let_go()
+    def detach(self) -> None:
+        self._stop_serving()
+        self._close_shared()
 
-    def _let_go(self) -> None:
+    def _close_shared(self) -> None:
         """Close everything that is shared; all transfers of this rank have ended."""
         if self._reducer is not None:
             self._reducer.close()
         board, self._board = self._board, None
         if board is not None:
-            board.publish(self._left, 1)
+            board.publish(self._closed_column, 1)
             board.close()
         while self._swaps:
             self._swaps.pop().close()
-        self._planes = {}
+        self._peer_arrays = {}
         self._regions.close()
 
-    def _open_swaps(self, own: Disk, share: AllGatherBytes) -> None:
+    def _open_peer_swaps(self, own: Disk, share: AllGatherBytes) -> None:
         comm = self._comm
         given = [SwapGeometry(*json.loads(answer)) for answer in share(json.dumps(astuple(own.swap.geometry)).encode())]
         with ranks_named("sharing swap files"):
@@ -258,11 +262,11 @@ class SharedMemory(AmongRanks):
                 continue
             swap = PeerSwap(descriptors, geometry)
             self._swaps.append(swap)
-            self._planes[rank] = [
+            self._peer_arrays[rank] = [
                 self._peer_weights(rank, number, Disk(own.aio, swap)) for number in range(len(self._layout.spaces))
             ]
 
-    def _tell_slots(self) -> None:
+    def _publish_slots(self) -> None:
         """Publish from now on which slot counts, for planes that snapshots keep; makes shared memory for this."""
         planes = [plane for plane in self._storage.weights if isinstance(plane, TwoSlotArray)]
         position = 0
@@ -271,9 +275,9 @@ class SharedMemory(AmongRanks):
             position += len(plane.pairs)
         if not position:
             return
-        self._slots = self._regions.each(position, "slots of weights")
+        self._slot_regions = self._regions.per_rank(position, "slots of weights")
         for plane, (begin, end) in zip(planes, self._slot_ranges, strict=True):
-            self._first_slots.append(plane.publish_slots(self._slots[self._comm.rank].data[begin:end]))
+            self._first_slots.append(plane.publish_slots(self._slot_regions[self._comm.rank].data[begin:end]))
 
     def _peer_weights(self, rank: int, number: int, disk: Disk) -> TieredArray:
         """Another rank's weights of a space in its swap space. All ranks have the same plan, so places are known."""
@@ -281,16 +285,16 @@ class SharedMemory(AmongRanks):
         name = f"{plane.name} of rank {rank}"
         if self._first_slots:
             begin, end = self._slot_ranges[number]
-            return PeerSlotArray(name, width, self._first_slots[number], self._slots[rank].data[begin:end], disk)
+            return PeerSlotArray(name, width, self._first_slots[number], self._slot_regions[rank].data[begin:end], disk)
         return TieredArray(name, width, [home for home in plane.homes if home.memory is None], disk)
 
     @property
-    def _there(self) -> NodeBoard:
+    def _attached_board(self) -> NodeBoard:
         if self._board is None:
             raise StateError("gather: the shared memory is not set up yet")
         return self._board
 
-    def _share_slices(self) -> None:
+    def _allocate_copies(self) -> None:
         """Make room for copies of slices of persistent units, which every rank has whole in its own memory.
 
         They may be edited there at any time (`p.data.mul_(0.5)`, on every rank): all ranks would edit one shared copy.
@@ -299,46 +303,46 @@ class SharedMemory(AmongRanks):
         position = 0
         for unit in units:
             nbytes = unit.shard_numel * unit.dtype.itemsize
-            self._copies[unit.index] = (position, position + nbytes)
+            self._copy_ranges[unit.index] = (position, position + nbytes)
             position += nbytes
         if units:
-            self._slices = self._regions.each(position, "slices of weights")
+            self._copy_regions = self._regions.per_rank(position, "slices of weights")
 
     def _publish(self, index: int, *, frozen_too: bool = False) -> None:
         unit = self._layout.units[index]
-        if index in self._copies and (unit.trainable or frozen_too):
-            begin, end = self._copies[index]
+        if index in self._copy_ranges and (unit.trainable or frozen_too):
+            begin, end = self._copy_ranges[index]
             flat = self._storage.flat(unit)
             if flat is None:
                 raise StateError(f"{unit.name}: its memory has already been released")
-            self._slices[self._comm.rank].data[begin:end].copy_(unit.own(flat))
-        self._there.publish(index, self._epoch)
+            self._copy_regions[self._comm.rank].data[begin:end].copy_(unit.own(flat))
+        self._attached_board.publish(index, self._epoch)
 
-    def _urge(self, rank: int, unit: Unit, epoch: int) -> None:
+    def _request_update(self, rank: int, unit: Unit, epoch: int) -> None:
         self._comm.check()
-        board = self._there
-        board.publish(self._urges + rank, epoch)
-        if board.read(rank, self._left) and board.read(rank, unit.index) < epoch:
+        board = self._attached_board
+        board.publish(self._request_column + rank, epoch)
+        if board.read(rank, self._closed_column) and board.read(rank, unit.index) < epoch:
             raise PeerError(f"{board.peer_name(rank)} has closed its engine without providing it", [rank])
 
-    async def _listen(self, epoch: int) -> None:
+    async def _serve_requests(self, epoch: int) -> None:
         """Run the updates of a step as soon as another rank waits for one, if they have not run before."""
-        board, me = self._there, self._urges + self._comm.rank
-        while not (self._updates.all_settled or self._updates.stopped or self._epoch != epoch or self._ended):
-            pause = LOOK_SECONDS
+        board, me = self._attached_board, self._request_column + self._comm.rank
+        while not (self._updates.all_settled or self._updates.stopped or self._epoch != epoch or self._is_stopped):
+            pause = POLL_SECONDS
             if any(wanted >= epoch for wanted in board.read_all(me)):
                 try:
                     await self._updates.bring(self._updates.groups_of(None))
                 except ZeroInfinityError:  # fetches on this rank raise it; after a successful retry the others go on
-                    pause = AGAIN_SECONDS
+                    pause = RETRY_SECONDS
             await asyncio.sleep(pause)
 
-    def _end(self) -> None:
+    def _stop_serving(self) -> None:
         """Stop listening: no rank waits for updates of this rank any more."""
-        self._ended = True
+        self._is_stopped = True
 
 
-def lies_in(flat: torch.Tensor, region: SharedHostMemory) -> bool:
+def is_within(flat: torch.Tensor, region: SharedHostMemory) -> bool:
     try:
         region.offset_of(flat)
     except StateError:

@@ -36,7 +36,7 @@ from offload.kernels import kernels
 from offload.memory.arena import Block
 from offload.mover import IoFuture
 from offload.streams import MaybeEvent
-from zero.exchange.exchange import Exchange, Turn
+from zero.exchange.exchange import Collectives, PendingWork
 from zero.optim.contributions import zero_gaps
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.params.layout import Layout, Slot, Unit
@@ -134,7 +134,7 @@ class ReducedGradients(Gradients):
     """
 
     def __init__(
-        self, layout: Layout, storage: Storage, device: torch.device, threads: int, exchange: Exchange
+        self, layout: Layout, storage: Storage, device: torch.device, threads: int, exchange: Collectives
     ) -> None:
         super().__init__(layout, storage, device, in_place=False, threads=threads)
         self._exchange, self._placement = exchange, exchange.placement
@@ -170,7 +170,7 @@ class ReducedGradients(Gradients):
             return
         if self._narrow and self._placement.gradients_deferred and not self._storage.plan.deferred_bytes:
             # A rank may have had more backwards than others before this one.
-            answers = self._exchange.agree("sums that wait", bytes([self.deferred]))
+            answers = self._exchange.all_gather_bytes("sums that wait", bytes([self.deferred]))
             self.deferred = any(answer == b"\1" for answer in answers)
         self._order.begin_backward()
 
@@ -415,7 +415,7 @@ class ReducedGradients(Gradients):
         """
         left = {index: waiting.flat.dtype == torch.float32 for index, waiting in self._waiting.items()}
         mine = [seen, list(left.items()), list(self._further), self._blank]
-        answers = self._exchange.agree(what, json.dumps(mine).encode())
+        answers = self._exchange.all_gather_bytes(what, json.dumps(mine).encode())
         everybodys = [json.loads(answer) for answer in answers]
         rest: dict[int, bool] = {}
         for _, theirs, _, _ in everybodys:
@@ -455,9 +455,9 @@ class ReducedGradients(Gradients):
             waiting = self._ready(state, dtype)
             stores = self._free_home(state, dtype)
         except BudgetError as error:  # the other ranks wait for this reduction: report why it fails
-            self._exchange.give_up(self._exchange.turn("reduce", state.unit), error)
+            self._exchange.cancel(self._exchange.enqueue("reduce", state.unit), error)
             raise
-        turn = self._exchange.turn("reduce", state.unit)
+        turn = self._exchange.enqueue("reduce", state.unit)
         item = Reduction(waiting.block, stores)
         rounds = state.dtype != dtype  # a mean added in fp32 is rounded before, as it would be if it were the first
         job = self._run(state, item, waiting, turn, self._streams.record_event(), first=state.empty, rounds=rounds)
@@ -475,7 +475,7 @@ class ReducedGradients(Gradients):
             self._blank.append(index)
         held = self._waiting.pop(index, None)
         waiting = self._in_dtype(state, None if held is None else self._made(held), dtype)
-        if waiting.flat.device.type != self._device.type or not self._exchange.sees(waiting.flat):
+        if waiting.flat.device.type != self._device.type or not self._exchange.can_reduce_from(waiting.flat):
             block = self._lease(state, waiting.flat.nbytes)
             copied = block.view(waiting.flat.dtype, waiting.flat.numel())
             waiting = Waiting(copied.copy_(waiting.flat), block)
@@ -537,7 +537,7 @@ class ReducedGradients(Gradients):
         state: UnitGradient,
         item: Reduction,
         waiting: Waiting,
-        turn: Turn,
+        turn: PendingWork,
         made: MaybeEvent,
         *,
         first: bool,

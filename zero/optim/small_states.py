@@ -20,7 +20,7 @@ from torch import Tensor
 from offload.archives import make_archive, read_archive
 
 if TYPE_CHECKING:
-    from zero.exchange.exchange import Exchange
+    from zero.exchange.exchange import Collectives
     from zero.optim.rules import Rules
     from zero.params.layout import Layout
 
@@ -47,7 +47,7 @@ def owned(layout: Layout) -> frozenset[int]:
     return frozenset(slot.index for unit, slot in pairs for lo, hi in [unit.within(slot)] if lo < hi)
 
 
-def gathered(exchange: Exchange, mine: Mapping[str, Small]) -> Mapping[str, Small]:
+def gathered(exchange: Collectives, mine: Mapping[str, Small]) -> Mapping[str, Small]:
     """Small states by the parameters' names, from all ranks that have some. Collective.
 
     `mine`: this rank's, on the host.
@@ -55,7 +55,7 @@ def gathered(exchange: Exchange, mine: Mapping[str, Small]) -> Mapping[str, Smal
     if exchange.placement.alone:
         return mine
     found: dict[str, Small] = {}
-    for answer in exchange.agree("small states", make_archive(dict(mine))):
+    for answer in exchange.all_gather_bytes("small states", make_archive(dict(mine))):
         for name, tensors in read_archive(answer, "small states of another rank").items():
             found.setdefault(name, tensors)
     return found

@@ -32,8 +32,8 @@ import torch
 from offload.errors import ConfigError, StateError, StorageError, is_reported, mark_reported
 from offload.kernels.square_sums import PACKED_BYTES, SquareSum, nonfinite_of
 from offload.sizes import BLOCK_NUMEL
-from zero.exchange.exchange import Exchange
-from zero.exchange.together import Relay
+from zero.exchange.exchange import Collectives
+from zero.exchange.together import DeferringFailures
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.optim.loss_scale import LossScaleError, LossScaler
 from zero.optim.optimizer import ZeroOptimizer
@@ -70,7 +70,7 @@ def clip_coefficient(norm: float, norm_max: float) -> float:
 
 
 def agree_on_step(
-    exchange: Exchange,
+    exchange: Collectives,
     number: int,
     square_sum: SquareSum,
     contributed: set[int],
@@ -96,7 +96,9 @@ def agree_on_step(
     mask = bytes(index in contributed for index in range(max(contributed, default=-1) + 1))
     said = json.dumps(settings).encode()
     wrong = TORN if torn else UNSTORED if failure is not None else 0
-    answers = exchange.agree(f"step {number}", HEAD.pack(number, wrong, zlib.crc32(said), square_sum.pack()) + mask)
+    answers = exchange.all_gather_bytes(
+        f"step {number}", HEAD.pack(number, wrong, zlib.crc32(said), square_sum.pack()) + mask
+    )
     heads = [HEAD.unpack_from(answer) for answer in answers]
     if any(head[0] != number for head in heads):
         steps = ", ".join(f"rank {rank}: {head[0]}" for rank, head in enumerate(heads))
@@ -105,14 +107,14 @@ def agree_on_step(
         ranks = ", ".join(str(rank) for rank, head in enumerate(heads) if head[1] == TORN)
         raise TornBackward.behind(f" on rank {ranks}") from failure
     if any(head[1] == UNSTORED for head in heads):
-        Relay(exchange).exchange(f"step {number}, which can be tried again,", failure=failure)
+        DeferringFailures(exchange).all_gather_results(f"step {number}, which can be tried again,", failure=failure)
     if len({head[2] for head in heads}) > 1:
-        raise _unlike([json.loads(answer) for answer in exchange.agree(f"settings of step {number}", said)])
+        raise _unlike([json.loads(answer) for answer in exchange.all_gather_bytes(f"settings of step {number}", said)])
     # Only the slices of one shard group: replicas have the same ones.
     total = SquareSum.merge(SquareSum.unpack(heads[rank][3]) for rank in exchange.placement.shard_ranks)
-    if exchange.is_stage:
-        mine = SquareSum.merge([total, exchange.everyone.counted_elsewhere()])
-        stages = exchange.everyone.over_stages(f"norm of step {number}", mine.pack())
+    if exchange.is_pipeline_stage:
+        mine = SquareSum.merge([total, exchange.world.duplicate_square_sum()])
+        stages = exchange.world.gather_over_stages(f"norm of step {number}", mine.pack())
         total = SquareSum.merge(map(SquareSum.unpack, stages))
     union = {index for answer in answers for index, has in enumerate(answer[HEAD.size :]) if has}
     return total.norm(), union
@@ -149,7 +151,7 @@ def _unlike(told: list[list[dict[str, Any]]]) -> ConfigError:
     return ConfigError("step: expected the same options on all ranks, got different ones")
 
 
-def agree_on_nonfinite(exchange: Exchange, gradients: Gradients, *, loss_is_finite: bool) -> tuple[list[str], bool]:
+def agree_on_nonfinite(exchange: Collectives, gradients: Gradients, *, loss_is_finite: bool) -> tuple[list[str], bool]:
     """(names of the first parameters whose gradient is inf or NaN on any rank, whether every loss was finite).
 
     Collective. The names are in the order in which backward reached the parameters.
@@ -167,7 +169,7 @@ def agree_on_nonfinite(exchange: Exchange, gradients: Gradients, *, loss_is_fini
             mine.append((position, slot.name))
             if len(mine) == NAMES_MAX:
                 break
-    answers = exchange.agree("gradients that are not finite", json.dumps([mine, loss_is_finite]).encode())
+    answers = exchange.all_gather_bytes("gradients that are not finite", json.dumps([mine, loss_is_finite]).encode())
     told = [json.loads(answer) for answer in answers]
     first: dict[str, int] = {}
     for position, name in sorted(pair for theirs, _ in told for pair in theirs):
@@ -255,7 +257,7 @@ class Stepper:
         gradients: Gradients,
         pipeline: SubGroupPipeline,
         updates: DueUpdates,
-        exchange: Exchange,
+        exchange: Collectives,
         scaler: LossScaler,
         *,
         needs_all: bool,

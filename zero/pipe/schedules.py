@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from offload.errors import ConfigError, RankLostError
-from zero.exchange.all_stages import AllStages
-from zero.exchange.together import Together
+from zero.exchange.all_stages import PipelineCollectives
+from zero.exchange.together import AllRanks
 from zero.pipe.module import PipelineModule
 
 
@@ -138,7 +138,7 @@ class Schedules:
         name: "1f1b" or "gpipe".
     """
 
-    def __init__(self, module: PipelineModule, stages: AllStages, work: Work, name: str) -> None:
+    def __init__(self, module: PipelineModule, stages: PipelineCollectives, work: Work, name: str) -> None:
         self._module, self._stages, self._work, self._name = module, stages, work, name
         self._is_first, self._is_last = module.stage_id == 0, module.stage_id == module.num_stages - 1
         self._made: dict[bool, tuple[tuple[str, int], Any, _Layers]] = {}
@@ -214,14 +214,14 @@ class Schedules:
         """The tensors that this stage receives and sends, without values. All ranks call this."""
         received: tuple[torch.Tensor, ...] = ()
         sent: tuple[torch.Tensor, ...] = ()
-        together = Together(self._stages)
+        together = AllRanks(self._stages)
         for stage in range(self._module.num_stages - 1):
             mine, payload, failure = stage == self._module.stage_id, b"", None
             try:
                 payload = self._tried(layers, batches, received) if mine else b""
             except Exception as error:
                 failure = error
-            answers = together.exchange(f"shapes behind stage {stage}", payload, failure)
+            answers = together.all_gather_results(f"shapes behind stage {stage}", payload, failure)
             is_tuple, told = json.loads(answers[self._stages.column.ranks[stage]])
             shapes = tuple(_heard(part, train) for part in told)
             sent = shapes if mine else sent

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from zero.exchange.all_stages import AllStages
+from zero.exchange.all_stages import PipelineCollectives
 from zero.pipe.module import PipelineModule
 from zero.ranks.comm import Group
 from zero.values.parameters import ParameterValues
@@ -16,14 +16,14 @@ from zero.values.parameters import ParameterValues
 class TiedWeights:
     """The tied layers of one stage. All ranks make it together."""
 
-    def __init__(self, module: PipelineModule, stages: AllStages) -> None:
+    def __init__(self, module: PipelineModule, stages: PipelineCollectives) -> None:
         self._module, self._stages = module, stages
         self._groups = {key: stages.group(who) for key, who in module.tied_stages.items() if len(who) > 1}
 
     def make_equal(self) -> None:
         """Copy the values of the first stage that holds them to the others. Called before the engine is made."""
         for group, _, parameter in self._shared():
-            values = self._stages.each(group, parameter.detach().cpu().reshape(-1))
+            values = self._stages.all_gather(group, parameter.detach().cpu().reshape(-1))
             with torch.no_grad():
                 parameter.copy_(values[0].view(parameter.shape))
 
@@ -38,13 +38,13 @@ class TiedWeights:
                 continue
             values = values_of(parameter)
             mine = values.gradient()
-            has = self._stages.each(group, torch.tensor([mine is not None], device="cpu").to(torch.uint8))
+            has = self._stages.all_gather(group, torch.tensor([mine is not None], device="cpu").to(torch.uint8))
             if not any(bool(part) for part in has):
                 continue
             flat = (
                 torch.zeros(parameter.numel(), dtype=torch.float32, device="cpu") if mine is None else mine.reshape(-1)
             )
-            total, *rest = self._stages.each(group, flat)
+            total, *rest = self._stages.all_gather(group, flat)
             for part in rest:
                 total = total + part
             values.set_gradient(total.view(parameter.shape))
@@ -52,7 +52,7 @@ class TiedWeights:
                 # The gradient is stored rounded, and this stage's sum of squares contains the stored values: exclude
                 # exactly these, since the first stage counts them.
                 stored = values.gradient()
-                self._stages.count_elsewhere(total if stored is None else stored.reshape(-1).contiguous())
+                self._stages.add_duplicate_gradient(total if stored is None else stored.reshape(-1).contiguous())
 
     def _shared(self) -> Iterator[tuple[Group, str, nn.Parameter]]:
         for key, group in self._groups.items():

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from offload.kernels.kernels import isa
 from offload.sizes import format_bytes
 from zero.config import Config
-from zero.exchange.exchange import Exchange
+from zero.exchange.exchange import Collectives
 from zero.params.layout import Layout
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
 from zero.ranks import world
@@ -56,7 +56,7 @@ def follow(config: Config) -> None:
 
 
 def start_line(
-    config: Config, layout: Layout, plan: Plan, storage: Storage, exchange: Exchange, coded: Mapping[int, int]
+    config: Config, layout: Layout, plan: Plan, storage: Storage, exchange: Collectives, coded: Mapping[int, int]
 ) -> str:
     """The line at the start: parameters, bytes on each tier of this rank, I/O backend and kernels.
 

@@ -15,8 +15,8 @@ from offload.memory.pinned import aligned_copy
 from offload.mover import IoFuture
 from offload.planes.copies import write_array
 from offload.streams import MaybeEvent
-from zero.exchange.exchange import Exchange, Turn
-from zero.exchange.neighbours import Neighbours
+from zero.exchange.exchange import Collectives, PendingWork
+from zero.exchange.neighbours import SecondaryShards
 from zero.optim.pending_updates import DueUpdates
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
@@ -62,24 +62,26 @@ class Draining:
 class _Ways:
     """Jobs that fetch units, on the mover's loop. No reference to the engine: a job must not keep it alive."""
 
-    def __init__(self, storage: Storage, updates: DueUpdates, exchange: Exchange, near: Neighbours) -> None:
+    def __init__(self, storage: Storage, updates: DueUpdates, exchange: Collectives, near: SecondaryShards) -> None:
         self._storage, self._updates, self._exchange, self._near = storage, updates, exchange, near
 
-    async def fetch(self, unit: Unit, flat: torch.Tensor, fences: tuple[MaybeEvent, ...], turn: Turn) -> MaybeEvent:
+    async def fetch(
+        self, unit: Unit, flat: torch.Tensor, fences: tuple[MaybeEvent, ...], turn: PendingWork
+    ) -> MaybeEvent:
         try:
             own = await self._updates.fetch(unit, unit.own(flat), fences)
         except BaseException as error:
-            self._exchange.give_up(turn, error)
+            self._exchange.cancel(turn, error)
             raise
-        return self._near.keep(unit, flat, await self._exchange.gather(turn, unit, flat, own))
+        return self._near.store_part(unit, flat, await self._exchange.gather(turn, unit, flat, own))
 
-    async def bring_all(self, unit: Unit, memory: torch.Tensor, turn: Turn, partial: set[int]) -> MaybeEvent:
+    async def bring_all(self, unit: Unit, memory: torch.Tensor, turn: PendingWork, partial: set[int]) -> MaybeEvent:
         """Bring all slices up to date where they live; the unit stays `partial` if that fails."""
         try:
             await self._updates.bring_unit(unit)
         except BaseException as error:
             partial.add(unit.index)
-            self._exchange.give_up(turn, error)
+            self._exchange.cancel(turn, error)
             raise
         try:
             return await self._exchange.gather(turn, unit, memory, self._storage.streams.record_update_event())
@@ -110,11 +112,11 @@ class Loader:
         updates: DueUpdates,
         in_place: bool,
         events: Events,
-        exchange: Exchange,
+        exchange: Collectives,
     ) -> None:
         self._layout, self._bound, self._storage, self._updates = layout, bound, storage, updates
         self._in_place, self._events, self._exchange = in_place, events, exchange
-        self._near = Neighbours(layout, storage, exchange)
+        self._near = SecondaryShards(layout, storage, exchange)
         self._ways = _Ways(storage, updates, exchange, self._near)
         self.in_step = exchange.placement.in_step
         self._draining: list[Draining] = []
@@ -137,19 +139,19 @@ class Loader:
         if block is None:
             return None
         # An alias: binding swaps the storage of `block.data`, while the update still writes from this memory.
-        flat, turn = exact_alias(block.data), self._near.turn(unit)
+        flat, turn = exact_alias(block.data), self._near.enqueue_near(unit)
         if turn is not None:
             job = self._near.gather(unit, flat, block.events, turn)
         else:
-            job = self._ways.fetch(unit, flat, block.events, self._exchange.turn("gather", unit))
+            job = self._ways.fetch(unit, flat, block.events, self._exchange.enqueue("gather", unit))
         return Arrival(block.data, block, self._storage.mover.submit(f"fetching unit {unit.name}", job))
 
     def step_taken(self) -> None:
         """Trained units are about to change on every rank."""
         self._stepped_on = self._storage.streams.wait_stream(None)
         self._partial.update(index for index in self._storage.plan.whole if self._layout.units[index].trainable)
-        self._near.forget(unit.index for unit in self._layout.units if unit.trainable)
-        self._exchange.step_taken(lambda index: not self._updates.at_home(index))
+        self._near.invalidate(unit.index for unit in self._layout.units if unit.trainable)
+        self._exchange.on_step_decided(lambda index: not self._updates.at_home(index))
 
     def rewritten(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
         """The stored weights of these units (None: all) change on every rank, by other means than a step.
@@ -157,9 +159,9 @@ class Loader:
         `unstored`: the units among them that this rank could not store yet.
         """
         indices = range(len(self._layout.units)) if indices is None else indices
-        self._near.forget(indices)
+        self._near.invalidate(indices)
         self._partial |= self._storage.plan.whole.intersection(indices)
-        self._exchange.rewritten(unstored)
+        self._exchange.on_weights_rewritten(unstored)
 
     def begin_persistent(self) -> None:
         """Begin to update persistent units where that needs all ranks, so that no rank waits for another later."""
@@ -353,7 +355,7 @@ class Loader:
         """Begin to bring the unit up to date; None: nothing to do. The result is a fence after a gather, or None."""
         if unit.index in self._partial:
             self._partial.discard(unit.index)
-            job = self._ways.bring_all(unit, memory, self._exchange.turn("gather", unit), self._partial)
+            job = self._ways.bring_all(unit, memory, self._exchange.enqueue("gather", unit), self._partial)
             return self._storage.mover.submit(f"gathering unit {unit.name}", job)
         if self._updates.current(unit.index):
             return None
@@ -400,7 +402,7 @@ class Loader:
             streams.wait_events(*modified)
             await streams.synchronize(*modified, streams.record_copy_event())
             await self._updates.settle_weights(unit)  # its update writes to the same place
-            kept = self._near.keep(unit, data, None)  # no fence: the device has reached all of them
+            kept = self._near.store_part(unit, data, None)  # no fence: the device has reached all of them
             try:
                 await write_array(plane, unit.begin, unit.end, unit.own(data), self._storage.arena)
                 return kept

@@ -32,8 +32,8 @@ from offload.planes.two_slots import TwoSlotArray
 from offload.system.regular_files import report_read_errors
 from zero.config import Config
 from zero.config.swap_paths import create_swap_paths
-from zero.exchange.exchange import Exchange
-from zero.exchange.together import Together
+from zero.exchange.exchange import Collectives
+from zero.exchange.together import AllRanks
 from zero.params.layout import Layout, Space
 from zero.plan.plan import Plan
 from zero.plan.record import ADAM_STATES
@@ -56,10 +56,10 @@ class Pending:
     void: bool = False
 
 
-class SnapshotsTogether(Together):
+class SnapshotsTogether(AllRanks):
     """If one rank finds no usable snapshot, all ranks raise ConfigError."""
 
-    keeps, otherwise = (), ConfigError
+    shared_errors, default_error = (), ConfigError
 
 
 class Snapshots:
@@ -76,7 +76,7 @@ class Snapshots:
     """
 
     def __init__(
-        self, files: SnapshotFiles, every: int, exchange: Exchange, facts: dict[str, Any], found: Manifest | None
+        self, files: SnapshotFiles, every: int, exchange: Collectives, facts: dict[str, Any], found: Manifest | None
     ) -> None:
         self._files, self._every, self._exchange, self._facts, self._found = files, every, exchange, facts, found
         self._number = 0 if found is None else found.number
@@ -184,7 +184,7 @@ class Snapshots:
         Raises StorageError: this rank's failure; StateError: another rank's.
         """
         mine = {"step": pending.step, "void": pending.void, "error": None if failure is None else str(failure)}
-        answers = [json.loads(answer) for answer in self._exchange.agree(what, json.dumps(mine).encode())]
+        answers = [json.loads(answer) for answer in self._exchange.all_gather_bytes(what, json.dumps(mine).encode())]
         if any(answer["void"] for answer in answers):
             self.pending, self._missed, self._wary = None, True, WARY_SNAPSHOTS
             logger.info(
@@ -274,7 +274,7 @@ class Snapshots:
                 ) from error
 
         self._damaged = True
-        SnapshotsTogether(self._exchange).do("snapshot read", read)
+        SnapshotsTogether(self._exchange).run_on_all("snapshot read", read)
         self.unloaded = self._damaged = False
         return manifest.state
 
@@ -319,7 +319,7 @@ def _names(space: Space, begin: int, end: int) -> str:
     return f" ({', '.join(names[:NAMES_MAX])}{more})" if names else " (padding)"
 
 
-def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Exchange) -> Snapshots | None:
+def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Collectives) -> Snapshots | None:
     """The snapshots that a configuration asks for; None: none. All ranks call this before their storage is made.
 
     Raises ConfigError: the folder cannot be used, another job uses it, or it holds a snapshot of another layout;
@@ -336,10 +336,10 @@ def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Exchang
             undo.callback(_leave, files)
             return files, files.committed_head if rank == 0 else None
 
-        files, mine = together.do("snapshot files", look)
-        head = json.loads(together.exchange("snapshot found", json.dumps(mine).encode())[0])
+        files, mine = together.run_on_all("snapshot files", look)
+        head = json.loads(together.all_gather_results("snapshot found", json.dumps(mine).encode())[0])
         facts = facts_of(layout, plan, exchange)
-        found = together.do(
+        found = together.run_on_all(
             "snapshot fits", lambda: report_read_errors(files.root)(_found)(files, head, facts, exchange)
         )
         undo.pop_all()
@@ -354,7 +354,7 @@ def _leave(files: SnapshotFiles) -> None:
 
 
 def _found(
-    files: SnapshotFiles, head: dict[str, Any] | None, facts: dict[str, Any], exchange: Exchange
+    files: SnapshotFiles, head: dict[str, Any] | None, facts: dict[str, Any], exchange: Collectives
 ) -> Manifest | None:
     """This rank's manifest of the committed snapshot. Raises ConfigError: a rank has none, or one of another layout."""
     if head is None:
@@ -381,7 +381,7 @@ def _found(
     return manifest
 
 
-def facts_of(layout: Layout, plan: Plan, exchange: Exchange) -> dict[str, Any]:
+def facts_of(layout: Layout, plan: Plan, exchange: Collectives) -> dict[str, Any]:
     """The facts that must be equal for the bytes of a snapshot to have the same meaning."""
     units = [
         [u.name, str(u.dtype), u.trainable, u.numel, u.shard_numel, u.begin]

@@ -59,7 +59,7 @@ def rank_state(engine: Run, accumulated: dict[str, Any] | None) -> dict[str, Any
     """The part of one rank: random states, the position in its data, and its gradients of an incomplete step."""
     loader: Any = engine.training_dataloader
     logits, own = engine.attention_logits, {}
-    if engine.parts.collectives.is_stage:
+    if engine.parts.collectives.is_pipeline_stage:
         own["lr_scheduler"] = [leaf.names[0] for leaf in engine.parts.leaves], pack_any(_scheduler_state(engine))
     return {
         **own,

@@ -11,7 +11,7 @@ from offload.archives import bytes_of, bytes_tensor
 from offload.kernels import kernels
 from offload.kernels.square_sums import SquareSum, rows_of
 from offload.sizes import BLOCK_NUMEL, align_up
-from zero.exchange.exchange import Exchange
+from zero.exchange.exchange import Collectives
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.params.layout import Slot, Unit
 from zero.values.gathered_values import CHUNK_NUMEL, join_runs, runs_of
@@ -20,7 +20,7 @@ from zero.values.gathered_values import CHUNK_NUMEL, join_runs, runs_of
 class GradientValues:
     """Gradients of an engine between a backward and the step, by slot."""
 
-    def __init__(self, gradients: Gradients, exchange: Exchange) -> None:
+    def __init__(self, gradients: Gradients, exchange: Collectives) -> None:
         self._gradients, self._exchange = gradients, exchange
         self._placement = exchange.placement
 
@@ -36,7 +36,9 @@ class GradientValues:
         """
         state, waiting = self._gradients.state_of(unit), self._gradients.waiting(unit.index).get(unit.index)
         had = bool(state.contributions[slot.position])
-        answers = self._exchange.agree(f"gradient of {slot.name}", json.dumps([had, waiting is not None]).encode())
+        answers = self._exchange.all_gather_bytes(
+            f"gradient of {slot.name}", json.dumps([had, waiting is not None]).encode()
+        )
         told = [json.loads(answer) for answer in answers]
         if not any(had for had, _ in told):
             return None
@@ -63,7 +65,7 @@ class GradientValues:
         if waiting is not None:
             part = waiting[slot.offset_numel + lo : slot.offset_numel + hi].float()
             message = torch.cat([message, part])
-        answers = self._exchange.agree(f"gradient of {slot.name}", bytes_of(message.view(torch.uint8)))
+        answers = self._exchange.all_gather_bytes(f"gradient of {slot.name}", bytes_of(message.view(torch.uint8)))
         told = [bytes_tensor(answer) for answer in answers]
         join_runs(placement, runs, told, [out])
         late = [rest.view(torch.float32)[-out.numel() :] for rest, has in zip(told, waits, strict=True) if has]
@@ -91,7 +93,9 @@ class GradientValues:
         """
         own = SquareSum.merge(part for unit, slot in places for part in self._own_sums(unit, slot))
         waits = any(unit.index in self._gradients.waiting(unit.index) for unit, _ in places)
-        answers = self._exchange.agree(f"norm of the gradient of {places[0][1].name}", bytes([waits]) + own.pack())
+        answers = self._exchange.all_gather_bytes(
+            f"norm of the gradient of {places[0][1].name}", bytes([waits]) + own.pack()
+        )
         if any(answer[0] for answer in answers):
             return None
         return SquareSum.merge(SquareSum.unpack(answers[rank][1:]) for rank in self._placement.shard_ranks)

@@ -15,7 +15,7 @@ from offload.errors import BudgetError, StateError
 from offload.kernels import masters
 from offload.planes.copies import read_array, write_array
 from offload.sizes import format_bytes
-from zero.exchange.exchange import Exchange, whole
+from zero.exchange.exchange import Collectives, gather_on_host
 from zero.params.binding import BoundUnit, recapture_all
 from zero.params.layout import Layout, Unit
 from zero.plan.machine import read_machine
@@ -59,11 +59,11 @@ class UnitEditor:
         storage: Storage,
         coordinator: Coordinator,
         events: Events,
-        exchange: Exchange,
+        exchange: Collectives,
     ) -> None:
         self._layout, self._bound, self._storage, self._coordinator = layout, bound, storage, coordinator
         self._events, self._exchange = events, exchange
-        self.placement, self.is_stage = exchange.placement, exchange.is_stage
+        self.placement, self.is_stage = exchange.placement, exchange.is_pipeline_stage
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
         self._modifiers: dict[int, set[int | None]] = {}  # Unit -> those of the gathers inside the one that is open.
@@ -227,7 +227,7 @@ class UnitEditor:
         plane = self._storage.weights[self._layout.space_of(unit)]
         job = read_array(plane, unit.begin, unit.end, unit.own(out), self._storage.arena)
         self._storage.mover.run(f"reading {unit.name}", job)
-        return whole(self._exchange, unit, out)
+        return gather_on_host(self._exchange, unit, out)
 
     def live(self, unit: Unit) -> torch.Tensor | None:
         """The unit's weights as they are used: the plane's, or newer ones if forward has modified a weight in place.
@@ -263,7 +263,7 @@ class UnitEditor:
         own = unit.own(after)
         await write_array(plane, unit.begin, unit.end, own, self._storage.arena)
         await self._forget_masters(unit, unit.own(before), own)
-        self._exchange.stored(unit.index)
+        self._exchange.on_weights_stored(unit.index)
 
     async def _forget_masters(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
         space = self._layout.space_of(unit)
@@ -325,7 +325,7 @@ class UnitEditor:
                 staged.release()
 
 
-def agree_on_edits(exchange: Exchange, edits: list[Edit], modifier_rank: int | None) -> list[Edit]:
+def agree_on_edits(exchange: Collectives, edits: list[Edit], modifier_rank: int | None) -> list[Edit]:
     """The edits to be stored: the same edits on every rank. All ranks call this with the same units.
 
     Raises StateError: ranks have made different edits; names the unit and the ranks.
@@ -342,7 +342,7 @@ def agree_on_edits(exchange: Exchange, edits: list[Edit], modifier_rank: int | N
             f"GatheredParameters: expected a modifier_rank from 0 to {placement.world_size - 1}, got {modifier_rank}"
         )
     digests = [_digest(edit.after) if edit.changed else "" for edit in edits]
-    answers = [json.loads(answer) for answer in exchange.agree("edits", json.dumps(digests).encode())]
+    answers = [json.loads(answer) for answer in exchange.all_gather_bytes("edits", json.dumps(digests).encode())]
     if modifier_rank is not None:
         given = [edit for edit, digest in zip(edits, answers[modifier_rank], strict=True) if digest]
         for edit in given:

@@ -12,8 +12,8 @@ from torch import nn
 
 from offload.archives import bytes_of, bytes_tensor
 from offload.errors import StateError
-from zero.exchange.exchange import Exchange
-from zero.exchange.together import Relay
+from zero.exchange.exchange import Collectives
+from zero.exchange.together import DeferringFailures
 from zero.params.layout import Slot, Unit
 from zero.params.placement import Placement
 from zero.store.adoption import Piece
@@ -29,7 +29,7 @@ class GatheredValues:
     `own`: the values of this rank's planes.
     """
 
-    def __init__(self, own: StoredValues, exchange: Exchange) -> None:
+    def __init__(self, own: StoredValues, exchange: Collectives) -> None:
         self._own, self._exchange = own, exchange
 
     def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
@@ -55,7 +55,7 @@ class GatheredValues:
                 for whole, part in zip(values, [part for part in held if part is not None], strict=True):
                     whole[at].copy_(part)
         message = b"".join(bytes_of(whole[own].view(torch.uint8)) for whole in values)
-        answers = self._exchange.agree(f"reading {slot.name}", message)
+        answers = self._exchange.all_gather_bytes(f"reading {slot.name}", message)
         join_runs(placement, runs, [bytes_tensor(answer) for answer in answers], values)
         weight, *states = values
         if not state:
@@ -74,7 +74,7 @@ class PlaneReader:
         masters: read fp32 masters of trained parameters instead of weights.
     """
 
-    def __init__(self, stored: StoredValues, relay: Relay, *, masters: bool) -> None:
+    def __init__(self, stored: StoredValues, relay: DeferringFailures, *, masters: bool) -> None:
         self._stored, self._relay, self._masters = stored, relay, masters
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
@@ -95,7 +95,7 @@ class PlaneReader:
                     yield from self._gathered(unit, slot, begin, end, dtype)
                     continue
                 values = None
-                with self._relay.keeping():
+                with self._relay.deferring_failure():
                     values = self._own(unit, slot, begin, end, dtype)
                 if values is not None:
                     yield values
@@ -105,10 +105,10 @@ class PlaneReader:
         runs = runs_of(placement, unit, slot, begin, end)
         own, payload = runs[placement.shard_index], b""
         if own.start < own.stop and placement.rank < placement.shard_size:
-            with self._relay.keeping():
+            with self._relay.deferring_failure():
                 values = self._own(unit, slot, begin + own.start, begin + own.stop, dtype)
                 payload = bytes_of(values.view(torch.uint8))
-        answers = self._relay.exchange(f"reading {slot.name}", payload)
+        answers = self._relay.all_gather_results(f"reading {slot.name}", payload)
         if placement.rank == 0:
             whole = torch.empty(end - begin, dtype=dtype, device="cpu")
             join_runs(placement, runs, [bytes_tensor(answer) for answer in answers], [whole])
@@ -145,7 +145,7 @@ def join_runs(
             told[rank] = told[rank][nbytes:]
 
 
-def agree_on_change(exchange: Exchange, model: nn.Module, held: Collection[int], *, accumulating: bool) -> None:
+def agree_on_change(exchange: Collectives, model: nn.Module, held: Collection[int], *, accumulating: bool) -> None:
     """Check that all ranks have changed their model alike, and that none has gradients. All ranks call this together.
 
     Raises StateError: names the differences, per rank; or the ranks that have gradients.
@@ -163,9 +163,12 @@ def agree_on_change(exchange: Exchange, model: nn.Module, held: Collection[int],
             for name, p in model.named_parameters()
         ]
     digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=16).hexdigest()
-    told = [json.loads(answer) for answer in exchange.agree("a change", json.dumps([digest, accumulating]).encode())]
+    told = [
+        json.loads(answer)
+        for answer in exchange.all_gather_bytes("a change", json.dumps([digest, accumulating]).encode())
+    ]
     if len({digest for digest, _ in told}) > 1:
-        lists = [json.loads(answer) for answer in exchange.agree("what differs", json.dumps(mine).encode())]
+        lists = [json.loads(answer) for answer in exchange.all_gather_bytes("what differs", json.dumps(mine).encode())]
         raise StateError(
             f"the ranks have changed the model differently: {_differences(lists)}; make the same changes on each rank"
         )

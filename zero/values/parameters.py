@@ -15,7 +15,7 @@ from torch import nn
 from offload.archives import bytes_of, bytes_tensor
 from offload.errors import StateError
 from offload.kernels import masters
-from zero.exchange.exchange import Exchange
+from zero.exchange.exchange import Collectives
 from zero.optim.small_states import SmallStates, gathered
 from zero.params.gathering import GatheredParameters
 from zero.params.layout import Slot, Unit
@@ -47,7 +47,7 @@ class ParameterValues:
     """
 
     def __init__(
-        self, parts: EngineParts, exchange: Exchange, parameter: nn.Parameter, optimizer: KeptOptimizer | None
+        self, parts: EngineParts, exchange: Collectives, parameter: nn.Parameter, optimizer: KeptOptimizer | None
     ) -> None:
         self._parts, self._exchange, self._parameter = parts, exchange, parameter
         self._small = {} if optimizer is None else optimizer.small
@@ -125,7 +125,7 @@ class ParameterValues:
         out = torch.empty(self._parameter.shape, dtype=torch.float32, device="cpu")
         flat, placement = out.view(-1), self._exchange.placement
         payload = bytes_of(own.detach().float().cpu().contiguous().view(torch.uint8))
-        told = [bytes_tensor(part) for part in self._exchange.agree("own parts", payload)]
+        told = [bytes_tensor(part) for part in self._exchange.all_gather_bytes("own parts", payload)]
         for unit, slot in self._places:
             runs = runs_of(placement, unit, slot, slot.first_numel, slot.first_numel + slot.numel)
             join_runs(placement, runs, told, [flat[slot.first_numel : slot.first_numel + slot.numel]])

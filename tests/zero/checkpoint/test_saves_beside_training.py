@@ -44,7 +44,7 @@ from offload.files.containers import container
 from offload.files.durable import Files
 from zero.checkpoint import background, writer
 from zero.checkpoint.folder import CheckpointFolder
-from zero.exchange.exchange import Alone
+from zero.exchange.exchange import SingleRankCollectives
 from zero.exchange.together import FAILED
 from zero.optim.pipeline import StepArguments
 
@@ -527,14 +527,14 @@ class Unwilling:
         raise ValueError("not me")
 
 
-class FailingElsewhere(Alone):
+class FailingElsewhere(SingleRankCollectives):
     """A rank beside another one, on which something fails."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self._what, self.asked = what, list[str]()
 
-    def agree(self, what: str, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, what: str, payload: bytes) -> list[bytes]:
         self.asked.append(what)
         failed = FAILED + json.dumps([None, "StorageError: full", None]).encode()
         return [payload, failed if what == self._what else payload]
