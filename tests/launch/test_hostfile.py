@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
-from zero.launch.hosts import Node, choose, first_nodes, first_slots, parse_hostfile, read_hostfile
+from zero.launch.hosts import Node, choose_nodes, first_nodes, first_slots, parse_hostfile, read_hostfile
 
 HOSTS = st.dictionaries(st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), st.integers(1, 4), min_size=1)
 POOL = {"worker-1": 4, "worker-2": 4, "worker-3": 2}
@@ -81,20 +81,20 @@ def taken(nodes: list[Node]) -> set[tuple[str, int]]:
 
 @given(filters())
 def test_include_and_exclude_of_the_same_words_share_everything_out(words: str) -> None:
-    included = choose(POOL, include=words)
+    included = choose_nodes(POOL, include=words)
     try:
-        rest = choose(POOL, exclude=words)
+        rest = choose_nodes(POOL, exclude=words)
     except ConfigError as error:
         assert "at least one slot to remain" in str(error)
         rest = []
-    assert taken(included) | taken(rest) == taken(choose(POOL)) and not taken(included) & taken(rest)
+    assert taken(included) | taken(rest) == taken(choose_nodes(POOL)) and not taken(included) & taken(rest)
     assert [node.host for node in included] == [host for host in POOL if host in {node.host for node in included}]
     assert all(node.slots == tuple(sorted(node.slots)) for node in included)
 
 
 def test_the_words_of_the_deepspeed_manual() -> None:
-    assert choose(POOL, include="worker-2:0@worker-3:0,1") == [Node("worker-2", (0,)), Node("worker-3", (0, 1))]
-    assert choose(POOL, exclude="worker-2@worker-3:0") == [Node("worker-1", (0, 1, 2, 3)), Node("worker-3", (1,))]
+    assert choose_nodes(POOL, include="worker-2:0@worker-3:0,1") == [Node("worker-2", (0,)), Node("worker-3", (0, 1))]
+    assert choose_nodes(POOL, exclude="worker-2@worker-3:0") == [Node("worker-1", (0, 1, 2, 3)), Node("worker-3", (1,))]
 
 
 @pytest.mark.parametrize("flag", ["include", "exclude"])
@@ -113,19 +113,19 @@ def test_the_words_of_the_deepspeed_manual() -> None:
 )
 def test_a_bad_filter_names_the_word(flag: str, words: str, told: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        choose(POOL, **{flag: words})
+        choose_nodes(POOL, **{flag: words})
     assert all(word in str(refusal.value) for word in [f"--{flag} {words}", *told])
 
 
 def test_both_filters_or_nothing_left_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected one of them, got both"):
-        choose(POOL, "worker-1", "worker-2")
+        choose_nodes(POOL, "worker-1", "worker-2")
     with pytest.raises(ConfigError, match="at least one slot to remain, got none"):
-        choose(POOL, exclude="@".join(POOL))
+        choose_nodes(POOL, exclude="@".join(POOL))
 
 
 def test_fewer_nodes_and_slots_are_the_first_ones() -> None:
-    nodes = choose(POOL)
+    nodes = choose_nodes(POOL)
     assert first_nodes(nodes, 2) == nodes[:2]
     assert [node.slots for node in first_slots(nodes, 2)] == [(0, 1)] * 3
     for count in (0, 4, -1):

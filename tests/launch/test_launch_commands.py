@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from offload.errors import ConfigError
 from zero.launch import arguments, job
 from zero.launch.arguments import Program
-from zero.launch.commands import Transport, build_commands, torchrun_words
+from zero.launch.commands import Transport, build_commands, torchrun_arguments
 from zero.launch.hosts import Node
 from zero.launch.job import Job, is_remote, parse_cores, plan_job
 
@@ -32,7 +32,7 @@ def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     arguments.add_arguments(parser)
     options = parser.parse_args(words)
-    arguments.check(options)
+    arguments.check_arguments(options)
     return options
 
 
@@ -205,23 +205,23 @@ def test_documented_commands_make_a_job(line: str, tmp_path: Path, monkeypatch: 
 @given(st.lists(st.text(max_size=8), min_size=1), st.text(max_size=8), st.none() | st.integers(1, 65535))
 def test_a_job_travels_as_one_word_that_shells_leave_alone(words: list[str], address: str, port: int | None) -> None:
     sent = Job(NODES, Program(tuple(words), "module", False), address, port, (1, 2), 0, "logs", True, True)
-    assert Job.from_word(sent.to_word()) == sent
-    assert shlex.quote(sent.to_word().rstrip("=")) == sent.to_word().rstrip("=") and "%" not in sent.to_word()
+    assert Job.decode(sent.encode()) == sent
+    assert shlex.quote(sent.encode().rstrip("=")) == sent.encode().rstrip("=") and "%" not in sent.encode()
 
 
-@pytest.mark.parametrize("word", ["", "nonsense", Job(NODES, Program(("x",))).to_word()[8:]])
+@pytest.mark.parametrize("word", ["", "nonsense", Job(NODES, Program(("x",))).encode()[8:]])
 def test_another_word_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="expected the argument that zero run makes"):
-        Job.from_word(word)
+        Job.decode(word)
 
 
 def test_torchrun_gets_one_nodes_part() -> None:
-    assert torchrun_words(JOB, 1, ["rank.py", "x.py"], "/tmp/f") == [
+    assert torchrun_arguments(JOB, 1, ["rank.py", "x.py"], "/tmp/f") == [
         *("--nproc-per-node=1", "--max-restarts=0", "--nnodes=2", "--node-rank=1"),
         *("--master-addr=a", "--master-port=29500", "--log-dir=/tmp/f", "rank.py", "x.py"),
     ]
     alone = Job((Node("localhost", (0, 1)),), Program(("x.py",)), log_folder="/logs")
-    assert torchrun_words(alone, 0, ["rank.py"], "/logs") == [
+    assert torchrun_arguments(alone, 0, ["rank.py"], "/logs") == [
         *("--nproc-per-node=2", "--max-restarts=0", "--standalone", "--local-addr=127.0.0.1"),
         *("--log-dir=/logs", "--redirects=3", "rank.py"),
     ]
@@ -229,7 +229,7 @@ def test_torchrun_gets_one_nodes_part() -> None:
 
 def sent_job(words: tuple[str, ...]) -> Job:
     """The job in the last word of a command, or of the last shell line in it."""
-    return Job.from_word(shlex.split(words[-1])[-1])
+    return Job.decode(shlex.split(words[-1])[-1])
 
 
 def check_same(job: Job, **more: Any) -> None:
@@ -242,7 +242,7 @@ def test_ssh_starts_one_process_a_node() -> None:
     assert [command.host for command in commands] == ["a", "b"]
     for command in commands:
         assert command.words[0] == "ssh" and command.words[-6:-1] == ("-p", "2222", "-i", "key", command.host)
-        assert command.feeds and command.environment == {}
+        assert command.passes_stdin and command.environment == {}
         line = shlex.split(command.words[-1])
         assert line[:6] == ["cd", "/my folder", "&&", "exec", "env", "A=x y"] and line[6] == "B=$(rm)'"
         assert line[7:-1] == [sys.executable, "-u", "-m", "zero.launch.node", "--host", command.host]
@@ -253,7 +253,7 @@ def test_pdsh_starts_all_nodes_and_fills_in_their_names() -> None:
     (command,) = build_commands(JOB, Transport("pdsh", ("-x", "c"), 2222), {"A": "50%"}, "/here")
     assert command.words[:9] == ("pdsh", "-S", "-R", "ssh", "-f", "1024", "-w", "a,b", "-x")
     assert "A=50%%" in command.words[-1] and "--host %h " in command.words[-1]
-    assert command.environment["PDSH_SSH_ARGS_APPEND"].endswith("-p 2222") and not command.feeds
+    assert command.environment["PDSH_SSH_ARGS_APPEND"].endswith("-p 2222") and not command.passes_stdin
     check_same(sent_job(command.words), watch_stdin=True)
 
 
@@ -278,5 +278,5 @@ def test_mpi_starts_one_process_a_node() -> None:
 def test_local_nodes_are_reached_by_a_prefix() -> None:
     commands = build_commands(JOB, Transport("local", ("ip", "netns", "exec", "{host}")), {"A": "1"}, "/here")
     assert [command.words[:4] for command in commands] == [("ip", "netns", "exec", "a"), ("ip", "netns", "exec", "b")]
-    assert all(command.feeds and command.environment == {"A": "1"} for command in commands)
+    assert all(command.passes_stdin and command.environment == {"A": "1"} for command in commands)
     check_same(sent_job(commands[1].words), watch_stdin=True)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
-from zero.launch.exported_variables import exported, find_files, for_other_nodes, parse_file
+from zero.launch.exported_variables import exportable_variables, find_files, parse_file, variables_for_nodes
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True)
 
@@ -20,7 +20,7 @@ def test_only_variables_of_training_libraries_travel_and_no_secrets() -> None:
     mine["HF_HOME"] = "/models"
     secrets = {"HF_TOKEN": "hf_x", "ZERO_API_KEY": "x", "HF_HUB_TOKEN": "x"}  # they would stand on command lines
     others = {"HOME": "/root", "SECRET_TOKEN": "x", "RANK": "3", "TORCHELASTIC_RUN_ID": "1", "ZERO_RUN_FOLDER": "/tmp"}
-    assert exported({**mine, **secrets, **others}) == mine
+    assert exportable_variables({**mine, **secrets, **others}) == mine
 
 
 @given(st.dictionaries(NAMES, st.text(st.characters(exclude_categories=("C", "Z")), max_size=8).map(str.strip)))
@@ -45,7 +45,7 @@ def test_files_at_home_and_here_are_both_read_and_a_variable_names_others(tmp_pa
     assert find_files({}, here, home) == [home / ".deepspeed_env"]
     (here / ".deepspeed_env").write_text("A=here")
     assert find_files({}, here, home) == [home / ".deepspeed_env", here / ".deepspeed_env"]
-    found = for_other_nodes({}, here, home)
+    found = variables_for_nodes({}, here, home)
     assert (found["A"], found["B"]) == ("here", "home")
     (tmp_path / "other").write_text("A=other")
     assert find_files({"DS_ENV_FILE": str(tmp_path / "other")}, here, home) == [tmp_path / "other"]
@@ -64,12 +64,12 @@ def test_files_at_home_and_here_are_both_read_and_a_variable_names_others(tmp_pa
 def test_a_file_that_is_no_text_names_file_and_line(content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / ".deepspeed_env").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"{tmp_path}/\.deepspeed_env, {words}"):
-        for_other_nodes({}, tmp_path, tmp_path)
+        variables_for_nodes({}, tmp_path, tmp_path)
 
 
 def test_a_file_that_cannot_be_read_or_searched_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="DS_ENV_FILE: expected an existing file"):
-        for_other_nodes({"DS_ENV_FILE": "x" * 300}, tmp_path, tmp_path)
+        variables_for_nodes({"DS_ENV_FILE": "x" * 300}, tmp_path, tmp_path)
     (tmp_path / ".deepspeed_env").write_text("A=1")
 
     def refuse(path: Path, **_: object) -> str:
@@ -77,11 +77,11 @@ def test_a_file_that_cannot_be_read_or_searched_for_is_named(tmp_path: Path, mon
 
     monkeypatch.setattr(Path, "read_text", refuse)
     with pytest.raises(ConfigError, match=r"\.deepspeed_env: cannot be read \(Permission denied\); .*its rights"):
-        for_other_nodes({}, tmp_path, tmp_path)
+        variables_for_nodes({}, tmp_path, tmp_path)
 
 
 def test_the_file_wins_and_programs_are_found_in_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=WARN\nMY_OWN=1\n")
     given = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/lib", "HOME": "/root"}
-    variables = for_other_nodes(given, tmp_path, tmp_path)
+    variables = variables_for_nodes(given, tmp_path, tmp_path)
     assert variables == {"NCCL_DEBUG": "WARN", "MY_OWN": "1", "PYTHONPATH": f"{tmp_path}{os.pathsep}/lib"}

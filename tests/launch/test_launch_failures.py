@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.launch.first_failure import Failure, describe, first_of, from_torch
+from zero.launch.first_failure import Failure, describe, find_first, from_torch
 from zero.launch.memory import MemoryState, explain_kill, read_states
 
 GIB = 1 << 30
@@ -41,7 +41,7 @@ ENDED = failure(2, -15, 90.0)
 )  # fmt: skip
 def test_what_follows_from_another_ranks_end_is_not_the_cause(failures: tuple[Failure, ...], first: Failure) -> None:
     for order in itertools.permutations(failures):
-        assert first_of(order) == first
+        assert find_first(order) == first
 
 
 @dataclass

@@ -15,7 +15,7 @@ import pytest
 from offload.errors import ConfigError
 from zero.launch import head
 from zero.launch.commands import Command
-from zero.launch.head import end_seconds, run_commands
+from zero.launch.head import run_commands, shutdown_seconds
 
 
 def node(line: str, host: str = "node", *, feeds: bool = False, **environment: str) -> Command:
@@ -107,4 +107,4 @@ def test_nodes_have_the_time_to_end_that_torchrun_is_told_to_give(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, str], seconds: float
 ) -> None:
     monkeypatch.setattr(head, "END_SECONDS", 45.0)
-    assert end_seconds(asked) == seconds
+    assert shutdown_seconds(asked) == seconds

@@ -16,7 +16,7 @@ from zero.launch.arguments import Program
 from zero.launch.first_failure import Failure
 from zero.launch.hosts import Node, parse_hostfile
 from zero.launch.job import Job
-from zero.launch.node import which_node
+from zero.launch.node import find_node_rank
 from zero.launch.peers import Peers
 
 NODES = (Node("worker-1", (0,)), Node("me@worker-2", (0,)))
@@ -43,10 +43,10 @@ def begun(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 def test_node_0_stays_until_the_slowest_has_ended(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "SETTLE_SECONDS", 0.2)
     first, second = Peers(job(port), 0), Peers(job(port), 1)
-    thread, results = begun(lambda: first.settle(None, 0, 0))
+    thread, results = begun(lambda: first.gather_failures(None, 0, 0))
     thread.join(1.5)
     assert thread.is_alive(), "its store would be gone, and the other node's ranks with it"
-    assert second.settle(None, 0, 0) == ([], 0)
+    assert second.gather_failures(None, 0, 0) == ([], 0)
     thread.join(10)
     assert results == [([], 0)]
 
@@ -56,9 +56,9 @@ def test_a_node_that_is_told_to_end_ends_the_others(port: int, monkeypatch: pyte
     first, second = Peers(job(port), 0), Peers(job(port), 1)
     ended = threading.Event()
     first.watch(ended.set)
-    thread, results = begun(lambda: second.settle(None, 0, 143))
-    assert ended.wait(10) and first.failed
-    first.settle(None, 0, 143)
+    thread, results = begun(lambda: second.gather_failures(None, 0, 143))
+    assert ended.wait(10) and first.has_failed_peer
+    first.gather_failures(None, 0, 143)
     thread.join(10)
     assert results == [([], 0)]
 
@@ -66,8 +66,8 @@ def test_a_node_that_is_told_to_end_ends_the_others(port: int, monkeypatch: pyte
 def test_every_node_learns_every_first_failure(port: int) -> None:
     first, second = Peers(job(port), 0), Peers(job(port), 1)
     failure = Failure(1, "worker-2", 7, 1.0, "bad")
-    thread, results = begun(lambda: first.settle(None, 0, 0))
-    assert second.settle(failure, 2, 7) == ([failure], 2)
+    thread, results = begun(lambda: first.gather_failures(None, 0, 0))
+    assert second.gather_failures(failure, 2, 7) == ([failure], 2)
     thread.join(10)
     assert results == [([failure], 2)]
 
@@ -80,10 +80,10 @@ def test_a_node_never_joins_another_job_at_the_same_port(
     first = Peers(job(port), 0)
     with pytest.raises(ConfigError, match=f"--master_port {port}: another job answers"):
         Peers(job(port, **other), 1)
-    assert not first.failed
+    assert not first.has_failed_peer
     second = Peers(job(port), 1)
-    thread, results = begun(lambda: first.settle(None, 0, 0))
-    assert second.settle(None, 0, 0) == ([], 0)
+    thread, results = begun(lambda: first.gather_failures(None, 0, 0))
+    assert second.gather_failures(None, 0, 0) == ([], 0)
     thread.join(10)
     assert results == [([], 0)]
 
@@ -95,6 +95,6 @@ def test_a_hostfile_of_open_mpi_is_read() -> None:
 def test_a_node_finds_itself_without_the_users_name() -> None:
     """As pdsh gives it."""
     for host, index in (("worker-1", 0), ("worker-2", 1), ("me@worker-2", 1)):
-        assert which_node(job(1), argparse.Namespace(host=host)) == index
+        assert find_node_rank(job(1), argparse.Namespace(host=host)) == index
     with pytest.raises(ConfigError, match="expected a host of"):
-        which_node(job(1), argparse.Namespace(host="worker-3"))
+        find_node_rank(job(1), argparse.Namespace(host="worker-3"))

@@ -408,7 +408,7 @@ def test_a_backward_goes_on_with_what_could_not_be_stored(
     first, *others = [piece.write for piece in pieces_in_motion(engine)]
     assert others
     disk.first.set()
-    first.settle()
+    first.gather_failures()
     for write in others if at_once else ():
         disk.others.set()
         write.wait()

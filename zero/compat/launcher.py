@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from zero.launch.arguments import add_arguments
 from zero.launch.exported_variables import FILE_NAME
-from zero.launch.hosts import choose, parse_hostfile, read_hostfile
+from zero.launch.hosts import choose_nodes, parse_hostfile, read_hostfile
 from zero.tools import cli
 
 # Where clients write variables for other nodes; the launcher reads it.
@@ -48,7 +48,7 @@ def parse_hostfile_lines(hostfile_lines: Sequence[str]) -> dict[str, int]:
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
     """The slots to use by host. Raises ConfigError, a ValueError: an unknown host or slot, or nothing left."""
-    return {node.host: list(node.slots) for node in choose(resource_pool, inclusion, exclusion)}
+    return {node.host: list(node.slots) for node in choose_nodes(resource_pool, inclusion, exclusion)}
 
 
 def parse_resource_filter(

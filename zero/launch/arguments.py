@@ -22,7 +22,7 @@ REFUSED = {
     "venv_script": "the launcher starts the same Python on every node; install the environment there under the same "
     "path",
 }
-WITH_VALUE = ("venv_script", "min_elastic_nodes", "max_elastic_nodes")
+REFUSED_WITH_VALUE = ("venv_script", "min_elastic_nodes", "max_elastic_nodes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--account", default="", help="for slurm")
     add("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)
     for name in REFUSED:
-        form = {} if name in WITH_VALUE else {"action": "store_const", "const": "yes"}
+        form = {} if name in REFUSED_WITH_VALUE else {"action": "store_const", "const": "yes"}
         add(f"--{name}", **form, help=argparse.SUPPRESS)
     parser.add_argument("script", metavar="SCRIPT", help="the script that each rank runs")
     parser.add_argument("script_args", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -92,12 +92,12 @@ def program_of(options: argparse.Namespace) -> Program:
     return Program((options.script, *options.script_args), kind, not options.no_local_rank)
 
 
-def check(options: argparse.Namespace) -> None:
+def check_arguments(options: argparse.Namespace) -> None:
     """Resolve aliases in place, and check the flags. Raises ConfigError: names the wrong flag and the remedy."""
     for name, reason in REFUSED.items():
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name}: not available: {reason}; leave it out")
-    _settle_launcher(options)
+    _resolve_launcher(options)
     if (options.num_nodes is not None or options.num_gpus is not None) and (options.include or options.exclude):
         raise ConfigError(
             "--num_nodes and --num_gpus with --include or --exclude: expected one way to say which slots, got both; "
@@ -106,7 +106,7 @@ def check(options: argparse.Namespace) -> None:
     _check_numbers(options)
 
 
-def _settle_launcher(options: argparse.Namespace) -> None:
+def _resolve_launcher(options: argparse.Namespace) -> None:
     wish = ("pdsh" if shutil.which("pdsh") else "ssh") if options.launcher is None else options.launcher.lower()
     options.launcher = ALIASES.get(wish, wish)
     if options.launcher == "--no_ssh":

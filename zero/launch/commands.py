@@ -16,7 +16,7 @@ NODE_MODULE = "zero.launch.node"
 # BatchMode: several ssh processes cannot ask for a password at once. ServerAlive: a node that vanished is noticed.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 # With these launchers a node's standard input closes whenever the launcher ends, even if it is killed.
-CONNECTED = ("ssh", "local", "pdsh")
+STDIN_LAUNCHERS = ("ssh", "local", "pdsh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Command:
     words: tuple[str, ...]
     environment: Mapping[str, str]  # Added to this process's environment.
     host: str  # The node's host, or all hosts.
-    feeds: bool = False  # Standard input is passed to the node, so closing it ends the node's ranks.
+    passes_stdin: bool = False  # Standard input is passed to the node, so closing it ends the node's ranks.
 
 
-def torchrun_words(job: Job, node_rank: int, entry: Sequence[str], log_folder: str) -> list[str]:
+def torchrun_arguments(job: Job, node_rank: int, entry: Sequence[str], log_folder: str) -> list[str]:
     """Arguments of torch.distributed.run for one node.
 
     `entry`: the program of each rank and its arguments; `log_folder`: for torchrun's own files.
@@ -54,8 +54,8 @@ def torchrun_words(job: Job, node_rank: int, entry: Sequence[str], log_folder: s
     return [*words, *entry]
 
 
-def node_words(job: Job, *which: str) -> list[str]:
-    return [sys.executable, "-u", "-m", NODE_MODULE, *which, job.to_word()]
+def node_command(job: Job, *which: str) -> list[str]:
+    return [sys.executable, "-u", "-m", NODE_MODULE, *which, job.encode()]
 
 
 def build_commands(
@@ -71,7 +71,7 @@ def build_commands(
         folder: the current folder of the program on every node.
         as_root: whether the user is root; OpenMPI needs a flag then.
     """
-    job = replace(job, quiet=True, watch_stdin=transport.launcher in CONNECTED)
+    job = replace(job, quiet=True, watch_stdin=transport.launcher in STDIN_LAUNCHERS)
     if transport.launcher == "ssh":
         return [_ssh(job, transport, variables, folder, node.host) for node in job.nodes]
     if transport.launcher == "local":
@@ -97,18 +97,18 @@ def _ssh(job: Job, transport: Transport, variables: Mapping[str, str], folder: s
     words = [*SSH]
     if transport.ssh_port is not None:
         words += ["-p", str(transport.ssh_port)]
-    line = _shell_line(node_words(job, "--host", host), variables, folder)
-    return Command((*words, *transport.args, host, line), {}, host, feeds=True)
+    line = _shell_line(node_command(job, "--host", host), variables, folder)
+    return Command((*words, *transport.args, host, line), {}, host, passes_stdin=True)
 
 
 def _local(job: Job, transport: Transport, variables: Mapping[str, str], host: str) -> Command:
     prefix = [word.replace("{host}", host) for word in transport.args]
-    return Command((*prefix, *node_words(job, "--host", host)), dict(variables), host, feeds=True)
+    return Command((*prefix, *node_command(job, "--host", host)), dict(variables), host, passes_stdin=True)
 
 
 def _pdsh(job: Job, transport: Transport, variables: Mapping[str, str], folder: str) -> Command:
     # pdsh replaces %h by the host as given; every other percent sign has to be doubled.
-    line = _shell_line(node_words(job, "--host", "@HOST@"), variables, folder)
+    line = _shell_line(node_command(job, "--host", "@HOST@"), variables, folder)
     line = line.replace("%", "%%").replace("@HOST@", "%h")
     hosts = ",".join(node.host for node in job.nodes)
     words = ["pdsh", "-S", "-R", "ssh", "-f", str(PDSH_FANOUT), "-w", hosts, *transport.args, line]
@@ -126,7 +126,7 @@ def _slurm(job: Job, transport: Transport, variables: Mapping[str, str], folder:
     words += ["--kill-on-bad-exit=1", "--cpu-bind=none", "--export=ALL", f"--chdir={folder}"]
     words += [f"--comment={transport.comment}"] if transport.comment else []
     words += [f"--account={transport.account}"] if transport.account else []
-    words += [*transport.args, *node_words(job, "--from-launcher")]
+    words += [*transport.args, *node_command(job, "--from-launcher")]
     return Command(tuple(words), dict(variables), hosts)
 
 
@@ -136,7 +136,7 @@ def _open_mpi(job: Job, transport: Transport, variables: Mapping[str, str], fold
     words += ["--map-by", "ppr:1:node", "--bind-to", "none", "--wdir", folder]
     for name in sorted(variables):  # mpirun takes the values from its own environment
         words += ["-x", name]
-    words += [*transport.args, *node_words(job, "--from-launcher")]
+    words += [*transport.args, *node_command(job, "--from-launcher")]
     return Command(tuple(words), dict(variables), hosts)
 
 
@@ -147,5 +147,5 @@ def _hydra(job: Job, transport: Transport, variables: Mapping[str, str], folder:
         words += ["-genv", name, value]
     if transport.launcher == "impi":  # we bind the ranks ourselves, if at all
         words += ["-genv", "I_MPI_PIN", "0"]
-    words += [*transport.args, *node_words(job, "--from-launcher")]
+    words += [*transport.args, *node_command(job, "--from-launcher")]
     return Command(tuple(words), {}, hosts)

@@ -12,7 +12,7 @@ from offload.errors import ConfigError
 # Variables that libraries of a training job read; all others stay on this machine.
 PREFIXES = ("NCCL", "GLOO", "UCX", "TORCH", "PYTHON", "PYTORCH", "OMP", "MKL", "HF_", "ZERO_", "DS_", "MLFLOW", "MV2")
 # Prefixes of variables that an outer launcher has set for its own ranks.
-OF_THIS_NODE = ("ZERO_RUN_FOLDER", "ZERO_RUN_ID", "ZERO_RANK_OPTIONS", "TORCHELASTIC_")
+LOCAL_PREFIXES = ("ZERO_RUN_FOLDER", "ZERO_RUN_ID", "ZERO_RANK_OPTIONS", "TORCHELASTIC_")
 SHELL_FUNCTION = "BASH_FUNC_"
 FILE_NAME = ".deepspeed_env"
 # Values are passed on command lines, which all users of a machine can read, so secrets are left out.
@@ -20,12 +20,12 @@ SECRET = re.compile(r".*(TOKEN|SECRET|PASSWORD|API_KEY)")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def exported(environment: Mapping[str, str]) -> dict[str, str]:
+def exportable_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables with these prefixes, except secrets; a user may put secrets into `.deepspeed_env`."""
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(PREFIXES) and not name.startswith(OF_THIS_NODE)
+        if name.startswith(PREFIXES) and not name.startswith(LOCAL_PREFIXES)
         if NAME.fullmatch(name) and not SECRET.fullmatch(name)
     }
 
@@ -71,12 +71,12 @@ def parse_file(text: str, name: str) -> dict[str, str]:
     return found
 
 
-def for_other_nodes(environment: Mapping[str, str], here: Path, home: Path) -> dict[str, str]:
+def variables_for_nodes(environment: Mapping[str, str], here: Path, home: Path) -> dict[str, str]:
     """All variables for ranks on other nodes; files take precedence, the one in the current folder most.
 
     Raises ConfigError: the file is missing, unreadable or malformed.
     """
-    variables = exported(environment)
+    variables = exportable_variables(environment)
     # Modules are searched in the current folder there, as they are here.
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(here), environment.get("PYTHONPATH", ""))))
     for path in find_files(environment, here, home):

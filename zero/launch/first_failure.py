@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # Signals of a rank's own failure. The reaper sends SIGKILL too, but seconds after a failure, which is then the earlier.
 CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 # Words in the errors of a rank whose peer has gone.
-OF_A_PEER = re.compile(
+PEER_ERROR = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Dist(Backend|Network|Store)Error|gloo|NCCL|process group|TCPStore"
 )
 LOCAL_RANK = "--local_rank"
@@ -35,11 +35,11 @@ class Failure:
     cause: str = ""  # The kernel's information about it.
 
     @property
-    def order(self) -> tuple[bool, float]:
+    def sort_key(self) -> tuple[bool, float]:
         """Smallest for the first failure: a rank's own failure before one that follows from another's, then by time."""
         crashed = self.exitcode < 0 and -self.exitcode in CRASHES
         last_line = (self.text.strip().splitlines() or [""])[-1]
-        follows = not crashed and (self.exitcode == -signal.SIGTERM or bool(OF_A_PEER.search(last_line)))
+        follows = not crashed and (self.exitcode == -signal.SIGTERM or bool(PEER_ERROR.search(last_line)))
         return follows, self.seconds
 
     @property
@@ -65,8 +65,8 @@ def from_torch(failures: Mapping[int, ProcessFailure], host: str) -> list[Failur
     return found
 
 
-def first_of(failures: Iterable[Failure]) -> Failure:
-    return min(failures, key=lambda failure: failure.order)
+def find_first(failures: Iterable[Failure]) -> Failure:
+    return min(failures, key=lambda failure: failure.sort_key)
 
 
 def describe(failure: Failure, others: int, *, local_rank: bool = True) -> str:
@@ -87,14 +87,14 @@ def describe(failure: Failure, others: int, *, local_rank: bool = True) -> str:
         lines.append(f"rank {failure.rank} on {failure.host}: {failure.cause}")
     if not failure.text and not failure.cause:
         lines.append("(no traceback: the program exited by itself; see its own output above)")
-    if local_rank and _of_local_rank(failure):
+    if local_rank and _may_be_local_rank(failure):
         lines.append(
             f"zero run passes {LOCAL_RANK} to the script, as DeepSpeed does; use --no_local_rank to leave it out"
         )
     return "\n".join([*lines, RULE])
 
 
-def _of_local_rank(failure: Failure) -> bool:
+def _may_be_local_rank(failure: Failure) -> bool:
     """True if the script may have failed because it did not expect --local_rank, for example as argv[1]."""
     if not failure.text and not failure.cause:
         return failure.exitcode == ARGPARSE_STATUS

@@ -22,16 +22,16 @@ from types import FrameType
 from offload.accelerator import device_count
 from offload.errors import ConfigError
 from offload.system.process import die_with_parent
-from zero.launch.arguments import check
+from zero.launch.arguments import check_arguments
 from zero.launch.commands import Command, Transport, build_commands
-from zero.launch.exported_variables import for_other_nodes
+from zero.launch.exported_variables import variables_for_nodes
 from zero.launch.job import is_remote, plan_job
 from zero.launch.node import run_node
 
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 GRACE_SECONDS = 20.0  # After a node has failed, the others have so long to exchange reports and end by themselves.
 END_SECONDS = 45.0  # After the request to end, at least.
-BEYOND_SECONDS = 15.0  # So much longer than torchrun waits for ranks after a signal from outside.
+EXTRA_SECONDS = 15.0  # So much longer than torchrun waits for ranks after a signal from outside.
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # The variable that sets how long it waits [s].
 
 
@@ -41,7 +41,7 @@ def launch(options: argparse.Namespace) -> int:
     Returns the exit status: 0, or the status of the first failed rank. Raises ConfigError: a wrong flag or file; says
     where, what was expected and what to do. `options`: from `zero.launch.arguments.add_arguments`.
     """
-    check(options)
+    check_arguments(options)
     job = plan_job(options, device_count())
     if not is_remote(options, job):
         return run_node(job, options.node_rank or 0)
@@ -50,7 +50,7 @@ def launch(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise ConfigError(f"--launcher_args {options.launcher_args}: expected words of a shell: {error}") from error
     transport = Transport(options.launcher, more, options.ssh_port, options.comment, options.account)
-    variables = for_other_nodes(os.environ, Path.cwd(), Path.home())
+    variables = variables_for_nodes(os.environ, Path.cwd(), Path.home())
     job = replace(job, id=uuid.uuid4().hex)
     commands = build_commands(job, transport, variables, str(Path.cwd()), as_root=os.geteuid() == 0)
     return run_commands(commands)
@@ -64,7 +64,7 @@ def run_commands(commands: Sequence[Command]) -> int:
     """
     children: list[subprocess.Popen[bytes]] = []
     try:
-        with _signals() as asked:
+        with _collect_signals() as asked:
             for command in commands:
                 children.append(_start(command))
             return _wait(children, commands, asked)
@@ -79,7 +79,7 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command.words,
             env={**os.environ, **command.environment},
-            stdin=subprocess.PIPE if command.feeds else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if command.passes_stdin else subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(launcher),
         )
@@ -90,32 +90,32 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
         ) from error
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]], commands: Sequence[Command], asked: list[int]) -> int:
+def _wait(children: Sequence[subprocess.Popen[bytes]], commands: Sequence[Command], signals: list[int]) -> int:
     status, told, deadline = 0, False, float("inf")
     watched = dict(zip(children, commands, strict=True))
     while watched:
         for child in [child for child in watched if child.poll() is not None]:
-            _say_if_lost(child, watched.pop(child))
+            _report_lost_node(child, watched.pop(child))
             if child.returncode and not status:
                 status = child.returncode if child.returncode > 0 else 128 - child.returncode
                 deadline = time.monotonic() + GRACE_SECONDS
-        if asked and not told:
-            status, deadline = status or 128 + asked[0], time.monotonic()
-        if time.monotonic() >= deadline or len(asked) > 1:  # a second signal: at once
-            end = _kill if told else _tell_to_end
+        if signals and not told:
+            status, deadline = status or 128 + signals[0], time.monotonic()
+        if time.monotonic() >= deadline or len(signals) > 1:  # a second signal: at once
+            end = _kill if told else _request_end
             end(list(watched))
-            told, deadline = True, time.monotonic() + end_seconds(os.environ)
-        time.sleep(LOOK_SECONDS)
+            told, deadline = True, time.monotonic() + shutdown_seconds(os.environ)
+        time.sleep(POLL_SECONDS)
     return status
 
 
-def end_seconds(environment: Mapping[str, str]) -> float:
+def shutdown_seconds(environment: Mapping[str, str]) -> float:
     """How long the nodes' processes may take to end."""
     asked = environment.get(SHUTDOWN_TIMEOUT, "")
-    return max(END_SECONDS, (int(asked) if asked.isdigit() else 0) + BEYOND_SECONDS)
+    return max(END_SECONDS, (int(asked) if asked.isdigit() else 0) + EXTRA_SECONDS)
 
 
-def _say_if_lost(child: subprocess.Popen[bytes], command: Command) -> None:
+def _report_lost_node(child: subprocess.Popen[bytes], command: Command) -> None:
     """Report a node whose process was killed or lost, since the node itself could not report it."""
     code = child.returncode
     if code < 0 or (code == 255 and command.words[0] == "ssh"):
@@ -125,7 +125,7 @@ def _say_if_lost(child: subprocess.Popen[bytes], command: Command) -> None:
         )
 
 
-def _tell_to_end(children: Sequence[subprocess.Popen[bytes]]) -> None:
+def _request_end(children: Sequence[subprocess.Popen[bytes]]) -> None:
     for child in children:
         if child.stdin is not None:
             with contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ def _kill(children: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def _collect_signals() -> Iterator[list[int]]:
     """Inside, signals do not end this process but are collected in the yielded list."""
     asked: list[int] = []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from offload.errors import ConfigError
 
 LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\S+)(?:\s+max[-_]slots\s*=\s*\d+)?")  # Open MPI's files have a maximum too.
-WANTED = "HOST slots=N, such as: worker-1 slots=4"
+LINE_FORM = "HOST slots=N, such as: worker-1 slots=4"
 FILTER = "HOST or HOST:SLOT,SLOT, several joined by @, such as worker-1@worker-2:0,1"
 
 
@@ -31,12 +31,12 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"--hostfile {path}: cannot be read ({error.strerror}); expected a file with lines {WANTED}; write one, or "
+            f"--hostfile {path}: cannot be read ({error.strerror}); expected a file with lines {LINE_FORM}; write one, or "
             "leave --hostfile out to run on this machine alone"
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"--hostfile {path}: expected text with lines {WANTED}, got bytes that are not UTF-8"
+            f"--hostfile {path}: expected text with lines {LINE_FORM}, got bytes that are not UTF-8"
         ) from error
     return parse_hostfile(text, str(path))
 
@@ -54,7 +54,7 @@ def parse_hostfile(text: str, name: str) -> dict[str, int]:
             continue
         match = LINE.fullmatch(words)
         if match is None:
-            raise ConfigError(f"{where}: expected {WANTED}, got {words!r}; correct the line or put a # before it")
+            raise ConfigError(f"{where}: expected {LINE_FORM}, got {words!r}; correct the line or put a # before it")
         host, count = match.groups()
         # ssh would take such a name as an option, and pdsh as a host to leave out.
         if not host.isprintable() or any(part.startswith("-") for part in host.split("@")):
@@ -74,11 +74,11 @@ def parse_hostfile(text: str, name: str) -> dict[str, int]:
             )
         slots[host], seen[host] = int(count), number
     if not slots:
-        raise ConfigError(f"{name}: expected at least one line {WANTED}, got none; add the hosts to run on")
+        raise ConfigError(f"{name}: expected at least one line {LINE_FORM}, got none; add the hosts to run on")
     return slots
 
 
-def choose(
+def choose_nodes(
     pool: Mapping[str, int], include: str = "", exclude: str = "", pool_name: str = "the hostfile"
 ) -> list[Node]:
     """The nodes of a job, in the order of `pool`.

@@ -19,7 +19,7 @@ import psutil
 from offload.accelerator import visible_variable
 from offload.errors import ConfigError
 from zero.launch.arguments import DEFAULT_HOSTFILE, DEFAULT_PORT, Program, program_of
-from zero.launch.hosts import Node, choose, first_nodes, first_slots, read_hostfile
+from zero.launch.hosts import Node, choose_nodes, first_nodes, first_slots, read_hostfile
 
 LOOPBACK = "127.0.0.1"
 LOCAL_NAMES = ("localhost", LOOPBACK, "::1")
@@ -49,12 +49,12 @@ class Job:
         told = repr((self.nodes, self.program, self.master_addr, self.master_port))
         return self.id or hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
-    def to_word(self) -> str:
+    def encode(self) -> str:
         """The job as one word without blanks, quotes or percent signs, which no shell changes."""
         return base64.urlsafe_b64encode(json.dumps(dataclasses.asdict(self)).encode()).decode()
 
     @staticmethod
-    def from_word(word: str) -> Job:
+    def decode(word: str) -> Job:
         """The inverse of `to_word`. Raises ConfigError: it is no such word."""
         try:
             values: dict[str, Any] = json.loads(base64.urlsafe_b64decode(word.encode()))
@@ -75,7 +75,7 @@ def plan_job(options: argparse.Namespace, device_count: int) -> Job:
     `device_count`: number of visible GPUs on this machine; 0 on a CPU-only machine.
     """
     pool, name = _pool(options, device_count)
-    nodes = choose(pool, options.include, options.exclude, name)
+    nodes = choose_nodes(pool, options.include, options.exclude, name)
     if options.num_nodes is not None:
         nodes = first_nodes(nodes, options.num_nodes)
     if options.num_gpus is not None:
@@ -102,10 +102,10 @@ def plan_job(options: argparse.Namespace, device_count: int) -> Job:
 
 def is_remote(options: argparse.Namespace, job: Job) -> bool:
     """True when a launcher has to reach the nodes."""
-    return not options.no_ssh and (len(job.nodes) > 1 or options.force_multi or not _is_here(job.nodes[0].host))
+    return not options.no_ssh and (len(job.nodes) > 1 or options.force_multi or not _is_this_machine(job.nodes[0].host))
 
 
-def _is_here(host: str) -> bool:
+def _is_this_machine(host: str) -> bool:
     """True for this machine's names and addresses."""
     name = host.rpartition("@")[2]
     if name in (*LOCAL_NAMES, socket.gethostname()):

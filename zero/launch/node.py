@@ -29,8 +29,8 @@ from offload.errors import ConfigError, ZeroInfinityError
 from offload.node.run_notes import FOLDER, read_notes
 from offload.system.process import core_of
 from zero.launch.affinity import cores_by_rank, usable_cpus, visible_devices
-from zero.launch.commands import torchrun_words
-from zero.launch.first_failure import Failure, describe, first_of, from_torch
+from zero.launch.commands import torchrun_arguments
+from zero.launch.first_failure import Failure, describe, find_first, from_torch
 from zero.launch.job import LOCAL_NAMES, Job
 from zero.launch.memory import MemoryState, explain_kill, read_states
 from zero.launch.peers import Peers
@@ -38,10 +38,10 @@ from zero.launch.rank import OPTIONS
 from zero.launch.reaper import RUN_ID, Reaper
 
 RANK_FILE = Path(__file__).with_name("rank.py")
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # Signals that torchrun takes over.
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # Signals that torchrun takes over.
 SIGNALS_FLAG = "--signals-to-handle"  # Of torchrun, in newer versions.
 # Variables in which launchers that start one process on each node give the node's number.
-FROM_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_RANKID", "SLURM_PROCID")
+NODE_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_RANKID", "SLURM_PROCID")
 
 
 def run_node(job: Job, node_rank: int) -> int:
@@ -52,7 +52,7 @@ def run_node(job: Job, node_rank: int) -> int:
     """
     run_id = uuid.uuid4().hex
     with (
-        _signals(),
+        _default_signals(),
         tempfile.TemporaryDirectory(prefix="zero-run-") as folder,
         _environment(job, node_rank, run_id, folder),
     ):
@@ -65,27 +65,27 @@ def run_node(job: Job, node_rank: int) -> int:
                 peers.watch(lambda: _end_ranks(reaper))
             failures, status = _run_ranks(job, node_rank, folder)
             if peers is not None:
-                peers.ended()
+                peers.stop_watching()
             if failures or status:
-                reaper.sweep()
+                reaper.kill_remaining()
         own = None
         if failures:
-            own = _with_cause(first_of(failures), before, Path(folder))
+            own = _add_cause(find_first(failures), before, Path(folder))
         return _report(job, node_rank, peers, own, len(failures) - 1, status)
 
 
 def _run_ranks(job: Job, node_rank: int, folder: str) -> tuple[list[Failure], int]:
     # torchrun replaces ${...} in the words, and takes those before "--" for flags of its own if they begin like one.
     entry = ["--", *(word.replace("$", "$$") for word in (str(RANK_FILE), *job.program.words))]
-    words = torchrun_words(job, node_rank, entry, job.log_folder or folder)
-    ignored = [kind for kind in HANDLED if signal.getsignal(kind) is signal.SIG_IGN]  # SIGHUP by nohup
+    words = torchrun_arguments(job, node_rank, entry, job.log_folder or folder)
+    ignored = [kind for kind in HANDLED_SIGNALS if signal.getsignal(kind) is signal.SIG_IGN]  # SIGHUP by nohup
     if ignored and SIGNALS_FLAG in torchrun.get_args_parser()._option_string_actions:
-        words.insert(0, f"{SIGNALS_FLAG}={','.join(kind.name for kind in HANDLED if kind not in ignored)}")
+        words.insert(0, f"{SIGNALS_FLAG}={','.join(kind.name for kind in HANDLED_SIGNALS if kind not in ignored)}")
     try:
         torchrun.run(torchrun.parse_args(words))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         failures = from_torch(error.failures, _name(job, node_rank))
-        first = first_of(failures)
+        first = find_first(failures)
         return failures, first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     except SignalException as error:
         return [], 128 + error.sigval
@@ -97,7 +97,7 @@ def _run_ranks(job: Job, node_rank: int, folder: str) -> tuple[list[Failure], in
     return [], 0
 
 
-def _with_cause(failure: Failure, before: Sequence[MemoryState], folder: Path) -> Failure:
+def _add_cause(failure: Failure, before: Sequence[MemoryState], folder: Path) -> Failure:
     if failure.exitcode != -signal.SIGKILL:
         return failure
     return replace(failure, cause=explain_kill(before, read_states(), read_notes(folder, "plan")))
@@ -106,17 +106,17 @@ def _with_cause(failure: Failure, before: Sequence[MemoryState], folder: Path) -
 def _report(job: Job, node_rank: int, peers: Peers | None, own: Failure | None, more: int, status: int) -> int:
     """Print the first failure of all nodes, once. Returns the exit status of this node."""
     known, further = ([own] if own else []), more if own else 0
-    settled = peers.settle(own, more, status) if peers is not None else None
+    settled = peers.gather_failures(own, more, status) if peers is not None else None
     if settled is not None:
         known, further = settled
     if known:
-        code = first_of(known).exitcode  # of the whole job, on every node
+        code = find_first(known).exitcode  # of the whole job, on every node
         status = code if code > 0 else 128 - code
     if known and (settled is None or node_rank == 0 or not job.quiet):
-        first = first_of(known)
+        first = find_first(known)
         words = describe(first, further + len(known) - 1, local_rank=job.program.local_rank)
         print(words, file=sys.stderr, flush=True)
-    elif peers is not None and not known and peers.failed:
+    elif peers is not None and not known and peers.has_failed_peer:
         other = f"node 0 ({_name(job, 0)}) has ended" if settled is None else "another node was told to end"
         print(f"zero run: {_name(job, node_rank)} ended its ranks, because {other}", file=sys.stderr, flush=True)
     return status
@@ -134,7 +134,7 @@ def _end_ranks(reaper: Reaper) -> None:
     """
     if reaper.is_ending:
         return
-    reaper.arm()
+    reaper.start_kill_timer()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -155,9 +155,9 @@ def _watch_stdin() -> None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
+def _default_signals() -> Iterator[None]:
     """Until torchrun handles signals, let them end this process, also while it waits for other nodes."""
-    before = {kind: signal.getsignal(kind) for kind in HANDLED}
+    before = {kind: signal.getsignal(kind) for kind in HANDLED_SIGNALS}
     if before[signal.SIGINT] is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -200,7 +200,7 @@ def _environment(job: Job, node_rank: int, run_id: str, folder: str) -> Iterator
         os.environ.update(before)
 
 
-def which_node(job: Job, options: argparse.Namespace) -> int:
+def find_node_rank(job: Job, options: argparse.Namespace) -> int:
     """The node rank of this process. Raises ConfigError: it is no node of the job."""
     hosts = [node.host for node in job.nodes]
     if options.host is not None:
@@ -212,10 +212,10 @@ def which_node(job: Job, options: argparse.Namespace) -> int:
         return hosts.index(options.host)
     if os.environ.get("SLURMD_NODENAME") in hosts:  # slurm sorts its nodes, but the hostfile need not be sorted
         return hosts.index(os.environ["SLURMD_NODENAME"])
-    number = next((os.environ[name] for name in FROM_LAUNCHERS if os.environ.get(name, "").isdigit()), None)
+    number = next((os.environ[name] for name in NODE_RANK_VARIABLES if os.environ.get(name, "").isdigit()), None)
     if number is None or int(number) >= len(hosts):
         raise ConfigError(
-            f"zero.launch.node: expected a number below {len(hosts)} in one of {', '.join(FROM_LAUNCHERS)}, got "
+            f"zero.launch.node: expected a number below {len(hosts)} in one of {', '.join(NODE_RANK_VARIABLES)}, got "
             f"{number}; the launcher must start one process on each node"
         )
     return int(number)
@@ -230,8 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("job", help="the argument that zero run makes")
     options = parser.parse_args(arguments)
     try:
-        job = Job.from_word(options.job)
-        return run_node(job, which_node(job, options))
+        job = Job.decode(options.job)
+        return run_node(job, find_node_rank(job, options))
     except ZeroInfinityError as error:
         print(f"zero run: {error}", file=sys.stderr)
         return 1

@@ -26,7 +26,7 @@ from offload.errors import ConfigError
 from zero.launch.first_failure import Failure
 from zero.launch.job import Job
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 SETTLE_SECONDS = 10.0  # Nodes wait so long for each other's reports.
 MEET_SECONDS = 600  # As long as torchrun waits for all nodes.
 LOST_SECONDS = 3.0  # After the store has gone, the ranks have so long to end by themselves.
@@ -42,7 +42,7 @@ class Peers:
 
     def __init__(self, job: Job, node_rank: int) -> None:
         self._job, self._node_rank = job, node_rank
-        self._over, self.failed = threading.Event(), False
+        self._stop_event, self.has_failed_peer = threading.Event(), False
         where = f"{job.master_addr}:{job.master_port}"
         try:
             server = TCPStore(
@@ -82,22 +82,22 @@ class Peers:
         threading.Thread(target=self._watch, args=(end,), name="zero-peers", daemon=True).start()
 
     def _watch(self, end: Callable[[], None]) -> None:
-        while not self._over.wait(LOOK_SECONDS):
+        while not self._stop_event.wait(POLL_SECONDS):
             try:
                 if not self._store.check([FAILED]):
                     continue
             except (DistError, RuntimeError):
-                if self._over.wait(LOST_SECONDS):
+                if self._stop_event.wait(LOST_SECONDS):
                     return
-            self.failed = True
+            self.has_failed_peer = True
             end()
             return
 
-    def ended(self) -> None:
+    def stop_watching(self) -> None:
         """This node's ranks have ended or failed, so `end` need not be called any more."""
-        self._over.set()
+        self._stop_event.set()
 
-    def settle(self, own: Failure | None, more: int, status: int) -> tuple[list[Failure], int] | None:
+    def gather_failures(self, own: Failure | None, more: int, status: int) -> tuple[list[Failure], int] | None:
         """Exchange failures with the other nodes; node 0 stays until all have ended, since the store ends with it.
 
         Returns all nodes' first failures and the number of further ones; None when the store is gone.
@@ -124,19 +124,19 @@ class Peers:
                     further += told["more"]
             self._store.add(READ, 1)
             if first:
-                self._wait_for(READ, count, hurries=True)
+                self._wait_for(READ, count, limit_wait=True)
             return found, further
         except (DistError, RuntimeError, ValueError):
             return None
 
-    def _wait_for(self, key: str, count: int, *, hurries: bool = False) -> None:
-        """Wait for all nodes; once one has failed, or if it `hurries`, no longer than it takes them to report."""
+    def _wait_for(self, key: str, count: int, *, limit_wait: bool = False) -> None:
+        """Wait for all nodes; once one has failed, or if it `limit_wait`, no longer than it takes them to report."""
         deadline = None
         with contextlib.suppress(KeyError):
             while self._store.add(key, 0) < count and (deadline is None or time.monotonic() < deadline):
-                if deadline is None and (hurries or self._store.check([FAILED])):
+                if deadline is None and (limit_wait or self._store.check([FAILED])):
                     deadline = time.monotonic() + SETTLE_SECONDS
-                time.sleep(LOOK_SECONDS / 5)
+                time.sleep(POLL_SECONDS / 5)
 
 
 def _first_line(error: BaseException) -> str:

@@ -70,7 +70,7 @@ def run(kind: str, words: list[str]) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
-def leave_error(error: BaseException, trace: TracebackType | None) -> bool:
+def write_error_file(error: BaseException, trace: TracebackType | None) -> bool:
     """Write the exception into torchrun's error file, in its form, with the time in fractions of a second.
 
     Returns False if the launcher will not find it.
@@ -89,19 +89,19 @@ def leave_error(error: BaseException, trace: TracebackType | None) -> bool:
     return True
 
 
-def tell(error: BaseException, trace: TracebackType | None, *, left: bool) -> None:
+def print_error(error: BaseException, trace: TracebackType | None, *, is_in_file: bool) -> None:
     """Run the program's exception hook, and print the error.
 
-    If the traceback was `left` to the launcher, which shows the first failed rank's, print one line only.
+    If the traceback was `is_in_file` to the launcher, which shows the first failed rank's, print one line only.
     """
-    with contextlib.redirect_stderr(io.StringIO() if left else sys.stderr):
+    with contextlib.redirect_stderr(io.StringIO() if is_in_file else sys.stderr):
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-    if left:
+    if is_in_file:
         last = "".join(traceback.format_exception_only(type(error), error)).strip()
         sys.stderr.write(f"[rank{os.environ['RANK']}] {last}\n")  # one write, so that lines of several ranks do not mix
 
 
-def of_program(trace: TracebackType | None) -> TracebackType | None:
+def program_traceback(trace: TracebackType | None) -> TracebackType | None:
     """The part of a traceback below the frames of this module and of `runpy`."""
     ours = {__file__, runpy.__file__, "<frozen runpy>"}
     kept = trace
@@ -119,8 +119,8 @@ def main() -> NoReturn:
     try:
         run(options["kind"], words)
     except Exception as error:
-        trace = of_program(error.__traceback__)
-        tell(error, trace, left=leave_error(error, trace))
+        trace = program_traceback(error.__traceback__)
+        print_error(error, trace, is_in_file=write_error_file(error, trace))
         sys.exit(1)
     sys.exit(0)
 

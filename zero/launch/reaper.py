@@ -27,7 +27,7 @@ class Reaper(logging.Handler):
         super().__init__(logging.WARNING)
         self._run_id = run_id
         self._timer: threading.Timer | None = None
-        self.asked_from_outside = False
+        self.has_death_signal = False
 
     def __enter__(self) -> Reaper:
         for name in (TORCHRUN_LOGGER, AGENT_LOGGER):
@@ -42,11 +42,11 @@ class Reaper(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == AGENT_LOGGER:
-            self.asked_from_outside |= "death signal" in str(record.msg)
-        elif not self.asked_from_outside:
-            self.arm()
+            self.has_death_signal |= "death signal" in str(record.msg)
+        elif not self.has_death_signal:
+            self.start_kill_timer()
 
-    def arm(self) -> None:
+    def start_kill_timer(self) -> None:
         """Kill the processes that run now after KILL_AFTER_SECONDS, but not later ones, which belong to a restart."""
         if self._timer is not None and self._timer.is_alive():
             return
@@ -58,7 +58,7 @@ class Reaper(logging.Handler):
     def is_ending(self) -> bool:
         return self._timer is not None
 
-    def sweep(self) -> None:
+    def kill_remaining(self) -> None:
         kill(processes_of(self._run_id))
 
 

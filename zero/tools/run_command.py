@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.autotuning is not None:
-        arguments.check(options)
+        arguments.check_arguments(options)
         options.script_args = autotuning.tune(options)
         if options.autotuning == "tune":
             return 0
