@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from offload.errors import ConfigError
-from zero.lr_schedules.schedule import PerGroup, Schedule, integer
+from zero.lr_schedules.schedule import PerGroup, Schedule, check_integer
 
 logger = logging.getLogger("zero")
 
@@ -43,9 +43,9 @@ class LRRangeTest(Schedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = self.per_group("lr_range_test_min_lr", lr_range_test_min_lr)
-        self.step_size = integer(self, "lr_range_test_step_size", lr_range_test_step_size)
+        self.step_size = check_integer(self, "lr_range_test_step_size", lr_range_test_step_size)
         self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
-        self.begin(self.min_lr)
+        self.write_initial(self.min_lr)
 
     def get_lr(self) -> list[float]:
         interval = float(self.last_batch_iteration + 1) / self.step_size
@@ -118,7 +118,7 @@ class OneCycle(Schedule):
         self.min_moms = self.per_group("cycle_min_mom", cycle_min_mom)
         self.max_moms = self.per_group("cycle_max_mom", cycle_max_mom)
         self.cycle_momentum = cycle_momentum and self._has_betas()
-        self.begin(self.min_lrs)
+        self.write_initial(self.min_lrs)
         if self.cycle_momentum and last_batch_iteration == -1:
             self._write_momentum(self.min_moms)
 

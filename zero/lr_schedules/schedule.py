@@ -28,14 +28,14 @@ class Schedule:
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
         self.optimizer = torch_optimizer(optimizer)
         self.last_batch_iteration = last_batch_iteration
-        self._last_lr = self.current()
+        self._last_lr = self.current_lrs()
 
-    def begin(self, lrs: Sequence[float]) -> None:
+    def write_initial(self, lrs: Sequence[float]) -> None:
         """Write the first values, unless the schedule continues after an iteration."""
         if self.last_batch_iteration == -1:
-            self.write(lrs)
+            self.write_lrs(lrs)
 
-    def write(self, lrs: Sequence[float]) -> None:
+    def write_lrs(self, lrs: Sequence[float]) -> None:
         """Write one learning rate into each param group; a rate that is a tensor is changed in place.
 
         A group that was added after the schedule was made keeps its own rate, as in DeepSpeed.
@@ -45,7 +45,7 @@ class Schedule:
                 group["lr"].fill_(lr.squeeze() if isinstance(lr, torch.Tensor) else lr)
             else:
                 group["lr"] = lr
-        self._last_lr = self.current()
+        self._last_lr = self.current_lrs()
 
     def get_lr(self) -> list[float]:
         """Learning rate of each param group for `last_batch_iteration`."""
@@ -60,7 +60,7 @@ class Schedule:
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
-        self.write(self.get_lr())
+        self.write_lrs(self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_batch_iteration": self.last_batch_iteration}
@@ -70,7 +70,7 @@ class Schedule:
         self.last_batch_iteration = sd["last_batch_iteration"]
         self._last_lr = self.get_lr()
 
-    def current(self) -> list[Any]:
+    def current_lrs(self) -> list[Any]:
         """The present learning rates of the param groups; a tensor is copied."""
         values = (group["lr"] for group in self.optimizer.param_groups)
         return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
@@ -95,7 +95,7 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     raise TypeError(f"schedule: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
 
 
-def integer(schedule: Schedule, name: str, value: object, *, least: int = 1) -> int:
+def check_integer(schedule: Schedule, name: str, value: object, *, least: int = 1) -> int:
     """The value, if it is an integer of at least `least`; else raises ConfigError."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from offload.errors import ConfigError
-from zero.lr_schedules.schedule import PerGroup, Schedule, integer
+from zero.lr_schedules.schedule import PerGroup, Schedule, check_integer
 
 logger = logging.getLogger("zero")
 
@@ -23,7 +23,7 @@ class _Warmup(Schedule):
         if warmup_type not in (LOG, LINEAR):
             raise ConfigError(f'{type(self).__name__}: warmup_type: expected "log" or "linear", got {warmup_type!r}')
         self.warmup_type = warmup_type
-        self.warmup_num_steps = max(LEAST_STEPS, integer(self, "warmup_num_steps", warmup_num_steps, least=0))
+        self.warmup_num_steps = max(LEAST_STEPS, check_integer(self, "warmup_num_steps", warmup_num_steps, least=0))
         if warmup_num_steps == 0:
             logger.warning(
                 "%s: warmup_num_steps is 0 and counts as %s, so the first steps have lower learning rates; to train "
@@ -32,7 +32,7 @@ class _Warmup(Schedule):
             )
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
-    def _rise(self) -> float | None:
+    def _warmup_share(self) -> float | None:
         """Share of the rise; None when the warmup is over."""
         if self.last_batch_iteration >= self.warmup_num_steps:
             return None
@@ -40,7 +40,7 @@ class _Warmup(Schedule):
             return self.last_batch_iteration / self.warmup_num_steps
         return self.inverse_log_warm_up * math.log(self.last_batch_iteration + 1)
 
-    def _note_total(self, total_num_steps: int) -> None:
+    def _warn_short_total(self, total_num_steps: int) -> None:
         if total_num_steps < self.warmup_num_steps:
             logger.warning(
                 "%s: total_num_steps %s is less than warmup_num_steps %s, so training ends before it reaches the "
@@ -75,19 +75,19 @@ class WarmupLR(_Warmup):
     ) -> None:
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         self.min_lrs = self.per_group("warmup_min_lr", warmup_min_lr)
-        self.max_lrs = self.current() if warmup_max_lr is None else self.per_group("warmup_max_lr", warmup_max_lr)
+        self.max_lrs = self.current_lrs() if warmup_max_lr is None else self.per_group("warmup_max_lr", warmup_max_lr)
         self.delta_lrs = [most - least for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
-        self.begin(self.min_lrs)
+        self.write_initial(self.min_lrs)
 
     def get_lr(self) -> list[float]:
         """Rates between smallest and largest; before the first iteration the smallest."""
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
-        rise = self._rise()
-        share = self._after_warmup() if rise is None else rise
+        rise = self._warmup_share()
+        share = self._share_after_warmup() if rise is None else rise
         return [least + delta * share for least, delta in zip(self.min_lrs, self.delta_lrs, strict=True)]
 
-    def _after_warmup(self) -> float:
+    def _share_after_warmup(self) -> float:
         return 1.0
 
 
@@ -119,9 +119,9 @@ class WarmupDecayLR(WarmupLR):
     ) -> None:
         self.total_num_steps = total_num_steps
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
-        self._note_total(total_num_steps)
+        self._warn_short_total(total_num_steps)
 
-    def _after_warmup(self) -> float:
+    def _share_after_warmup(self) -> float:
         left = float(self.total_num_steps - self.last_batch_iteration)
         return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
 
@@ -155,15 +155,15 @@ class WarmupCosineLR(_Warmup):
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        self.org_lrs = self.current()
-        self._note_total(total_num_steps)
-        self.begin(self.get_lr())
+        self.org_lrs = self.current_lrs()
+        self._warn_short_total(total_num_steps)
+        self.write_initial(self.get_lr())
 
     def get_lr_ratio(self) -> float:
         """Share of the groups' learning rates for `last_batch_iteration`."""
         if self.last_batch_iteration < 0:
             return 0.0
-        rise = self._rise()
+        rise = self._warmup_share()
         if rise is not None:
             return self.warmup_min_ratio + rise * (1.0 - self.warmup_min_ratio)
         done = (self.last_batch_iteration - self.warmup_num_steps + 1) / max(
