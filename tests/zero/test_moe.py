@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import zero
 from offload.errors import ConfigError
 from zero.moe import MoE
-from zero.moe.routing import Room, top1, top2, topk
+from zero.moe.routing import ExpertCapacity, top1, top2, topk
 
 Open = Callable[..., Any]
 TOKENS, EXPERTS, WIDTH = 40, 5, 16
@@ -65,7 +65,7 @@ def weights_of(routing: Any) -> Tensor:
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0, None])
 def test_one_expert_a_token_as_by_masks(factor: float | None) -> None:
     logits = logits_of()
-    routing = top1(logits, Room(factor, 4), used=None, noisy=False, at_random=False)
+    routing = top1(logits, ExpertCapacity(factor, 4), used=None, noisy=False, at_random=False)
     capacity = TOKENS if factor is None else max(math.ceil(TOKENS / EXPERTS * factor), 4)
     dense, loss = dense_top1(logits, capacity)
     torch.testing.assert_close(weights_of(routing), dense.sum(2), rtol=0, atol=0)
@@ -76,7 +76,7 @@ def test_one_expert_a_token_as_by_masks(factor: float | None) -> None:
 @pytest.mark.parametrize("factor", [0.25, 1.0, None])
 def test_two_experts_a_token_as_by_masks(factor: float | None) -> None:
     logits = logits_of()
-    routing = top2(logits, Room(factor, 4), samples_second=False)
+    routing = top2(logits, ExpertCapacity(factor, 4), samples_second=False)
     capacity = 2 * TOKENS if factor is None else max(math.ceil(TOKENS / EXPERTS * factor * 2), 4)
     dense, loss = dense_top2(logits, capacity)
     torch.testing.assert_close(weights_of(routing), dense.sum(2), rtol=1e-6, atol=1e-7)
@@ -85,27 +85,27 @@ def test_two_experts_a_token_as_by_masks(factor: float | None) -> None:
 
 def test_of_more_experts_the_most_probable_stay_and_weights_add_up_to_one() -> None:
     logits = logits_of()
-    everything = topk(logits, 3, Room(None, 4))
-    assert bool(everything.kept.all())
+    everything = topk(logits, 3, ExpertCapacity(None, 4))
+    assert bool(everything.has_capacity.all())
     torch.testing.assert_close(everything.weights.sum(1), torch.ones(TOKENS))
-    routing = topk(logits, 3, Room(0.5, 1))
+    routing = topk(logits, 3, ExpertCapacity(0.5, 1))
     places = math.ceil(TOKENS / EXPERTS * 0.5 * 3)
     gates = F.softmax(logits, dim=1)
     for expert in range(EXPERTS):
         came = (routing.experts == expert).any(1)
-        stayed = ((routing.experts == expert) & routing.kept).any(1)
+        stayed = ((routing.experts == expert) & routing.has_capacity).any(1)
         assert int(stayed.sum()) == min(int(came.sum()), places)
         if bool((came & ~stayed).any()):
             assert gates[stayed, expert].min() >= gates[came & ~stayed, expert].max()
     sums = routing.weights.sum(1)
-    torch.testing.assert_close(sums, (routing.kept.any(1)).float())
+    torch.testing.assert_close(sums, (routing.has_capacity.any(1)).float())
 
 
 def test_a_draw_decides_who_stays_and_noise_whom_a_token_goes_to() -> None:
     logits = torch.zeros(TOKENS, EXPERTS)
     logits[:, 0] = 9.0
-    room = Room(1.0, 1)
-    stayed = [top1(logits, room, used=None, noisy=False, at_random=True).kept[:, 0] for _ in range(2)]
+    room = ExpertCapacity(1.0, 1)
+    stayed = [top1(logits, room, used=None, noisy=False, at_random=True).has_capacity[:, 0] for _ in range(2)]
     assert [int(kept.sum()) for kept in stayed] == [TOKENS // EXPERTS] * 2
     assert not torch.equal(*stayed)
     chosen = top1(torch.zeros(TOKENS, EXPERTS), room, used=None, noisy=True, at_random=False).experts
@@ -116,8 +116,8 @@ def test_a_draw_decides_who_stays_and_noise_whom_a_token_goes_to() -> None:
 
 def test_unused_tokens_go_to_no_expert() -> None:
     used = torch.arange(TOKENS) % 2
-    routing = top1(logits_of(), Room(None, 1), used=used, noisy=False, at_random=False)
-    assert torch.equal(routing.kept[:, 0], used.bool())
+    routing = top1(logits_of(), ExpertCapacity(None, 1), used=used, noisy=False, at_random=False)
+    assert torch.equal(routing.has_capacity[:, 0], used.bool())
     assert int(routing.counts.sum()) == int(used.sum())
 
 
@@ -293,9 +293,9 @@ def test_names_and_marks_are_those_of_deepspeed() -> None:
 
 def test_places_are_those_that_fp32_gives() -> None:
     """25 x 1.2 is a little more than 30 there, and DeepSpeed rounds up."""
-    room, counts = Room(1.2, 1), torch.zeros(8)
-    assert [room.places(200, 8, k, counts) for k in (1, 2)] == [31, 61]
-    assert Room(1.25, 4).places(64, 8, 1, counts) == 10
+    room, counts = ExpertCapacity(1.2, 1), torch.zeros(8)
+    assert [room.per_expert(200, 8, k, counts) for k in (1, 2)] == [31, 61]
+    assert ExpertCapacity(1.25, 4).per_expert(64, 8, 1, counts) == 10
 
 
 def test_outputs_of_experts_are_weighed_and_added_up_in_fp32() -> None:
@@ -307,6 +307,6 @@ def test_outputs_of_experts_are_weighed_and_added_up_in_fp32() -> None:
     routing = moe.gate(x, None)
     wanted = torch.zeros(TOKENS, WIDTH)
     for number, expert in enumerate(moe.experts.deepspeed_experts):
-        rows, choice = torch.where((routing.experts == number) & routing.kept)
+        rows, choice = torch.where((routing.experts == number) & routing.has_capacity)
         wanted.index_add_(0, rows, expert(x[rows]).float() * routing.weights[rows, choice].unsqueeze(1))
     assert torch.equal(found, wanted.bfloat16())

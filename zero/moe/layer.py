@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from offload.errors import ConfigError
-from zero.moe.routing import Room, Routing, top1, top2, topk
+from zero.moe.routing import ExpertCapacity, Routing, top1, top2, topk
 from zero.reports.log import NOTICE
 
 logger = logging.getLogger("zero")
@@ -53,10 +53,11 @@ class TopKGate(nn.Module):
             raise ConfigError(f"MoE: k: expected 1 to num_experts ({num_experts}), got {k}")
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.k, self.noisy_gate_policy, self.use_rts = k, noisy_gate_policy, use_rts
-        self._samples_second = top2_2nd_expert_sampling
+        self._sample_second = top2_2nd_expert_sampling
         factors = (capacity_factor, eval_capacity_factor) if drop_tokens else (None, None)
-        self._rooms = {
-            training: Room(factor, min_capacity) for training, factor in zip((True, False), factors, strict=True)
+        self._capacities = {
+            training: ExpertCapacity(factor, min_capacity)
+            for training, factor in zip((True, False), factors, strict=True)
         }
 
     def forward(self, tokens: Tensor, used_token: Tensor | None = None) -> Routing:
@@ -65,11 +66,11 @@ class TopKGate(nn.Module):
         given = tokens.float()
         if noise == "Jitter":
             given = given * torch.empty_like(given).uniform_(1 - JITTER, 1 + JITTER)
-        logits, room = F.linear(given, self.wg.weight.float()), self._rooms[self.training]
+        logits, room = F.linear(given, self.wg.weight.float()), self._capacities[self.training]
         if self.k == 1:
             return top1(logits, room, used=used_token, noisy=noise == "RSample", at_random=self.use_rts)
         if self.k == 2:
-            return top2(logits, room, samples_second=self._samples_second)
+            return top2(logits, room, samples_second=self._sample_second)
         return topk(logits, self.k, room)
 
 
@@ -102,7 +103,7 @@ class MOELayer(nn.Module):
         self.l_aux, self.exp_counts = routing.balance_loss, routing.counts
         out = torch.zeros_like(tokens, dtype=torch.promote_types(tokens.dtype, routing.weights.dtype))
         for number, expert in enumerate(self.experts.deepspeed_experts):
-            rows, choice = torch.where((routing.experts == number) & routing.kept)
+            rows, choice = torch.where((routing.experts == number) & routing.has_capacity)
             answer = expert(tokens[rows])
             if isinstance(answer, tuple):
                 answer = answer[0]  # the other item is a bias, which is not added

@@ -23,39 +23,39 @@ class Routing:
     Attributes:
         experts: (tokens, k), int64.
         weights: (tokens, k) fp32, factors of the experts' outputs; 0 if the expert has no room.
-        kept: (tokens, k), bool: the expert has room.
+        has_capacity: (tokens, k), bool: the expert has room.
         balance_loss: scalar, large if few experts get most tokens.
         counts: (experts,), number of tokens that have chosen each expert.
     """
 
     experts: Tensor
     weights: Tensor
-    kept: Tensor
+    has_capacity: Tensor
     balance_loss: Tensor
     counts: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ExpertCapacity:
     """The capacity of an expert: `factor` times its even share of tokens, at least `least`; None: no limit."""
 
     factor: float | None
-    least: int
+    minimum: int
 
-    def places(self, tokens: int, experts: int, k: int, counts: Tensor) -> int:
+    def per_expert(self, tokens: int, experts: int, k: int, counts: Tensor) -> int:
         if self.factor is None:
             return int(counts.max())
         # In fp32, as in DeepSpeed: rounded up, the result may differ from the one in doubles.
         share = torch.tensor(self.factor * k, dtype=torch.float32, device="cpu") * (tokens / experts)
-        return max(math.ceil(float(share)), self.least)
+        return max(math.ceil(float(share)), self.minimum)
 
 
-def top1(logits: Tensor, room: Room, *, used: Tensor | None, noisy: bool, at_random: bool) -> Routing:
+def top1(logits: Tensor, capacity: ExpertCapacity, *, used: Tensor | None, noisy: bool, at_random: bool) -> Routing:
     """One expert for each token, weighted by its probability.
 
     Args:
         logits: (tokens, experts), fp32.
-        room: capacity of each expert.
+        capacity: capacity of each expert.
         used: (tokens,), 0 for tokens that are sent to no expert; None: all are sent.
         noisy: add Gumbel noise before an expert is chosen.
         at_random: if an expert has no room for all, choose the kept tokens at random; else keep the first ones.
@@ -63,9 +63,9 @@ def top1(logits: Tensor, room: Room, *, used: Tensor | None, noisy: bool, at_ran
     Raises ConfigError: there are fewer tokens than the least capacity of an expert.
     """
     tokens, experts = logits.shape
-    if tokens < room.least:
+    if tokens < capacity.minimum:
         raise ConfigError(
-            f"MoE: expected at least min_capacity ({room.least}) tokens, got {tokens}; set min_capacity to 0, or pass "
+            f"MoE: expected at least min_capacity ({capacity.minimum}) tokens, got {tokens}; set min_capacity to 0, or pass "
             "more tokens at once"
         )
     gates = F.softmax(logits, dim=1)
@@ -76,13 +76,13 @@ def top1(logits: Tensor, room: Room, *, used: Tensor | None, noisy: bool, at_ran
     counts = mask.sum(0).detach()
     loss = (gates.mean(0) * mask.float().mean(0)).sum() * experts
     order = torch.rand_like(gates) if at_random else torch.arange(tokens, 0, -1, device=gates.device).unsqueeze(1)
-    kept = among_first(mask * order.detach(), mask.bool(), room.places(tokens, experts, 1, counts))
+    kept = top_tokens(mask * order.detach(), mask.bool(), capacity.per_expert(tokens, experts, 1, counts))
     weights = gates.gather(1, chosen.unsqueeze(1))
     kept = kept.gather(1, chosen.unsqueeze(1))
     return Routing(chosen.unsqueeze(1), weights * kept, kept, loss, counts)
 
 
-def top2(logits: Tensor, room: Room, *, samples_second: bool) -> Routing:
+def top2(logits: Tensor, capacity: ExpertCapacity, *, samples_second: bool) -> Routing:
     """Two experts for each token, weighted by their probabilities, scaled to a sum of 1 over the experts with room.
 
     `samples_second`: the second expert is sampled with Gumbel noise; else it is the second most probable.
@@ -96,16 +96,16 @@ def top2(logits: Tensor, room: Room, *, samples_second: bool) -> Routing:
     mask2 = F.one_hot(second, experts)
     loss = (gates.mean(0) * mask1.float().mean(0)).mean() * experts * experts
     counts = (mask1 + mask2).sum(0).detach()
-    places = room.places(tokens, experts, 2, counts)
+    places = capacity.per_expert(tokens, experts, 2, counts)
     # All first choices are placed before any second choice.
     at1 = (mask1.cumsum(0) - 1).gather(1, first.unsqueeze(1))
     at2 = (mask2.cumsum(0) - 1 + mask1.sum(0)).gather(1, second.unsqueeze(1))
     kept = torch.cat((at1, at2), 1) < places
     chosen = torch.stack((first, second), 1)
-    return Routing(chosen, scaled(gates.gather(1, chosen) * kept), kept, loss, counts)
+    return Routing(chosen, normalize(gates.gather(1, chosen) * kept), kept, loss, counts)
 
 
-def topk(logits: Tensor, k: int, room: Room) -> Routing:
+def topk(logits: Tensor, k: int, capacity: ExpertCapacity) -> Routing:
     """The k most probable experts of each token; an expert without room for all keeps its most probable tokens."""
     tokens, experts = logits.shape
     gates = F.softmax(logits, dim=1)
@@ -113,18 +113,18 @@ def topk(logits: Tensor, k: int, room: Room) -> Routing:
     mask = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, chosen, True)
     counts = mask.sum(0).detach()
     loss = (gates.mean(0) * mask.float().mean(0)).mean() * experts * experts / k
-    places = room.places(tokens, experts, k, counts)
-    kept = among_first((gates * mask).detach(), mask, places).gather(1, chosen)
-    return Routing(chosen, scaled(gates.gather(1, chosen) * kept), kept, loss, counts)
+    places = capacity.per_expert(tokens, experts, k, counts)
+    kept = top_tokens((gates * mask).detach(), mask, places).gather(1, chosen)
+    return Routing(chosen, normalize(gates.gather(1, chosen) * kept), kept, loss, counts)
 
 
-def among_first(order: Tensor, mask: Tensor, places: int) -> Tensor:
+def top_tokens(order: Tensor, mask: Tensor, places: int) -> Tensor:
     """(tokens, experts): the mask, restricted to the `places` tokens of each expert with the largest `order`."""
     best = torch.topk(order, min(places, len(order)), dim=0).indices
     return mask & torch.zeros_like(mask).scatter_(0, best, True)
 
 
-def scaled(weights: Tensor) -> Tensor:
+def normalize(weights: Tensor) -> Tensor:
     """(tokens, k), scaled so that each token's sum is 1; a token whose weights are all 0 keeps them."""
     return weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
 
