@@ -49,7 +49,7 @@ class DeepSpeedCPUAdagrad(PlainOptimizer):
         decay = float(group["weight_decay"])
         if decay:
             grad = grad.add(weight, alpha=decay)
-        total = self.plane(state, "sum", weight)
+        total = self.state_tensor(state, "sum", weight)
         if grad.is_sparse:
             indices, values = grad.indices(), grad.values()
             total.add_(_sparse(indices, values.pow(2), grad))

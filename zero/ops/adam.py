@@ -25,7 +25,7 @@ class AdamValues(NamedTuple):
     eps: float
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], count: int, *, decoupled: bool) -> AdamValues:
+    def from_group(cls, group: Mapping[str, Any], count: int, *, decoupled: bool) -> AdamValues:
         """From torch's options `betas`, `lr`, `weight_decay`, `eps`, and `bias_correction`.
 
         `count`: number of updates, this one included; `decoupled`: decay the weights (AdamW) and not the gradients.
@@ -54,9 +54,9 @@ class KernelAdam(PlainOptimizer):
 
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """The same bits as the engine's update of fp32 weights."""
-        values = AdamValues.of(group, state["step"], decoupled=self.adam_w_mode)
+        values = AdamValues.from_group(group, state["step"], decoupled=self.adam_w_mode)
         segment = kernels.Segment(0, weight.numel(), **values._asdict())
-        first, second = (self.plane(state, name, weight).view(-1) for name in ("exp_avg", "exp_avg_sq"))
+        first, second = (self.state_tensor(state, name, weight).view(-1) for name in ("exp_avg", "exp_avg_sq"))
         threads = max(torch.get_num_threads(), 1)
         kernels.adamw(weight.view(-1), None, kernels.Moments(first, second), grad.view(-1), [segment], threads=threads)
 

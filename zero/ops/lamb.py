@@ -44,7 +44,7 @@ class Lamb(PlainOptimizer):
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Algorithm 2 of the paper, with bounds for the ratio of norms."""
         beta1, beta2 = (float(beta) for beta in group["betas"])
-        mean, square = self.plane(state, "exp_avg", weight), self.plane(state, "exp_avg_sq", weight)
+        mean, square = self.state_tensor(state, "exp_avg", weight), self.state_tensor(state, "exp_avg_sq", weight)
         mean.mul_(beta1).add_(grad, alpha=1 - beta1)
         square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         corrected = group["bias_correction"]

@@ -28,7 +28,7 @@ class Lion(PlainOptimizer):
         """Do w = w (1 - lr decay) - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g."""
         beta1, beta2 = (float(beta) for beta in group["betas"])
         lr, decay = float(group["lr"]), float(group["weight_decay"])
-        average = self.plane(state, "exp_avg", weight)
+        average = self.state_tensor(state, "exp_avg", weight)
         if decay:
             weight.mul_(1 - lr * decay)
         weight.add_(average.mul(beta1).add_(grad, alpha=1 - beta1).sign_(), alpha=-lr)

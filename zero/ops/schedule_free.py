@@ -53,7 +53,7 @@ class AdamWScheduleFree(PlainOptimizer):
         numbers = {"k": 0, "lr_max": -1.0, "weight_sum": 0.0, "scheduled_lr": 0.0, "train_mode": True}
         super().__init__(params, {**options, **average, **numbers})
 
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin_group_step(self, group: dict[str, Any]) -> None:
         """Count a step of the group: its rate, and its weight in the average.
 
         Raises:
@@ -75,7 +75,7 @@ class AdamWScheduleFree(PlainOptimizer):
         part = _weight(group) / group["weight_sum"] if group["weight_sum"] else 0.0  # share of this step in the average
         if "z" not in state:
             state["z"] = weight.clone()
-        z, square = state["z"], self.plane(state, "exp_avg_sq", weight)
+        z, square = state["z"], self.state_tensor(state, "exp_avg_sq", weight)
         square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         change = grad.div(square.div(1 - beta2 ** group["k"]).sqrt_().add_(group["eps"]))
         if decay:
@@ -88,7 +88,7 @@ class AdamWScheduleFree(PlainOptimizer):
         """Replace the parameters' values by their averages `x`; does nothing if they hold them already."""
         for group in self.param_groups:
             if group["train_mode"]:
-                self._move_to_z(group, averaging(float(group["betas"][0])))
+                self._move_to_z(group, averaging_factor(float(group["betas"][0])))
                 group["train_mode"] = False
 
     @torch.no_grad()
@@ -105,7 +105,7 @@ class AdamWScheduleFree(PlainOptimizer):
                 parameter.lerp_(self.state[parameter]["z"].to(parameter.dtype), part)
 
 
-def averaging(beta1: float) -> float:
+def averaging_factor(beta1: float) -> float:
     """The factor that moves `y` towards `z` to get `x`; it is negative. `beta1` 0 has no average: `y` is `z`."""
     return 1 - 1 / beta1 if beta1 else 0.0
 

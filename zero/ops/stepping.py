@@ -27,10 +27,10 @@ class PlainOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_sparse()
         for group in self.param_groups:
-            self.begin(group)
+            self.begin_group_step(group)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(parameter, parameter.grad, group)
+                    self._step_parameter(parameter, parameter.grad, group)
         return loss
 
     def _check_sparse(self) -> None:
@@ -48,10 +48,10 @@ class PlainOptimizer(torch.optim.Optimizer):
         """True: `update` may get a sparse gradient, coalesced."""
         return False
 
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin_group_step(self, group: dict[str, Any]) -> None:
         """Called when a step of this param group begins; classes that count steps in their groups do so here."""
 
-    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _step_parameter(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         state["step"] = int(state.get("step", 0)) + 1
         whole = parameter.detach()
@@ -75,7 +75,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     @staticmethod
-    def plane(state: dict[str, Any], name: str, like: Tensor) -> Tensor:
+    def state_tensor(state: dict[str, Any], name: str, like: Tensor) -> Tensor:
         """The state's tensor of that name, fp32, with the shape of `like`; zeros at its first use."""
         if name not in state:
             state[name] = torch.zeros_like(like)
@@ -83,8 +83,8 @@ class PlainOptimizer(torch.optim.Optimizer):
         return tensor
 
 
-def refuse(name: str, **given: object) -> None:
+def refuse(name: str, **options: object) -> None:
     """Raise ConfigError for the first argument that requests an unsupported option."""
-    for key, value in given.items():
+    for key, value in options.items():
         if value:
             raise ConfigError(f"{name}: {key}={value!r} is not available; leave it out, or use the torch.optim class")

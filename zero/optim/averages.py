@@ -19,7 +19,7 @@ import torch
 from offload.errors import ConfigError
 from offload.kernels import masters, tile_threads
 from zero.config import Config
-from zero.ops.schedule_free import AdamWScheduleFree, averaging
+from zero.ops.schedule_free import AdamWScheduleFree, averaging_factor
 from zero.optim.rules import Progress, Rule, Rules, Scalar, TiledRule, UpdateRun, each_tile
 from zero.optim.small_states import Shapes, Small
 from zero.plan.record import States
@@ -157,4 +157,4 @@ def plane_of(rule: Rule) -> str | None:
 
 def part_of_plane(rule: Rule, group: Mapping[str, Any]) -> float:
     """The plane's share in the average, lerp(weights, plane, share): 1 if the plane is the average."""
-    return 1.0 if isinstance(rule, EmaRule) else averaging(float(group["betas"][0]))
+    return 1.0 if isinstance(rule, EmaRule) else averaging_factor(float(group["betas"][0]))

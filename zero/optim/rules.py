@@ -190,7 +190,7 @@ class AdamRule(Rule):
                     f"param_groups: {key}: it was changed to {group[key]} after zero.initialize; set it before"
                 )
         decoupled = bool(group.get("decoupled", group.get("decoupled_weight_decay", self.defaults["decoupled"])))
-        return AdamValues.of(group, count, decoupled=decoupled)
+        return AdamValues.from_group(group, count, decoupled=decoupled)
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
         kernels.adamw(
