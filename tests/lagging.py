@@ -110,7 +110,7 @@ def lagging_device(monkeypatch: pytest.MonkeyPatch, *, eager: bool = True) -> It
     """
     from zero.optim.pipeline import SubGroupPipeline
 
-    at_once = SubGroupPipeline.at_once
+    at_once = SubGroupPipeline.can_update_now
     made: list[LaggingStreams] = []
 
     def opened(device: torch.device, timeline: Timeline) -> LaggingStreams:
@@ -124,5 +124,5 @@ def lagging_device(monkeypatch: pytest.MonkeyPatch, *, eager: bool = True) -> It
         patch.setenv("ZERO_NO_ALIAS", "1")
         patch.setattr("zero.store.storage.open_streams", opened)
         patch.setattr("zero.plan.planner.shares_host_memory", lambda device: False)
-        patch.setattr(SubGroupPipeline, "at_once", at_once_if_eager)
+        patch.setattr(SubGroupPipeline, "can_update_now", at_once_if_eager)
         yield made

@@ -150,7 +150,7 @@ def gradients_of(engine: Any) -> Any:
 
 def wide_gradients(engine: Any) -> Any:
     """Units whose gradient has an fp32 home that is not in the plan."""
-    return engine.run.parts.gradients._wide
+    return engine.run.parts.gradients._wide_arrays
 
 
 def keeper_of(engine: Any) -> Any:
@@ -169,7 +169,7 @@ def updates_of(engine: Any) -> Any:
 
 def spare_of(engine: Any) -> Any:
     """The memory of gradients that is lent to results."""
-    return engine.run.parts.stepper.pipeline.spare
+    return engine.run.parts.stepper.pipeline.spare_memory
 
 
 class _ReadOnce(StoredValues):
@@ -269,7 +269,7 @@ def config_behind(engine: Any) -> Any:
 
 def storages_behind(optimizer: Any) -> list[Any]:
     """The storages of an OffloadOptimizer: one for each device, and for each group that was added later."""
-    return [shelf.storage for shelf in optimizer._shelves]
+    return [shelf.storage for shelf in optimizer._parameter_states]
 
 
 # ---- the training loop ----------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def step_is_asked(engine: Any) -> bool:
 
 def move_step(stepper: Any, state: StepState) -> None:
     """Change a step's state, through the method that makes all such changes."""
-    stepper._move(state)
+    stepper._set_state(state)
 
 
 def is_torn(engine: Any) -> bool:
@@ -341,9 +341,9 @@ def flat_gradient(engine: Any, unit: Any) -> Tensor:
 
 def is_lent(engine: Any, unit: Any) -> bool:
     """True while a result is stored in the memory of this unit's gradient."""
-    spare = engine.run.parts.stepper.pipeline.spare
+    spare = engine.run.parts.stepper.pipeline.spare_memory
     (pool,) = spare._pools.values()
-    return bool(pool.ranges.lent(*spare._range(pool, unit, unit.begin, unit.end)))
+    return bool(pool.ranges.is_borrowed(*spare._range(pool, unit, unit.begin, unit.end)))
 
 
 STEP_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
@@ -471,7 +471,7 @@ def only_updates_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Callab
 
 def stranded_in(plane: Any) -> list[tuple[int, int]]:
     """Ranges whose newest values could not be written to the disk, in the order in which the writes failed."""
-    return [(each.begin, each.end) for each in plane._failed_writes]
+    return [(each.on_step_begin, each.end) for each in plane._failed_writes]
 
 
 # ---- snapshots and checkpoints --------------------------------------------------------------------------------------

@@ -210,7 +210,7 @@ def interrupted_while_waiting(engine: Any, action: Callable[[], Any]) -> None:
     end = swapped_range(engine, "records")["end"]
     with interrupted_in_hold(engine, replace(HELD, begin=end - 1, end=end)):
         action()
-    assert not updates_of(engine).all_settled
+    assert not updates_of(engine).is_idle
     engine.inject(None)
 
 

@@ -138,7 +138,7 @@ def test_the_clock_ends_a_run_in_time_for_the_evaluation(pace: ModuleType, monke
         schedule.done += 1
     evaluation_seconds = 2.0 * 3000 / 100 / 3
     assert 80 - 2 * 2.0 <= now + evaluation_seconds <= 80
-    assert schedule.left() == 80 - now
+    assert schedule.remaining_chunks() == 80 - now
 
 
 def test_the_learning_rate_rises_and_falls_to_nothing(pace: ModuleType) -> None:

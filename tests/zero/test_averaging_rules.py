@@ -63,13 +63,13 @@ def test_pieces_and_threads_leave_the_bits_as_they_are(kind: str, dtype: torch.d
         gradient = torch.randn(NUMEL, generator=generator)
         ranges = [(3, CUT), (CUT, BETWEEN[0]), (BETWEEN[1], NUMEL)]
         for each in (inner, rule):
-            each.begin()
+            each.on_step_begin()
         values = inner.values(group, step + 1, before)
-        inner.update(run_of(inner, plain, gradient, [(*at, values) for at in ranges]), 0.7, threads)
-        before = inner.after(values)[0]
+        inner.update_run(run_of(inner, plain, gradient, [(*at, values) for at in ranges]), 0.7, threads)
+        before = inner.after_update(values)[0]
         with_average = rule.values(group, step + 1, progress)
-        rule.update(run_of(rule, ours, gradient, [(*at, with_average) for at in ranges]), 0.7, threads)
-        progress = rule.after(with_average)[0]
+        rule.update_run(run_of(rule, ours, gradient, [(*at, with_average) for at in ranges]), 0.7, threads)
+        progress = rule.after_update(with_average)[0]
         move([expected], [master_of(plain)], step)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=False))
     for begin, end in ranges:

@@ -47,7 +47,7 @@ class Spy:
         """(number of the step, sub-group)"""
         self.steps: list[Any] = []
         pipeline = pipeline_of(engine)
-        self._update, pipeline.update = pipeline.update, self
+        self._update, pipeline.update_group = pipeline.update_group, self
 
     def __call__(self, group: Any, arguments: Any, *more: Any) -> Any:
         if not any(known is arguments for known in self.steps):
@@ -140,13 +140,13 @@ def test_step_waits_for_no_transfer_and_whoever_looks_does(
     engine.inject(HELD)
     engine.step()  # would not return if it waited for a transfer
     assert engine.statistics().nvme_write_bytes == before.nvme_write_bytes
-    assert not updates_of(engine).all_settled
+    assert not updates_of(engine).is_idle
     assert not any(updates_of(engine).current(unit.index) for unit in engine.units)
     with held_until_awaited(engine):
         LOOKS[look](engine)
     assert any(updates_of(engine).current(unit.index) for unit in engine.units)
     if look in ("synchronize", "named_full_parameters"):
-        assert updates_of(engine).all_settled
+        assert updates_of(engine).is_idle
     assert unequal(engine, reference) == []
 
 
@@ -157,7 +157,7 @@ def test_updates_that_need_no_disk_are_over_when_step_returns(
     engine = open_engine(build("gpt"), make_config(pair, nvme_path))
     for index in range(2):
         micro_batch(engine, index)
-        assert updates_of(engine).all_settled
+        assert updates_of(engine).is_idle
 
 
 def test_asking_what_is_due_never_trips_over_the_mover(open_engine: Open, nvme_path: Path) -> None:
@@ -169,11 +169,11 @@ def test_asking_what_is_due_never_trips_over_the_mover(open_engine: Open, nvme_p
     try:
         for index in range(10):
             micro_batch(engine, index)
-            transfer = mover_of(engine).submit("finishing", updates.finish(updates.groups_of(None)))
+            transfer = mover_of(engine).submit("finishing", updates.finish_groups(updates.groups_of(None)))
             while not transfer.done():
                 groups = updates.groups_of(None)
                 assert len(groups) <= len(engine.plan.sub_groups)
-                assert [updates.borrows(unit.index) for unit in engine.units]
+                assert [updates.is_written_from(unit.index) for unit in engine.units]
             assert updates.groups_of(None) == []
     finally:
         sys.setswitchinterval(before)
@@ -298,7 +298,7 @@ def test_what_forward_does_not_use_is_updated_once_and_before_the_next_step(
     for index, depth in enumerate(DEPTHS):
         for trainer in (engine, reference):
             trainer.backward(trainer(tokens(index), depth))
-        left += not updates_of(engine).all_settled
+        left += not updates_of(engine).is_idle
         engine.step()
         assert {step for step, group in spy.begun if step < index} == set(range(index)), "a step has left something"
         reference.step()
@@ -466,7 +466,9 @@ def test_a_gradient_of_the_next_step_waits_until_the_last_one_was_used(
         engine.inject(HELD)
         with held_until_awaited(engine):
             for position, slot in enumerate(unit.slots):
-                gradients_of(engine).arrive(unit.index, position, torch.full(slot.shape, 1e9, dtype=torch.bfloat16))
+                gradients_of(engine).add_gradient(
+                    unit.index, position, torch.full(slot.shape, 1e9, dtype=torch.bfloat16)
+                )
         assert updates_of(engine).current(unit.index)
         gradients_of(engine).flush(unit.index)
     engine.zero_grad()

@@ -76,7 +76,7 @@ def held_step(engine: Any, index: int) -> None:
     engine.synchronize()
     engine.inject(HELD)
     engine.step()
-    assert not updates_of(engine).all_settled
+    assert not updates_of(engine).is_idle
 
 
 @contextmanager
@@ -127,13 +127,13 @@ def test_close_begins_no_update_that_nobody_can_see_any_more(open_engine: Open, 
     train(engine, 0)
     engine.synchronize()
     begun, pipeline = [], pipeline_of(engine)
-    update = pipeline.update
+    update = pipeline.update_group
 
     def spy(group: Any, *more: Any) -> Any:
         begun.append(group)
         return update(group, *more)
 
-    pipeline.update = spy
+    pipeline.update_group = spy
     held_step(engine, 1)
     let_mover_idle(engine)  # it begins what is read ahead
     before = len(begun)

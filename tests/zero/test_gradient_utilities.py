@@ -18,7 +18,7 @@ from offload.errors import StateError, StorageError
 from offload.sizes import BLOCK_NUMEL
 from zero import utils
 from zero.optim.gradients import Gradients
-from zero.optim.step import TornBackward
+from zero.optim.step import InterruptedBackward
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*clip_grad_norm:FutureWarning")
 
@@ -244,7 +244,7 @@ def test_a_factor_whose_write_is_broken_off_voids_the_step_and_is_not_applied_tw
                 patch.setattr(Gradients, "write_stored", failing_at_third(Gradients.write_stored, error))
                 with pytest.raises(type(error)):
                     engine(tokens(1))
-            with pytest.raises(TornBackward):
+            with pytest.raises(InterruptedBackward):
                 engine.step()
             with pytest.warns(UserWarning, match="run forward and backward of all of them again"):
                 engine.zero_grad()

@@ -101,7 +101,7 @@ def engine_gradients(engine: Any, loss_of: Callable[[nn.Module], Tensor]) -> dic
     for unit in engine.units:
         if not unit.trainable:
             continue
-        has = gradients_of(engine).contributed(unit.index)
+        has = gradients_of(engine).slots_with_gradient(unit.index)
         flat = flat_gradient(engine, unit)
         for slot, contributed in zip(unit.slots, has, strict=True):
             if contributed:

@@ -142,7 +142,7 @@ def interrupted_step(engine: Any) -> None:
     """A step waits for the one before, of which the forward between has left some due; and is interrupted."""
     train(engine, 0)
     engine.backward(engine(tokens(1), 1))
-    assert not updates_of(engine).all_settled
+    assert not updates_of(engine).is_idle
     engine.inject(HELD)
     interrupted_while_waiting(engine, engine.step)
 

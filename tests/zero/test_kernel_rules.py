@@ -85,12 +85,12 @@ def trained(
     for step in range(STEPS):
         group.update(scheduled if step in (1, 2) else {key: before[key] for key in scheduled})
         gradient = torch.randn(NUMEL, generator=generator).bfloat16()
-        rule.begin()
+        rule.on_step_begin()
         values = rule.values(group, step + 1, progress)
         # The last elements have no gradient.
         run = UpdateRun(weight, remainder, States(planes), gradient, [(5, 40000, values), (40000, NUMEL - 9, values)])
         update(rule, run, 0.37, 2)
-        progress, changed = rule.after(values)
+        progress, changed = rule.after_update(values)
         lefts.append((progress, changed))
     return [each for each in (weight, remainder, *planes) if each is not None], lefts
 
@@ -102,7 +102,7 @@ def test_a_kernel_rule_has_the_bits_of_the_tiled_one(calls: list[Any], name: str
     kind, options, scheduled = CASES[name]
     with with_exact_roots():
         results = []
-        for update in (KernelRule.update, TiledRule.update):
+        for update in (KernelRule.update_run, TiledRule.update_run):
             rule, group = rule_of(kind, options)
             assert type(rule) is KernelRule
             results.append(trained(update, rule, group, scheduled, dtype))
@@ -114,7 +114,7 @@ def test_a_kernel_rule_has_the_bits_of_the_tiled_one(calls: list[Any], name: str
 @as_torch_fuses
 def test_momentum_that_a_schedule_starts_begins_as_torch_begins_it(calls: list[Any]) -> None:
     results = []
-    for update in (KernelRule.update, TiledRule.update):
+    for update in (KernelRule.update_run, TiledRule.update_run):
         rule, group = rule_of(SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3})
         group["momentum"] = 0.0
         results.append(trained(update, rule, group, {"momentum": 0.8}, torch.float32))
@@ -127,7 +127,7 @@ def test_momentum_that_a_schedule_starts_begins_as_torch_begins_it(calls: list[A
 def test_options_that_the_row_lacks_are_tiled(calls: list[Any], kind: Any) -> None:
     options = {"maximize": True, "weight_decay": 0.1}
     results = []
-    for update in (KernelRule.update, TiledRule.update):
+    for update in (KernelRule.update_run, TiledRule.update_run):
         rule, group = rule_of(kind, options)
         results.append(trained(update, rule, group, {"lr": 0.3}, torch.bfloat16)[0])
     assert calls == []
@@ -141,7 +141,7 @@ def test_where_torchs_roots_are_not_ieees_the_kernel_keeps_to_ieees(
     for roots in (rooted, lambda tensor: rooted(tensor).nextafter(torch.tensor(9e9))):
         monkeypatch.setattr(Tensor, "sqrt", roots)
         rule, group = rule_of(Adagrad, {"lr": 0.1})
-        results.append(trained(KernelRule.update, rule, group, {"lr": 0.3}, torch.bfloat16)[0])
+        results.append(trained(KernelRule.update_run, rule, group, {"lr": 0.3}, torch.bfloat16)[0])
     assert len(calls) == 2 * STEPS
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -72,11 +72,11 @@ def test_the_scale_follows_the_documented_rule(keys: dict[str, Any], overflows: 
     scaler = make_scaler(load_config({"fp16": {"enabled": True, **keys}}), CPU)
     rule = rule_of(keys)
     for overflow in overflows:
-        if overflow and scaler.at_minimum:
+        if overflow and scaler.is_at_minimum:
             with pytest.raises(ArithmeticError):
                 rule.update(overflow=True)
             return
-        scaler.update(overflow=overflow)
+        scaler.update_scale(overflow=overflow)
         rule.update(overflow=overflow)
         assert scaler.cur_scale == rule.scale
         assert scaler.cur_hysteresis == rule.left
@@ -91,9 +91,9 @@ def test_without_hysteresis_it_is_the_rule_of_deepspeeds_stage_0(keys: dict[str,
     scaler = make_scaler(load_config(config), CPU)
     scale, last = 2.0 ** keys["initial_scale_power"], -1
     for index, overflow in enumerate(overflows):
-        if overflow and scaler.at_minimum:
+        if overflow and scaler.is_at_minimum:
             return
-        scaler.update(overflow=overflow)
+        scaler.update_scale(overflow=overflow)
         if overflow:
             scale, last = max(scale / 2, keys["min_loss_scale"]), index
         elif index - last > 1 and (index - last - 1) % keys["loss_scale_window"] == 0:
@@ -106,7 +106,12 @@ def test_without_hysteresis_it_is_the_rule_of_deepspeeds_stage_0(keys: dict[str,
 def test_under_autocast_the_scale_is_that_of_torchs_grad_scaler(window: int, overflows: list[bool]) -> None:
     torchs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=window)
     ours = LossScaler(
-        2.0**16, dynamic=True, scale_window=window, late=False, min_scale=2.0**-126, raise_error_at_min_scale=False
+        2.0**16,
+        dynamic=True,
+        scale_window=window,
+        skips_first_step=False,
+        min_scale=2.0**-126,
+        raise_error_at_min_scale=False,
     )
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
@@ -115,7 +120,7 @@ def test_under_autocast_the_scale_is_that_of_torchs_grad_scaler(window: int, ove
         parameter.grad = torch.full((1,), float("inf") if overflow else 1.0)
         torchs.step(optimizer)
         torchs.update()
-        ours.update(overflow=overflow)
+        ours.update_scale(overflow=overflow)
         assert ours.cur_scale == torchs.get_scale()
 
 
@@ -125,19 +130,19 @@ def test_a_restored_scaler_goes_on_alike(keys: dict[str, Any], before: list[bool
     config = load_config({"fp16": {"enabled": True, **keys}})
     one, other = make_scaler(config, CPU), make_scaler(config, CPU)
     for overflow in before:
-        one.update(overflow=overflow)
+        one.update_scale(overflow=overflow)
     other.load_state_dict(one.state_dict())
     for overflow in after:
-        one.update(overflow=overflow)
-        other.update(overflow=overflow)
+        one.update_scale(overflow=overflow)
+        other.update_scale(overflow=overflow)
         assert one.state_dict() == other.state_dict()
 
 
 def test_a_static_scale_never_moves_and_none_is_needed_without_fp16() -> None:
     static = make_scaler(load_config({"fp16": {"enabled": True, "loss_scale": 128}}), CPU)
     for _ in range(5):
-        assert not static.at_minimum
-        static.update(overflow=True)
+        assert not static.is_at_minimum
+        static.update_scale(overflow=True)
         assert static.cur_scale == 128 and static.is_needed
     assert not make_scaler(load_config({"bf16": {"enabled": True}}), CPU).is_needed
     assert not make_scaler(load_config({"fp16": {"enabled": False, "loss_scale": 128}}), CPU).is_needed

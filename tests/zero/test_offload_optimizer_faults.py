@@ -169,7 +169,7 @@ def test_an_update_that_ends_amid_its_elements_is_not_made_again(
         train(expected, plain, range(2))
         train(model, ours, range(2))
         backward(model, 2)
-        calls, step = [], TiledRule.step
+        calls, step = [], TiledRule.step_tile
 
         def fails(*given: Any) -> Any:
             calls.append(given)
@@ -177,7 +177,7 @@ def test_an_update_that_ends_amid_its_elements_is_not_made_again(
                 raise MemoryError("no room for a tile")
             return step(*given)
 
-        monkeypatch.setattr(TiledRule, "step", fails)
+        monkeypatch.setattr(TiledRule, "step_tile", fails)
         with pytest.raises(MemoryError):
             ours.step()
         for _ in range(2):

@@ -122,7 +122,7 @@ class Odd(torch.nn.Module):
 @pytest.mark.parametrize("bound", [1e-3, 0.5, 10.0])
 def test_lamb_looks_at_whole_parameters_whatever_bounds_its_ratio(bound: float) -> None:
     lamb = Lamb([torch.nn.Parameter(torch.zeros(4, 4))], max_coeff=bound, min_coeff=0.0)
-    assert rule_for(lamb, lamb.param_groups).whole
+    assert rule_for(lamb, lamb.param_groups).needs_whole_parameters
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.25])

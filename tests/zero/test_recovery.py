@@ -332,7 +332,7 @@ def with_the_last_step_half_done(engine: Any) -> None:
     """Step 2 can be fixed only once step 1 is complete, and the forward between has left some of it due."""
     train(engine, 0)
     engine.backward(engine(tokens(1), 1))
-    assert not updates_of(engine).all_settled
+    assert not updates_of(engine).is_idle
 
 
 @in_pairs(retry=tuple(RETRIES), operation=("read", "write"), call=("engine.step", "optimizer.step"))

@@ -20,10 +20,10 @@ def reduced(order: ReductionOrder, arriving: list[int], earlier: set[int]) -> li
     waiting, started = set(earlier), list[int]()
     for unit in arriving:
         waiting.add(unit)
-        for due in order.complete(unit, waiting):
+        for due in order.add_ready(unit, waiting):
             waiting.discard(due)
             started.append(due)
-    started += order.rest()
+    started += order.take_remaining()
     earlier.clear()
     return started
 
@@ -38,10 +38,10 @@ def test_all_ranks_reduce_the_same_units_in_the_same_order(steps: list[list[list
         for backward in step:
             told = [reduced(order, backward[rank], set()) for rank, order in enumerate(orders)]
             assert told == [told[0]] * ranks
-            seen = [order.seen for order in orders]
+            seen = [order.arrived_units for order in orders]
             assert seen == [backward[rank] for rank in range(ranks)]
             for order in orders:
-                order.agree(seen)
+                order.set_next_order(seen)
 
 
 @given(arriving=arrivals, earlier=st.sets(st.integers(0, UNITS - 1)))
@@ -54,7 +54,7 @@ def test_what_an_earlier_backward_left_waits_for_the_gradient_of_this_one(
     for unit in arriving:
         waiting.add(unit)
         had.add(unit)
-        for due in order.complete(unit, waiting):
+        for due in order.add_ready(unit, waiting):
             assert due in had
             waiting.discard(due)
 
@@ -62,7 +62,7 @@ def test_what_an_earlier_backward_left_waits_for_the_gradient_of_this_one(
 def test_a_second_backward_of_the_same_number_follows_what_all_ranks_had_in_the_first_rank_s_order() -> None:
     order = ReductionOrder([0, 1, 2, 3])
     order.begin_backward()
-    order.agree([[3, 1, 0], [0, 1, 3, 2]])
+    order.set_next_order([[3, 1, 0], [0, 1, 3, 2]])
     order.begin_step()
     assert reduced(order, [1, 3, 0, 2], set()) == [3, 1, 0]
 
@@ -72,6 +72,6 @@ def test_for_a_unit_that_a_backward_had_not_nobody_waits_any_more() -> None:
     for had in ([2, 0], [2, 1, 0]):
         order.begin_step()
         order.begin_backward()
-        order.agree([had, had])
+        order.set_next_order([had, had])
     order.begin_step()
     assert reduced(order, [2, 1, 0], set()) == [2, 0]

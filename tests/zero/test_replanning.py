@@ -565,7 +565,7 @@ def test_a_written_gradient_replaces_what_was_collected_though_the_model_changes
         engine.step()
         engine.module.head.weight.grad = torch.zeros(engine.module.head.weight.shape)
         if change:
-            engine.module.spare = nn.Linear(4, 4)
+            engine.module.spare_memory = nn.Linear(4, 4)
         engine.backward(engine(tokens(1)))
         engine.step()
         found.append(engine.full_parameter("head.weight"))

@@ -39,19 +39,19 @@ def test_only_what_is_given_and_not_lent_is_lent_and_it_is_the_first_run_long_en
     for action, argument in actions:
         free = [offered[i] and not any(b <= i < b + n for b, n in lent.items()) for i in range(SIZE)]
         if action in ("give", "withdraw"):
-            (ranges.give if action == "give" else ranges.withdraw)(*argument)
+            (ranges.offer if action == "give" else ranges.withdraw)(*argument)
             offered[slice(*argument)] = [action == "give"] * (argument[1] - argument[0])
             reaches = any(b < argument[1] and argument[0] < b + n for b, n in lent.items())
-            assert ranges.lent(*argument) == reaches
+            assert ranges.is_borrowed(*argument) == reaches
         elif action == "lend":
             first = next((i for i in range(SIZE - argument + 1) if all(free[i : i + argument])), None)
-            assert ranges.lend(argument) == first
+            assert ranges.borrow(argument) == first
             if first is not None:
                 lent[first] = argument
         elif lent:
             begin = sorted(lent)[argument % len(lent)]
             del lent[begin]
-            ranges.take_back(begin)
+            ranges.return_range(begin)
 
 
 class Watch:
@@ -60,8 +60,8 @@ class Watch:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.spare, self.lent, self.withdrawn, self.trespassers = spare_of(engine), 0, 0, []
-        self._try_lease, self._reclaim = self.spare.try_lease, gradients_of(engine).reclaim
-        self.spare.try_lease, gradients_of(engine).reclaim = self.try_lease, self.reclaim
+        self._try_lease, self._reclaim = self.spare.try_lease, gradients_of(engine).reclaim_memory
+        self.spare.try_lease, gradients_of(engine).reclaim_memory = self.try_lease, self.reclaim
 
     def try_lease(self, nbytes: int) -> Any:
         block = self._try_lease(nbytes)
@@ -69,9 +69,9 @@ class Watch:
         return block
 
     def reclaim(self, unit: Any) -> None:
-        self.withdrawn += self.spare.holds(unit.index)
+        self.withdrawn += self.spare.is_offered(unit.index)
         self._reclaim(unit)
-        if self.spare.holds(unit.index) or is_lent(self._engine, unit):
+        if self.spare.is_offered(unit.index) or is_lent(self._engine, unit):
             self.trespassers.append(unit.name)
 
 
@@ -157,9 +157,9 @@ def test_loaded_gradients_lie_in_no_memory_that_updates_use(engine: Any, tmp_pat
     engine.synchronize()
     spare, gradients = spare_of(engine), gradients_of(engine)
     units = [state.unit for state in gradients.states()]
-    assert any(spare.holds(unit.index) for unit in units), "else nothing is tested"
+    assert any(spare.is_offered(unit.index) for unit in units), "else nothing is tested"
     engine.load_checkpoint(tmp_path)
-    assert not any(spare.holds(state.unit.index) for state in gradients.states() if not state.empty)
+    assert not any(spare.is_offered(state.unit.index) for state in gradients.states() if not state.is_empty)
     engine.step()
     engine.synchronize()
     assert equal(masters(engine), expected)

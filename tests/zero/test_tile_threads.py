@@ -41,12 +41,12 @@ def updated(kind: Callable[..., torch.optim.Optimizer], threads: int, **options:
     planes = tuple(torch.zeros(NUMEL) for _ in rule.states)
     progress = None
     for step in range(3):
-        rule.begin()
+        rule.on_step_begin()
         values = rule.values(optimizer.param_groups[0], step + 1, progress)
         gradient = torch.randn(NUMEL, generator=generator)
         segments = [(3, NUMEL // 2, values), (NUMEL // 2, NUMEL - 3, values)]
-        TiledRule.update(rule, UpdateRun(weight, remainder, States(planes), gradient, segments), 0.7, threads)
-        progress = rule.after(values)[0]
+        TiledRule.update_run(rule, UpdateRun(weight, remainder, States(planes), gradient, segments), 0.7, threads)
+        progress = rule.after_update(values)[0]
     return [weight, remainder, *planes]
 
 

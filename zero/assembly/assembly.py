@@ -27,7 +27,7 @@ from zero.config import Config
 from zero.exchange.exchange import Collectives
 from zero.exchange.first_rank import BufferBroadcast, agree_on_machine, broadcast_initial_values
 from zero.optim.gradients import Gradients
-from zero.optim.pending_updates import DueUpdates
+from zero.optim.pending_updates import PendingUpdates
 from zero.optim.pipeline import SubGroupPipeline
 from zero.optim.reduce import ReducedGradients
 from zero.optim.step import Stepper
@@ -92,7 +92,9 @@ class EngineParts:
         self.names = {id(leaf.parameter): leaf.names[0] for leaf in self.leaves}
         self.buffers: BufferBroadcast = BufferBroadcast(collectives, model, previous.buffers if previous else None)
         placement = collectives.placement
-        self._covered_units, self.layout = lay_out(*(model, self.leaves, trainable, config, placement), run.rules.whole)
+        self._covered_units, self.layout = lay_out(
+            *(model, self.leaves, trainable, config, placement), run.rules.whole_parameter_rules
+        )
         take_back((leaf.parameter for leaf in self.leaves), previous.parameter_store if previous else None)
         # Stages of a pipeline start together, and each plans with a share of the node's free memory.
         sharers = collectives.world if previous is None else collectives
@@ -142,13 +144,13 @@ class EngineParts:
         )
         pipeline = SubGroupPipeline(layout, storage, self.gradients, owner.rules)
         threads = update_threads(layout.numel, owner.threads)
-        updates = DueUpdates(layout, storage, pipeline, threads, alone=exchange.placement.alone)
+        updates = PendingUpdates(layout, storage, pipeline, threads, is_single_rank=exchange.placement.alone)
         exchange.attach(layout, storage, updates)
         self.stepper = Stepper(
             *(storage, self.gradients, pipeline, updates, exchange, owner.scaler),
             needs_all=not self._config.zero_optimization.ignore_unused_parameters,
         )
-        self.gradients.update = self.stepper.apply
+        self.gradients.apply_update = self.stepper.update_unit
         loader = Loader(layout, self.bound, storage, updates, owner.in_place, events, exchange)
         self.scheduler = Turns(device)
         self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader, self.scheduler.relieve)
@@ -280,7 +282,7 @@ class EngineParts:
 
     def small_states(self, names: Mapping[int, str]) -> dict[str, dict[str, torch.Tensor]]:
         """This rank's small states as `KeptOptimizer.named_small` has them; no update of these parameters is due."""
-        if self._run.updater is None or not self._run.updater.keeps_small:
+        if self._run.updater is None or not self._run.updater.has_small_states:
             return {}
         streams = self.storage.streams
         streams.wait_events(streams.record_update_event())  # the updates write the states that are copied here
@@ -308,14 +310,14 @@ class EngineParts:
     def wait_until_idle(self) -> None:
         """Wait until no transfer of the planes is in flight and no update is due. Raises StorageError."""
         self.backward_watch.end_stray()
-        self.stepper.finish()
+        self.stepper.finish_updates()
         self.gradients.flush_all()
-        self.gradients.settle()
+        self.gradients.wait_until_stored()
 
     @property
     def has_gradients(self) -> bool:
         """True if gradients have been collected since the last step."""
-        return any(any(state.contributions) or state.arrived for state in self.gradients.states())
+        return any(any(state.contributions) or state.buffered_counts for state in self.gradients.states())
 
     def undo(self) -> None:
         """After a failed build: give the planes' values back to the model, remove the hooks, free everything.

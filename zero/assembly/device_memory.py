@@ -75,7 +75,7 @@ class DeviceMemory:
         self.offloaded_kinds |= kinds  # known first, also if an interrupt ends this half way
         storage.records_away = bool(self.offloaded_kinds & OPTIMIZER_STATES)
         whole = GRADIENTS in kinds and storage.whole_gradients.allocated_bytes > 0
-        self._unreduced_gradients.update(self._run.parts.gradients.rest(aside=whole))
+        self._unreduced_gradients.update(self._run.parts.gradients.free_pool_memory(drop_unreduced=whole))
         if whole:
             storage.whole_gradients.give_up()
         for kind, arena in self._pools_of(kinds):
@@ -117,7 +117,7 @@ class DeviceMemory:
                 self._freed_pools[kind].reserve_memory()
                 del self._freed_pools[kind]
             for index in list(self._unreduced_gradients) if GRADIENTS in kinds else []:
-                self._run.parts.gradients.take_up(index, self._unreduced_gradients[index])
+                self._run.parts.gradients.restore_unreduced(index, self._unreduced_gradients[index])
                 del self._unreduced_gradients[index]
         except torch.OutOfMemoryError as error:
             free_bytes = read_machine(storage.device).device_bytes or 0

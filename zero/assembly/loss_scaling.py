@@ -41,7 +41,7 @@ class LossScaling:
 
     def scale_loss(self, loss: torch.Tensor, accumulation: int = 1) -> torch.Tensor:
         """The loss times the scale; a hook on it marks its backward as scaled."""
-        if self._run.updater is not None and self._run.scaler.skips:
+        if self._run.updater is not None and self._run.scaler.skips_nonfinite:
             finite = torch.isfinite(loss.detach()).all()
             self._loss_is_finite = finite if self._loss_is_finite is None else self._loss_is_finite & finite
         if accumulation == 1 and not self._run.scaler.is_needed:

@@ -34,7 +34,7 @@ from zero.assembly.run import Run
 from zero.assembly.steps import EngineSteps
 from zero.optim.gradients import move_gradients
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.small_states import Small, gathered, owned
+from zero.optim.small_states import SmallTensors, gather_small_states, local_parameters
 from zero.params.initialisation import refuse_without_values
 from zero.params.kept import own_gradient, set_own_gradient
 from zero.params.opaque import is_wrapper
@@ -213,7 +213,7 @@ class ModelChanges:
         run.set_parts(new)
         try:
             if run.updater is not None:
-                run.updater.take_small(small, new.names)
+                run.updater.load_small(small, new.names)
                 _drop_absent(run.updater, present)
             _take_first_gradients(new)
         finally:  # an interrupt may end a wait
@@ -246,12 +246,12 @@ def _fill(new: EngineParts, old: EngineParts) -> None:
         source.close()
 
 
-def _small_states(optimizer: ZeroOptimizer | None, old: EngineParts, new: EngineParts) -> dict[str, Small]:
+def _small_states(optimizer: ZeroOptimizer | None, old: EngineParts, new: EngineParts) -> dict[str, SmallTensors]:
     """The small states of the parameters in this rank's new slices; all ranks call it together."""
-    if optimizer is None or not optimizer.keeps_small:
+    if optimizer is None or not optimizer.has_small_states:
         return {}
-    found = gathered(old.collectives, old.small_states(new.names))
-    indices = owned(new.layout)
+    found = gather_small_states(old.collectives, old.small_states(new.names))
+    indices = local_parameters(new.layout)
     mine = {leaf.names[0] for leaf in new.leaves if leaf.index in indices}
     return {name: small for name, small in found.items() if name in mine}
 
@@ -291,7 +291,7 @@ def _drop_absent(optimizer: ZeroOptimizer, present: set[int]) -> None:
         group["params"][:] = [p for p in group["params"] if id(p) in present]
     held = optimizer.rule_numbers().keys()
     for key in [key for key in optimizer.step_counts if key not in held]:
-        optimizer.forget(key)
+        optimizer.forget_parameter(key)
 
 
 def _take_first_gradients(parts: EngineParts) -> None:
@@ -304,7 +304,7 @@ def _take_first_gradients(parts: EngineParts) -> None:
             if gradient is not None:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 part = gradient.reshape(-1)[slot.first_numel : slot.first_numel + slot.numel]
-                parts.gradients.arrive(unit.index, position, part)
+                parts.gradients.add_gradient(unit.index, position, part)
                 if slot.first_numel + slot.numel == parameter.numel():
                     set_own_gradient(parameter, None)
     parts.gradients.flush_all()

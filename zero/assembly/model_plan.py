@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from zero.config import Config
-from zero.optim.make_rule import trained_from
-from zero.optim.rules import AdamRule, Rules, Trained
-from zero.optim.small_states import largest_share
+from zero.optim.make_rule import make_trained_parameters
+from zero.optim.rules import AdamRule, Rules, TrainedParameters
+from zero.optim.small_states import largest_rank_bytes
 from zero.params.layout import Layout, build_layout
 from zero.params.placement import Placement, place
 from zero.params.units import CoveredUnit, Leaf, collect_leaves, uses_of
@@ -71,7 +71,7 @@ def make_planner(
     """
     covered, layout = laid_out
     uses = uses_of(model, covered, layout)
-    kept = RuleStates(rules.states, largest_share(layout, rules))
+    kept = RuleStates(rules.states, largest_rank_bytes(layout, rules))
     return Planner(layout, config, machine, device, in_place, uses, placement, kept)
 
 
@@ -96,10 +96,10 @@ def plan_model(
         smallest: make the smallest plan for the model, even if the machine has less memory.
     """
     placement = place(config, 0, world_size)
-    trained = trained_from(None, None, model, config) or Trained([], Rules((AdamRule(),)))
+    trained = make_trained_parameters(None, None, model, config) or TrainedParameters([], Rules((AdamRule(),)))
     rules = trained.rules
     covered, layout = lay_out(
-        *(model, collect_leaves(model), rules.numbers(trained.groups), config, placement), rules.whole
+        *(model, collect_leaves(model), rules.numbers(trained.groups), config, placement), rules.whole_parameter_rules
     )
     planner = make_planner(model, (covered, layout), config, machine, device, True, placement, rules)
     return layout, planner.make_least() if smallest else planner.make()

@@ -26,7 +26,7 @@ from zero.assembly.state_kinds import NEEDED_BY_BACKWARD, NEEDED_BY_FORWARD, Off
 from zero.optim.loss_scale import LossScaleError
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.scheduling import step_scheduler
-from zero.optim.step import StepState, TornBackward, UnusedParameters
+from zero.optim.step import InterruptedBackward, StepState, UnusedParameters
 from zero.params.kept import own_gradient, set_own_gradient
 from zero.params.released import name_of
 from zero.params.shown_gradient import LOOKED_AT
@@ -193,54 +193,54 @@ class EngineSteps:
         if (
             parts.backward_watch.torn and parts.collectives.placement.alone
         ):  # with several ranks all must raise: see `fix`
-            raise TornBackward.behind()
+            raise InterruptedBackward.on_ranks()
         parts.coordinator.check_idle()
-        run.updater.before_step()
+        run.updater.call_pre_hooks()
         self._schedule_arguments = dict(lr_kwargs or {})
         self._take_assigned_gradients()
-        parts.stepper.ask()
+        parts.stepper.request()
 
     def _complete_pending(self) -> None:
         """Complete the work that an earlier call has left: first the edits, since they were made before the step."""
         run, parts = self._run, self._run.parts
         with self.stopwatch.running():
-            parts.stepper.check()
+            parts.stepper.check_updates()
             run.activations.check_stores()
             parts.parameter_store.editor.store_edits()
             if parts.stepper.state == StepState.NONE or run.updater is None:
                 return
             self._decide_step(run.updater)
-            parts.stepper.start()
-            parts.stepper.begun()
+            parts.stepper.start_updates()
+            parts.stepper.on_updates_begun()
             parts.coordinator.expect_forward()
             try:
                 for listener in self._listeners:
                     listener.on_eager_updates_done()
             finally:  # The step was taken, even if a listener raises.
-                if parts.stepper.applied:
-                    run.updater.after_step()
+                if parts.stepper.changes_weights:
+                    run.updater.call_post_hooks()
 
     def _decide_step(self, optimizer: ZeroOptimizer) -> None:
         """Decide everything about the step, and count it: each once, even if an interrupt splits it into two calls."""
         run, stepper = self._run, self._run.parts.stepper
         number = run.global_steps + 1
-        if stepper.state == StepState.ASKED:
+        if stepper.state == StepState.REQUESTED:
             for listener in self._listeners:
                 listener.on_step_begin()
             run.parts.coordinator.release_all()
             for listener in self._listeners:
                 listener.on_units_evicted()
             if run.parts.gradients.factors:
-                stepper.finish()  # updates of the last step read the gradients that it has sealed
-                run.parts.gradients.complete()  # until then ranks differ in which gradients there are
+                stepper.finish_updates()  # updates of the last step read the gradients that it has sealed
+                run.parts.gradients.finish_for_step()  # until then ranks differ in which gradients there are
                 self._apply_factors(if_alike=False)
             try:
-                stepper.fix(
+                stepper.decide(
                     *(number, optimizer, run.parts.index_of, run.config.gradient_clipping),
                     loss_is_finite=self._scaling.losses_were_finite,
-                    torn=run.parts.backward_watch.torn,
+                    backward_interrupted=run.parts.backward_watch.torn,
                 )
-            except TornBackward:
+            except InterruptedBackward:
                 run.parts.backward_watch.torn = True  # on all ranks: none of them may begin a batch before zero_grad
                 raise
             except (UnusedParameters, LossScaleError) as error:
@@ -254,14 +254,14 @@ class EngineSteps:
 
     def _count_step(self, optimizer: ZeroOptimizer, number: int) -> None:
         """Count the decided step. The scheduler is stepped only if the step changes weights."""
-        run, parts, applied = self._run, self._run.parts, self._run.parts.stepper.applied
+        run, parts, applied = self._run, self._run.parts, self._run.parts.stepper.changes_weights
         parts.coordinator.step_taken()
-        parts.stepper.count()
+        parts.stepper.on_counted()
         parts.backward_watch.generation += 1
         self._was_applied, optimizer.overflow = applied, not applied
         try:
             if applied:
-                optimizer.mark_stepped()
+                optimizer.set_step_called()
                 if run.lr_scheduler is not None:
                     step_scheduler(run.lr_scheduler, self._schedule_arguments, run.config.train_batch_size)
         finally:  # As in DeepSpeed, a schedule that reads the counters sees those of the steps before.
@@ -331,7 +331,7 @@ class EngineSteps:
                 ParameterValues(parts, parts.collectives, parameters[index], run.updater).apply_factor()
             except BaseException as error:  # a part of it is multiplied, so no second attempt could be right
                 gradients, alone = parts.gradients, parts.collectives.placement.alone
-                gradients.lost, parts.backward_watch.torn = True, parts.backward_watch.torn or alone
+                gradients.has_lost, parts.backward_watch.torn = True, parts.backward_watch.torn or alone
                 factors.clear()
                 if alone or not isinstance(error, StorageError):  # such as an interrupt
                     raise
@@ -359,7 +359,7 @@ class EngineSteps:
         self._device_memory.reload(what, needs)
         parts = self._run.parts
         if not parts.coordinator.persistent_bound and not self._device_memory.offloaded_kinds & NEEDED_BY_FORWARD:
-            parts.stepper.apply_persistent()
+            parts.stepper.update_persistent_units()
             for listener in self._listeners:
                 listener.on_persistent_updated()
             parts.coordinator.bind_persistent()
@@ -379,7 +379,7 @@ class EngineSteps:
     def complete_updates(self, what: str, units: Iterable[int] | None = None) -> None:
         """`ready`, then wait until these units (None: all) have stored the last step's values. Raises as `ready`."""
         self.make_ready(what)
-        self._run.parts.stepper.finish(units)
+        self._run.parts.stepper.finish_updates(units)
 
     @atomic
     def synchronize(self) -> None:
@@ -389,8 +389,8 @@ class EngineSteps:
         """
         self.make_ready("synchronize", frozenset())
         parts = self._run.parts
-        parts.stepper.finish()
-        parts.gradients.settle()
+        parts.stepper.finish_updates()
+        parts.gradients.wait_until_stored()
         parts.coordinator.settle()
         streams = parts.storage.streams  # updates may be queued on the GPU and not be done yet
         parts.storage.mover.run("waiting for the device", streams.synchronize(streams.record_update_event()))

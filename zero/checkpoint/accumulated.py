@@ -26,22 +26,22 @@ def add_accumulated(extents: Extents, parts: EngineParts) -> dict[str, Any] | No
     Returns the further information that `load_accumulated` needs; None if nothing has been collected.
     """
     gradients, rank = parts.gradients, parts.collectives.placement.rank
-    waiting = gradients.waiting()
+    waiting = gradients.unreduced_gradients()
     units: dict[str, dict[str, Any]] = {}
     for state in gradients.states():
         unit = state.unit
         held = waiting.get(unit.index)
         if held is not None:
             extents.add(_waiting_name(rank, unit.index), held)
-        if not state.empty:
-            extents.add_array(_stored_name(rank, unit.index), state.dtype, state.plane, unit)
-        if held is not None or any(state.contributions) or not state.empty:
+        if not state.is_empty:
+            extents.add_array(_stored_name(rank, unit.index), state.dtype, state.array, unit)
+        if held is not None or any(state.contributions) or not state.is_empty:
             names = [slot.name for slot in unit.slots]
             told = {"index": unit.index, "contributions": list(state.contributions), "slots": names}
-            units[unit.name] = {**told, "numel": unit.numel, "stored": not state.empty, "waiting": held is not None}
+            units[unit.name] = {**told, "numel": unit.numel, "stored": not state.is_empty, "waiting": held is not None}
     if not units:
         return None
-    return {"deferred": gradients.deferred, "units": units}
+    return {"deferred": gradients.has_deferred, "units": units}
 
 
 def check_accumulated(parts: EngineParts, saved: list[int], description: dict[str, Any] | None) -> None:
@@ -82,15 +82,15 @@ def load_accumulated(parts: EngineParts, description: dict[str, Any], source: So
             for lo in range(0, flat.numel(), PIECE_NUMEL):
                 hi = min(lo + PIECE_NUMEL, flat.numel())
                 flat[lo:hi].copy_(source.read(waiting, lo, hi))
-            parts.gradients.take_up(index, flat)
-    parts.gradients.deferred = description["deferred"]
+            parts.gradients.restore_unreduced(index, flat)
+    parts.gradients.has_deferred = description["deferred"]
 
 
 def _load_stored(parts: EngineParts, state: UnitGradient, source: Source, name: str) -> None:
     unit = state.unit
     if source.tensors[name].dtype == torch.float32:
         parts.gradients.make_wide(state)
-    parts.gradients.reclaim(unit)  # updates may still use this memory for records
+    parts.gradients.reclaim_memory(unit)  # updates may still use this memory for records
     for lo in range(0, unit.shard_numel, PIECE_NUMEL):
         hi = min(lo + PIECE_NUMEL, unit.shard_numel)
         chunk = source.read(name, lo, hi).to(state.dtype)

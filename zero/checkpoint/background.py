@@ -52,7 +52,7 @@ class BackgroundSave:
         self._encode_tasks: dict[int, asyncio.Task[None]] = {}  # id(extent) -> the task that reads it into memory.
         self._store_tasks: list[asyncio.Task[None]] = []
         self._step_arguments = self._updates.arguments  # Arguments of the last step; the save contains its updates.
-        self._pipeline.before = self._before_update
+        self._pipeline.before_update = self._before_update
         self._begin_seconds = time.perf_counter()
         self._worker = Worker("zero-checkpoint")  # from here on Python does not exit before the save has ended
         self._future: IoFuture[None] = parts.storage.mover.submit(
@@ -81,7 +81,7 @@ class BackgroundSave:
                 await worker.run(self._save.raise_if_removed)
                 raise
             finally:
-                self._pipeline.before = None
+                self._pipeline.before_update = None
             await (self._assemble() if self._save.placement.rank == 0 else self._await_first())
             logger.info("%s in %.1f s, in the background", self._describe, time.perf_counter() - self._begin_seconds)
         except BaseException as error:
@@ -124,7 +124,7 @@ class BackgroundSave:
         # `arguments` first. So `is_busy` is asked before `arguments` is compared: if they are still those of the last
         # step, the group was busy with an update of that step, or an older one.
         if group is not None and self._updates.is_busy(group) and self._updates.arguments is self._step_arguments:
-            await self._updates.finish([group])
+            await self._updates.finish_groups([group])
         self._store_tasks += await self._rank_data_file.writer.encode(extent)
 
     async def _before_update(self, group: SubGroup, arguments: StepArguments) -> None:

@@ -35,7 +35,7 @@ from zero.checkpoint.source import VALID_READS, OpenCheckpoint, Source, TensorIn
 from zero.exchange.together import AllRanks
 from zero.optim.averages import EMA
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.small_states import owned
+from zero.optim.small_states import local_parameters
 from zero.params.buffers import persistent_buffers, set_extra_states, takes_extra_states
 from zero.params.layout import Slot, Unit
 from zero.reports.log import NOTICE
@@ -187,7 +187,7 @@ class LoadPlan:
         Raises ConfigError: they are missing in the source, or of another shape.
         """
         places: list[tuple[str, str, str]] = []
-        mine = owned(self._parts.layout)
+        mine = local_parameters(self._parts.layout)
         for index in sorted(self.stateful_indices):
             leaf = self._parts.leaves[index]
             count = numbers.get(id(leaf.parameter), {}).get(STEP)
@@ -478,7 +478,7 @@ class LoadCheckpoints:
         if updater is not None:
             for key, saved in numbers.items():
                 updater.set_numbers(key, saved)
-            updater.take_small(small, {key: name for key, name in parts.names.items() if key in numbers})
+            updater.load_small(small, {key: name for key, name in parts.names.items() if key in numbers})
             restore_groups(updater, state["groups"])
             run.scaler.load_state_dict(state.get("loss_scaler"))
         if not only_module:

@@ -94,7 +94,7 @@ class SaveCheckpoints:
         name = self._agree_on_tag(f"global_step{self._run.global_steps}" if tag is None else tag)
         frozen = self._save_frozen(folder, left_out=exclude_frozen_parameters)
         parts = self._run.parts
-        if self._run.updater is not None and self._run.updater.keeps_small:
+        if self._run.updater is not None and self._run.updater.has_small_states:
             self._steps.synchronize()  # small states are captured now, so the updates that change them must be done
         state, extents = self._capture(client_state or {}, frozen)
         behind = self._may_save_async(state)
@@ -155,7 +155,7 @@ class SaveCheckpoints:
             self._steps.evict_all()
             self._steps.make_ready(what)
         self._steps.take_user_gradients()
-        self._run.parts.gradients.settle()
+        self._run.parts.gradients.wait_until_stored()
 
     def _save_frozen(self, save_dir: Path, *, left_out: bool) -> FrozenPart:
         """Decide how the weights that are not trained are saved; writes the shared ones. All ranks call this."""
@@ -247,7 +247,7 @@ class SaveCheckpoints:
         """True, with a warning, if gradients are missing: they are not saved, so that no later step can use them."""
         watch, everyone = self._run.parts.backward_watch, self._run.collectives.world
         watch.end_stray()
-        mine = watch.torn or self._run.parts.gradients.lost
+        mine = watch.torn or self._run.parts.gradients.has_lost
         torn = any(everyone.all_gather_bytes("a backward that was broken off", b"torn" if mine else b""))
         if torn:
             logger.warning(

@@ -220,7 +220,7 @@ class ExportWeights:
     def _open_reader(self, relay: DeferringFailures, *, masters: bool) -> Iterator[PlaneReader]:
         """A reader of the planes, which are at rest inside the context. No value changes: old graphs stay valid."""
         parts = self._run.parts
-        parts.stepper.finish()
+        parts.stepper.finish_updates()
         parts.coordinator.release_all()  # this stores weights that forward has modified in place
         streams = parts.storage.streams
         streams.wait_events(streams.record_copy_event(), streams.record_update_event())

@@ -366,7 +366,7 @@ def plan_extents(parts: EngineParts, is_wanted: Callable[[int], bool], optimizer
             if leaf.index in trained and is_wanted(leaf.index):
                 numbers = {STEP: Scalar(0)} if optimizer is None else optimizer.saved_numbers(id(leaf.parameter))
                 for what, number in numbers.items():
-                    extents.add(state_name(leaf.names[0], what), number.tensor())
+                    extents.add(state_name(leaf.names[0], what), number.to_tensor())
     if optimizer is not None and placement.rank == placement.replica_ranks[0]:
         names = {id(leaf.parameter): leaf.names[0] for leaf in parts.leaves if is_wanted(leaf.index)}
         for name, small in parts.small_states(names).items():

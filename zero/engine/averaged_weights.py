@@ -29,7 +29,7 @@ from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
 from zero.assembly.steps import EngineSteps, StepListener
 from zero.exchange.together import AllRanks
-from zero.optim.averages import EMA, part_of_plane, plane_of
+from zero.optim.averages import EMA, average_share, average_state
 from zero.params.layout import SubGroup, Unit
 from zero.plan.machine import read_machine
 from zero.store.staging import StagedGroup
@@ -155,7 +155,7 @@ class AveragedWeights:
         shown = self._guard
         self._steps.make_ready("averaged_weights")
         self._run.parts.check_outside_calls("averaged_weights")
-        if not any(map(plane_of, self._run.rules.each)):
+        if not any(map(average_state, self._run.rules.each)):
             raise StateError(
                 'averaged_weights: no weights are averaged; set "ema_decay" in the config, or optimizer.type to '
                 '"AdamWScheduleFree"'
@@ -192,11 +192,11 @@ class AveragedWeights:
         """Index of each parameter that has an average by now -> its `_Run.part`."""
         updater, parts, found = self._run.updater, self._run.parts, dict[int, float]()
         for group in updater.param_groups if updater is not None else []:
-            rule = self._run.rules.of(group)
+            rule = self._run.rules.rule_of(group)
             for parameter in group["params"]:
                 progress = updater.progress.get(id(parameter)) if updater is not None else None
-                if progress is not None and plane_of(rule) in progress.present and id(parameter) in parts.index_of:
-                    found[parts.index_of[id(parameter)]] = part_of_plane(rule, group)
+                if progress is not None and average_state(rule) in progress.present and id(parameter) in parts.index_of:
+                    found[parts.index_of[id(parameter)]] = average_share(rule, group)
         return found
 
     def _swap_all(self, *, averaged: bool) -> None:
@@ -239,7 +239,7 @@ class AveragedWeights:
         return [unit for unit in units if any(slot.index in self._interpolation_of for slot in unit.slots)]
 
     def _average_state_of(self, unit: Unit) -> str:
-        return plane_of(self._run.rules.each[unit.rule]) or EMA
+        return average_state(self._run.rules.each[unit.rule]) or EMA
 
     async def _swap_group(
         self, parts: EngineParts, saved_masters: _SavedMasters, group: SubGroup, units: list[Unit], *, averaged: bool

@@ -14,7 +14,7 @@ from zero.config.batch import MICRO
 from zero.config.given import user_config
 from zero.engine.parameter_offload import ParameterOffload, no_external_parameters
 from zero.engine.values import MASTERS, EngineStates
-from zero.optim.optimizer import Groups, learning_rates, momentum_of
+from zero.optim.optimizer import GroupTensors, learning_rates, momentum_of
 
 
 class ClientCalls:
@@ -42,10 +42,10 @@ class ClientCalls:
         if updater is None:
             return
         states = EngineStates(run, steps, changes)
-        updater.keep_states_in(states)
+        updater.set_state_access(states)
         updater.offloader = offloading
         if stage in MASTERS:
-            updater.__dict__[MASTERS[stage]] = Groups(updater.param_groups, states.masters_of)
+            updater.__dict__[MASTERS[stage]] = GroupTensors(updater.param_groups, states.masters_of)
         if self.parameter_offload is not None:
             updater.__dict__["parameter_offload"] = self.parameter_offload
 

@@ -44,7 +44,7 @@ from zero.engine.values import Values
 from zero.exchange.exchange import Collectives, SingleRankCollectives
 from zero.optim.loss_scale import make_scaler
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.rules import AdamRule, Rules, Trained
+from zero.optim.rules import AdamRule, Rules, TrainedParameters
 from zero.optim.scheduling import scheduler_for
 from zero.params.initialisation import open_keeper
 from zero.params.layout import Unit
@@ -93,7 +93,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        trained: Trained | None,
+        trained: TrainedParameters | None,
         config: Config,
         device: torch.device,
         collectives: Collectives | None = None,
@@ -102,7 +102,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         generates: bool = False,
     ) -> None:
         super().__init__()
-        trained, scaler = trained or Trained([], Rules((AdamRule(),))), make_scaler(config, device)
+        trained, scaler = trained or TrainedParameters([], Rules((AdamRule(),))), make_scaler(config, device)
         optimizer = ZeroOptimizer(trained, self._optimizer_step, self._zero_grad, scaler) if trained.groups else None
         run = self.run = Run(model, config, device, trained.rules, optimizer, scaler, generations=int(generates))
         run.lr_scheduler = scheduler_for(lr_scheduler, optimizer, config)
@@ -153,7 +153,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         with self.checkpoint_state.allow_loading():
             return self.model_changes.prepare_rewrite()
 
-    def _build(self, callbacks: Events, collectives: Collectives, trained: Trained) -> None:
+    def _build(self, callbacks: Events, collectives: Collectives, trained: TrainedParameters) -> None:
         """Build the parts and shard the model in place. If that fails, the model is unchanged."""
         run = self.run
         parts = EngineParts(run, callbacks, collectives, trained.rules.numbers(trained.groups))
@@ -389,7 +389,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         parts.hooks.remove()
         parts.backward_watch.remove()
         if run.updater is not None:
-            run.updater.lose_states()
+            run.updater.drop_states()
         if begun:  # an interrupt may have stopped the first attempt
             parts.storage.close()
             parts.collectives.close()
@@ -400,8 +400,8 @@ class ZeroEngine(ConfigGetters, nn.Module):
             self._snapshot_listener.commit_last()
             if not parts.collectives.placement.alone:  # others may still read this rank's slices
                 with suppress(StorageError):
-                    parts.stepper.finish()
-            parts.stepper.stop()
+                    parts.stepper.finish_updates()
+            parts.stepper.stop_updates()
             parts.gradients.clear()
             parts.hooks.reset()
             parts.coordinator.end_backward()

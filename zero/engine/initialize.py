@@ -24,9 +24,9 @@ from zero.engine.quantization import quantize
 from zero.exchange.all_stages import PipelineCollectives
 from zero.exchange.exchange import Collectives
 from zero.exchange.partners import open_collectives
-from zero.optim.make_rule import trained_from
+from zero.optim.make_rule import make_trained_parameters
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.rules import Trained
+from zero.optim.rules import TrainedParameters
 from zero.optim.scheduling import check_scheduler
 from zero.params.initialisation import refuse_without_values, suspended
 from zero.pipe.module import PipelineModule
@@ -103,7 +103,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     loaded = _read_config(args, config if config is not None else config_params, replicas)
     loaded = _without_autos(loaded, read_facts(model, optimizer, training_data))
     refuse_local_storage(loaded)
-    trained = trained_from(optimizer, model_parameters, model, loaded)
+    trained = make_trained_parameters(optimizer, model_parameters, model, loaded)
     _quantize(model, loaded, trained)
     device = compute_device()
     stages = None if pipeline is None else open_stages(pipeline, loaded, device)
@@ -122,7 +122,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
 
 def _open_engine(
     model: nn.Module,
-    trained: Trained | None,
+    trained: TrainedParameters | None,
     loaded: Config,
     device: torch.device,
     stages: PipelineCollectives | None,
@@ -151,7 +151,7 @@ def refuse_local_storage(config: Config) -> None:
         )
 
 
-def _quantize(model: nn.Module, config: Config, trained: Trained | None) -> None:
+def _quantize(model: nn.Module, config: Config, trained: TrainedParameters | None) -> None:
     """Quantize weights as `weight_quantization` asks; before the plan is made, which counts the codes."""
     rules = {} if config.weight_quantization is None else config.weight_quantization.rules
     if rules:

@@ -174,7 +174,7 @@ class QkClip(StepListener):
     @override
     def on_eager_updates_done(self) -> None:
         modules = self._modules  # in the same order on every rank
-        if not self._run.parts.stepper.applied:
+        if not self._run.parts.stepper.changes_weights:
             self.load_state_dict({})
             return
         for number, largest in self._max_over_ranks(modules).items():

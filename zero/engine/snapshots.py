@@ -53,7 +53,7 @@ class SnapshotListener(StepListener):
     def on_units_evicted(self) -> None:
         snapshots = self._run.parts.snapshots
         if snapshots is not None and snapshots.pending is not None:
-            self._run.parts.stepper.finish()
+            self._run.parts.stepper.finish_updates()
             snapshots.commit()
 
     @override
@@ -103,7 +103,7 @@ class SnapshotCalls:
                 "save_snapshot: gradients have been accumulated since the last step; call it right after step()"
             )
         snapshots.check_loaded()
-        parts.stepper.finish()
+        parts.stepper.finish_updates()
         self._listener.begin_snapshot(snapshots)
         snapshots.commit()
         if snapshots.committed_step != self._run.global_steps:

@@ -49,7 +49,7 @@ class Values:
         states: dict[str, Any] = dict(ParameterValues(parts, parts.collectives, parameter, updater).states())
         key = id(parameter)
         numbers = {what: scalar.value for what, scalar in updater.numbers(key).items()}
-        return {**updater.made(key, states), **numbers, "step": updater.step_counts.get(key, 0)}
+        return {**updater.visible_states(key, states), **numbers, "step": updater.step_counts.get(key, 0)}
 
     def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, copy of the weights) of every parameter; a tied parameter occurs under each of its names."""

@@ -27,7 +27,7 @@ from zero.store.storage import Storage
 from zero.store.whole_gradients import SharedPlaces
 
 if TYPE_CHECKING:
-    from zero.optim.pending_updates import DueUpdates
+    from zero.optim.pending_updates import PendingUpdates
 
 PendingWork = tuple[Any, ...]  # Identifies a place in the order of exchanges; its content depends on the exchange.
 
@@ -78,7 +78,7 @@ class Collectives:
         """Host memory for this rank's slices of one space that others can read; None: not needed. Called in order."""
         return None
 
-    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> None:
         """The storage is made, on every rank. Collective."""
 
     def on_weights_initialized(self) -> None:
@@ -219,7 +219,7 @@ class TorchCollectives(MultiRankCollectives):
         self._receive_lock = asyncio.Lock()
         self._allocate_receive: Callable[[int], torch.Tensor] | None = None
 
-    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> None:
         self._allocate_receive = storage.whole_gradients.arriving
 
     def enqueue(self, what: str, unit: Unit) -> PendingWork:

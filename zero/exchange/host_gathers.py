@@ -30,7 +30,7 @@ from zero.ranks.comm import Comm, Payload
 from zero.store.storage import Storage
 
 if TYPE_CHECKING:
-    from zero.optim.pending_updates import DueUpdates
+    from zero.optim.pending_updates import PendingUpdates
 
 
 class HostGatherCollectives(SharedMemoryCollectives):
@@ -58,7 +58,7 @@ class HostGatherCollectives(SharedMemoryCollectives):
                 self._unpin_callbacks.append(unpin)
         return regions[self._comm.rank]
 
-    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> None:
         self._collectives.attach(layout, storage, updates)
         self._join_board(layout, storage, updates)
         for space, plane in zip(layout.spaces, storage.weights, strict=True):

@@ -40,7 +40,7 @@ from zero.ranks.failure import ranks_named
 from zero.store.storage import Storage
 
 if TYPE_CHECKING:
-    from zero.optim.pending_updates import DueUpdates
+    from zero.optim.pending_updates import PendingUpdates
 
 POLL_SECONDS = 0.01  # Interval of checks whether another rank waits for an update of this rank.
 RETRY_SECONDS = 0.5  # Pause after a failed update.
@@ -104,7 +104,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         self._first_slots: list[list[Home]] = []  # Per space, the homes on the disk, if the planes have two slots.
         self._epoch, self._reductions, self._is_stopped = 0, 0, False
 
-    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> None:
         """Find the other ranks' slices. Collective, after every rank has made its storage."""
         comm, placement = self._comm, self.placement
         share = self._join_board(layout, storage, updates)
@@ -117,7 +117,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         if storage.disk is not None:  # all ranks have the same plan, so all have a disk or none has
             self._open_peer_swaps(storage.disk, share)
 
-    def _join_board(self, layout: Layout, storage: Storage, updates: DueUpdates) -> AllGatherBytes:
+    def _join_board(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> AllGatherBytes:
         """Make the board; from now on this rank publishes its slices there."""
         comm = self._comm
         share = partial(comm.agree, "sharing")
@@ -130,7 +130,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         storage.at_rest.append(
             self._close_shared
         )  # if an engine is dropped, closing its storage must end the sharing too
-        updates.stored = self._publish
+        updates.on_unit_stored = self._publish
         return share
 
     def on_weights_initialized(self) -> None:
@@ -159,7 +159,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
             into.copy_(self._copy_regions[rank].data[begin:end])
         elif unit.index not in self._storage.plan.whole:
             plane = self._peer_arrays[rank][self._layout.space_of(unit)]
-            await self._updates.repeat(lambda: plane.read(unit.begin, unit.end, into))
+            await self._updates.run_with_retry(lambda: plane.read(unit.begin, unit.end, into))
 
     async def _wait_for_shard(self, rank: int, epoch: int, unit: Unit) -> None:
         """Return when another rank's slice has reached the epoch."""
@@ -205,7 +205,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
 
     def on_weights_rewritten(self, unstored: Collection[int] = ()) -> None:
         async def advance() -> None:
-            self._begin_epoch(lambda index: index in unstored or not self._updates.at_home(index), frozen_too=True)
+            self._begin_epoch(lambda index: index in unstored or not self._updates.is_stored(index), frozen_too=True)
 
         # On the mover's loop, where updates of the last step end: no update ends between the new epoch and `at_home`.
         self._storage.mover.run("telling other ranks what was rewritten", advance())
@@ -328,11 +328,11 @@ class SharedMemoryCollectives(MultiRankCollectives):
     async def _serve_requests(self, epoch: int) -> None:
         """Run the updates of a step as soon as another rank waits for one, if they have not run before."""
         board, me = self._attached_board, self._request_column + self._comm.rank
-        while not (self._updates.all_settled or self._updates.stopped or self._epoch != epoch or self._is_stopped):
+        while not (self._updates.is_idle or self._updates.is_stopped or self._epoch != epoch or self._is_stopped):
             pause = POLL_SECONDS
             if any(wanted >= epoch for wanted in board.read_all(me)):
                 try:
-                    await self._updates.bring(self._updates.groups_of(None))
+                    await self._updates.update_groups(self._updates.groups_of(None))
                 except ZeroInfinityError:  # fetches on this rank raise it; after a successful retry the others go on
                     pause = RETRY_SECONDS
             await asyncio.sleep(pause)

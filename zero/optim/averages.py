@@ -20,8 +20,8 @@ from offload.errors import ConfigError
 from offload.kernels import masters, tile_threads
 from zero.config import Config
 from zero.ops.schedule_free import AdamWScheduleFree, averaging_factor
-from zero.optim.rules import Progress, Rule, Rules, Scalar, TiledRule, UpdateRun, each_tile
-from zero.optim.small_states import Shapes, Small
+from zero.optim.rules import Progress, Rule, Rules, Scalar, TiledRule, UpdateRun, for_each_tile
+from zero.optim.small_states import Shapes, SmallTensors
 from zero.plan.record import States
 
 EMA, OF_SCHEDULE_FREE = "ema", "z"
@@ -41,8 +41,8 @@ class EmaRule(Rule):
     """
 
     def __init__(self, inner: Rule, decay: float) -> None:
-        self.inner, self._part = inner, 1 - decay
-        self.name, self.whole = inner.name, inner.whole
+        self.inner, self._new_share = inner, 1 - decay
+        self.name, self.needs_whole_parameters = inner.name, inner.needs_whole_parameters
         self.states: tuple[str, ...] = (*inner.states, EMA)
         self.defaults: Mapping[str, Any] = inner.defaults
         self.scalars: Mapping[str, Scalar] = inner.scalars
@@ -52,8 +52,8 @@ class EmaRule(Rule):
     def small_shapes(self, shape: tuple[int, ...]) -> Shapes:
         return self.inner.small_shapes(shape)
 
-    def begin(self) -> None:
-        self.inner.begin()
+    def on_step_begin(self) -> None:
+        self.inner.on_step_begin()
 
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> EmaValues:
         """The values that the inner rule has fixed, and whether the average begins now."""
@@ -62,40 +62,42 @@ class EmaRule(Rule):
             progress = replace(progress, present=tuple(name for name in progress.present if name != EMA))
         return EmaValues(self.inner.values(group, count, progress), first)
 
-    def after(self, values: EmaValues) -> tuple[Progress, Mapping[str, Any]]:
+    def after_update(self, values: EmaValues) -> tuple[Progress, Mapping[str, Any]]:
         """As the inner rule, and the average is present from now on."""
-        progress, changed = self.inner.after(values.inner)
+        progress, changed = self.inner.after_update(values.inner)
         known = progress or Progress((), self.inner.states)
         return replace(known, present=(*known.present, EMA)), changed
 
-    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[Small] | None:
+    def update_run(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[SmallTensors] | None:
         """Update piece by piece: first the weights, then their average."""
         made = None
-        for piece in [run] if self.whole else _pieces(run):
+        for piece in [run] if self.needs_whole_parameters else _pieces(run):
             *planes, average = piece.states.planes
             for begin, end, values in piece.segments:
                 if values.first:
-                    masters.join(average[begin:end], *_stored(piece, slice(begin, end)))
+                    masters.join(average[begin:end], *_weight_and_master(piece, slice(begin, end)))
             segments = [(begin, end, values.inner) for begin, end, values in piece.segments]
             inner = piece._replace(states=States(tuple(planes)), segments=segments)
-            made = self.inner.update(inner, grad_scale, threads)  # small states of whole parameters: there is one piece
-            self._average(piece, average, threads)
+            made = self.inner.update_run(
+                inner, grad_scale, threads
+            )  # small states of whole parameters: there is one piece
+            self._move_average(piece, average, threads)
         return made
 
-    def _average(self, run: UpdateRun, average: torch.Tensor, threads: int) -> None:
+    def _move_average(self, run: UpdateRun, average: torch.Tensor, threads: int) -> None:
         """Bit-equal to `torch.optim.swa_utils.get_ema_multi_avg_fn`."""
 
         def move(at: slice, values: EmaValues) -> None:
-            weight, stored = _stored(run, at)
+            weight, stored = _weight_and_master(run, at)
             if stored is not None:
                 narrow, weight = weight, torch.empty_like(weight, dtype=torch.float32)
                 masters.join(weight, narrow, stored)
-            average[at].lerp_(weight, self._part)
+            average[at].lerp_(weight, self._new_share)
 
-        each_tile(run, move, threads)
+        for_each_tile(run, move, threads)
 
 
-def _stored(run: UpdateRun, at: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _weight_and_master(run: UpdateRun, at: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
     return run.weight[at], None if run.master is None else run.master[at]
 
 
@@ -109,14 +111,14 @@ def _pieces(run: UpdateRun) -> Iterator[UpdateRun]:
         hi = min(lo + numel, whole)
         cut = ((max(begin, lo) - lo, min(end, hi) - lo, values) for begin, end, values in run.segments)
         yield UpdateRun(
-            *_stored(run, slice(lo, hi)),
+            *_weight_and_master(run, slice(lo, hi)),
             run.states.part(lo, hi),
             run.gradient[lo:hi],
             [segment for segment in cut if segment[0] < segment[1]],
         )
 
 
-def innermost(rule: Rule) -> Rule:
+def inner_rule(rule: Rule) -> Rule:
     """The rule that updates the weights."""
     return rule.inner if isinstance(rule, EmaRule) else rule
 
@@ -139,7 +141,7 @@ def with_averages(rules: Rules, config: Config) -> Rules:
             "ema_decay: averages are made from fp32 master weights, and with bf16.bf16_master_weights_and_grads there "
             "are none; set it to false, or leave ema_decay out"
         )
-    if any(plane_of(rule) for rule in rules.each):
+    if any(average_state(rule) for rule in rules.each):
         raise ConfigError(
             f"ema_decay: {rules.names} already averages the weights (engine.averaged_weights() shows them); leave "
             "ema_decay out"
@@ -147,7 +149,7 @@ def with_averages(rules: Rules, config: Config) -> Rules:
     return replace(rules, each=tuple(EmaRule(rule, config.ema_decay) for rule in rules.each))
 
 
-def plane_of(rule: Rule) -> str | None:
+def average_state(rule: Rule) -> str | None:
     """The name of the plane from which averages are computed; None: there are none."""
     if isinstance(rule, EmaRule):
         return EMA
@@ -155,6 +157,6 @@ def plane_of(rule: Rule) -> str | None:
     return OF_SCHEDULE_FREE if free else None
 
 
-def part_of_plane(rule: Rule, group: Mapping[str, Any]) -> float:
+def average_share(rule: Rule, group: Mapping[str, Any]) -> float:
     """The plane's share in the average, lerp(weights, plane, share): 1 if the plane is the average."""
     return 1.0 if isinstance(rule, EmaRule) else averaging_factor(float(group["betas"][0]))

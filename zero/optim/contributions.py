@@ -41,23 +41,25 @@ class Contribution:
     """Gradients that have arrived for one unit. After a failure, storing continues where it stopped."""
 
     unit: Unit
-    plane: TieredArray
+    array: TieredArray
     dtype: torch.dtype  # The dtype in which the plane holds this unit's gradient.
     # The flat gradient, unit.numel elements of unit.dtype or the plane's dtype; garbage where none has arrived.
     buffer: torch.Tensor
-    arrived: list[Slot]
-    again: list[bool]  # Per slot in `arrived`: is it added to an earlier contribution?
-    first: bool  # The plane holds nothing for this step yet.
+    slots: list[Slot]
+    adds: list[bool]  # Per slot in `arrived`: is it added to an earlier contribution?
+    is_first: bool  # The plane holds nothing for this step yet.
     sums: torch.Tensor  # Block sums, in host memory; rewritten wherever the gradient changes.
-    summed: bool = False  # The device has made the sums, and they are being copied to the host.
-    fence: MaybeEvent = None  # After the work that filled the buffer.
+    has_device_sums: bool = False  # The device has made the sums, and they are being copied to the host.
+    event: MaybeEvent = None  # After the work that filled the buffer.
     block: Block | None = None  # The leased memory of the buffer.
-    left: set[int] | None = None  # First elements of the chunks that are left to store; None: storing has not begun.
-    transfer: IoFuture[None] | None = None  # The running attempt; None after a failure.
+    remaining_chunks: set[int] | None = (
+        None  # First elements of the chunks that are left to store; None: storing has not begun.
+    )
+    future: IoFuture[None] | None = None  # The running attempt; None after a failure.
 
     @property
-    def done(self) -> bool:
-        return self.left is not None and not self.left
+    def is_done(self) -> bool:
+        return self.remaining_chunks is not None and not self.remaining_chunks
 
 
 class ContributionStore:
@@ -72,16 +74,16 @@ class ContributionStore:
             return False
         return self._streams.has_unified_memory or memory.device.type != "cpu"
 
-    def put(self, item: Contribution, home: torch.Tensor, sums: torch.Tensor) -> None:
+    def store_in_memory(self, item: Contribution, home: torch.Tensor, sums: torch.Tensor) -> None:
         """Store the whole contribution in addressable memory, and its sums in `sums` on the same device."""
         stored = home.view(item.dtype)
         if item.block is None:  # it was collected in its home
-            zero_gaps(stored, item.unit, item.arrived, 0)
+            zero_gaps(stored, item.unit, item.slots, 0)
             kernels.block_sumsq(stored, sums, threads=self._threads)
         else:
             self._store_run(item, stored, item.buffer, 0, sums)
 
-    def copy_out(self, item: Contribution, home: torch.Tensor, sums: torch.Tensor) -> MaybeEvent:
+    def copy_to_host(self, item: Contribution, home: torch.Tensor, sums: torch.Tensor) -> MaybeEvent:
         """Queue the copy of a first contribution from the device to `home`, which is pinned host memory.
 
         Returns at once: a fence after the copies.
@@ -92,25 +94,25 @@ class ContributionStore:
             sums: on the device, as long as item.sums.
         """
         unit, stored = item.unit, home.view(item.dtype)
-        zero_gaps(item.buffer, unit, item.arrived, 0)
+        zero_gaps(item.buffer, unit, item.slots, 0)
         if item.dtype == item.buffer.dtype:
             kernels.block_sumsq(item.buffer, sums)
             self._streams.copy_to_host(stored, item.buffer, self._streams.record_event())
         else:
-            self._widen_out(item, stored, sums)
+            self._widen_to_host(item, stored, sums)
         return self._streams.copy_to_host(
             item.sums, sums
         )  # after the copy above, which waits for the kernel of the sums
 
     def sum_on_device(self, item: Contribution, sums: torch.Tensor) -> None:
         """Make the sums of a first contribution on the device, so that `store` need not compute them on the host."""
-        if item.first and item.dtype == item.buffer.dtype:
-            zero_gaps(item.buffer, item.unit, item.arrived, 0)
+        if item.is_first and item.dtype == item.buffer.dtype:
+            zero_gaps(item.buffer, item.unit, item.slots, 0)
             kernels.block_sumsq(item.buffer, sums)
             self._streams.copy_to_host(item.sums, sums, self._streams.record_event())
-            item.summed = True
+            item.has_device_sums = True
 
-    def _widen_out(self, item: Contribution, stored: torch.Tensor, sums: torch.Tensor) -> None:
+    def _widen_to_host(self, item: Contribution, stored: torch.Tensor, sums: torch.Tensor) -> None:
         """Cast and sum on the device, chunk by chunk, among the copies to the host: the model's work goes on."""
         streams, unit, pool, width = self._streams, item.unit, self._storage.gradient_pool, item.dtype.itemsize
         numel = min(WIDE_CHUNK_NUMEL, unit.numel)
@@ -136,64 +138,66 @@ class ContributionStore:
 
         Raises StorageError: the error of the first chunk that failed.
         """
-        at_once = self._is_written_at_once(item)
-        store = self._write_piece if at_once else self._store_part
+        at_once = self._can_write_directly(item)
+        store = self._write_piece if at_once else self._store_chunk
         run, width_bytes = (item.unit.begin, item.unit.end), item.buffer.element_size()
-        numel = PIECE_NUMEL if at_once else self._chunk_numel(item.plane.memory(*run), item.dtype, width_bytes)
-        if item.left is None:
-            item.left = set(range(0, item.unit.numel, numel))
-        await _each(sorted(item.left), lambda lo: store(item, lo, min(lo + numel, item.unit.numel)))
+        numel = PIECE_NUMEL if at_once else self._chunk_numel(item.array.memory(*run), item.dtype, width_bytes)
+        if item.remaining_chunks is None:
+            item.remaining_chunks = set(range(0, item.unit.numel, numel))
+        await _for_each_chunk(
+            sorted(item.remaining_chunks), lambda lo: store(item, lo, min(lo + numel, item.unit.numel))
+        )
 
-    def _is_written_at_once(self, item: Contribution) -> bool:
+    def _can_write_directly(self, item: Contribution) -> bool:
         """True if the disk can take the contribution unchanged from its buffer."""
-        if not (self._streams.has_unified_memory and item.first and item.dtype == item.buffer.dtype):
+        if not (self._streams.has_unified_memory and item.is_first and item.dtype == item.buffer.dtype):
             return False
-        return item.plane.memory(item.unit.begin, item.unit.end) is None
+        return item.array.memory(item.unit.begin, item.unit.end) is None
 
     async def _write_piece(self, item: Contribution, lo: int, hi: int) -> None:
         unit, piece = item.unit, item.buffer[lo:hi]
-        zero_gaps(piece, unit, item.arrived, lo)
+        zero_gaps(piece, unit, item.slots, lo)
         kernels.block_sumsq(piece, rows_of(item.sums, lo, hi), threads=self._threads)
-        if item.left is not None:
-            item.left.discard(lo)  # even if the write fails: then the plane keeps a copy
-        await _write(item.plane, (unit.begin + lo, unit.begin + hi), piece.view(torch.uint8))
+        if item.remaining_chunks is not None:
+            item.remaining_chunks.discard(lo)  # even if the write fails: then the plane keeps a copy
+        await _write_or_strand(item.array, (unit.begin + lo, unit.begin + hi), piece.view(torch.uint8))
 
-    async def _store_part(self, item: Contribution, lo: int, hi: int) -> None:
+    async def _store_chunk(self, item: Contribution, lo: int, hi: int) -> None:
         unit, dtype, streams = item.unit, item.buffer.dtype, self._streams
-        passes = not (streams.has_unified_memory or item.summed)
+        passes = not (streams.has_unified_memory or item.has_device_sums)
         passing_bytes = (hi - lo) * dtype.itemsize if passes else 0
         run = unit.begin + lo, unit.begin + hi
-        async with self._chunk(item.plane, run, passing_bytes, first=item.first) as (raw, passing):
+        async with self._staged_chunk(item.array, run, passing_bytes, first=item.is_first) as (raw, passing):
             source = item.buffer[lo:hi]
             if not streams.has_unified_memory:
                 copied = passing.view(dtype) if passes else raw.view(dtype)
-                await streams.synchronize(streams.copy_to_host(copied, source, item.fence))
+                await streams.synchronize(streams.copy_to_host(copied, source, item.event))
                 source = copied
-            if not item.summed:
+            if not item.has_device_sums:
                 await streams.compute_on_host(
                     partial(self._store_run, item, raw.view(item.dtype), source, lo, item.sums)
                 )
-            if item.left is not None:
-                item.left.discard(lo)
+            if item.remaining_chunks is not None:
+                item.remaining_chunks.discard(lo)
 
     @asynccontextmanager
-    async def _chunk(
-        self, plane: TieredArray, run: tuple[int, int], passing_bytes: int, *, first: bool
+    async def _staged_chunk(
+        self, array: TieredArray, run: tuple[int, int], passing_bytes: int, *, first: bool
     ) -> AsyncIterator[tuple[torch.Tensor, torch.Tensor]]:
         """(the plane's bytes of the run, memory for `passing_bytes`); at the end, unless it failed, the run is stored.
 
         Raises StorageError: the read failed, and nothing has changed; or the write failed, and the plane keeps a copy.
         """
-        memory = plane.memory(*run)
-        stored_bytes = 0 if memory is not None else plane.nbytes(*run)
+        memory = array.memory(*run)
+        stored_bytes = 0 if memory is not None else array.nbytes(*run)
         chunk = await self._storage.arena.allocate_async(stored_bytes + passing_bytes, "gradient chunk")
         try:
             raw = chunk.data[:stored_bytes] if memory is None else memory
             if memory is None and not first:
-                await plane.read(*run, raw)
+                await array.read(*run, raw)
             yield raw, chunk.data[stored_bytes : stored_bytes + passing_bytes]
             if memory is None:
-                await _write(plane, run, raw)
+                await _write_or_strand(array, run, raw)
         finally:
             chunk.free()
 
@@ -218,15 +222,15 @@ class ContributionStore:
         """Store or add elements from `lo` on; `stored` and `source` begin there. The sums are rewritten."""
         hi = lo + stored.numel()
         into = rows_of(sums, lo, hi)
-        if item.first:  # one pass over memory: elements that have not arrived are set to zero in the source
-            zero_gaps(source, item.unit, item.arrived, lo)
+        if item.is_first:  # one pass over memory: elements that have not arrived are set to zero in the source
+            zero_gaps(source, item.unit, item.slots, lo)
             kernels.cast_sumsq(stored, source, into=into, threads=self._threads)
             return
-        if stored.dtype == torch.float32 and all(item.again) and len(item.arrived) == len(item.unit.slots):
-            zero_gaps(source, item.unit, item.arrived, lo)
+        if stored.dtype == torch.float32 and all(item.adds) and len(item.slots) == len(item.unit.slots):
+            zero_gaps(source, item.unit, item.slots, lo)
             kernels.reduce_ranks(stored, [source], add=True, into=into, threads=self._threads)  # in one pass
             return
-        for slot, again in zip(item.arrived, item.again, strict=True):
+        for slot, again in zip(item.slots, item.adds, strict=True):
             begin, end = max(slot.offset_numel, lo) - lo, min(slot.end_numel, hi) - lo
             if begin < end and again:
                 add_up(stored[begin:end], source[begin:end], self._threads)
@@ -282,7 +286,7 @@ class ContributionStore:
                 parts, factor = [_rounded_sum(torch.empty_like(parts[0]), parts, scale, unit.dtype)], 1.0
             passing_bytes = 0 if self._streams.has_unified_memory else parts[0].nbytes
             run = unit.begin + lo, unit.begin + hi
-            async with self._chunk(plane, run, passing_bytes, first=first) as (raw, passing):
+            async with self._staged_chunk(plane, run, passing_bytes, first=first) as (raw, passing):
                 if passing_bytes:
                     copied = passing.view(parts[0].dtype)
                     await self._streams.synchronize(
@@ -293,7 +297,7 @@ class ContributionStore:
                 job = partial(reduce_into, stored, parts, factor, into, self._threads, first=first)
                 await self._streams.compute_on_host(job)
 
-        await _each(range(0, unit.shard_numel, numel), store)
+        await _for_each_chunk(range(0, unit.shard_numel, numel), store)
 
     async def widen(self, unit: Unit, narrow: TieredArray, dtype: torch.dtype, wide: TieredArray) -> None:
         """Copy a 16-bit gradient to its fp32 home. Raises StorageError."""
@@ -313,12 +317,12 @@ class ContributionStore:
                 block.free()
 
 
-async def _write(plane: TieredArray, run: tuple[int, int], raw: torch.Tensor) -> None:
+async def _write_or_strand(array: TieredArray, run: tuple[int, int], raw: torch.Tensor) -> None:
     """Write to the plane. Raises StorageError: the plane keeps a copy until the write succeeds."""
     try:
-        await plane.write(*run, raw)
+        await array.write(*run, raw)
     except StorageError as error:
-        plane.keep_failed_write(*run, aligned_copy(raw))
+        array.keep_failed_write(*run, aligned_copy(raw))
         error.is_in_memory = True
         raise
 
@@ -363,11 +367,11 @@ def _rounded_sum(into: torch.Tensor, sources: list[torch.Tensor], scale: float, 
     return into if into.dtype == dtype else into.copy_(into.to(dtype))
 
 
-def zero_gaps(flat: torch.Tensor, unit: Unit, arrived: Iterable[Slot], lo: int) -> None:
-    """Zero the elements that no slot in `arrived` covers; `flat` begins at element `lo` of the unit."""
+def zero_gaps(flat: torch.Tensor, unit: Unit, slots: Iterable[Slot], lo: int) -> None:
+    """Zero the elements that no slot in `slots` covers; `flat` begins at element `lo` of the unit."""
     hi = lo + flat.numel()
     position = lo
-    for slot in sorted(arrived, key=lambda s: s.offset_numel):
+    for slot in sorted(slots, key=lambda s: s.offset_numel):
         if slot.offset_numel > position:
             flat[position - lo : min(slot.offset_numel, hi) - lo].zero_()
         position = max(position, slot.end_numel)
@@ -376,8 +380,8 @@ def zero_gaps(flat: torch.Tensor, unit: Unit, arrived: Iterable[Slot], lo: int) 
     flat[position - lo :].zero_()
 
 
-async def _each(chunks: Iterable[int], deal: Callable[[int], Awaitable[None]]) -> None:
-    """Call `deal` for each chunk, a few at a time, begun in this order.
+async def _for_each_chunk(chunks: Iterable[int], store_chunk: Callable[[int], Awaitable[None]]) -> None:
+    """Call `store_chunk` for each chunk, a few at a time, begun in this order.
 
     Raises the first error after all are over; one that loses something before one that does not.
     """
@@ -387,7 +391,7 @@ async def _each(chunks: Iterable[int], deal: Callable[[int], Awaitable[None]]) -
     async def some() -> None:
         for lo in rest:
             try:
-                await deal(lo)
+                await store_chunk(lo)
             except StorageError as error:
                 errors.append(error)
 

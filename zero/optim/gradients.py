@@ -35,10 +35,10 @@ EPOCHS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class StepGradient:
     """Place and dtype of a gradient of the last step."""
 
-    plane: TieredArray
+    array: TieredArray
     dtype: torch.dtype
 
 
@@ -47,38 +47,42 @@ class UnitGradient:
     """The state of one unit's gradient since the last step."""
 
     unit: Unit
-    plane: TieredArray
+    array: TieredArray
     dtype: torch.dtype  # The dtype in which the plane holds this unit's gradient.
-    narrow_plane: TieredArray
+    narrow_array: TieredArray
     contributions: list[int]  # Per slot, the number of contributions that the plane holds.
     sums: torch.Tensor  # Block sums of the plane's gradient, in host memory.
-    summed: bool = False  # A contribution has been stored since the last step.
+    is_stored: bool = False  # A contribution has been stored since the last step.
     # Slots whose latest contributions wait in `buffer`, in order -> how many contributions: one, unless `adds`.
-    arrived: dict[int, int] = field(default_factory=dict)
+    buffered_counts: dict[int, int] = field(default_factory=dict)
     # Flat gradient, unit.numel elements: of unit.dtype, or of the plane's dtype if `adds`.
     buffer: torch.Tensor | None = None
-    adds: bool = False  # Contributions are added up in `buffer`: the plane held nothing when the buffer was opened.
+    accumulates: bool = (
+        False  # Contributions are added up in `buffer`: the plane held nothing when the buffer was opened.
+    )
     # The leased memory of `buffer`, with room for its sums on a GPU; None if `buffer` is the plane's own memory.
     block: Block | None = None
     stream: Any = None  # On a GPU, the stream on which the buffer is being filled.
-    storing: Storing | None = None  # The contribution that is being stored; its block is leased until that succeeds.
-    copied: MaybeEvent = None  # After the device's copies to the host, sums included.
-    sealed: Sealed | None = None
+    pending_store: PendingStore | None = (
+        None  # The contribution that is being stored; its block is leased until that succeeds.
+    )
+    copy_event: MaybeEvent = None  # After the device's copies to the host, sums included.
+    step_gradient: StepGradient | None = None
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """True if the plane holds nothing for this step."""
-        return not self.summed
+        return not self.is_stored
 
 
-class Storing(Protocol):
+class PendingStore(Protocol):
     """A gradient that is being stored in its plane."""
 
     block: Block | None
-    transfer: IoFuture[None] | None  # The running attempt; None after a failure.
+    future: IoFuture[None] | None  # The running attempt; None after a failure.
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """True once all of it is stored."""
 
 
@@ -88,34 +92,38 @@ class Gradients:
     `in_place`: a first contribution may be collected where it is stored.
 
     Attributes:
-        deferred: gradients of an earlier backward of this step wait to be reduced.
-        lost: since `clear`, a gradient could not be reduced, and cannot be again.
+        has_deferred: gradients of an earlier backward of this step wait to be reduced.
+        has_lost: since `clear`, a gradient could not be reduced, and cannot be again.
         failure: with several ranks, the first failed transfer since `clear`; the next step reports it to all ranks.
-        together: in this backward several micro-batches pass each unit before it is `passed`.
-        update: called with a unit whose sealed gradient occupies its place; must not return before an update used it.
-        reclaim: called with a unit whose gradient needs its memory now; must not return before the memory is free.
-        order: (unit, position of the slot), in the order in which the first gradients since the last step arrived.
+        is_interleaved: in this backward several micro-batches pass each unit before it is `passed`.
+        apply_update: called with a unit whose sealed gradient occupies its place; must not return before an update used it.
+        reclaim_memory: called with a unit whose gradient needs its memory now; must not return before the memory is free.
+        arrival_order: (unit, position of the slot), in the order in which the first gradients since the last step arrived.
         factors: parameter index -> factor that user code has given its gradient (None: it was dropped) and that the
             collected values do not contain yet. The same on all ranks.
         epoch: another number, of all engines, each time that all gradients were used or dropped.
     """
 
-    deferred = together = lost = False
+    has_deferred = is_interleaved = has_lost = False
     failure: StorageError | None = None
 
     def __init__(self, layout: Layout, storage: Storage, device: torch.device, in_place: bool, threads: int) -> None:
         self._storage, self._device, self._in_place = storage, device, in_place
         self._streams, self._store, self._threads = storage.streams, ContributionStore(storage, threads), threads
-        self.update: Callable[[int], None] = lambda index: None  # before steps are possible no gradient is sealed
-        self.reclaim: Callable[[Unit], None] = lambda unit: None
-        self.order: dict[tuple[int, int], None] = {}
+        self.apply_update: Callable[[int], None] = lambda index: None  # before steps are possible no gradient is sealed
+        self.reclaim_memory: Callable[[Unit], None] = lambda unit: None
+        self.arrival_order: dict[tuple[int, int], None] = {}
         self.factors: dict[int, float | None] = {}
         self.epoch = next(EPOCHS)
-        self._filling: set[Any] = set()  # Streams that have written gradients since the last step.
+        self._filling_streams: set[Any] = set()  # Streams that have written gradients since the last step.
         self._units: dict[int, UnitGradient] = {}
-        self._storing: dict[int, None] = {}  # Units that the mover is storing, in the order in which it was asked.
-        self._busy: set[int] = set()  # All units with a buffer, or with something on its way; perhaps also others.
-        self._wide: dict[int, TieredArray] = {}
+        self._pending_stores: dict[
+            int, None
+        ] = {}  # Units that the mover is storing, in the order in which it was asked.
+        self._busy_units: set[int] = (
+            set()
+        )  # All units with a buffer, or with something on its way; perhaps also others.
+        self._wide_arrays: dict[int, TieredArray] = {}
         for unit in layout.units:
             plane = storage.gradients[layout.space_of(unit)] if unit.trainable else None
             if plane is not None:
@@ -124,8 +132,8 @@ class Gradients:
 
     # ---- arrival ------------------------------------------------------------------------------
 
-    def arrive(
-        self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, parts: float = 1.0
+    def add_gradient(
+        self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, divisor: float = 1.0
     ) -> bool:
         """Take one parameter's gradient. True if every slot of the unit has arrived, and no more is to be added.
 
@@ -134,157 +142,161 @@ class Gradients:
             position: the slot inside the unit.
             gradient: in the parameter's shape; may be freed afterwards.
             rows: rows of the first dimension that `gradient` is for; other rows have gradient zero. None: all rows.
-            parts: divisor of the gradient.
+            divisor: divisor of the gradient.
         """
         state = self._units[index]
-        if position in state.arrived and (not state.adds or rows is not None):
+        if position in state.buffered_counts and (not state.accumulates or rows is not None):
             self.flush(index)  # a second contribution before the unit was complete
         if state.buffer is None:
-            self._busy.add(index)
-            self._open(state)
+            self._busy_units.add(index)
+            self._open_buffer(state)
         slot = state.unit.slots[position]
         if state.buffer is None:
             raise StateError(f"gradient of {slot.name}: no buffer")
         state.stream = self._streams.wait_stream(state.stream)
-        self._filling.add(state.stream)
+        self._filling_streams.add(state.stream)
         place = state.buffer[slot.offset_numel : slot.end_numel]
-        if position in state.arrived:
+        if position in state.buffered_counts:
             add_up(place, gradient.reshape(-1).to(state.unit.dtype), self._threads)
         elif rows is None:
             place.copy_(gradient.reshape(-1))
         else:
             place.zero_()
             place.view(slot.shape)[rows] = gradient.to(place.dtype)
-        if parts != 1:
-            place.div_(parts)
-        state.arrived[position] = state.arrived.get(position, 0) + 1
-        self.order[index, position] = None
-        return len(state.arrived) == len(state.unit.slots) and not state.adds
+        if divisor != 1:
+            place.div_(divisor)
+        state.buffered_counts[position] = state.buffered_counts.get(position, 0) + 1
+        self.arrival_order[index, position] = None
+        return len(state.buffered_counts) == len(state.unit.slots) and not state.accumulates
 
     def flush(self, index: int) -> None:
         """Store the gradients that have arrived in the plane; a later contribution opens the unit again."""
         state = self._units.get(index)
         if state is None or state.buffer is None:
             return
-        if not state.empty and self._widens(state) and any(state.contributions[p] for p in state.arrived):
+        if (
+            not state.is_empty
+            and self._must_widen(state)
+            and any(state.contributions[p] for p in state.buffered_counts)
+        ):
             self._widen(state)
         self._streams.wait_stream(state.stream)
-        item = self._take(state, state.buffer)
-        home = state.plane.memory(state.unit.begin, state.unit.end)
+        item = self._take_contribution(state, state.buffer)
+        home = state.array.memory(state.unit.begin, state.unit.end)
         if home is not None and self._store.can_address(home, item.buffer):
-            self._put(state, item, home)
-        elif home is not None and item.first and item.block is not None:
-            state.copied = self._store.copy_out(item, home, _sums_in(item.block, item.unit))
-            item.block.free(state.copied)
+            self._store_in_memory(state, item, home)
+        elif home is not None and item.is_first and item.block is not None:
+            state.copy_event = self._store.copy_to_host(item, home, _sums_in(item.block, item.unit))
+            item.block.free(state.copy_event)
         else:
             if not self._streams.has_unified_memory and item.block is not None:
                 self._store.sum_on_device(item, _sums_in(item.block, item.unit))
-            item.fence, state.storing = self._streams.record_event(), item
-            self._storing[index] = None
-            self._start(state, item)
+            item.event, state.pending_store = self._streams.record_event(), item
+            self._pending_stores[index] = None
+            self._start_store(state, item)
 
-    def passed(self, index: int) -> None:
+    def on_unit_backward_end(self, index: int) -> None:
         """All gradients of one use of the unit have arrived, or the unit is complete."""
         self.flush(index)
 
-    def _widens(self, state: UnitGradient) -> bool:
+    def _must_widen(self, state: UnitGradient) -> bool:
         """True if the stored gradient must become fp32 before another is added."""
         return state.dtype != torch.float32 and self._storage.plan.accumulation == torch.float32
 
-    def _take(self, state: UnitGradient, buffer: torch.Tensor) -> Contribution:
+    def _take_contribution(self, state: UnitGradient, buffer: torch.Tensor) -> Contribution:
         """Return the gradients that have arrived as one contribution; the unit can be opened again."""
-        arrived = [state.unit.slots[position] for position in state.arrived]
-        again = [state.contributions[position] > 0 for position in state.arrived]
-        item = Contribution(state.unit, state.plane, state.dtype, buffer, arrived, again, state.empty, state.sums)
+        arrived = [state.unit.slots[position] for position in state.buffered_counts]
+        again = [state.contributions[position] > 0 for position in state.buffered_counts]
+        item = Contribution(state.unit, state.array, state.dtype, buffer, arrived, again, state.is_empty, state.sums)
         item.block = state.block
-        for position, count in state.arrived.items():
+        for position, count in state.buffered_counts.items():
             state.contributions[position] += count
         state.buffer = state.block = state.stream = None
-        state.arrived, state.adds, state.summed = {}, False, True
+        state.buffered_counts, state.accumulates, state.is_stored = {}, False, True
         return item
 
-    def _put(self, state: UnitGradient, item: Contribution, home: torch.Tensor) -> None:
+    def _store_in_memory(self, state: UnitGradient, item: Contribution, home: torch.Tensor) -> None:
         """Store it in memory that its device can write; from a GPU only the sums are copied to the host."""
         if self._streams.has_unified_memory:
-            self._store.put(item, home, item.sums)
+            self._store.store_in_memory(item, home, item.sums)
             if item.block is not None:
                 item.block.free()
             return
-        block = item.block or self._lease(state, gradient_sums_bytes(state.unit))
+        block = item.block or self._lease_buffer(state, gradient_sums_bytes(state.unit))
         sums = _sums_in(block, state.unit)
-        self._store.put(item, home, sums)
-        state.copied = self._streams.copy_to_host(item.sums, sums, self._streams.record_event())
-        block.free(state.copied)
+        self._store.store_in_memory(item, home, sums)
+        state.copy_event = self._streams.copy_to_host(item.sums, sums, self._streams.record_event())
+        block.free(state.copy_event)
 
     def flush_all(self) -> None:
         """Flush all buffers at the end of a backward, in the order of the layout."""
-        for index in sorted(self._busy):
+        for index in sorted(self._busy_units):
             self.flush(index)
 
-    def begin_backward(self, *, boundary: bool, together: bool = False) -> None:
+    def begin_backward(self, *, boundary: bool, interleaved: bool = False) -> None:
         """A backward begins; `boundary`: a step follows that updates the parameters with its gradients."""
-        self.together = together
+        self.is_interleaved = interleaved
 
     def end_backward(self) -> None:
         self.flush_all()
-        self.together = False
+        self.is_interleaved = False
 
-    def break_off(self) -> None:
+    def abort_backward(self) -> None:
         """A backward of several micro-batches together has failed; `clear` or the engine's end follows."""
-        self.together = False
+        self.is_interleaved = False
 
-    def complete(self) -> None:
+    def finish_for_step(self) -> None:
         """Flush and settle all gradients: a step is about to be fixed. Raises StorageError."""
         self.flush_all()
-        self.settle()
+        self.wait_until_stored()
 
-    def settle(self) -> None:
+    def wait_until_stored(self) -> None:
         """Wait until every flushed gradient is stored. Raises StorageError."""
-        busy = [self._units[index] for index in sorted(self._busy)]
+        busy = [self._units[index] for index in sorted(self._busy_units)]
         for state in busy:
-            self._settle(state)
-        on_their_way = [state.copied for state in busy if state.copied is not None]
+            self._wait_for_store(state)
+        on_their_way = [state.copy_event for state in busy if state.copy_event is not None]
         if on_their_way:
             self._storage.mover.run("copying gradients to the host", self._streams.synchronize(*on_their_way))
         for state in busy:
-            state.copied = None
+            state.copy_event = None
             if state.buffer is None:
-                self._busy.discard(state.unit.index)
+                self._busy_units.discard(state.unit.index)
 
     def clear(self) -> None:
         """Drop the contributions since the last step: after zero_grad. Gradients that a step has sealed stay."""
-        for stream in self._filling:  # of a backward that was aborted: nobody has waited for it
+        for stream in self._filling_streams:  # of a backward that was aborted: nobody has waited for it
             self._streams.wait_stream(stream)
-        self._filling.clear()
+        self._filling_streams.clear()
         for state in self._units.values():
-            if state.storing is not None and state.storing.transfer is not None:
-                state.storing.transfer.wait()
-            for holder in (state.storing, state):
+            if state.pending_store is not None and state.pending_store.future is not None:
+                state.pending_store.future.wait()
+            for holder in (state.pending_store, state):
                 if holder is not None and holder.block is not None:
                     holder.block.free(self._streams.record_event())
-            state.storing = state.buffer = state.block = state.stream = None
-            state.arrived, state.adds = {}, False
-            self._begin_anew(state)
-        self._storing.clear()
-        self._forget_order()
-        self.lost, self.failure = False, None
+            state.pending_store = state.buffer = state.block = state.stream = None
+            state.buffered_counts, state.accumulates = {}, False
+            self._reset_state(state)
+        self._pending_stores.clear()
+        self._clear_arrival_order()
+        self.has_lost, self.failure = False, None
 
-    def seal(self) -> None:
+    def hand_to_step(self) -> None:
         """A step takes the present gradients; the caller has flushed and settled all."""
         for state in self._units.values():
-            state.sealed = None if state.empty else Sealed(state.plane, state.dtype)
-            self._begin_anew(state)
-        self._forget_order()
-        self._filling.clear()
+            state.step_gradient = None if state.is_empty else StepGradient(state.array, state.dtype)
+            self._reset_state(state)
+        self._clear_arrival_order()
+        self._filling_streams.clear()
 
-    def _forget_order(self) -> None:
-        self.order.clear()
+    def _clear_arrival_order(self) -> None:
+        self.arrival_order.clear()
         self.factors.clear()
         self.epoch = next(EPOCHS)
 
-    def _begin_anew(self, state: UnitGradient) -> None:
-        state.summed, state.contributions = False, [0] * len(state.unit.slots)
-        state.plane, state.dtype = state.narrow_plane, self._storage.gradient_dtype(state.unit)
+    def _reset_state(self, state: UnitGradient) -> None:
+        state.is_stored, state.contributions = False, [0] * len(state.unit.slots)
+        state.array, state.dtype = state.narrow_array, self._storage.gradient_dtype(state.unit)
 
     # ---- all gradients, for callers that move them elsewhere ------------------------------------
 
@@ -298,28 +310,28 @@ class Gradients:
             raise StateError(f"{unit.name} is not trained, so it has no gradient")
         return self._units[unit.index]
 
-    def waiting(self, only: int | None = None) -> dict[int, torch.Tensor]:
+    def unreduced_gradients(self, only: int | None = None) -> dict[int, torch.Tensor]:
         """Unit index -> a whole gradient of this rank that is not reduced yet, on the host; `only`: of one unit."""
         return {}
 
-    def rest(self, *, aside: bool) -> dict[int, torch.Tensor]:
-        """Give all memory of `gradient_pool` back. `aside`: drop the `waiting` gradients too, and return them.
+    def free_pool_memory(self, *, drop_unreduced: bool) -> dict[int, torch.Tensor]:
+        """Give all memory of `gradient_pool` back. `drop_unreduced`: drop the `waiting` gradients too, and return them.
 
         `take_up` takes them again.
         """
         return {}
 
-    def scale_waiting(self, unit: Unit, slot: Slot, factor: float | None) -> None:
+    def scale_unreduced(self, unit: Unit, slot: Slot, factor: float | None) -> None:
         """Multiply one parameter's gradient that waits to be reduced; None: drop it."""
 
-    def drop(self, unit: Unit, slot: Slot) -> None:
+    def drop_slot(self, unit: Unit, slot: Slot) -> None:
         """Note that the slot, whose values are zero now, has no gradient; nor has the unit, if it was the last."""
         state = self._units[unit.index]
         state.contributions[slot.position] = 0
         if not any(state.contributions):
-            self._begin_anew(state)
+            self._reset_state(state)
 
-    def take_up(self, index: int, flat: torch.Tensor) -> None:
+    def restore_unreduced(self, index: int, flat: torch.Tensor) -> None:
         """Let `flat`, a whole gradient of (unit.numel,), wait to be reduced again, as `waiting` returned it.
 
         Raises StateError: with one rank nothing waits.
@@ -329,10 +341,10 @@ class Gradients:
     def read_stored(self, state: UnitGradient, begin: int, end: int) -> torch.Tensor:
         """Copy to the host the plane's gradient at coordinates [begin, end) of a unit. Raises StorageError."""
         lo, hi = begin // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(end, BLOCK_NUMEL), state.unit.end)
-        memory = state.plane.memory(lo, hi)
+        memory = state.array.memory(lo, hi)
         if memory is None:
-            memory = torch.empty(state.plane.nbytes(lo, hi), dtype=torch.uint8, device="cpu")
-            job = read_array(state.plane, lo, hi, memory, self._storage.arena)
+            memory = torch.empty(state.array.nbytes(lo, hi), dtype=torch.uint8, device="cpu")
+            job = read_array(state.array, lo, hi, memory, self._storage.arena)
             self._storage.mover.run(f"reading the gradient of {state.unit.name}", job)
         return memory.view(state.dtype)[begin - lo : end - lo].to("cpu", copy=True)
 
@@ -340,33 +352,33 @@ class Gradients:
         """Store `values` (in the plane's dtype, whole blocks) from coordinate `begin` on. Raises StorageError."""
         unit, end = state.unit, begin + values.numel()
         kernels.block_sumsq(values, into=rows_of(state.sums, begin - unit.begin, end - unit.begin))
-        job = write_array(state.plane, begin, end, values.view(torch.uint8), self._storage.arena)
+        job = write_array(state.array, begin, end, values.view(torch.uint8), self._storage.arena)
         self._storage.mover.run(f"storing the gradient of {unit.name}", job)
-        state.summed = True
+        state.is_stored = True
 
     def make_wide(self, state: UnitGradient) -> None:
         """Give a unit that holds nothing yet an fp32 home. Raises BudgetError: there is no room for one."""
         if state.dtype != torch.float32:
-            state.plane, state.dtype = self._wide_home(state.unit), torch.float32
+            state.array, state.dtype = self._wide_array(state.unit), torch.float32
 
-    def _wide_home(self, unit: Unit) -> TieredArray:
+    def _wide_array(self, unit: Unit) -> TieredArray:
         """The unit's fp32 home, the same one in every step that needs it."""
-        if unit.index not in self._wide:
-            self._wide[unit.index] = self._storage.wide_gradient(unit)
-        return self._wide[unit.index]
+        if unit.index not in self._wide_arrays:
+            self._wide_arrays[unit.index] = self._storage.wide_gradient(unit)
+        return self._wide_arrays[unit.index]
 
     # ---- queries of the step ------------------------------------------------------------------
 
-    def contributed(self, index: int) -> list[bool]:
+    def slots_with_gradient(self, index: int) -> list[bool]:
         """Per slot of the unit: has it had a gradient since the last step?"""
         return [count > 0 for count in self._units[index].contributions]
 
-    def has(self, unit: Unit, slot: Slot) -> bool:
+    def has_gradient(self, unit: Unit, slot: Slot) -> bool:
         """True if the slot has a gradient, as far as this rank knows without asking; it may be in flight."""
         state = self._units.get(unit.index)
-        return state is not None and self.factors.get(slot.index, 1.0) is not None and self._has(state, slot)
+        return state is not None and self.factors.get(slot.index, 1.0) is not None and self._has_gradient(state, slot)
 
-    def _has(self, state: UnitGradient, slot: Slot) -> bool:
+    def _has_gradient(self, state: UnitGradient, slot: Slot) -> bool:
         return state.contributions[slot.position] > 0
 
     def common_factor(self) -> float | None:
@@ -374,108 +386,112 @@ class Gradients:
         if not self.factors:
             return 1.0
         slots = ((state, slot) for state in self._units.values() for slot in state.unit.slots)
-        found = {self.factors.get(slot.index, 1.0) for state, slot in slots if self._has(state, slot)}
+        found = {self.factors.get(slot.index, 1.0) for state, slot in slots if self._has_gradient(state, slot)}
         return found.pop() if len(found) == 1 else None
 
-    def taken(self, index: int) -> Sealed:
+    def step_gradient(self, index: int) -> StepGradient:
         """The unit's gradient of the last step, until its update has used it.
 
         Raises StateError: the last step has no gradient of the unit.
         """
         state = self._units[index]
-        if state.sealed is None:
+        if state.step_gradient is None:
             raise StateError(f"gradient of {state.unit.name}: the last step has none")
-        return state.sealed
+        return state.step_gradient
 
     def square_sum(self) -> SquareSum:
         """Sum of squares over this rank's slices."""
-        return SquareSum.merge(SquareSum.from_rows(state.sums) for state in self._units.values() if state.summed)
+        return SquareSum.merge(SquareSum.from_rows(state.sums) for state in self._units.values() if state.is_stored)
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _open(self, state: UnitGradient) -> None:
-        self._settle(state)
+    def _open_buffer(self, state: UnitGradient) -> None:
+        self._wait_for_store(state)
         unit, streams = state.unit, self._streams
-        if state.sealed is not None:
-            self.update(unit.index)
+        if state.step_gradient is not None:
+            self.apply_update(unit.index)
             streams.wait_events(streams.record_update_event())  # on a GPU the update may still be running
-            state.sealed = None
-        self.reclaim(unit)
-        dtype = self._begin_adding(state) if self.together and state.empty else unit.dtype
-        if self._in_place and state.empty and state.dtype == dtype:
-            home = state.plane.memory(unit.begin, unit.end)
+            state.step_gradient = None
+        self.reclaim_memory(unit)
+        dtype = self._begin_accumulation(state) if self.is_interleaved and state.is_empty else unit.dtype
+        if self._in_place and state.is_empty and state.dtype == dtype:
+            home = state.array.memory(unit.begin, unit.end)
             if home is not None and home.device == self._device:
                 state.buffer = home.view(dtype)
                 return
         nbytes = unit.numel * dtype.itemsize
-        state.block = self._lease(state, nbytes + (0 if streams.has_unified_memory else gradient_sums_bytes(unit)))
+        state.block = self._lease_buffer(
+            state, nbytes + (0 if streams.has_unified_memory else gradient_sums_bytes(unit))
+        )
         state.buffer = state.block.view(dtype, unit.numel)
 
-    def _begin_adding(self, state: UnitGradient) -> torch.dtype:
+    def _begin_accumulation(self, state: UnitGradient) -> torch.dtype:
         """Contributions will be added up before they are stored; returns the dtype of the sum."""
-        state.adds = True
-        if self._widens(state):
+        state.accumulates = True
+        if self._must_widen(state):
             self.make_wide(state)
         return state.dtype
 
-    def _lease(self, state: UnitGradient, nbytes: int) -> Block:
+    def _lease_buffer(self, state: UnitGradient, nbytes: int) -> Block:
         """Lease device memory; the current stream may use it at once."""
         pool = self._storage.gradient_pool
         block = pool.try_allocate(nbytes)
-        asked = [self._units[index] for index in self._storing]  # the mover finishes the first of them first
+        asked = [self._units[index] for index in self._pending_stores]  # the mover finishes the first of them first
         for other in (*asked, *self._units.values()):
             if block is not None:
                 break
             # The pool is small on purpose: units with open buffers are flushed, and open again if needed.
             if other is not state and other.block is not None:
                 self.flush(other.unit.index)
-            self._settle(other)
+            self._wait_for_store(other)
             block = pool.try_allocate(nbytes)
         block = block or pool.allocate(nbytes, f"gradient of {state.unit.name}")
         self._streams.wait_events(*block.events)
         return block
 
-    def _start(self, state: UnitGradient, item: Contribution) -> None:
+    def _start_store(self, state: UnitGradient, item: Contribution) -> None:
         job = self._store.store(item)
-        item.transfer = self._storage.mover.submit(f"storing the gradient of {state.unit.name}", job)
+        item.future = self._storage.mover.submit(f"storing the gradient of {state.unit.name}", job)
 
-    def _settle(self, state: UnitGradient) -> None:
+    def _wait_for_store(self, state: UnitGradient) -> None:
         """Wait until the mover has stored the unit's contribution. After a failure the next call tries again.
 
         Blocks are released here and not by the mover: one thread owns the pool.
         """
-        item = state.storing
+        item = state.pending_store
         if item is None:
             return
-        if item.transfer is None and isinstance(item, Contribution):
-            self._start(state, item)
-        transfer = item.transfer
+        if item.future is None and isinstance(item, Contribution):
+            self._start_store(state, item)
+        transfer = item.future
         if transfer is None:
             raise StateError(f"gradient of {state.unit.name}: nothing is on its way")
         try:
             transfer.result()
         finally:
             if transfer.done():
-                item.transfer = None
-            if transfer.done() and item.done:
-                state.storing = None
-                self._storing.pop(state.unit.index, None)
+                item.future = None
+            if transfer.done() and item.is_done:
+                state.pending_store = None
+                self._pending_stores.pop(state.unit.index, None)
                 if item.block is not None:
                     item.block.free()
 
     def _widen(self, state: UnitGradient) -> None:
         """Move a 16-bit gradient to an fp32 home: a second contribution is about to be added."""
-        self._settle(state)
+        self._wait_for_store(state)
         unit = state.unit
-        wide, narrow, dtype = self._wide_home(unit), state.plane, state.dtype
+        wide, narrow, dtype = self._wide_array(unit), state.array, state.dtype
 
         async def widen() -> None:
-            await self._streams.synchronize(state.copied)  # until the copies to the host, sums included, are complete
+            await self._streams.synchronize(
+                state.copy_event
+            )  # until the copies to the host, sums included, are complete
             await self._store.widen(unit, narrow, dtype, wide)
 
         self._storage.mover.run(f"widening the gradient of {unit.name}", widen())
         self._streams.wait_events(self._streams.record_update_event())
-        state.plane, state.dtype = wide, torch.float32
+        state.array, state.dtype = wide, torch.float32
 
 
 def _sums_in(block: Block, unit: Unit) -> torch.Tensor:
@@ -484,47 +500,51 @@ def _sums_in(block: Block, unit: Unit) -> torch.Tensor:
 
 
 # Place of the gradient of a parameter or of one of its tiles, and the number of its contributions.
-Place = tuple[UnitGradient, Slot, int]
+GradientPlace = tuple[UnitGradient, Slot, int]
 
 
-def move_gradients(given: Gradients, taking: Gradients, new_index_of: dict[int, int]) -> None:
-    """Move the gradients accumulated since the last step; both sides are at rest, and `taking` is empty.
+def move_gradients(old: Gradients, new: Gradients, new_index_of: dict[int, int]) -> None:
+    """Move the gradients accumulated since the last step; both sides are at rest, and `new` is empty.
 
-    Raises StorageError: `given` is unchanged. `new_index_of`: parameter index in the layout of `given` -> index in the
-    layout of `taking`; other parameters have no place there.
+    Raises StorageError: `old` is unchanged. `new_index_of`: parameter index in the layout of `old` -> index in the
+    layout of `new`; other parameters have no place there.
     """
-    sources: dict[int, list[Place]] = {}
-    for state in given.states():
+    sources: dict[int, list[GradientPlace]] = {}
+    for state in old.states():
         for slot, count in zip(state.unit.slots, state.contributions, strict=True):
             if count and slot.index in new_index_of:
                 sources.setdefault(new_index_of[slot.index], []).append((state, slot, count))
-    for state in taking.states():
-        held = [[p for p in sources.get(s.index, []) if _common(p[1], s) or not s.numel] for s in state.unit.slots]
+    for state in new.states():
+        held = [
+            [p for p in sources.get(s.index, []) if _common_elements(p[1], s) or not s.numel] for s in state.unit.slots
+        ]
         if any(held):
-            _fill(given, taking, state, held)
+            _copy_gradients(old, new, state, held)
 
 
-def _fill(given: Gradients, taking: Gradients, state: UnitGradient, held: list[list[Place]]) -> None:
-    if any(place[0].dtype == torch.float32 for places in held for place in places):
-        taking.make_wide(state)
+def _copy_gradients(
+    old: Gradients, new: Gradients, state: UnitGradient, slot_places: list[list[GradientPlace]]
+) -> None:
+    if any(place[0].dtype == torch.float32 for places in slot_places for place in places):
+        new.make_wide(state)
     unit = state.unit
     for lo in range(0, unit.numel, CHUNK_NUMEL):
         hi = min(lo + CHUNK_NUMEL, unit.numel)
         chunk = torch.zeros(hi - lo, dtype=state.dtype, device="cpu")
-        for slot, places in zip(unit.slots, held, strict=True):
+        for slot, places in zip(unit.slots, slot_places, strict=True):
             origin = slot.offset_numel - slot.first_numel  # the offset that the parameter's first element would have
             for source, part, _ in places:
-                common = _common(part, slot)
+                common = _common_elements(part, slot)
                 first, last = max(lo - origin, common.start), min(hi - origin, common.stop)
                 if first < last:
                     begin = source.unit.begin + part.offset_numel - part.first_numel
-                    values = given.read_stored(source, begin + first, begin + last)
+                    values = old.read_stored(source, begin + first, begin + last)
                     chunk[first + origin - lo : last + origin - lo].copy_(values)
-        taking.write_stored(state, unit.begin + lo, chunk)
-    state.contributions = [max((place[2] for place in places), default=0) for places in held]
+        new.write_stored(state, unit.begin + lo, chunk)
+    state.contributions = [max((place[2] for place in places), default=0) for places in slot_places]
 
 
-def _common(one: Slot, other: Slot) -> range:
+def _common_elements(slot: Slot, other: Slot) -> range:
     """Elements of a parameter that are in both slots."""
-    begin = max(one.first_numel, other.first_numel)
-    return range(begin, min(one.first_numel + one.numel, other.first_numel + other.numel))
+    begin = max(slot.first_numel, other.first_numel)
+    return range(begin, min(slot.first_numel + slot.numel, other.first_numel + other.numel))

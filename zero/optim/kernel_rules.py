@@ -100,7 +100,7 @@ class KernelRule(TiledRule):
         super().__init__(optimizer, *arguments)
         self._row = ROWS[self.kind]
 
-    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
+    def update_run(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
         """One kernel call for all segments that use the same states; tiles for segments that are not covered."""
         native = kernels.native_on(run.weight.device)
         by_states: dict[tuple[str, ...], list[Segment]] = {}

@@ -25,7 +25,7 @@ from zero.store.storage import Storage
 
 # Share of the gradient memory that is lent, from the front: its gradients arrive so late that writes left at the end
 # of forward are over by then.
-LENT_SHARE = 2 / 3
+SPARE_SHARE = 2 / 3
 
 Range = tuple[int, int]
 WRITES_IN_FLIGHT = 2  # Records written at once if others can wait: enough to keep a disk busy, and reads go first.
@@ -67,48 +67,48 @@ class SpareRanges:
     """Ranges of addresses: one party gives and withdraws them, others borrow and return them."""
 
     def __init__(self) -> None:
-        self._given, self._free = Ranges(), Ranges()  # Free: given and not lent.
-        self._lent: list[int] = []  # Where lent ranges begin, in order.
+        self._offered, self._free = Ranges(), Ranges()  # Free: given and not lent.
+        self._borrowed: list[int] = []  # Where lent ranges begin, in order.
         self._end_of: dict[int, int] = {}
 
-    def give(self, begin: int, end: int) -> None:
+    def offer(self, begin: int, end: int) -> None:
         """[begin, end) may be lent from now on."""
-        self._given.add(begin, end)
+        self._offered.add(begin, end)
         self._free.add(begin, end)
-        for first in self._lent_in(begin, end):
+        for first in self._borrowed_in(begin, end):
             self._free.remove(first, self._end_of[first])
 
     def withdraw(self, begin: int, end: int) -> None:
         """[begin, end) is not lent again; parts of it that are lent now stay lent until they are returned."""
-        self._given.remove(begin, end)
+        self._offered.remove(begin, end)
         self._free.remove(begin, end)
 
-    def lent(self, begin: int, end: int) -> bool:
+    def is_borrowed(self, begin: int, end: int) -> bool:
         """True while a part of [begin, end) is lent."""
-        return bool(self._lent_in(begin, end))
+        return bool(self._borrowed_in(begin, end))
 
-    def lend(self, nbytes: int) -> int | None:
+    def borrow(self, nbytes: int) -> int | None:
         """Lend the first run of `nbytes` that is given and not lent yet; None if there is none."""
         begin = next((begin for begin, end in self._free if end - begin >= nbytes), None)
         if begin is not None:
             self._free.remove(begin, begin + nbytes)
-            insort(self._lent, begin)
+            insort(self._borrowed, begin)
             self._end_of[begin] = begin + nbytes
         return begin
 
-    def take_back(self, begin: int) -> None:
+    def return_range(self, begin: int) -> None:
         """The range lent at `begin` is returned."""
         end = self._end_of.pop(begin)
-        del self._lent[bisect_left(self._lent, begin)]
-        for span in self._given.within(begin, end):
+        del self._borrowed[bisect_left(self._borrowed, begin)]
+        for span in self._offered.within(begin, end):
             self._free.add(*span)
 
-    def _lent_in(self, begin: int, end: int) -> list[int]:
+    def _borrowed_in(self, begin: int, end: int) -> list[int]:
         """Where the lent ranges begin that reach into [begin, end)."""
-        first = last = bisect_left(self._lent, end)
-        while first and self._end_of[self._lent[first - 1]] > begin:
+        first = last = bisect_left(self._borrowed, end)
+        while first and self._end_of[self._borrowed[first - 1]] > begin:
             first -= 1
-        return self._lent[first:last]
+        return self._borrowed[first:last]
 
 
 class _Pool:
@@ -116,33 +116,33 @@ class _Pool:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory, self.ranges = memory, SpareRanges()
-        self.end = int(memory.numel() * LENT_SHARE)
+        self.end = int(memory.numel() * SPARE_SHARE)
         self.waiters: list[asyncio.Future[None]] = []
 
-    def take_back(self, offset: int, nbytes: int, fences: tuple[MaybeEvent, ...]) -> None:
+    def free_range(self, offset: int, nbytes: int, fences: tuple[MaybeEvent, ...]) -> None:
         """Called by `Block.release`."""
-        self.ranges.take_back(offset)
+        self.ranges.return_range(offset)
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
 
-class SpareGradients:
+class SpareGradientMemory:
     """Lends the memory of gradients that updates have used. All but `holds` runs on the mover's loop."""
 
     def __init__(self, layout: Layout, storage: Storage) -> None:
         self._layout, self._storage = layout, storage
         memories = {index: plane.host for index, plane in enumerate(storage.gradients) if plane is not None}
         self._pools = {index: _Pool(memory) for index, memory in memories.items() if memory is not None}
-        self._holds: set[int] = set()
+        self._offered_units: set[int] = set()
 
     @property
-    def lends(self) -> bool:
+    def has_memory(self) -> bool:
         """False if no gradient has memory that can be lent."""
         return bool(self._pools)
 
-    def give(self, group: SubGroup, units: Iterable[Unit]) -> None:
+    def offer(self, group: SubGroup, units: Iterable[Unit]) -> None:
         """Lend the memory of these units' gradients in the sub-group: it is not needed until new gradients arrive."""
         pool = self._pools.get(group.space)
         if pool is None:
@@ -150,31 +150,31 @@ class SpareGradients:
         for unit in units:
             begin, end = self._range(pool, unit, *group.part_of(unit))
             if begin < end:
-                self._holds.add(unit.index)
-                pool.ranges.give(begin, end)
+                self._offered_units.add(unit.index)
+                pool.ranges.offer(begin, end)
 
     def try_lease(self, nbytes: int) -> Block | None:
         """Memory of used gradients for an update; None if there is not enough in one run."""
         for pool in self._pools.values():
-            begin = pool.ranges.lend(nbytes)
+            begin = pool.ranges.borrow(nbytes)
             if begin is not None:
                 return Block(pool, begin, exact_alias(pool.memory[begin : begin + nbytes]))
         return None
 
-    def holds(self, index: int) -> bool:
+    def is_offered(self, index: int) -> bool:
         """True if the unit's memory may be lent. For any thread."""
-        return index in self._holds
+        return index in self._offered_units
 
     async def withdraw(self, unit: Unit) -> None:
         """Return when no part of the memory of the unit's gradient is lent any more."""
         pool = self._pools[self._layout.space_of(unit)]
         begin, end = self._range(pool, unit, unit.begin, unit.end)
         pool.ranges.withdraw(begin, end)
-        while pool.ranges.lent(begin, end):
+        while pool.ranges.is_borrowed(begin, end):
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             pool.waiters.append(waiter)
             await waiter
-        self._holds.discard(unit.index)
+        self._offered_units.discard(unit.index)
 
     def _range(self, pool: _Pool, unit: Unit, begin: int, end: int) -> Range:
         """The bytes of the pool that hold [begin, end) of the unit and may be lent; empty for other memory."""
@@ -183,25 +183,25 @@ class SpareGradients:
         return min(first, pool.end), min(last, pool.end)
 
 
-class Places:
+class UpdateAdmission:
     """Admits updates in the order in which they ask.
 
     `slots`: number of updates that may use memory of the arena; `spare`: memory that further updates use.
 
     Attributes:
-        writes: a semaphore that each write of a record acquires.
+        write_semaphore: a semaphore that each write of a record acquires.
     """
 
-    def __init__(self, slots: int, spare: SpareGradients) -> None:
+    def __init__(self, slots: int, spare: SpareGradientMemory) -> None:
         self._spare = spare
-        self._turn = asyncio.Lock()
+        self._admission_lock = asyncio.Lock()
         self._slots = asyncio.Semaphore(slots)
-        self.writes = asyncio.Semaphore(WRITES_IN_FLIGHT if spare.lends else slots)
+        self.write_semaphore = asyncio.Semaphore(WRITES_IN_FLIGHT if spare.has_memory else slots)
 
     @asynccontextmanager
-    async def take(self, nbytes: int) -> AsyncIterator[Block | None]:
+    async def admit(self, nbytes: int) -> AsyncIterator[Block | None]:
         """A place for an update that needs `nbytes` of host memory: lent memory, or None for a slot of the arena."""
-        async with self._turn:
+        async with self._admission_lock:
             block = self._spare.try_lease(nbytes) if nbytes and self._slots.locked() else None
             if block is None:
                 await self._slots.acquire()

@@ -38,21 +38,21 @@ class LossScaler:
     Attributes:
         dynamic: the scale follows the overflows.
         scale_window: number of steps without overflow after which the scale grows.
-        late: the first of these steps does not count.
+        skips_first_step: the first of these steps does not count.
         delayed_shift: number of overflows until the scale shrinks.
         raise_error_at_min_scale: an overflow at `min_scale` is an error.
-        skips: steps with gradients that are not finite are skipped.
+        skips_nonfinite: steps with gradients that are not finite are skipped.
     """
 
     cur_scale: float = 1.0
     dynamic: bool = False
     scale_window: int = 1000
-    late: bool = True
+    skips_first_step: bool = True
     delayed_shift: int = 1
     consecutive_hysteresis: bool = False
     min_scale: float = 1.0
     raise_error_at_min_scale: bool = True
-    skips: bool = True
+    skips_nonfinite: bool = True
     cur_iter: int = 0
     last_overflow_iter: int = -1
     cur_hysteresis: int = 1
@@ -68,24 +68,24 @@ class LossScaler:
         return self.dynamic or self.cur_scale != 1.0
 
     @property
-    def at_minimum(self) -> bool:
+    def is_at_minimum(self) -> bool:
         """True: a further overflow is an error."""
-        return self.dynamic and self.raise_error_at_min_scale and self._shrinks and self.cur_scale == self.min_scale
+        return self.dynamic and self.raise_error_at_min_scale and self._will_shrink and self.cur_scale == self.min_scale
 
     @property
-    def _shrinks(self) -> bool:
+    def _will_shrink(self) -> bool:
         return self.delayed_shift == 1 or self.cur_hysteresis == 1
 
-    def refuses(self, norm: float) -> bool:
+    def must_skip(self, norm: float) -> bool:
         """True: a step with gradients of this norm is not taken."""
-        return self.skips and not math.isfinite(norm)
+        return self.skips_nonfinite and not math.isfinite(norm)
 
-    def update(self, *, overflow: bool) -> None:
+    def update_scale(self, *, overflow: bool) -> None:
         """A step was taken, or skipped because of an overflow."""
         if not self.dynamic:
             return
         if overflow:
-            if self._shrinks:
+            if self._will_shrink:
                 self.cur_scale = max(self.cur_scale / FACTOR, self.min_scale)
             else:
                 self.cur_hysteresis -= 1
@@ -93,7 +93,7 @@ class LossScaler:
         else:
             if self.consecutive_hysteresis:
                 self.cur_hysteresis = self.delayed_shift
-            stable = self.cur_iter - self.last_overflow_iter - self.late
+            stable = self.cur_iter - self.last_overflow_iter - self.skips_first_step
             if stable > 0 and stable % self.scale_window == 0:
                 self.cur_hysteresis = self.delayed_shift
                 self.cur_scale *= FACTOR
@@ -105,9 +105,9 @@ class LossScaler:
 
     def resumed_scale(self, state: Mapping[str, Any] | None) -> float:
         """The scale after a `load_state_dict` of this state."""
-        return self.cur_scale if state is None or not self._takes(state) else float(state["cur_scale"])
+        return self.cur_scale if state is None or not self._can_load(state) else float(state["cur_scale"])
 
-    def _takes(self, state: Mapping[str, Any]) -> bool:
+    def _can_load(self, state: Mapping[str, Any]) -> bool:
         return self.dynamic and bool(state.get("dynamic", "cur_iter" in state))
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -115,7 +115,7 @@ class LossScaler:
 
         `state`: a `state_dict`, or the attributes of DeepSpeed's scaler; None: there was none.
         """
-        if state is None or not self._takes(state):
+        if state is None or not self._can_load(state):
             return
         for name in COUNTERS:
             kind = float if name == "cur_scale" else int
@@ -147,11 +147,11 @@ def make_scaler(config: Config, device: torch.device) -> LossScaler:
             2.0**TORCH_POWER,
             dynamic=True,
             scale_window=TORCH_WINDOW,
-            late=False,
+            skips_first_step=False,
             min_scale=SMALLEST_SCALE,
             raise_error_at_min_scale=False,
         )
-    return LossScaler(skips=config.bf16.check_grad_overflow or not config.bf16.enabled)
+    return LossScaler(skips_nonfinite=config.bf16.check_grad_overflow or not config.bf16.enabled)
 
 
 def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:

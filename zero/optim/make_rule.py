@@ -30,18 +30,18 @@ from zero.ops.schedule_free import AdamWScheduleFree
 from zero.optim.averages import with_averages
 from zero.optim.kernel_rules import ROWS, KernelRule
 from zero.optim.muon import muon_from
-from zero.optim.optimizer import KeptOptimizer
+from zero.optim.optimizer import ExternalStateOptimizer
 from zero.optim.rules import (
     NO_SMALL,
-    NOT_OF_THE_CLASS,
+    NOT_COPIED,
     AdamRule,
-    Initial,
+    InitialState,
     Rule,
     Rules,
     Scalar,
     TiledRule,
     TileValues,
-    Trained,
+    TrainedParameters,
 )
 
 # With these options torch's Adam computes the same as our kernel.
@@ -52,7 +52,7 @@ TRIAL_LR = 1e-2
 # Scales of the weights: with one scale alone, a bounded ratio of norms may be at its bound, for the whole and halves.
 SCALES = (1.0, 1 / 32, 32.0)
 EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8)
-OURS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {  # with DeepSpeed's defaults
+OWN_CLASSES: Mapping[str, Callable[..., torch.optim.Optimizer]] = {  # with DeepSpeed's defaults
     "Lion": FusedLion,
     "Lamb": FusedLamb,
     "AdamWScheduleFree": AdamWScheduleFree,
@@ -68,28 +68,30 @@ SMALL_SHARE_MAX = 1.5
 TRIAL_SHAPES = {0: (), 1: (128,), 2: SHAPE, 3: (4, 4, 8), 4: (4, 4, 2, 4)}
 
 
-def trained_from(
+def make_trained_parameters(
     optimizer: torch.optim.Optimizer | Callable[..., Any] | None,
     model_parameters: Iterable[Any] | None,
     model: nn.Module,
     config: Config,
-) -> Trained | None:
+) -> TrainedParameters | None:
     """Param groups and rules of the optimizer that was passed, else of the config; None if there is neither.
 
     Raises ConfigError: the optimizer, its param groups or its block in the config cannot be used here.
     """
     if optimizer is not None:
-        trained = _passed(optimizer, model_parameters, model, config)
+        trained = _from_optimizer(optimizer, model_parameters, model, config)
     elif config.optimizer is not None:
         given: list[Any] = list(model.parameters() if model_parameters is None else model_parameters)
-        groups = _groups_of(given, model)
+        groups = _make_groups(given, model)
         frozen = WeakTensorKeyDictionary()
         for number, group in enumerate(groups):
             frozen.update({p: number for p in group["params"] if not p.requires_grad})
             group["params"] = [p for p in group["params"] if p.requires_grad]
-        trained = _named(config, config.optimizer, groups, model)
+        trained = _from_config(config, config.optimizer, groups, model)
         if given and isinstance(given[0], dict) and len(trained.rules.each) == 1:  # Muon makes groups of its own
-            groups = trained.groups if frozen else _live(given, trained.groups)  # the caller's keep what is frozen
+            groups = (
+                trained.groups if frozen else _update_callers_groups(given, trained.groups)
+            )  # the caller's keep what is frozen
             trained = replace(trained, groups=groups, frozen=frozen)
     else:
         return None
@@ -97,17 +99,17 @@ def trained_from(
     return replace(trained, rules=with_averages(trained.rules, config))
 
 
-def _passed(
+def _from_optimizer(
     optimizer: torch.optim.Optimizer | Callable[..., Any],
     model_parameters: Iterable[Any] | None,
     model: nn.Module,
     config: Config,
-) -> Trained:
+) -> TrainedParameters:
     frozen = WeakTensorKeyDictionary()
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         given = list(model.parameters() if model_parameters is None else model_parameters)
-        optimizer = optimizer(_trained_of(given, frozen))
-    if isinstance(optimizer, KeptOptimizer):
+        optimizer = optimizer(_without_frozen(given, frozen))
+    if isinstance(optimizer, ExternalStateOptimizer):
         raise ConfigError(
             f"optimizer: expected a fresh torch.optim.Optimizer, got the {type(optimizer).__name__} that an engine, or "
             "OffloadOptimizer, has made; close that, and make a new optimizer of the parameters"
@@ -117,52 +119,54 @@ def _passed(
             f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
             "or leave it out and set optimizer.type in the config"
         )
-    groups = _owned(optimizer.param_groups, model)
-    return Trained(groups, Rules((rule_of_object(optimizer, config),)), optimizer, frozen=frozen)
+    groups = _check_groups(optimizer.param_groups, model)
+    return TrainedParameters(groups, Rules((rule_of_object(optimizer, config),)), optimizer, frozen=frozen)
 
 
-def _trained_of(given: Sequence[Any], frozen: MutableMapping[Tensor, int]) -> list[Any]:
+def _without_frozen(entries: Sequence[Any], frozen: MutableMapping[Tensor, int]) -> list[Any]:
     """The parameters, or groups, without those that are frozen: what is in a group gets states and gradients.
 
     `frozen`: gets the parameters that are left out, with the numbers of their groups. Names may stand before them.
     """
     trained = []
-    for number, each in enumerate(given):
+    for number, each in enumerate(entries):
         if isinstance(each, dict):
-            kept = [p for p in _listed(each) if _bare(p).requires_grad]
-            frozen.update({_bare(p): number for p in each["params"] if not _bare(p).requires_grad})
+            kept = [p for p in _list_parameters(each) if _parameter_of_entry(p).requires_grad]
+            frozen.update(
+                {_parameter_of_entry(p): number for p in each["params"] if not _parameter_of_entry(p).requires_grad}
+            )
             trained.append(each if len(kept) == len(each["params"]) else {**each, "params": kept})
-        elif _bare(each).requires_grad:
+        elif _parameter_of_entry(each).requires_grad:
             trained.append(each)
     return trained
 
 
-def _bare(entry: Any) -> Tensor:
+def _parameter_of_entry(entry: Any) -> Tensor:
     """The parameter of an entry: itself, or the second of a pair with its name."""
     parameter: Tensor = entry[1] if isinstance(entry, tuple) else entry
     return parameter
 
 
-def _listed(group: dict[str, Any]) -> list[Tensor]:
+def _list_parameters(group: dict[str, Any]) -> list[Tensor]:
     """The parameters of a caller's group, which has them as a list afterwards, as with torch."""
     given = group["params"]
     group["params"] = parameters = [given] if isinstance(given, Tensor) else list(given)
     return parameters
 
 
-def _groups_of(given: list[Any], model: nn.Module) -> list[dict[str, Any]]:
+def _make_groups(entries: list[Any], model: nn.Module) -> list[dict[str, Any]]:
     """New param groups of the parameters, or like the groups, that were passed."""
-    if any(isinstance(entry, tuple) for entry in given):
+    if any(isinstance(entry, tuple) for entry in entries):
         raise ConfigError("model_parameters: got (name, parameter) pairs; pass model.parameters() or param groups")
-    as_groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    return _owned([{**g, "params": _listed(g)} for g in as_groups], model)
+    as_groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    return _check_groups([{**g, "params": _list_parameters(g)} for g in as_groups], model)
 
 
-def _live(given: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _update_callers_groups(callers: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The caller's own dicts with all options: as with torch, a value written into them later is used."""
-    for own, group in zip(given, groups, strict=True):
+    for own, group in zip(callers, groups, strict=True):
         own.update(group)
-    return given
+    return callers
 
 
 def _check_masters(rules: Rules, config: Config) -> None:
@@ -177,15 +181,17 @@ def _check_masters(rules: Rules, config: Config) -> None:
 
 def rule_of_object(optimizer: torch.optim.Optimizer, config: Config) -> Rule:
     """The rule of an optimizer without states. Raises ConfigError: there is none, or the config does not allow it."""
-    return _checked(_rule_of(optimizer), config)
+    return _check_state_dtype(_rule_of(optimizer), config)
 
 
-def _named(config: Config, block: OptimizerConfig, groups: list[dict[str, Any]], model: nn.Module) -> Trained:
+def _from_config(
+    config: Config, block: OptimizerConfig, groups: list[dict[str, Any]], model: nn.Module
+) -> TrainedParameters:
     """Param groups and rules of the config's optimizer block."""
     if block.type == "Muon":
         muon = muon_from(block, groups, model)
         for rule in muon.rules.each:
-            _checked(rule, config)
+            _check_state_dtype(rule, config)
         return muon
     if block.is_plain_adam and not any(group.get("amsgrad") or group.get("maximize") for group in groups):
         params = block.params
@@ -199,19 +205,19 @@ def _named(config: Config, block: OptimizerConfig, groups: list[dict[str, Any]],
         if not params.bias_correction:
             common["bias_correction"] = False
         rule = AdamRule(decoupled=block.decoupled_weight_decay, defaults=common)
-        return Trained([{**common, **group} for group in groups], Rules((rule,)))
+        return TrainedParameters([{**common, **group} for group in groups], Rules((rule,)))
     kind = _class_of(block)
     try:
         made = kind([nn.Parameter(torch.zeros(1, device="cpu", dtype=torch.float32))], **block.options())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params: {error}") from error
     merged = [{**made.defaults, **group} for group in groups]
-    return Trained(merged, Rules((_checked(rule_for(made, merged), config),)))
+    return TrainedParameters(merged, Rules((_check_state_dtype(rule_for(made, merged), config),)))
 
 
 def _class_of(block: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
-    if block.type in OURS:
-        return OURS[block.type]
+    if block.type in OWN_CLASSES:
+        return OWN_CLASSES[block.type]
     name = ("AdamW" if block.decoupled_weight_decay else "Adam") if block.type in ("Adam", "AdamW") else block.type
     kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, name)
     return kind
@@ -244,7 +250,7 @@ def _same_step(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimize
     return not issubclass(kind, KernelAdam) or own.update is kind.update  # type: ignore[attr-defined]
 
 
-def _checked(rule: Rule, config: Config) -> Rule:
+def _check_state_dtype(rule: Rule, config: Config) -> Rule:
     stored = config.zero_optimization.offload_optimizer.state_dtype
     if stored != "fp32" and not isinstance(rule, AdamRule):
         raise ConfigError(
@@ -254,7 +260,7 @@ def _checked(rule: Rule, config: Config) -> Rule:
     return rule
 
 
-def _owned(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+def _check_groups(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
     """The groups, if every parameter in them is the model's."""
     known = {id(p) for p in model.parameters()}
     trained = [p for group in groups for p in group["params"] if p.requires_grad]
@@ -276,7 +282,7 @@ def _owned(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any
 
 
 @dataclass
-class _Found:
+class _FoundStates:
     """The states found after some steps, over all param groups."""
 
     planes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -297,90 +303,98 @@ def rule_for(
         torch_as_kernels: torch's own classes are updated by kernels too, if there are such kernels.
     """
     with torch.device("cpu"):  # for states that the class makes on the default device
-        return _tried_rule(optimizer, list(groups), torch_as_kernels)
+        return _rule_by_trial(optimizer, list(groups), torch_as_kernels)
 
 
-def _tried_rule(optimizer: torch.optim.Optimizer, groups: list[Mapping[str, Any]], torch_as_kernels: bool) -> TiledRule:
-    initial = _initial(optimizer)
+def _rule_by_trial(
+    optimizer: torch.optim.Optimizer, groups: list[Mapping[str, Any]], torch_as_kernels: bool
+) -> TiledRule:
+    initial = _initial_state(optimizer)
     bare = TiledRule(optimizer, initial)
-    found = _Found()
+    found = _FoundStates()
     seen: list[dict[str, Any]] = []
     for group in groups:
         options = bare.options_of(group)
         if options not in seen:
             seen.append(options)
             _check_trains(bare, options)
-            _look(bare, options, found)
+            _find_states(bare, options, found)
     kept = (optimizer, initial, tuple(found.planes), found.planes, found.scalars)
     if not found.small and not isinstance(optimizer, Lamb):
         by_kernel = type(optimizer) in ROWS and (torch_as_kernels or type(optimizer).__module__.startswith("zero."))
         rule = (KernelRule if by_kernel else TiledRule)(*kept)
         if _is_element_wise(rule, seen):
             return rule
-    return _whole_rule(bare, kept, groups, seen, found)
+    return _whole_parameter_rule(bare, kept, groups, seen, found)
 
 
-def _is_element_wise(rule: TiledRule, seen: list[dict[str, Any]]) -> bool:
+def _is_element_wise(rule: TiledRule, all_options: list[dict[str, Any]]) -> bool:
     try:
-        for options in seen:
+        for options in all_options:
             for scale in SCALES:
-                _try(rule, options, scale=scale)
+                _compare_with_class(rule, options, scale=scale)
     except ConfigError:
         return False
     return True
 
 
-def _whole_rule(
-    bare: TiledRule, kept: tuple[Any, ...], groups: list[Mapping[str, Any]], seen: list[dict[str, Any]], found: _Found
+def _whole_parameter_rule(
+    bare: TiledRule,
+    arguments: tuple[Any, ...],
+    groups: list[Mapping[str, Any]],
+    all_options: list[dict[str, Any]],
+    found: _FoundStates,
 ) -> TiledRule:
     """The rule of a class that needs whole parameters. Raises ConfigError: see `rule_for`."""
-    for options in seen:
+    for options in all_options:
         _find_small_numbers(bare, options, found)
     shapes = [p.shape for group in groups for p in group["params"]]
     trials = [TRIAL_SHAPES.get(d, SHAPE) for d in sorted({len(shape) for shape in shapes} or {len(SHAPE)})]
     for trial in trials:
-        _look_whole(bare, seen, trial, found)
-    rule = TiledRule(*kept, whole=True, small=tuple(found.small), tried=seen)
+        _find_whole_states(bare, all_options, trial, found)
+    rule = TiledRule(*arguments, needs_whole_parameters=True, small=tuple(found.small), tried_options=all_options)
     for trial in trials:
-        for options in seen:
-            _try(rule, options, trial)
+        for options in all_options:
+            _compare_with_class(rule, options, trial)
     _check_small(rule, shapes, found)
     return rule
 
 
-def _look_whole(rule: TiledRule, seen: list[dict[str, Any]], shape: tuple[int, ...], found: _Found) -> None:
+def _find_whole_states(
+    rule: TiledRule, all_options: list[dict[str, Any]], shape: tuple[int, ...], found: _FoundStates
+) -> None:
     """Train whole parameters of a shape: states that only they have are small. Raises ConfigError: they lack some."""
-    here = _Found(small=dict(found.small))
-    for options in seen:
-        _look(rule, options, here, shape, found.planes)
+    here = _FoundStates(small=dict(found.small))
+    for options in all_options:
+        _find_states(rule, options, here, shape, found.planes)
     for name in (here.planes.keys() | here.scalars.keys()) - found.planes.keys() - found.scalars.keys():
         here.planes.pop(name, None), here.scalars.pop(name, None)
         here.small[name] = shape
     if here.planes.keys() != found.planes.keys() or here.scalars.keys() != found.scalars.keys():
         kept = ", ".join(here.planes | here.scalars)
-        raise refusal(
+        raise unavailable_error(
             rule.name, f"for a parameter of {len(shape)} dimensions it keeps other states ({kept}) than for a matrix"
         )
     found.small.update(here.small)
 
 
-def _find_small_numbers(rule: TiledRule, options: Mapping[str, Any], found: _Found) -> None:
+def _find_small_numbers(rule: TiledRule, options: Mapping[str, Any], found: _FoundStates) -> None:
     """Numbers that depend on the gradient, such as a parameter's norm, are small states if they are tensors."""
     start, *gradients = _samples(STEPS + 1)
     nothing = torch.zeros(1, 1, device="cpu", dtype=torch.float32)
     each = _train_whole(rule, options, start, gradients)[1], _train_whole(rule, options, nothing, [nothing] * STEPS)[1]
     for moving, still in zip(*each, strict=True):
         for name in [name for name in found.scalars if isinstance(moving.get(name), Tensor)]:
-            if Scalar.of(moving[name]) != Scalar.of(still.get(name)):
+            if Scalar.from_value(moving[name]) != Scalar.from_value(still.get(name)):
                 del found.scalars[name]
                 found.small[name] = SHAPE
 
 
-def _check_small(rule: TiledRule, shapes: list[tuple[int, ...]], found: _Found) -> None:
+def _check_small(rule: TiledRule, shapes: list[tuple[int, ...]], found: _FoundStates) -> None:
     """Raise ConfigError if small states are made late, or are not small."""
     for name, shape in found.small.items():
         if name not in rule.small_shapes(shape):
-            raise refusal(
+            raise unavailable_error(
                 rule.name, f"its state {name} is made after the first step and does not have the parameter's shape"
             )
     held = {shape: rule.small_shapes(shape) for shape in set(shapes)}
@@ -389,48 +403,48 @@ def _check_small(rule: TiledRule, shapes: list[tuple[int, ...]], found: _Found) 
     if kept > SMALL_SHARE_MAX * numel:
         sizes = {name: of for shape in held.values() for name, (of, _) in shape.items()}
         name = max(sizes, key=lambda name: sizes[name].numel())
-        raise refusal(
+        raise unavailable_error(
             rule.name,
             f"its state {name} has the shape {tuple(sizes[name])}, not the parameter's; such states stay in memory, "
             f"and with {kept:,} elements for parameters of {numel:,} elements they are too large",
         )
 
 
-def refusal(name: str, why: str) -> ConfigError:
+def unavailable_error(name: str, why: str) -> ConfigError:
     """The error for an optimizer that cannot be run parameter by parameter."""
     return ConfigError(
         f"optimizer: {name} is not available: {why}, but the engine updates weights and states in pieces; {ALTERNATIVE}"
     )
 
 
-def _initial(optimizer: torch.optim.Optimizer) -> Initial:
+def _initial_state(optimizer: torch.optim.Optimizer) -> InitialState:
     """The states that its constructor has made for every parameter, if any."""
     fills: dict[str, Scalar] = {}
     numbers: dict[str, Scalar] = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items() if isinstance(parameter, Tensor) else ():
             if not isinstance(value, (bool, int, float, Tensor)):
-                raise refusal(type(optimizer).__name__, f"its state {key} is a {type(value).__name__}")
+                raise unavailable_error(type(optimizer).__name__, f"its state {key} is a {type(value).__name__}")
             if not isinstance(value, Tensor) or value.dim() == 0:
-                scalar, known = Scalar.of(value), numbers
+                scalar, known = Scalar.from_value(value), numbers
             elif value.numel() == 0:
                 continue
             elif value.shape != parameter.shape:
                 what = f"of shape {tuple(value.shape)}, which is not the parameter's shape"
-                raise refusal(type(optimizer).__name__, f"its constructor makes a state {key} {what}")
+                raise unavailable_error(type(optimizer).__name__, f"its constructor makes a state {key} {what}")
             else:
                 flat, known = value.detach().reshape(-1), fills
-                scalar = Scalar.of(flat[0])
+                scalar = Scalar.from_value(flat[0])
                 if not bool((flat == flat[0]).all()):
-                    raise _not_fresh()
+                    raise _not_fresh_error()
             if known.setdefault(key, scalar).value != scalar.value:
-                raise _not_fresh()
+                raise _not_fresh_error()
     if "step" in numbers and numbers["step"].value:
-        raise _not_fresh()
-    return Initial(fills, numbers)
+        raise _not_fresh_error()
+    return InitialState(fills, numbers)
 
 
-def _not_fresh() -> ConfigError:
+def _not_fresh_error() -> ConfigError:
     return ConfigError(
         "optimizer: it already has state; pass a new one, because the engine keeps the optimizer state itself"
     )
@@ -441,10 +455,10 @@ def _samples(count: int, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) for _ in range(count)]
 
 
-def _look(
+def _find_states(
     rule: TiledRule,
     options: Mapping[str, Any],
-    found: _Found,
+    found: _FoundStates,
     shape: tuple[int, ...] = SHAPE,
     planes: Container[str] = (),
 ) -> None:
@@ -459,17 +473,17 @@ def _look(
             # A state of a parameter without dimensions looks like a number; the matrix has shown its name before.
             if isinstance(value, Tensor) and value.shape == shape and (shape or name in planes):
                 if value.dtype not in EXACT_IN_FP32:
-                    raise refusal(rule.name, f"its state {name} is {value.dtype}")
+                    raise unavailable_error(rule.name, f"its state {name} is {value.dtype}")
                 found.planes.setdefault(name, value.dtype)
             elif isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-                found.scalars.setdefault(name, Scalar.of(value))
+                found.scalars.setdefault(name, Scalar.from_value(value))
             elif isinstance(value, Tensor):
                 found.small[name] = shape
             else:
-                raise refusal(rule.name, f"its state {name} is a {type(value).__name__}, not a tensor")
+                raise unavailable_error(rule.name, f"its state {name} is a {type(value).__name__}, not a tensor")
     kinds = [*found.planes, *found.scalars, *found.small]
     if both := {name for name in kinds if kinds.count(name) > 1}:
-        raise refusal(rule.name, f"its state {', '.join(sorted(both))} has several forms")
+        raise unavailable_error(rule.name, f"its state {', '.join(sorted(both))} has several forms")
 
 
 def _check_trains(rule: TiledRule, options: Mapping[str, Any]) -> None:
@@ -481,7 +495,7 @@ def _check_trains(rule: TiledRule, options: Mapping[str, Any]) -> None:
     for more in ({}, {"lr": TRIAL_LR}) if "lr" in options else ({},):
         if not torch.equal(_train_whole(rule, {**options, **more}, start, gradients)[0][-1], start):
             return
-    raise refusal(
+    raise unavailable_error(
         rule.name,
         "its step does not change the parameter in its param group (if it holds other optimizers, the engine does not "
         "see their parameters)",
@@ -493,7 +507,7 @@ def _train_whole(
 ) -> tuple[list[Tensor], list[dict[str, Any]], list[dict[str, Any]]]:
     """Weights, states and options after each step of the class itself; raises ConfigError if the step fails."""
     parameter = torch.nn.Parameter(start.clone())
-    twin = rule.twin(parameter, dict(options), rule.fresh(parameter.detach()))
+    twin = rule.make_twin(parameter, dict(options), rule.fresh_state(parameter.detach()))
     weights, states, left = [], [], []
     attributes = dict(rule.attributes)
     for gradient in gradients:
@@ -501,24 +515,30 @@ def _train_whole(
         try:
             rule.kind.step(twin)
         except Exception as error:
-            raise refusal(rule.name, f"its step fails on a single matrix ({type(error).__name__}: {error})") from error
+            raise unavailable_error(
+                rule.name, f"its step fails on a single matrix ({type(error).__name__}: {error})"
+            ) from error
         weights.append(parameter.detach().clone())
         state = twin.state.get(parameter, {})
         states.append({k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()})
         left.append({key: value for key, value in twin.param_groups[0].items() if key != "params"})
-        now = {key: value for key, value in vars(twin).items() if key not in NOT_OF_THE_CLASS}
+        now = {key: value for key, value in vars(twin).items() if key not in NOT_COPIED}
         changed = [key for key in attributes | now if now.get(key) is not attributes.get(key)]
         if changed or any(isinstance(key, str) for key in twin.state):
-            raise refusal(rule.name, f"it keeps {', '.join(changed) or 'a state'} in common for all parameters")
+            raise unavailable_error(
+                rule.name, f"it keeps {', '.join(changed) or 'a state'} in common for all parameters"
+            )
     return weights, states, left
 
 
-def _try(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = SHAPE, *, scale: float = 1.0) -> None:
+def _compare_with_class(
+    rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = SHAPE, *, scale: float = 1.0
+) -> None:
     """Train a parameter by the class, and in pieces (halves, or one) by the rule. Raises ConfigError if they differ."""
     start, *gradients = _samples(STEPS + 1, shape)
     start *= scale
     weights, states, left = _train_whole(rule, options, start, gradients)
-    cut = (1, *shape) if rule.whole else (-1, HALF)
+    cut = (1, *shape) if rule.needs_whole_parameters else (-1, HALF)
     halves = list(start.reshape(cut).clone().unbind())
     planes = [{name: torch.zeros_like(half) for name in rule.states} for half in halves]
     values, small = TileValues(dict(options), None), NO_SMALL
@@ -526,33 +546,35 @@ def _try(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = S
         pieces = zip(halves, gradient.reshape(cut).unbind(), planes, strict=True)
         kept = rule.probe_small(values.options)
         try:
-            results = [rule.step(half, part.clone(), held, values, small) for half, part, held in pieces]
+            results = [rule.step_tile(half, part.clone(), held, values, small) for half, part, held in pieces]
             # One more piece, one element with gradient zero, shows the numbers after the step; see `TiledRule.after`.
-            results.append(rule.step_of_one(values, kept))
+            results.append(rule.step_one_element(values, kept))
         except Exception as error:
-            raise refusal(
+            raise unavailable_error(
                 rule.name, f"its step fails on flat pieces of a parameter ({type(error).__name__}: {error})"
             ) from error
         numbers = [rule.progress_of(state) for state, _ in results]
         same = all(found == numbers[0] for found in numbers) and all(said == left[step] for _, said in results)
         if not same or dict(numbers[0].scalars) != _numbers_of(rule, states[step]):
-            raise refusal(rule.name, "the numbers in its state depend on the gradient")
-        if not torch.equal(_joined(halves), weights[step].reshape(-1)):
-            raise refusal(
+            raise unavailable_error(rule.name, "the numbers in its state depend on the gradient")
+        if not torch.equal(_join(halves), weights[step].reshape(-1)):
+            raise unavailable_error(
                 rule.name, "it is not element-wise: two halves of a parameter are not updated like the whole parameter"
             )
-        small = rule.small_of(results[0][0])  # only whole parameters have some; halves have none
+        small = rule.small_states_of(results[0][0])  # only whole parameters have some; halves have none
         if any(not _equal(value, states[step].get(name)) for name, value in small.items()):
-            raise refusal(rule.name, "a state that does not have the parameter's shape depends on more than itself")
+            raise unavailable_error(
+                rule.name, "a state that does not have the parameter's shape depends on more than itself"
+            )
         values = TileValues(results[0][1], numbers[0])
     for name in rule.states:
         whole = states[-1].get(name)
-        joined = _joined(held[name] for held in planes)
+        joined = _join(held[name] for held in planes)
         if whole is not None and not torch.equal(joined, whole.reshape(-1).to(torch.float32)):
-            raise refusal(rule.name, f"its state {name} is not element-wise")
+            raise unavailable_error(rule.name, f"its state {name} is not element-wise")
 
 
-def _joined(pieces: Iterable[Tensor]) -> Tensor:
+def _join(pieces: Iterable[Tensor]) -> Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
@@ -563,5 +585,7 @@ def _equal(value: Tensor, wanted: Any) -> bool:
 def _numbers_of(rule: TiledRule, state: Mapping[str, Any]) -> dict[str, Scalar]:
     rest = {k: v for k, v in state.items() if k not in rule.small}
     return {
-        k: Scalar.of(v) for k, v in rest.items() if not (isinstance(v, Tensor) and (v.numel() > 1 or k in rule.states))
+        k: Scalar.from_value(v)
+        for k, v in rest.items()
+        if not (isinstance(v, Tensor) and (v.numel() > 1 or k in rule.states))
     }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from offload.errors import ConfigError
 from zero.config.optimizer_block import OptimizerConfig, OptimizerParams
-from zero.optim.rules import AdamRule, Rules, TiledRule, Trained
+from zero.optim.rules import AdamRule, Rules, TiledRule, TrainedParameters
 
 FLAG = "use_muon"
 NOT_HIDDEN = ("embed", "lm_head")  # Muon does not update matrices with these in their names.
@@ -29,7 +29,7 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     return bool(said) if said is not None else parameter.dim() >= 2 and not any(w in name.lower() for w in NOT_HIDDEN)
 
 
-def muon_from(block: OptimizerConfig, groups: Iterable[Mapping[str, Any]], model: nn.Module) -> Trained:
+def muon_from(block: OptimizerConfig, groups: Iterable[Mapping[str, Any]], model: nn.Module) -> TrainedParameters:
     """Param groups of each rule, and the rules, from a config's block.
 
     Raises ConfigError: Muon is to update a parameter that is not a matrix.
@@ -52,7 +52,7 @@ def muon_from(block: OptimizerConfig, groups: Iterable[Mapping[str, Any]], model
                 split.append({**options, **given, FLAG: flag, "params": chosen})
     for group in split:
         _check_matrices(group, names)
-    return Trained(split, rules)
+    return TrainedParameters(split, rules)
 
 
 class MuonRule(TiledRule):

@@ -35,10 +35,10 @@ from zero.config import Config, load_config
 from zero.config.given import check_depth
 from zero.ops.adam import KernelAdam
 from zero.optim.make_rule import rule_for, rule_of_object
-from zero.optim.optimizer import STATE_BYTES, KeptOptimizer, LiveStates
+from zero.optim.optimizer import STATE_BYTES, ExternalStateOptimizer, LiveStates
 from zero.optim.parameter_states import MASTER, ParameterStates, local_of
 from zero.optim.pipeline import StepArguments
-from zero.optim.rules import AdamRule, Rule, Rules, Trained
+from zero.optim.rules import AdamRule, Rule, Rules, TrainedParameters
 from zero.plan.machine import read_machine
 from zero.plan.plan import Plan
 from zero.store.storage import Storage
@@ -50,7 +50,7 @@ OFFLOAD_KEYS = ("device", "nvme_path", "pin_memory", "buffer_count", "state_dtyp
 MORE_KEYS = ("sub_group_size", "aio")  # A key of `zero_optimization`, and a block of its own.
 
 
-class OffloadOptimizer(KeptOptimizer):
+class OffloadOptimizer(ExternalStateOptimizer):
     """A torch optimizer whose states live in host memory or on NVMe.
 
     Args:
@@ -75,41 +75,41 @@ class OffloadOptimizer(KeptOptimizer):
         offload: Mapping[str, Any],
         **options: Any,
     ) -> None:
-        self._shelves: list[ParameterStates] = []
+        self._parameter_states: list[ParameterStates] = []
         self._index_of: dict[int, int] = {}
-        self._held: dict[int, tuple[Tensor, tuple[int, int]]] = {}
-        self._ready: dict[int, dict[str, Tensor]] = {}
+        self._unfinished_gradients: dict[int, tuple[Tensor, tuple[int, int]]] = {}
+        self._read_ahead: dict[int, dict[str, Tensor]] = {}
         self._finalizers: list[weakref.finalize[Any, Any]] = []
-        self._built, self._closed, self._torn, self._pid = False, False, False, os.getpid()
+        self._is_built, self._is_closed, self._is_half_loaded, self._pid = False, False, False, os.getpid()
         self._config = _config_of(offload)
-        given, members = _stand_ins(params, optimizer_class, options)
+        given, members = _placeholder_optimizer(params, optimizer_class, options)
         rule = _rule_of(given, self._config)
         self._initial = next((dict(state) for state in given.state.values()), {})
         for group, parameters in zip(given.param_groups, members, strict=True):
             group["params"] = parameters
             if "decoupled_weight_decay" in group:  # torch's own key has the same meaning
                 group.pop("decoupled", None)
-        super().__init__(Trained(given.param_groups, Rules((rule,))))
+        super().__init__(TrainedParameters(given.param_groups, Rules((rule,))))
         self.defaults = dict(given.defaults)
         like = next(
             (member for group in members for member in group), torch.zeros(1, device="cpu", dtype=torch.float32)
         )
-        self.counts_steps = _counts_steps(optimizer_class, options, _of_one(like))
+        self.counts_steps = _counts_steps(optimizer_class, options, _one_element_parameter(like))
         self.state = LiveStates(self, self)
-        self._kept = self
+        self._state_access = self
         try:
-            self._shelve_newcomers()
+            self._allocate_new_states()
         except BaseException:
             self.close()
             raise
-        self._built = True
+        self._is_built = True
 
     # ---- parameters ----------------------------------------------------------------------------
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """What goes where, in bytes: of the parameters of each device, and of each group that was added later."""
-        return tuple(shelf.plan for shelf in self._shelves)
+        return tuple(shelf.plan for shelf in self._parameter_states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the newcomers' states have a place of their own. Raises as the constructor.
@@ -119,20 +119,20 @@ class OffloadOptimizer(KeptOptimizer):
         given = param_group.get("params", ())
         if isinstance(given, list | tuple) and len({*map(id, given)}) < len(given):
             raise ConfigError("OffloadOptimizer: expected each parameter once in a group, got one twice; leave it out")
-        if self._built:
+        if self._is_built:
             self.check_open("add_param_group")
             rule = self.rules.each[0]
             if isinstance(rule, AdamRule) and "decoupled_weight_decay" not in param_group:
                 param_group.setdefault("decoupled", rule.defaults["decoupled"])
         super().add_param_group(param_group)
-        if self._built:
+        if self._is_built:
             try:
-                self._shelve_newcomers()
+                self._allocate_new_states()
             except BaseException:
                 self.param_groups.pop()
                 raise
 
-    def _shelve_newcomers(self, loaded: Container[int] = ()) -> None:
+    def _allocate_new_states(self, loaded: Container[int] = ()) -> None:
         """Make room for the states of parameters that have none and need some, device by device.
 
         `loaded`: ids of frozen parameters that need states too.
@@ -160,7 +160,7 @@ class OffloadOptimizer(KeptOptimizer):
             raise
         for shelf in made:
             logger.info("%s", shelf.plan.table())
-            self._shelves.append(shelf)
+            self._parameter_states.append(shelf)
             # An optimizer that is garbage-collected must release its files and threads too.
             self._finalizers.append(weakref.finalize(self, Storage.abandon, shelf.storage))
 
@@ -178,45 +178,49 @@ class OffloadOptimizer(KeptOptimizer):
         """
         self.check_open("step")
         self._check_loaded("step")
-        if any(shelf.remaining for shelf in self._shelves):
+        if any(shelf.unfinished_step for shelf in self._parameter_states):
             self._check_same_gradients()
-            self._finish()
+            self._finish_step()
             return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._shelve_newcomers({id(p) for p, _ in self._gradients()})
-        gradients = {self._index_of[id(p)]: _like(gradient, p) for p, gradient in self._gradients()}
-        values = self.values(self._index_of, gradients)
+        self._allocate_new_states({id(p) for p, _ in self._gradients()})
+        gradients = {self._index_of[id(p)]: _reshard_like(gradient, p) for p, gradient in self._gradients()}
+        values = self.step_values(self._index_of, gradients)
         # The rounding of bf16 moments depends on the step's number: a resumed run continues with the same number.
         number = 1 + max(self.step_counts.values(), default=0)
         arguments = StepArguments(values, 1.0, number)
-        work = [(shelf, shelf.prepare(arguments, gradients)) for shelf in self._shelves]
+        work = [(shelf, shelf.prepare_step(arguments, gradients)) for shelf in self._parameter_states]
         # From here on the step counts as taken, even if something fails.
-        self._held = {self._index_of[id(p)]: (gradient, _version(gradient)) for p, gradient in self._gradients()}
+        self._unfinished_gradients = {
+            self._index_of[id(p)]: (gradient, _version(gradient)) for p, gradient in self._gradients()
+        }
         self.count_step(self._index_of, values)
         for shelf, remaining in work:
-            shelf.remaining = remaining
-        self._finish()
+            shelf.unfinished_step = remaining
+        self._finish_step()
         return loss
 
     def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         return [(p, p.grad) for p in self._parameters() if p.grad is not None]
 
-    def _finish(self) -> None:
-        for shelf in self._shelves:
-            shelf.finish()
-        self._held = {}
+    def _finish_step(self) -> None:
+        for shelf in self._parameter_states:
+            shelf.finish_step()
+        self._unfinished_gradients = {}
 
     def _check_same_gradients(self) -> None:
         """Raise StateError unless the gradients are the same as when the unfinished step began."""
         now = {self._index_of[id(p)]: gradient for p, gradient in self._gradients()}
-        same = now.keys() == self._held.keys() and all(
+        same = now.keys() == self._unfinished_gradients.keys() and all(
             now[index] is gradient and _version(gradient) == version
-            for index, (gradient, version) in self._held.items()
+            for index, (gradient, version) in self._unfinished_gradients.items()
         )
-        broken = any(shelf.remaining is not None and shelf.remaining.broken for shelf in self._shelves)
+        broken = any(
+            shelf.unfinished_step is not None and shelf.unfinished_step.is_broken for shelf in self._parameter_states
+        )
         if broken or not same:
             why = "an update stopped in the middle of its elements" if broken else "its gradients no longer exist"
             raise StateError(
@@ -227,17 +231,17 @@ class OffloadOptimizer(KeptOptimizer):
 
     # ---- states --------------------------------------------------------------------------------
 
-    def read(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def read_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Copies of a parameter's states on the host, in its form. Raises StorageError, StateError."""
         index = self._index_of[id(parameter)]
-        if index in self._ready:
-            return self._ready.pop(index)
-        self._check_whole("optimizer.state")
-        return next(dict(found) for _, found in list(self._shelf_of(index).read([index])))
+        if index in self._read_ahead:
+            return self._read_ahead.pop(index)
+        self._check_step_finished("optimizer.state")
+        return next(dict(found) for _, found in list(self._states_of(index).read_states([index])))
 
-    def write(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+    def write_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         """Not used: states are written together, see `take_all`."""
-        self.take_all([(parameter, {**self.state[parameter], key: value})])
+        self.replace_all_states([(parameter, {**self.state[parameter], key: value})])
 
     def check_room(self, nbytes: int) -> None:
         free = read_machine(torch.device("cpu")).available_bytes
@@ -248,10 +252,10 @@ class OffloadOptimizer(KeptOptimizer):
                 "one"
             )
 
-    def follow_changes(self, parameter: nn.Parameter | None = None) -> None:
+    def allocate_states(self, parameter: nn.Parameter | None = None) -> None:
         """Does nothing: `add_param_group` makes the room."""
 
-    def made(self, key: int, planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def visible_states(self, key: int, planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `KeptOptimizer`; the master always."""
         own = {name: plane for name, plane in planes.items() if name != MASTER}
         return {**super().made(key, own), **{name: planes[name] for name in planes if name == MASTER}}
@@ -267,24 +271,24 @@ class OffloadOptimizer(KeptOptimizer):
             StorageError: a state could not be read.
         """
         self.check_open("state_dict")
-        self._check_whole("state_dict")
+        self._check_step_finished("state_dict")
         trained = {self._index_of[id(p)] for p in self.state}
         self._check_room_for_states()
         try:
-            for shelf in self._shelves:
-                self._ready.update(shelf.read([index for index in shelf.parameters if index in trained]))
-            found = super(KeptOptimizer, self).state_dict()
+            for shelf in self._parameter_states:
+                self._read_ahead.update(shelf.read_states([index for index in shelf.parameters if index in trained]))
+            found = super(ExternalStateOptimizer, self).state_dict()
         finally:
-            self._ready = {}
+            self._read_ahead = {}
         for group in found["param_groups"]:
             group.pop("decoupled", None)
         places = [place for group in found["param_groups"] for place in group["params"]]
         paired = zip(places, self._parameters(), strict=True)
-        states = {place: found["state"].get(place) or self._first_state(parameter) for place, parameter in paired}
+        states = {place: found["state"].get(place) or self._initial_state_of(parameter) for place, parameter in paired}
         found["state"] = {place: state for place, state in states.items() if state}
         return found
 
-    def _first_state(self, parameter: Tensor) -> dict[str, Any]:
+    def _initial_state_of(self, parameter: Tensor) -> dict[str, Any]:
         """State of a parameter that was in no step yet: empty, unless the class's constructor makes states."""
         return {
             name: torch.full_like(parameter.detach(), value.item(), dtype=torch.float32, device="cpu")
@@ -308,50 +312,50 @@ class OffloadOptimizer(KeptOptimizer):
         """
         super().load_state_dict(state_dict)
 
-    def take_all(self, given: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
+    def replace_all_states(self, pairs: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
         """Replace the states of these parameters, together: each record is written once."""
         self.check_open("load_state_dict")
-        self._shelve_newcomers({id(parameter) for parameter, states in given if states})
-        for parameter, states in given:
+        self._allocate_new_states({id(parameter) for parameter, states in pairs if states})
+        for parameter, states in pairs:
             index = self._index_of.get(id(parameter), -1)
             for name in (*self.rules.each[0].states, MASTER):
                 if states.get(name) is not None:
-                    self._shelf_of(index).check(index, name, states[name])
+                    self._states_of(index).check_state(index, name, states[name])
         planes: dict[int, dict[str, Tensor]] = {}
-        for parameter, states in given:
+        for parameter, states in pairs:
             key = id(parameter)
             known = bool(self.step_counts.get(key))
             if states or known:  # without either there is no state to replace
-                found = self.take_numbers(parameter, _without_master(states))
+                found = self.replace_numbers(parameter, _without_master(states))
                 if states.get(MASTER) is not None and parameter.dtype != torch.float32:
                     found[MASTER] = states[MASTER]
                 planes[self._index_of[key]] = found
-        for shelf in self._shelves:
-            shelf.remaining = None
-        self._held, self._torn = {}, True
-        for shelf in self._shelves:
-            shelf.write({index: found for index, found in planes.items() if index in shelf.parameters})
-        self._torn = False
+        for shelf in self._parameter_states:
+            shelf.unfinished_step = None
+        self._unfinished_gradients, self._is_half_loaded = {}, True
+        for shelf in self._parameter_states:
+            shelf.write_states({index: found for index, found in planes.items() if index in shelf.parameters})
+        self._is_half_loaded = False
 
     def check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
         """See `KeptOptimizer`; a master is no state of the class."""
         super().check_states(map(_without_master, states))
 
-    def take_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
-        self.take_all([(parameter, states)])
+    def replace_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
+        self.replace_all_states([(parameter, states)])
 
-    def _shelf_of(self, index: int) -> ParameterStates:
-        return next(shelf for shelf in self._shelves if index in shelf.parameters)
+    def _states_of(self, index: int) -> ParameterStates:
+        return next(shelf for shelf in self._parameter_states if index in shelf.parameters)
 
     def _check_loaded(self, what: str) -> None:
-        if self._torn:
+        if self._is_half_loaded:
             raise StateError(
                 f"{what}: the disk failed and only a part of the states was loaded; call load_state_dict again"
             )
 
-    def _check_whole(self, what: str) -> None:
+    def _check_step_finished(self, what: str) -> None:
         self._check_loaded(what)
-        if any(shelf.remaining for shelf in self._shelves):
+        if any(shelf.unfinished_step for shelf in self._parameter_states):
             raise StateError(
                 f"{what}: the last step failed after it had updated some states and not others; call step() again to "
                 "finish it, or load weights and states from a checkpoint"
@@ -363,13 +367,13 @@ class OffloadOptimizer(KeptOptimizer):
         """Give memory, threads and disk space back; the states are gone. Idempotent."""
         if self._pid != os.getpid():
             return
-        self._closed = True
+        self._is_closed = True
         for finalizer in self._finalizers:
             finalizer.detach()
         self._finalizers = []
-        self.lose_states()
+        self.drop_states()
         self.step_counts, self.progress = {}, {}
-        shelves, self._shelves = self._shelves, []
+        shelves, self._parameter_states = self._parameter_states, []
         for shelf in shelves:
             shelf.close()
 
@@ -385,7 +389,7 @@ class OffloadOptimizer(KeptOptimizer):
                 f"OffloadOptimizer.{what}: this process ({os.getpid()}) was forked from the one that has the states "
                 f"({self._pid}); use the optimizer in that process"
             )
-        if self._closed:
+        if self._is_closed:
             raise StateError(f"OffloadOptimizer.{what}: the optimizer is closed, and its states no longer exist")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -424,7 +428,7 @@ def _without_master(states: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in states.items() if name != MASTER}
 
 
-def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
+def _rule_of(optimizer: torch.optim.Optimizer, config: Config) -> Rule:
     """Our kernel's rule for our classes; any other class's own step runs over tiles, with the same bits as alone.
 
     Raises ConfigError: the class has states of another shape than the parameter's, or a state dtype that only the
@@ -436,14 +440,14 @@ def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
             "offload: state_dtype: expected fp32 or bf16, got 8bit, which needs blocks of 256 elements, and "
             "parameters in their own memory have any length; use zero.initialize for 8bit"
         )
-    if isinstance(given, KernelAdam):
-        return rule_of_object(given, config)
+    if isinstance(optimizer, KernelAdam):
+        return rule_of_object(optimizer, config)
     if stored != "fp32":
         raise ConfigError(
             f"offload: state_dtype: {stored} is only available with zero.ops.adam.DeepSpeedCPUAdam and FusedAdam, got "
-            f"{type(given).__name__}; pass one of them as optimizer_class, or leave state_dtype out"
+            f"{type(optimizer).__name__}; pass one of them as optimizer_class, or leave state_dtype out"
         )
-    rule = rule_for(given, given.param_groups, torch_as_kernels=False)
+    rule = rule_for(optimizer, optimizer.param_groups, torch_as_kernels=False)
     if rule.small:
         raise ConfigError(
             f"optimizer: {rule.name} is not available in OffloadOptimizer, because it keeps states that do not have "
@@ -452,7 +456,7 @@ def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
     return rule
 
 
-def _stand_ins(
+def _placeholder_optimizer(
     params: Iterable[Any], kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]
 ) -> tuple[torch.optim.Optimizer, list[list[Tensor]]]:
     """(the optimizer over one-element parameters with the same dimensions and groups, the members of each group).
@@ -467,13 +471,13 @@ def _stand_ins(
         entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         named = bool(entries) and isinstance(entries[0], tuple)
         members.append([entry[1] for entry in entries] if named else entries)
-        twins = [_of_one(member) for member in members[-1]]
+        twins = [_one_element_parameter(member) for member in members[-1]]
         paired = [(entry[0], twin) for entry, twin in zip(entries, twins, strict=True)] if named else twins
         standing.append({**group, "params": paired})
     return kind(standing if given else [], **options), members  # torch refuses an empty list
 
 
-def _of_one(parameter: Tensor) -> nn.Parameter:
+def _one_element_parameter(parameter: Tensor) -> nn.Parameter:
     """A parameter of one element with the same number of dimensions: some classes accept only matrices."""
     return nn.Parameter(torch.zeros((1,) * max(parameter.dim(), 1), device="cpu", dtype=torch.float32))
 
@@ -490,7 +494,7 @@ def _counts_steps(
     return True
 
 
-def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
+def _reshard_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     """The gradient; a DTensor is resharded like the parameter."""
     placements = getattr(parameter, "placements", None)
     if placements is None or getattr(gradient, "placements", None) in (None, placements):

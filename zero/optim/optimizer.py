@@ -21,10 +21,10 @@ from torch import nn
 from torch.optim import optimizer as torchs
 
 from offload.errors import ConfigError, StateError
-from zero.optim.averages import EMA, innermost
+from zero.optim.averages import EMA, inner_rule
 from zero.optim.loss_scale import LossScaler
-from zero.optim.rules import AdamRule, Progress, Rule, Scalar, Trained
-from zero.optim.small_states import Shapes, Small, SmallStates
+from zero.optim.rules import AdamRule, Progress, Rule, Scalar, TrainedParameters
+from zero.optim.small_states import Shapes, SmallStates, SmallTensors
 
 # ABSENT is a prefix of a state's name. Such a number in a checkpoint means that the parameter does not have the state
 # yet: its state dict lacks the key (MISSING), or has None there (NOTHING).
@@ -35,13 +35,13 @@ PRE, POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 PROFILED = "Optimizer.step#ZeroOptimizer.step"
 
 
-class KeptStates(Protocol):
+class StateAccess(Protocol):
     """Access to the states of an engine's parameters."""
 
-    def read(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def read_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Copies of the states, fp32 on the host, in the parameter's shape; on all ranks together."""
 
-    def write(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
+    def write_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
         """Replace a state, on all ranks together."""
 
     def check_room(self, nbytes: int) -> None:
@@ -50,7 +50,7 @@ class KeptStates(Protocol):
     def check_open(self, what: str) -> None:
         """Raise StateError if `what`, a method of the optimizer, must not be called now."""
 
-    def follow_changes(self, parameter: nn.Parameter | None = None) -> None:
+    def allocate_states(self, parameter: nn.Parameter | None = None) -> None:
         """Make room for states of a parameter, or of all (None) that are in the groups now; on all ranks together."""
 
 
@@ -59,29 +59,29 @@ class LiveStates(MutableMapping[nn.Parameter, dict[str, Any]]):
 
     `state[p] = {**state[p], "exp_avg": value}`; what changes a copy is lost. A parameter without states begins anew.
 
-    `kept`: reads them; `optimizer`: their optimizer.
+    `state_access`: reads them; `optimizer`: their optimizer.
     """
 
-    def __init__(self, kept: KeptStates, optimizer: KeptOptimizer) -> None:
-        self._kept, self._optimizer, self._counts = kept, optimizer, optimizer.step_counts
+    def __init__(self, state_access: StateAccess, optimizer: ExternalStateOptimizer) -> None:
+        self._state_access, self._optimizer, self._counts = state_access, optimizer, optimizer.step_counts
 
     def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Copies of its states. Raises KeyError: it has not taken part in a step."""
         if not self._counts.get(id(parameter)):
             raise KeyError(parameter)
         key = id(parameter)
-        numbers = {name: scalar.make() for name, scalar in self._optimizer.numbers(key).items()}
+        numbers = {name: scalar.to_value() for name, scalar in self._optimizer.numbers(key).items()}
         numbers["step"] = torch.tensor(float(self._counts[key]), dtype=torch.float32, device="cpu")
         if not self._optimizer.counts_steps:
             del numbers["step"]
-        return {**numbers, **self._optimizer.made(key, self._kept.read(parameter))}
+        return {**numbers, **self._optimizer.visible_states(key, self._state_access.read_states(parameter))}
 
     def __setitem__(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         """Replace its states; collective. Raises the errors of `load_state_dict`."""
-        self._kept.check_open("state")  # before numbers are replaced: planes may be refused after them
+        self._state_access.check_open("state")  # before numbers are replaced: planes may be refused after them
         self._optimizer.check_states([states])
-        self._kept.follow_changes(parameter)
-        self._optimizer.take_states(parameter, states)
+        self._state_access.allocate_states(parameter)
+        self._optimizer.replace_states(parameter, states)
 
     def __delitem__(self, parameter: nn.Parameter) -> None:
         if parameter not in self:
@@ -101,7 +101,7 @@ class LiveStates(MutableMapping[nn.Parameter, dict[str, Any]]):
         return f"{type(self).__name__}({len(self)} parameters)"
 
 
-class Groups(Sequence[torch.Tensor]):
+class GroupTensors(Sequence[torch.Tensor]):
     """One tensor for each param group, made on access.
 
     `groups`: the optimizer's; `read`: group -> tensor.
@@ -119,7 +119,7 @@ class Groups(Sequence[torch.Tensor]):
         return self._read(self._groups[number])
 
 
-class KeptOptimizer(torch.optim.Optimizer):
+class ExternalStateOptimizer(torch.optim.Optimizer):
     """An update rule over states that are kept elsewhere: it counts updates, and shows its states as torch does.
 
     `trained`: the rule, and the param groups, which stay live.
@@ -130,9 +130,9 @@ class KeptOptimizer(torch.optim.Optimizer):
 
     state: Any
     counts_steps = True
-    _kept: KeptStates | None = None
+    _state_access: StateAccess | None = None
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: TrainedParameters) -> None:
         self.rules, self.frozen = trained.rules, trained.frozen
         # With two rules each group has the options of its own: `betas` in a group of Muon would look like Adam's.
         super().__init__(trained.groups, dict(trained.rules.each[0].defaults) if len(trained.rules.each) == 1 else {})
@@ -146,21 +146,21 @@ class KeptOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, with the default options of the rule that will update the group."""
-        for key, value in self.rules.of(param_group).defaults.items() if len(self.rules.each) > 1 else ():
+        for key, value in self.rules.rule_of(param_group).defaults.items() if len(self.rules.each) > 1 else ():
             param_group.setdefault(key, value)
         super().add_param_group(param_group)
 
-    def values(self, index_of: dict[int, int], contributed: Container[int]) -> dict[int, Any]:
+    def step_values(self, index_of: dict[int, int], contributed: Container[int]) -> dict[int, Any]:
         """The fixed values, in the step that is taken now, of every parameter that has a gradient.
 
         `index_of`: id(parameter) -> parameter index; `contributed`: indices of parameters with a gradient. Raises
         ConfigError: param groups have options that the rule does not support.
         """
         for rule in self.rules.each:
-            rule.begin()
+            rule.on_step_begin()
         values: dict[int, Any] = {}
         for group in self.param_groups:
-            rule = self.rules.of(group)
+            rule = self.rules.rule_of(group)
             for parameter in group["params"]:
                 key = id(parameter)
                 index = index_of.get(key)
@@ -174,25 +174,25 @@ class KeptOptimizer(torch.optim.Optimizer):
         """A step is taken with these values: it is counted for every parameter that has some, as in torch."""
         for group in self.param_groups:
             changed: Mapping[str, Any] = {}
-            rule = self.rules.of(group)
+            rule = self.rules.rule_of(group)
             for parameter in group["params"]:
                 key = id(parameter)
                 index = index_of.get(key, -1)
                 if index in values:
                     self.step_counts[key] = self.step_counts.get(key, 0) + 1
-                    progress, changed = rule.after(values[index])
+                    progress, changed = rule.after_update(values[index])
                     if progress is not None:
                         self.progress[key] = progress
             group.update(changed)
 
     def small_states(self, index_of: Mapping[int, int], wanted: Container[int]) -> dict[int, SmallStates]:
         """Parameter index -> the object with its small states, for an update; empty if no rule has any."""
-        if not self.keeps_small:
+        if not self.has_small_states:
             return {}
         return {i: self.small.setdefault(key, SmallStates()) for key, i in index_of.items() if i in wanted}
 
     @property
-    def keeps_small(self) -> bool:
+    def has_small_states(self) -> bool:
         return any(rule.small for rule in self.rules.each)
 
     def small_shapes(self, parameter: torch.Tensor) -> Shapes:
@@ -205,10 +205,10 @@ class KeptOptimizer(torch.optim.Optimizer):
 
         `names`: id(parameter) -> its name; other parameters are left out.
         """
-        held = {names[key]: small.on_host() for key, small in self.small.items() if key in names}
+        held = {names[key]: small.to_host() for key, small in self.small.items() if key in names}
         return {name: tensors for name, tensors in held.items() if tensors}
 
-    def take_small(self, named: Mapping[str, Small], names: Mapping[int, str]) -> None:
+    def load_small(self, named: Mapping[str, SmallTensors], names: Mapping[int, str]) -> None:
         """Replace the small states of all parameters in `names` by those that `named_small` returned, or by none."""
         for key, name in names.items():
             self.small.pop(key, None)
@@ -275,7 +275,7 @@ class KeptOptimizer(torch.optim.Optimizer):
         alike = (group for group in self.param_groups if bool(group.get(self.rules.flag)) == flag)
         return next(alike, self.param_groups[0])
 
-    def made(self, key: int, planes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def visible_states(self, key: int, planes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The planes that torch's optimizer would have for a parameter; before the first update, its initial values.
 
         `key`: id(parameter); `planes`: by name, as they are stored.
@@ -299,7 +299,7 @@ class KeptOptimizer(torch.optim.Optimizer):
         absent = {name: int(saved[ABSENT + name].item()) for name in self._state_names(rule) if ABSENT + name in saved}
         wanted = {name: like for name, like in rule.scalars.items() if name not in absent}
         if count and wanted.keys() <= saved.keys():
-            scalars = [(name, like.like(saved[name])) for name, like in wanted.items()]
+            scalars = [(name, like.convert(saved[name])) for name, like in wanted.items()]
             scalars += [(name, Scalar(None)) for name, why in absent.items() if why == NOTHING]
             present = tuple(name for name in rule.states if name not in absent)
             self.progress[key] = Progress(tuple(scalars), present)
@@ -310,7 +310,7 @@ class KeptOptimizer(torch.optim.Optimizer):
             return []
         return [name for name in self._rule(key).scalars if name not in saved and ABSENT + name not in saved]
 
-    def forget(self, key: int) -> None:
+    def forget_parameter(self, key: int) -> None:
         """Drop the numbers and small states of a parameter that is not trained any more."""
         self.step_counts.pop(key, None)
         self.progress.pop(key, None)
@@ -318,12 +318,12 @@ class KeptOptimizer(torch.optim.Optimizer):
 
     # ---- states, whole ---------------------------------------------------------------------------------
 
-    def keep_states_in(self, kept: KeptStates) -> None:
-        """Read and write states through `kept` from now on."""
-        self._kept = kept
-        self.state = LiveStates(kept, self)
+    def set_state_access(self, state_access: StateAccess) -> None:
+        """Read and write states through `state_access` from now on."""
+        self._state_access = state_access
+        self.state = LiveStates(state_access, self)
 
-    def lose_states(self) -> None:
+    def drop_states(self) -> None:
         """The engine is closed: the states are gone, and clients that clean up see an empty dict."""
         self.__dict__["state"] = {}
 
@@ -344,12 +344,12 @@ class KeptOptimizer(torch.optim.Optimizer):
 
         Raises BudgetError: the host has no room for the states; `engine.save_checkpoint` needs none.
         """
-        if self._kept is not None:
+        if self._state_access is not None:
             if self.state:  # a closed engine has none left
-                self._kept.check_open("state_dict")
+                self._state_access.check_open("state_dict")
             elements = sum(p.numel() * len(self._rule(id(p)).states) for p in self.state)
             elements += sum(shape.numel() for p in self.state for shape, _ in self.small_shapes(p).values())
-            self._kept.check_room(STATE_BYTES * elements)
+            self._state_access.check_room(STATE_BYTES * elements)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -357,9 +357,9 @@ class KeptOptimizer(torch.optim.Optimizer):
 
         Raises ConfigError: it has other groups; nothing has changed.
         """
-        if self._kept is not None:
-            self._kept.check_open("load_state_dict")
-            self._kept.follow_changes()  # parameters may join the groups by it
+        if self._state_access is not None:
+            self._state_access.check_open("load_state_dict")
+            self._state_access.allocate_states()  # parameters may join the groups by it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         given = state_dict["param_groups"]
@@ -373,33 +373,33 @@ class KeptOptimizer(torch.optim.Optimizer):
         pairs = list(zip(self._parameters(), states, strict=True))
         for parameter, state in pairs:
             self._check_small(parameter, state)
-        self.take_all(pairs)
+        self.replace_all_states(pairs)
         for group, options in zip(self.param_groups, given, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def take_all(self, given: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
-        for parameter, states in given:
-            self.take_states(parameter, states)
+    def replace_all_states(self, pairs: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
+        for parameter, states in pairs:
+            self.replace_states(parameter, states)
 
-    def take_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
+    def replace_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         """Replace the states of one parameter; empty `states`: it has none, as before its first step."""
-        if self._kept is None:
-            self.forget(id(parameter))
+        if self._state_access is None:
+            self.forget_parameter(id(parameter))
             return
         self._check_small(parameter, states)
         updated = bool(self.step_counts.get(id(parameter)))
-        planes = self.take_numbers(parameter, states)
+        planes = self.replace_numbers(parameter, states)
         if updated and not states:  # the next first update starts from the stored planes, so clear them
-            held, names = self._kept.read(parameter), self._rule(id(parameter)).states
+            held, names = self._state_access.read_states(parameter), self._rule(id(parameter)).states
             planes = {name: torch.zeros_like(held[name]) for name in names}
         for name, value in planes.items():
-            self._kept.write(parameter, name, value)
+            self._state_access.write_state(parameter, name, value)
 
-    def take_numbers(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def replace_numbers(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """As `take_states`, except for the planes: returns their values, by name."""
-        self.forget(id(parameter))
+        self.forget_parameter(id(parameter))
         if not states:
             return {}
         rule = self._rule(id(parameter))
@@ -413,7 +413,7 @@ class KeptOptimizer(torch.optim.Optimizer):
     ) -> dict[str, torch.Tensor]:
         """The argument of `set_numbers`, from a parameter's states in a `state_dict`."""
         numbers = {
-            name: Scalar.of(value).tensor()
+            name: Scalar.from_value(value).to_tensor()
             for name, value in states.items()
             if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
             if name not in planes
@@ -448,7 +448,7 @@ class KeptOptimizer(torch.optim.Optimizer):
             fits = (
                 shaped & {*self._state_names(rule), *rule.small}
                 and set(rule.states if isinstance(rule, AdamRule) else rule.scalars) <= state.keys()
-                for rule in map(innermost, self.rules.each)
+                for rule in map(inner_rule, self.rules.each)
             )
             if shaped and not any(fits):
                 raise ConfigError(
@@ -458,7 +458,7 @@ class KeptOptimizer(torch.optim.Optimizer):
                 )
 
 
-def check_flags(optimizer: KeptOptimizer, saved: Sequence[Mapping[str, Any]], what: str, source: str) -> None:
+def check_flags(optimizer: ExternalStateOptimizer, saved: Sequence[Mapping[str, Any]], what: str, source: str) -> None:
     """Raise ConfigError if a saved group has another update rule than the present one of its number.
 
     `what`: the call; `source`: where the saved groups are.
@@ -472,7 +472,7 @@ def check_flags(optimizer: KeptOptimizer, saved: Sequence[Mapping[str, Any]], wh
             )
 
 
-class ZeroOptimizer(KeptOptimizer):
+class ZeroOptimizer(ExternalStateOptimizer):
     """The optimizer of an engine; its states are where the plan has put them.
 
     Args:
@@ -482,7 +482,7 @@ class ZeroOptimizer(KeptOptimizer):
         loss_scaler: the engine's.
 
     Attributes:
-        given: the optimizer object that the user passed, if any.
+        user_optimizer: the optimizer object that the user passed, if any.
         overflow: the last step was skipped.
         _global_grad_norm: as `engine.get_global_grad_norm()`; scripts look for it here.
     """
@@ -491,10 +491,14 @@ class ZeroOptimizer(KeptOptimizer):
     _global_grad_norm: float | None = None
 
     def __init__(
-        self, trained: Trained, take_step: Callable[[], None], clear: Callable[[], None], loss_scaler: LossScaler
+        self,
+        trained: TrainedParameters,
+        take_step: Callable[[], None],
+        clear: Callable[[], None],
+        loss_scaler: LossScaler,
     ) -> None:
         super().__init__(trained)
-        self.given = trained.given
+        self.user_optimizer = trained.user_optimizer
         self._take_step, self._clear, self.loss_scaler = take_step, clear, loss_scaler
         self.offloader: Any = None  # The engine.
 
@@ -512,7 +516,7 @@ class ZeroOptimizer(KeptOptimizer):
 
     step.hooked = True  # type: ignore[attr-defined] # else torch wraps it and calls the hooks a second time
 
-    def mark_stepped(self) -> None:
+    def set_step_called(self) -> None:
         """Mark that a step was taken before the scheduler's; otherwise torch's schedulers warn of a wrong order."""
         self._opt_called = True
 
@@ -521,18 +525,18 @@ class ZeroOptimizer(KeptOptimizer):
 
     # ---- hooks of torch's optimizers -------------------------------------------------------------------
 
-    def before_step(self) -> None:
+    def call_pre_hooks(self) -> None:
         """Call the pre-hooks of a requested step; the step uses their changes of param groups and gradients."""
-        self._call([(self, hook) for hook in torchs._global_optimizer_pre_hooks.values()] + self._hooks(PRE))
+        self._call_hooks([(self, hook) for hook in torchs._global_optimizer_pre_hooks.values()] + self._hooks(PRE))
 
-    def after_step(self) -> None:
-        self._call(self._hooks(POST) + [(self, hook) for hook in torchs._global_optimizer_post_hooks.values()])
+    def call_post_hooks(self) -> None:
+        self._call_hooks(self._hooks(POST) + [(self, hook) for hook in torchs._global_optimizer_post_hooks.values()])
 
     def _hooks(self, kind: str) -> list[tuple[Any, Any]]:
-        optimizers = [self] if self.given is None else [self, self.given]
+        optimizers = [self] if self.user_optimizer is None else [self, self.user_optimizer]
         return [(each, hook) for each in optimizers for hook in getattr(each, kind, {}).values()]
 
-    def _call(self, hooks: list[tuple[Any, Any]]) -> None:
+    def _call_hooks(self, hooks: list[tuple[Any, Any]]) -> None:
         for optimizer, hook in hooks:
             hook(optimizer, (), {})
 
@@ -550,16 +554,16 @@ class ZeroOptimizer(KeptOptimizer):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        self._with_offloader().offload_states(include, device, pin_memory, non_blocking)
+        self._require_offloader().offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        self._with_offloader().reload_states(non_blocking)
+        self._require_offloader().reload_states(non_blocking)
 
     @property
     def offloaded_states(self) -> set[Any]:
-        return set(self._with_offloader().offloaded_states)
+        return set(self._require_offloader().offloaded_states)
 
-    def _with_offloader(self) -> Any:
+    def _require_offloader(self) -> Any:
         if self.offloader is None:
             raise StateError("optimizer.offload_states: the optimizer does not belong to an engine")
         return self.offloader

@@ -25,8 +25,8 @@ from offload.mover import IoFuture
 from offload.planes.planes import Home, TieredArray, await_all
 from offload.streams import shares_host_memory
 from zero.config import Config
-from zero.optim.gradients import Gradients, Sealed
-from zero.optim.pipeline import StepArguments, SubGroupPipeline, Told
+from zero.optim.gradients import Gradients, StepGradient
+from zero.optim.pipeline import StepArguments, SubGroupPipeline, UpdateListener
 from zero.optim.rules import Rule, Rules, UpdateRun
 from zero.params.layout import SubGroup, Unit
 from zero.plan.machine import machine_to_plan
@@ -42,26 +42,26 @@ EDITS_NUMEL = 1 << 18  # Elements that are searched for edits at a time.
 
 
 @dataclass(slots=True)
-class Remaining:
+class UnfinishedStep:
     """The part of a step that is left to do."""
 
     arguments: StepArguments
-    gradients: Mapping[int, Sealed]  # Index of the unit -> its gradient.
-    due: deque[SubGroup]
-    broken: bool = False  # An update stopped in the middle of its elements: it can neither be finished nor repeated.
+    gradients: Mapping[int, StepGradient]  # Index of the unit -> its gradient.
+    due_groups: deque[SubGroup]
+    is_broken: bool = False  # An update stopped in the middle of its elements: it can neither be finished nor repeated.
 
 
-class _TakenGradients:
+class _StepGradients:
     """The part of an engine's `Gradients` that the pipeline uses."""
 
     def __init__(self) -> None:
-        self.planes: Mapping[int, Sealed] = {}
+        self.by_unit: Mapping[int, StepGradient] = {}
 
-    def taken(self, index: int) -> Sealed:
-        return self.planes[index]
+    def step_gradient(self, index: int) -> StepGradient:
+        return self.by_unit[index]
 
 
-class _FollowsEdits:
+class _EditAwareRule:
     """A rule whose fp16 weights may have been edited since the last step: an edited weight becomes its own master.
 
     A bf16 weight and its remainder always make a master that rounds to the weight. An fp16 weight's master is stored
@@ -71,10 +71,10 @@ class _FollowsEdits:
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
 
-    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
+    def update_run(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
         if run.master is not None and run.master.dtype == torch.float32:
-            _follow_edits(run.weight, run.master)
-        self._rule.update(run, grad_scale, threads)
+            _apply_edits(run.weight, run.master)
+        self._rule.update_run(run, grad_scale, threads)
 
 
 class ParameterStates:
@@ -92,30 +92,30 @@ class ParameterStates:
     def __init__(self, parameters: Sequence[tuple[int, str, Tensor]], rules: Rules, config: Config) -> None:
         self.parameters = {index: parameter for index, _, parameter in parameters}
         (rule,) = rules.each
-        local = [(index, name, _checked(name, parameter, rule)) for index, name, parameter in parameters]
+        local = [(index, name, _check_parameter(name, parameter, rule)) for index, name, parameter in parameters]
         self.device = local[0][2].device
-        self.layout = lay_out_tensors(local, whole=rule.whole)
+        self.layout = lay_out_tensors(local, whole=rule.needs_whole_parameters)
         self.plan: Plan = plan_states(self.layout, config, machine_to_plan(self.device), self.device, rules.states)
         self.storage = Storage(self.layout, self.plan, config, self.device)
         self._units = {unit.slots[0].index: unit for unit in self.layout.units}
-        self._orders = {index: _order_of(tensor) for index, _, tensor in local}
-        self._gradients = _TakenGradients()
+        self._memory_orders = {index: _memory_order(tensor) for index, _, tensor in local}
+        self._gradients = _StepGradients()
         self._pipeline = SubGroupPipeline(
             self.layout,
             self.storage,
             cast(Gradients, self._gradients),
-            Rules((cast(Rule, _FollowsEdits(rule)),)),
+            Rules((cast(Rule, _EditAwareRule(rule)),)),
         )
         places = {id(self.parameters[unit.slots[0].index]): [(unit, unit.slots[0])] for unit in self.layout.units}
-        self._stored = StoredValues(self.layout, self.storage, places)
+        self._stored_values = StoredValues(self.layout, self.storage, places)
         on_cpu = shares_host_memory(self.device)
         self._threads = update_threads(self.layout.numel, kernel_threads(on_cpu=on_cpu))
-        self._transfer: IoFuture[Any] | None = None
-        self.remaining: Remaining | None = None  # The rest of a step that has failed.
+        self._future: IoFuture[Any] | None = None
+        self.unfinished_step: UnfinishedStep | None = None  # The rest of a step that has failed.
 
     # ---- steps ---------------------------------------------------------------------------------
 
-    def prepare(self, arguments: StepArguments, gradients: Mapping[int, Tensor]) -> Remaining:
+    def prepare_step(self, arguments: StepArguments, gradients: Mapping[int, Tensor]) -> UnfinishedStep:
         """The work of a step for these states; nothing has changed when this returns or raises.
 
         `arguments`: of the step; `gradients`: by the parameters' indices. Raises StateError: a gradient or a parameter
@@ -128,31 +128,31 @@ class ParameterStates:
             if gradient is not None:
                 run = self._gradient_of(unit, local_of(gradient))
                 homes[self.layout.space_of(unit)].append(Home(unit.begin, unit.end, run.view(torch.uint8)))
-        planes = self._planes_over("gradients", homes)
-        taken = {unit.index: Sealed(planes[self.layout.space_of(unit)], unit.dtype) for unit in self.layout.units}
+        planes = self._arrays_over("gradients", homes)
+        taken = {unit.index: StepGradient(planes[self.layout.space_of(unit)], unit.dtype) for unit in self.layout.units}
         due = [group for group in self.plan.sub_groups if self._pipeline.trained_units(group, arguments)]
-        fenced = replace(arguments, fence=self.storage.streams.record_event())
-        return Remaining(fenced, taken, deque(due))
+        fenced = replace(arguments, event=self.storage.streams.record_event())
+        return UnfinishedStep(fenced, taken, deque(due))
 
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         """Do the remaining work of the step. Raises StorageError: a read or a write failed; work not done remains."""
-        remaining = self.remaining
+        remaining = self.unfinished_step
         if remaining is None:
             return
         try:
-            self._run("optimizer step", partial(self._finish, remaining))
+            self._run_job("optimizer step", partial(self._run_updates, remaining))
         except StorageError as error:
             raise error.within(f"update of step {remaining.arguments.number}") from error
         finally:
             changed = self._units.keys() & remaining.arguments.values.keys()
             for index in changed:  # so that autograd refuses a graph from before, whose weights are overwritten
                 torch.autograd.graph.increment_version(local_of(self.parameters[index]))
-        self.remaining = None
+        self.unfinished_step = None
 
-    async def _finish(self, remaining: Remaining) -> None:
-        self._gradients.planes = remaining.gradients
+    async def _run_updates(self, remaining: UnfinishedStep) -> None:
+        self._gradients.by_unit = remaining.gradients
         await self.storage.rewrite_stranded()
-        due, failed = remaining.due, False
+        due, failed = remaining.due_groups, False
 
         async def begin() -> None:
             pass
@@ -165,14 +165,14 @@ class ParameterStates:
                 changed = True
 
             try:
-                told = Told(begin, applied, lambda: None, lambda: None)
-                await self._pipeline.update(group, remaining.arguments, {}, told, self._threads)
+                told = UpdateListener(begin, applied, lambda: None, lambda: None)
+                await self._pipeline.update_group(group, remaining.arguments, {}, told, self._threads)
             except ZeroInfinityError:  # a read or write failed, before or after the update of all elements
                 if not changed:
                     due.appendleft(group)
                 raise
             except BaseException:
-                remaining.broken = True
+                remaining.is_broken = True
                 raise
 
         async def work() -> None:
@@ -188,44 +188,44 @@ class ParameterStates:
 
     # ---- states --------------------------------------------------------------------------------
 
-    def read(self, indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    def read_states(self, indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """(index, copies of its states by name) for each parameter: fp32 on the host, else of the parameter's form.
 
         They come in storage order. Raises StorageError.
         """
-        wanted = sorted(indices, key=self._place)
-        self._rest()
-        self._show_weights()
+        wanted = sorted(indices, key=self._storage_position)
+        self._drop_views()
+        self._view_weights()
         try:
             for index in wanted:
-                yield index, self._read_one(index)
+                yield index, self._read_parameter(index)
         finally:
-            self._stored.close()
-            self._rest()
+            self._stored_values.close()
+            self._drop_views()
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _storage_position(self, index: int) -> tuple[int, int]:
         unit = self._units.get(index)
         return (-1, 0) if unit is None else (self.layout.space_of(unit), unit.begin)
 
-    def _read_one(self, index: int) -> dict[str, Tensor]:
+    def _read_parameter(self, index: int) -> dict[str, Tensor]:
         parameter = self.parameters[index].detach()
         names = [*self.plan.states[0], *([MASTER] if parameter.dtype != torch.float32 else [])]
         found = {name: torch.empty_like(parameter, dtype=torch.float32, device="cpu") for name in names}
         unit = self._units.get(index)
         if unit is None:
             return found
-        runs = {name: _run(local_of(values)) for name, values in found.items()}
-        for piece in self._stored.pieces_of_slot(unit, unit.slots[0], 0, unit.numel, True):
+        runs = {name: _require_flat_view(local_of(values)) for name, values in found.items()}
+        for piece in self._stored_values.pieces_of_slot(unit, unit.slots[0], 0, unit.numel, True):
             part = slice(piece.first, piece.first + piece.weight.numel())
             for name, values in zip(self.plan.states[0], piece.states or (), strict=True):
                 runs[name][part] = values
             if piece.remainder is not None:
                 weight, remainder = piece.weight.cpu(), piece.remainder.cpu().clone()
-                _follow_edits(weight, remainder)
+                _apply_edits(weight, remainder)
                 masters.join(runs[MASTER][part], weight, remainder)
         return found
 
-    def write(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def write_states(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Replace all states of parameters: index -> states by name, as from `read`; missing states become zero.
 
         Without a master the weight becomes its own master. The caller has called `check`.
@@ -233,14 +233,16 @@ class ParameterStates:
         Raises StorageError: a read or a write failed; some states are new and others are not.
         """
         runs = {
-            unit.index: {name: partial(self._run_like, index, local_of(value)) for name, value in states[index].items()}
+            unit.index: {
+                name: partial(self._elements_like, index, local_of(value)) for name, value in states[index].items()
+            }
             for index, unit in self._units.items()
             if index in states
         }
         if runs:
-            self._run("loading states", partial(self._write, runs))
+            self._run_job("loading states", partial(self._write_groups, runs))
 
-    async def _write(self, runs: Mapping[int, Mapping[str, Callable[[], Tensor]]]) -> None:
+    async def _write_groups(self, runs: Mapping[int, Mapping[str, Callable[[], Tensor]]]) -> None:
         await self.storage.rewrite_stranded()
         for group in self.plan.sub_groups:
             units = [unit for unit in self.layout.units_in(group) if unit.index in runs]
@@ -251,12 +253,12 @@ class ParameterStates:
             try:
                 await staged.read()
                 for unit in units:
-                    self._put(staged, unit, runs[unit.index])
+                    self._put_states(staged, unit, runs[unit.index])
                 await staged.state.write()
             finally:
                 staged.release()
 
-    def _put(self, staged: StagedGroup, unit: Unit, runs: Mapping[str, Callable[[], Tensor]]) -> None:
+    def _put_states(self, staged: StagedGroup, unit: Unit, runs: Mapping[str, Callable[[], Tensor]]) -> None:
         """Put the states of a part of a unit into its record."""
         record, (begin, end) = staged.record(), staged.group.part_of(unit)
         at, part = begin - staged.group.begin, slice(begin - unit.begin, end - unit.begin)
@@ -270,60 +272,64 @@ class ParameterStates:
             record.states.put(which, at, values)
         if record.remainder is not None:
             run = runs.get(MASTER)
-            weight = _run(local_of(self.parameters[unit.slots[0].index]))
+            weight = _require_flat_view(local_of(self.parameters[unit.slots[0].index]))
             master = (weight if run is None else run())[part].to("cpu", torch.float32)
             masters.split(torch.empty_like(master, dtype=unit.dtype), record.remainder[at : at + end - begin], master)
 
-    def check(self, index: int, name: str, value: Tensor) -> None:
+    def check_state(self, index: int, name: str, value: Tensor) -> None:
         """Raise ConfigError if a state is not of its parameter's shape, or not sharded as the parameter is."""
         parameter = self.parameters[index]
         local, own = local_of(value), local_of(parameter)
         if value.shape != parameter.shape or local.shape != own.shape:
             raise ConfigError(
-                f"load_state_dict: {name} of {self._name(index)}: expected {tuple(parameter.shape)}, of which "
+                f"load_state_dict: {name} of {self._name_of(index)}: expected {tuple(parameter.shape)}, of which "
                 f"{tuple(own.shape)} are here, got {tuple(value.shape)} and {tuple(local.shape)}; load sharded states "
                 "with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             )
 
-    def _run_like(self, index: int, value: Tensor) -> Tensor:
+    def _elements_like(self, index: int, value: Tensor) -> Tensor:
         """The elements of a local tensor in the memory order of the parameter's elements."""
         own = local_of(self.parameters[index])
-        run = run_of(value) if lies_as(value, own) else None
-        return _run(torch.empty_like(own, dtype=value.dtype, device="cpu").copy_(value)) if run is None else run
+        run = flat_view(value) if has_same_order(value, own) else None
+        return (
+            _require_flat_view(torch.empty_like(own, dtype=value.dtype, device="cpu").copy_(value))
+            if run is None
+            else run
+        )
 
     # ---- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free everything. Idempotent."""
-        self.remaining = None
-        self._stored.close()
+        self.unfinished_step = None
+        self._stored_values.close()
         self.storage.close()
 
     # ---- weights and gradients -----------------------------------------------------------------
 
-    def _run(self, what: str, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._rest()
-        self._show_weights()
-        transfer = self._transfer = self.storage.mover.submit(what, job())
+    def _run_job(self, what: str, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._drop_views()
+        self._view_weights()
+        transfer = self._future = self.storage.mover.submit(what, job())
         try:
             transfer.result()
         finally:
             if transfer.done():  # else an interrupt ended the wait, and the job still runs
-                self._rest()
+                self._drop_views()
 
-    def _rest(self) -> None:
+    def _drop_views(self) -> None:
         """Wait for a job that an interrupt has left running, and drop the views of parameters and gradients."""
-        transfer, self._transfer = self._transfer, None
+        transfer, self._future = self._future, None
         if transfer is not None:
             transfer.wait()  # its error was reported, or a later call raises it again
-        self._gradients.planes = {}
-        self.storage.weights[:] = self._planes_over("weights", [[] for _ in self.layout.spaces])
+        self._gradients.by_unit = {}
+        self.storage.weights[:] = self._arrays_over("weights", [[] for _ in self.layout.spaces])
 
-    def _show_weights(self) -> None:
+    def _view_weights(self) -> None:
         """Until `_rest`, the planes of weights are views of the parameters' present memory."""
-        self.storage.weights[:] = self._planes_over("weights", self._weight_homes())
+        self.storage.weights[:] = self._arrays_over("weights", self._weight_homes())
 
-    def _planes_over(self, what: str, homes: Sequence[list[Home]]) -> list[TieredArray]:
+    def _arrays_over(self, what: str, homes: Sequence[list[Home]]) -> list[TieredArray]:
         streams = self.storage.streams
         return [
             TieredArray(f"{what} ({space.dtype})", space.dtype.itemsize, of_space, None, streams)
@@ -334,15 +340,15 @@ class ParameterStates:
         homes: list[list[Home]] = [[] for _ in self.layout.spaces]
         for unit in self.layout.units:
             weight = local_of(self.parameters[unit.slots[0].index])
-            run = run_of(weight)
+            run = flat_view(weight)
             found = (weight.device, weight.dtype, weight.numel())
             expected = (self.device, unit.dtype, unit.numel)
             if found != expected or run is None:
                 raise StateError(
-                    f"{unit.name}: expected {_told(*expected)} as when its states were made, got {_told(*found)}; "
+                    f"{unit.name}: expected {_describe(*expected)} as when its states were made, got {_describe(*found)}; "
                     "make the optimizer after the model has been moved to its device, cast to its dtype and sharded"
                 )
-            was, order = self._orders[unit.slots[0].index], _order_of(weight)
+            was, order = self._memory_orders[unit.slots[0].index], _memory_order(weight)
             if was != order:
                 raise StateError(
                     f"{unit.name}: expected shape and strides {was} as when its states were made, got {order}: the "
@@ -359,18 +365,18 @@ class ParameterStates:
         expected = (self.device, unit.dtype, unit.numel)
         if found != expected or gradient.layout != torch.strided:
             raise StateError(
-                f"gradient of {unit.name}: expected {_told(*expected)}, got {_told(*found)}, {gradient.layout}; a "
+                f"gradient of {unit.name}: expected {_describe(*expected)}, got {_describe(*found)}, {gradient.layout}; a "
                 "gradient must be dense, and have the parameter's dtype and device"
             )
-        run = run_of(gradient) if lies_as(gradient, weight) else None
-        return _run(torch.empty_like(weight).copy_(gradient)) if run is None else run
+        run = flat_view(gradient) if has_same_order(gradient, weight) else None
+        return _require_flat_view(torch.empty_like(weight).copy_(gradient)) if run is None else run
 
-    def _name(self, index: int) -> str:
+    def _name_of(self, index: int) -> str:
         unit = self._units.get(index)
         return f"parameter {index}" if unit is None else unit.name
 
 
-def _follow_edits(weight: Tensor, master: Tensor) -> None:
+def _apply_edits(weight: Tensor, master: Tensor) -> None:
     """Where an fp16 weight is not its rounded fp32 master, the weight counts. With bf16 this cannot happen."""
     if master.dtype != torch.float32:
         return
@@ -381,16 +387,16 @@ def _follow_edits(weight: Tensor, master: Tensor) -> None:
             masters.reset_remainder_where(edited, weight[part], master[part])
 
 
-def _checked(name: str, parameter: Tensor, rule: Rule) -> Tensor:
+def _check_parameter(name: str, parameter: Tensor, rule: Rule) -> Tensor:
     """The local part of a parameter. Raises ConfigError: it cannot be updated where it is."""
     local, problem = local_of(parameter), ""
     if local.dtype not in DTYPES:
         problem = f"expected float32, bfloat16 or float16, got {local.dtype}; use a torch optimizer for this parameter"
     elif local.device.type == "meta":
         problem = "it is on the meta device; make the optimizer after the model has been materialised (model.to_empty)"
-    elif local.layout != torch.strided or run_of(local) is None:
+    elif local.layout != torch.strided or flat_view(local) is None:
         problem = "its memory has gaps or overlaps; make it contiguous before making the optimizer"
-    elif rule.whole and (local.shape != parameter.shape or not local.is_contiguous()):
+    elif rule.needs_whole_parameters and (local.shape != parameter.shape or not local.is_contiguous()):
         problem = (
             f"{rule.name} updates whole parameters: expected {tuple(parameter.shape)}, contiguous, in this process, "
             f"got {tuple(local.shape)} with strides {local.stride()}; for sharded parameters use an element-wise "
@@ -414,7 +420,7 @@ def local_of(tensor: Tensor) -> Tensor:
     return waited
 
 
-def run_of(tensor: Tensor) -> Tensor | None:
+def flat_view(tensor: Tensor) -> Tensor | None:
     """(N,) all elements in memory order; None if the memory has gaps, or if two elements share a place."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -424,24 +430,24 @@ def run_of(tensor: Tensor) -> Tensor | None:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def lies_as(tensor: Tensor, like: Tensor) -> bool:
+def has_same_order(tensor: Tensor, like: Tensor) -> bool:
     """True if both tensors have the same memory order, so that equal positions in their runs are the same element."""
     pairs = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
     return all(mine == theirs for size, mine, theirs in pairs if size > 1)
 
 
-def _run(tensor: Tensor) -> Tensor:
+def _require_flat_view(tensor: Tensor) -> Tensor:
     """As `run_of`, for a tensor that must have a run."""
-    run = run_of(tensor)
+    run = flat_view(tensor)
     if run is None:
         raise StateError(f"a tensor of {tuple(tensor.shape)} with strides {tensor.stride()} has gaps")
     return run
 
 
-def _told(device: torch.device, dtype: torch.dtype, numel: int) -> str:
+def _describe(device: torch.device, dtype: torch.dtype, numel: int) -> str:
     return f"{numel:,} elements of {dtype} on {device}"
 
 
-def _order_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _memory_order(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape, and the strides of dimensions with more than one element."""
     return tuple(tensor.shape), tuple(s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

@@ -30,48 +30,48 @@ from offload.errors import StateError, StorageError
 from offload.planes.copies import fetch_array, fetch_range
 from offload.planes.planes import await_all
 from offload.streams import MaybeEvent
-from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline, Told
+from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline, UpdateListener
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.store.storage import Storage
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class RunningUpdate:
     """One running update."""
 
     # The units whose new weights were delivered; or the error that left the sub-group due.
-    applied: asyncio.Future[frozenset[int]]
-    returned: asyncio.Future[None]  # Ends when no write reads from a unit's own memory any more; never an error.
-    borrowed: frozenset[int]  # Units from whose own memory weights are written; never memory of a GPU.
-    stored: asyncio.Task[None] | None = None  # Ends when all its transfers have ended; never raises.
+    update_future: asyncio.Future[frozenset[int]]
+    memory_future: asyncio.Future[None]  # Ends when no write reads from a unit's own memory any more; never an error.
+    borrowed_units: frozenset[int]  # Units from whose own memory weights are written; never memory of a GPU.
+    task: asyncio.Task[None] | None = None  # Ends when all its transfers have ended; never raises.
 
 
-class DueUpdates:
+class PendingUpdates:
     """The sub-groups of the last step that are not updated yet.
 
     Args:
         threads: of the kernel on the host inside `finish`. During a forward or backward that computes on the host too,
             the kernel has one thread.
-        alone: there are no other ranks.
+        is_single_rank: there are no other ranks.
     """
 
     def __init__(
-        self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int, *, alone: bool
+        self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int, *, is_single_rank: bool
     ) -> None:
-        self._storage, self._pipeline, self._threads, self.alone = storage, pipeline, threads, alone
-        self._threads_beside = 1 if storage.streams.has_unified_memory else threads
+        self._storage, self._pipeline, self._threads, self.is_single_rank = storage, pipeline, threads, is_single_rank
+        self._threads_in_forward = 1 if storage.streams.has_unified_memory else threads
         self.arguments = StepArguments({}, 1.0, 0)  # The last step's.
         self._due: set[SubGroup] = set()
         self._unapplied: set[SubGroup] = set()
-        self._running: dict[SubGroup, Running] = {}
+        self._running: dict[SubGroup, RunningUpdate] = {}
         self._unstored: set[SubGroup] = set()
         # Called on the mover's loop with a unit when its weights of the last step are stored in their home.
-        self.stored: Callable[[int], None] = lambda index: None
+        self.on_unit_stored: Callable[[int], None] = lambda index: None
         self.failure: StorageError | None = None  # A result could not be stored, and is not on the disk yet.
         self.unreported: StorageError | None = None  # With several ranks: what the next step has to report to all.
         self._stranded: set[SubGroup] = set()  # Updated, and not completely on the disk because a write has failed.
         self._rewriting = asyncio.Lock()
-        self.stopped = False  # The engine closes: no further update begins.
+        self.is_stopped = False  # The engine closes: no further update begins.
         self._layout = layout
         self._groups: dict[int, list[SubGroup]] = {unit.index: [] for unit in layout.units}
         for group in storage.plan.sub_groups:
@@ -90,28 +90,28 @@ class DueUpdates:
         self._unapplied = set(self._due)
         self._unstored = set(self._due)
 
-    def at_home(self, index: int) -> bool:
+    def is_stored(self, index: int) -> bool:
         """True if the unit's weights of the last step are stored in their home."""
         return not any(group in self._unstored for group in self._groups[index])
 
-    def current(self, index: int) -> bool:
+    def is_current(self, index: int) -> bool:
         """True if the unit's weights are updated by the last step."""
         return not self._unapplied or not any(group in self._unapplied for group in self._groups[index])
 
-    def borrows(self, index: int) -> bool:
+    def is_written_from(self, index: int) -> bool:
         """True while an update writes to the disk from the unit's own memory."""
-        return any(index in running.borrowed for running in list(self._running.values()))
+        return any(index in running.borrowed_units for running in list(self._running.values()))
 
     def is_busy(self, group: SubGroup) -> bool:
         return group in self._due or group in self._unapplied or group in self._running
 
     @property
-    def all_settled(self) -> bool:
+    def is_idle(self) -> bool:
         return not (self._unapplied or self._running)
 
     # ---- the mover ----------------------------------------------------------------------------
 
-    async def fetch(self, unit: Unit, into: torch.Tensor, fences: tuple[MaybeEvent, ...]) -> MaybeEvent:
+    async def fetch(self, unit: Unit, into: torch.Tensor, events: tuple[MaybeEvent, ...]) -> MaybeEvent:
         """Fill `into` (uint8, flat unit, on the compute device) with the unit's weights of the last step.
 
         Returns a fence after the copies, which may still be running. Raises StorageError: the content of `into` is
@@ -120,13 +120,13 @@ class DueUpdates:
         Args:
             unit: any.
             into: memory for its weights.
-            fences: after the last uses of that memory on the device.
+            events: after the last uses of that memory on the device.
         """
-        await self.repeat(lambda: self._fetch(unit, Delivery(into, fences)))
+        await self.run_with_retry(lambda: self._fetch(unit, Delivery(into, events)))
         return self._storage.streams.record_copy_event()
 
     async def fetch_rows(
-        self, unit: Unit, rows: Iterable[tuple[int, int, int]], into: torch.Tensor, fences: tuple[MaybeEvent, ...]
+        self, unit: Unit, rows: Iterable[tuple[int, int, int]], into: torch.Tensor, events: tuple[MaybeEvent, ...]
     ) -> MaybeEvent:
         """Fill parts of `into` (uint8, on the compute device) with parts of the unit's weights of the last step.
 
@@ -137,52 +137,52 @@ class DueUpdates:
             unit: any.
             rows: (first coordinate, end, first element of `into`) of each part.
             into: memory for the weights.
-            fences: after the last uses of that memory on the device.
+            events: after the last uses of that memory on the device.
         """
         rows, storage, width = list(rows), self._storage, unit.dtype.itemsize
         groups = [g for g in self._groups[unit.index] if any(g.begin < end and lo < g.end for lo, end, _ in rows)]
-        await self.bring(groups)
-        await self._settle(groups)  # until then the disk holds the old weights
+        await self.update_groups(groups)
+        await self._wait_for_groups(groups)  # until then the disk holds the old weights
         plane = storage.weights[self._layout.space_of(unit)]
         parts = [(begin, end, into[at * width : (at + end - begin) * width]) for begin, end, at in rows]
         read = partial(fetch_range, plane)
-        await self.repeat(lambda: await_all([read(*p, storage.arena, storage.streams, fences) for p in parts]))
+        await self.run_with_retry(lambda: await_all([read(*p, storage.arena, storage.streams, events) for p in parts]))
         return storage.streams.record_copy_event()
 
-    async def bring(self, groups: Iterable[SubGroup]) -> None:
+    async def update_groups(self, groups: Iterable[SubGroup]) -> None:
         """Update sub-groups whose weights are used where they are stored.
 
         Raises StorageError: at least one of them is still due.
         """
         groups = list(groups)
-        await self.repeat(lambda: await_all([self._bring(group) for group in groups]))
+        await self.run_with_retry(lambda: await_all([self._update_group(group) for group in groups]))
 
-    async def bring_unit(self, unit: Unit) -> None:
-        await self.bring(self._groups[unit.index])
+    async def update_unit(self, unit: Unit) -> None:
+        await self.update_groups(self._groups[unit.index])
 
-    async def settle_weights(self, unit: Unit) -> None:
+    async def wait_for_writes(self, unit: Unit) -> None:
         """Wait until no weights of the unit are being written. Starts no update and raises nothing."""
         for group in self._groups[unit.index]:
             if (running := self._running.get(group)) is not None:
-                await asyncio.shield(running.returned)
+                await asyncio.shield(running.memory_future)
 
-    async def finish(self, groups: Iterable[SubGroup]) -> None:
+    async def finish_groups(self, groups: Iterable[SubGroup]) -> None:
         """Update sub-groups and store the results.
 
         Raises StorageError: sub-groups not updated stay due, results not stored stay in memory.
         """
         groups = list(groups)
-        await self.repeat(lambda: self._finish(groups))
+        await self.run_with_retry(lambda: self._finish_groups(groups))
 
-    async def retry(self) -> None:
+    async def retry_writes(self) -> None:
         """Repeat the writes that failed. Raises StorageError if one fails again."""
-        await self._settle(list(self._running))
-        await self._rewrite()
+        await self._wait_for_groups(list(self._running))
+        await self._rewrite_stranded()
 
-    def fail(self, error: StorageError) -> None:
+    def set_failure(self, error: StorageError) -> None:
         """What could not be written is kept in memory; no update starts until it is on the disk."""
         self.failure = self.failure or error
-        if not self.alone:
+        if not self.is_single_rank:
             self.unreported = self.unreported or error
 
     def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
@@ -194,31 +194,31 @@ class DueUpdates:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    async def _finish(self, groups: list[SubGroup]) -> None:
-        results = await asyncio.gather(*(self._bring(g, self._threads) for g in groups), return_exceptions=True)
-        await self._settle(groups)
+    async def _finish_groups(self, groups: list[SubGroup]) -> None:
+        results = await asyncio.gather(*(self._update_group(g, self._threads) for g in groups), return_exceptions=True)
+        await self._wait_for_groups(groups)
         errors = [result for result in results if isinstance(result, BaseException)]
         if self.failure is not None or errors:
             raise self.failure or errors[0]
 
-    def _at_home(self, groups: Iterable[SubGroup]) -> None:
+    def _on_groups_stored(self, groups: Iterable[SubGroup]) -> None:
         for group in list(groups):
             self._unstored.discard(group)
             for unit in self._layout.units_in(group):
-                if self.at_home(unit.index):
-                    self.stored(unit.index)
+                if self.is_stored(unit.index):
+                    self.on_unit_stored(unit.index)
 
-    async def repeat(self, transfer: Callable[[], Awaitable[None]]) -> None:
+    async def run_with_retry(self, transfer: Callable[[], Awaitable[None]]) -> None:
         """Run `transfer`, and with several ranks run it again if it fails. Raises StorageError."""
         try:
             await transfer()
         except StorageError as error:
-            if self.alone:
+            if self.is_single_rank:
                 raise
             self.unreported = self.unreported or error
             await transfer()
 
-    async def _rewrite(self) -> None:
+    async def _rewrite_stranded(self) -> None:
         """Write what is kept in memory, while other updates may run. Raises StorageError if a write fails again."""
         async with self._rewriting:
             while self.failure is not None:
@@ -228,22 +228,22 @@ class DueUpdates:
                 except StorageError as error:
                     raise error.within(f"update of step {self.arguments.number}") from error
                 self._stranded -= groups
-                self._at_home(groups & self._unstored)
+                self._on_groups_stored(groups & self._unstored)
                 if not self._stranded:  # else another update has failed meanwhile
                     self.failure = None
 
-    async def _settle(self, groups: list[SubGroup]) -> None:
+    async def _wait_for_groups(self, groups: list[SubGroup]) -> None:
         """Wait until all transfers of these sub-groups have ended."""
-        tasks = [r.stored for g in groups if (r := self._running.get(g)) is not None and r.stored is not None]
+        tasks = [r.task for g in groups if (r := self._running.get(g)) is not None and r.task is not None]
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _bring(self, group: SubGroup, threads: int | None = None) -> None:
+    async def _update_group(self, group: SubGroup, threads: int | None = None) -> None:
         running = self._running.get(group)
         if running is None and group in self._due:
-            running = self._start(group, {}, threads or self._threads_beside)
+            running = self._start_update(group, {}, threads or self._threads_in_forward)
         if running is not None:
-            await asyncio.shield(running.applied)
+            await asyncio.shield(running.update_future)
 
     async def _fetch(self, unit: Unit, delivery: Delivery) -> None:
         groups = self._groups[unit.index]
@@ -251,74 +251,76 @@ class DueUpdates:
             # Make tasks even for a single sub-group: units fetched at the same moment are then updated in that order.
             await await_all([asyncio.create_task(self._fetch_part(unit, group, delivery)) for group in groups])
         else:
-            await self._read(unit, unit.begin, unit.end, delivery)
+            await self._read_weights(unit, unit.begin, unit.end, delivery)
 
     async def _fetch_part(self, unit: Unit, group: SubGroup, delivery: Delivery) -> None:
         if group in self._due:
-            running = self._start(group, {unit.index: delivery}, self._threads_beside)
+            running = self._start_update(group, {unit.index: delivery}, self._threads_in_forward)
             # Shielded: the waiting task may be cancelled, but an update that has begun must continue.
-            if unit.index in await asyncio.shield(running.applied):
+            if unit.index in await asyncio.shield(running.update_future):
                 return
         elif group in self._running:
             running = self._running[group]
-            await asyncio.shield(running.applied)
-            await self._settle([group])  # until then the disk holds the old weights
-        await self._read(unit, *group.part_of(unit), delivery)
+            await asyncio.shield(running.update_future)
+            await self._wait_for_groups([group])  # until then the disk holds the old weights
+        await self._read_weights(unit, *group.part_of(unit), delivery)
 
-    async def _read(self, unit: Unit, begin: int, end: int, delivery: Delivery) -> None:
+    async def _read_weights(self, unit: Unit, begin: int, end: int, delivery: Delivery) -> None:
         storage, width = self._storage, unit.dtype.itemsize
         plane = storage.weights[self._layout.space_of(unit)]
         part = delivery.into[(begin - unit.begin) * width : (end - unit.begin) * width]
-        await fetch_array(plane, begin, end, part, storage.arena, storage.streams, delivery.fences)
+        await fetch_array(plane, begin, end, part, storage.arena, storage.streams, delivery.events)
 
-    def _start(self, group: SubGroup, wanted: dict[int, Delivery], threads: int) -> Running:
+    def _start_update(self, group: SubGroup, deliveries: dict[int, Delivery], threads: int) -> RunningUpdate:
         self._due.discard(group)  # so that it is not begun twice; `_run` adds it again if it fails before it is applied
-        on_host = frozenset(index for index, delivery in wanted.items() if delivery.into.device.type == "cpu")
+        on_host = frozenset(index for index, delivery in deliveries.items() if delivery.into.device.type == "cpu")
         loop = asyncio.get_running_loop()
-        running = Running(loop.create_future(), loop.create_future(), on_host)
-        running.stored = asyncio.create_task(self._run(group, wanted, running, threads))
+        running = RunningUpdate(loop.create_future(), loop.create_future(), on_host)
+        running.task = asyncio.create_task(self._run_update(group, deliveries, running, threads))
         self._running[group] = running
         return running
 
-    async def _run(self, group: SubGroup, wanted: dict[int, Delivery], running: Running, threads: int) -> None:
+    async def _run_update(
+        self, group: SubGroup, deliveries: dict[int, Delivery], running: RunningUpdate, threads: int
+    ) -> None:
         async def turn() -> None:
-            if self.failure is not None and self.alone:
+            if self.failure is not None and self.is_single_rank:
                 raise self.failure
-            await self._rewrite()
-            if self.stopped:
+            await self._rewrite_stranded()
+            if self.is_stopped:
                 raise StateError("update: the engine is closed")
 
         def applied(delivered: frozenset[int]) -> None:
             self._unapplied.discard(group)
-            running.applied.set_result(delivered)
+            running.update_future.set_result(delivered)
 
         def returned() -> None:
-            running.borrowed = frozenset()
-            running.returned.set_result(None)
+            running.borrowed_units = frozenset()
+            running.memory_future.set_result(None)
 
         try:
             await turn()
-            told = Told(turn, applied, returned, lambda: self._at_home([group]))
-            await self._pipeline.update(group, self.arguments, wanted, told, threads)
+            told = UpdateListener(turn, applied, returned, lambda: self._on_groups_stored([group]))
+            await self._pipeline.update_group(group, self.arguments, deliveries, told, threads)
         except BaseException as error:
             await self._on_failed_update(group, running, error)
         finally:
-            if not running.returned.done():
-                running.returned.set_result(None)
+            if not running.memory_future.done():
+                running.memory_future.set_result(None)
             del self._running[group]  # last: a reader that finds no running update reads the planes
 
-    async def _on_failed_update(self, group: SubGroup, running: Running, error: BaseException) -> None:
+    async def _on_failed_update(self, group: SubGroup, running: RunningUpdate, error: BaseException) -> None:
         """Keep the sub-group due, if its values did not change, or its new values in memory; tell who waits."""
         named = error
         if isinstance(error, StorageError) and error is not self.failure:
             named = error.within(f"update of step {self.arguments.number}")
-        if not running.applied.done():
+        if not running.update_future.done():
             self._due.add(group)
-            running.applied.set_exception(named)
-            running.applied.exception()  # mark it as retrieved: a prefetch may have no waiter, which is no error
+            running.update_future.set_exception(named)
+            running.update_future.exception()  # mark it as retrieved: a prefetch may have no waiter, which is no error
             return
         self._stranded.add(group)
-        self.fail(named)  # type: ignore[arg-type]
-        if not self.alone:
+        self.set_failure(named)  # type: ignore[arg-type]
+        if not self.is_single_rank:
             with suppress(StorageError):  # the next update to begin tries again, and raises it
-                await self._rewrite()
+                await self._rewrite_stranded()

@@ -29,14 +29,14 @@ from offload.planes.planes import TieredArray, await_all
 from offload.streams import MaybeEvent
 from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
-from zero.optim.lent_gradients import Places, SpareGradients
+from zero.optim.lent_gradients import SpareGradientMemory, UpdateAdmission
 from zero.optim.rules import NO_SMALL, Rules, UpdateRun
-from zero.optim.small_states import Small, SmallStates
+from zero.optim.small_states import SmallStates, SmallTensors
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 
-Made = Mapping[int, Small]  # Parameter index -> small states after an update.
+NewSmallStates = Mapping[int, SmallTensors]  # Parameter index -> small states after an update.
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class StepArguments:
     values: Mapping[int, Any]
     grad_scale: float
     number: int  # Of the step, from 1: errors name it, and the rounding of moments that are not fp32 depends on it.
-    fence: MaybeEvent = None  # After the last use of the old weights and the gradients on the device.
+    event: MaybeEvent = None  # After the last use of the old weights and the gradients on the device.
     # Parameter index -> the object with its small states, for rules that have some.
     small: Mapping[int, SmallStates] = field(default_factory=dict)
 
-    def keep(self, made: Made) -> None:
+    def store_small_states(self, small: NewSmallStates) -> None:
         """An update counts: keep the small states that it has made."""
-        for index, tensors in made.items():
+        for index, tensors in small.items():
             self.small[index].tensors = tensors
 
 
@@ -62,18 +62,18 @@ class Delivery:
     """Memory to which a unit's weights are delivered."""
 
     into: torch.Tensor  # uint8, the flat unit.
-    fences: tuple[MaybeEvent, ...]  # After the last uses of that memory.
+    events: tuple[MaybeEvent, ...]  # After the last uses of that memory.
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class UpdateListener:
     """Functions that an update calls while it runs."""
 
-    turn: Callable[[], Awaitable[None]]  # The update is about to begin; if this raises, nothing happens.
+    before_update: Callable[[], Awaitable[None]]  # The update is about to begin; if this raises, nothing happens.
     # The update is done, and these units' weights were delivered; nothing is stored yet.
-    applied: Callable[[frozenset[int]], None]
-    returned: Callable[[], None]  # The update does not read the caller's memory any more.
-    stored: Callable[[], None]  # The new weights are stored in their home.
+    on_applied: Callable[[frozenset[int]], None]
+    on_memory_returned: Callable[[], None]  # The update does not read the caller's memory any more.
+    on_stored: Callable[[], None]  # The new weights are stored in their home.
 
 
 class SubGroupPipeline:
@@ -81,10 +81,10 @@ class SubGroupPipeline:
 
     def __init__(self, layout: Layout, storage: Storage, gradients: Gradients, rules: Rules) -> None:
         self._layout, self._storage, self._gradients, self._rules = layout, storage, gradients, rules
-        self.spare = SpareGradients(layout, storage)
-        self._places = Places(storage.plan.records_in_flight, self.spare)
+        self.spare_memory = SpareGradientMemory(layout, storage)
+        self._admission = UpdateAdmission(storage.plan.records_in_flight, self.spare_memory)
         # Awaited before a sub-group changes, so that its old values can be copied first (a checkpoint in progress).
-        self.before: Callable[[SubGroup, StepArguments], Awaitable[None]] | None = None
+        self.before_update: Callable[[SubGroup, StepArguments], Awaitable[None]] | None = None
 
     def trained_units(self, group: SubGroup, arguments: StepArguments) -> list[Unit]:
         """Units with elements in the sub-group that this step changes."""
@@ -94,7 +94,7 @@ class SubGroupPipeline:
             if any(slot.index in arguments.values and _overlap(unit, slot, group) for slot in unit.slots)
         ]
 
-    def at_once(self, group: SubGroup, arguments: StepArguments) -> bool:
+    def can_update_now(self, group: SubGroup, arguments: StepArguments) -> bool:
         """True if the update needs neither the disk nor another device than the forward's.
 
         After the step it would take the processor from the forward and gain nothing.
@@ -104,11 +104,16 @@ class SubGroupPipeline:
         planes = [self._storage.records[group.space], self._storage.weights[group.space]]
         runs = [(plane, group.begin, group.end) for plane in planes if plane is not None]
         for unit in self.trained_units(group, arguments):
-            runs.append((self._gradients.taken(unit.index).plane, *group.part_of(unit)))
+            runs.append((self._gradients.step_gradient(unit.index).array, *group.part_of(unit)))
         return all(plane.swap_bytes(begin, end) == 0 for plane, begin, end in runs)
 
-    async def update(
-        self, group: SubGroup, arguments: StepArguments, wanted: Mapping[int, Delivery], told: Told, threads: int
+    async def update_group(
+        self,
+        group: SubGroup,
+        arguments: StepArguments,
+        deliveries: Mapping[int, Delivery],
+        listener: UpdateListener,
+        threads: int,
     ) -> None:
         """Update a sub-group and store the result.
 
@@ -118,80 +123,80 @@ class SubGroupPipeline:
         Args:
             group: has at least one trained unit.
             arguments: the step's.
-            wanted: unit index -> memory for its part of the new weights. They are written to the disk from there too,
+            deliveries: unit index -> memory for its part of the new weights. They are written to the disk from there too,
                 so this memory must not change until `told.returned` is called, or this returns.
-            told: functions to call at the stages of the update.
+            listener: functions to call at the stages of the update.
             threads: of the CPU kernel.
         """
-        if self.before is not None:
-            await self.before(group, arguments)
+        if self.before_update is not None:
+            await self.before_update(group, arguments)
         units = self.trained_units(group, arguments)
         given = {
-            unit.index: _part(unit, wanted[unit.index].into, *group.part_of(unit))
+            unit.index: _bytes_of(unit, deliveries[unit.index].into, *group.part_of(unit))
             for unit in units
-            if unit.index in wanted
+            if unit.index in deliveries
         }
-        work = StagedGroup(self._storage, self._layout, group, units, given, self._plane_of)
+        work = StagedGroup(self._storage, self._layout, group, units, given, self._gradient_array)
         streams = self._storage.streams
-        async with self._places.take(work.host_nbytes) as lent:
-            await told.turn()  # only now: another update may have failed while this one waited for memory
-            streams.wait_events(arguments.fence)
+        async with self._admission.admit(work.host_nbytes) as lent:
+            await listener.before_update()  # only now: another update may have failed while this one waited for memory
+            streams.wait_events(arguments.event)
             if self._storage.compute(group) != self._storage.device:
                 # The host overwrites weights that a forward's copies may still read.
-                await streams.synchronize(arguments.fence)
+                await streams.synchronize(arguments.event)
             await work.lease("sub-group", lent)
             try:
                 made = await self._compute_into(work, arguments, threads)
-                await self._deliver(work, wanted)
-                arguments.keep(made)  # before `applied` reports that the update counts
-                told.applied(frozenset(unit.index for unit in units) & wanted.keys())
+                await self._deliver(work, deliveries)
+                arguments.store_small_states(made)  # before `applied` reports that the update counts
+                listener.on_applied(frozenset(unit.index for unit in units) & deliveries.keys())
                 if lent is not None or (self._storage.compute(group) == self._storage.device and not work.in_place):
                     # A GPU may still read gradients in host memory, or copy new weights out of lent memory.
                     await streams.synchronize(streams.record_event())
-                self.spare.give(group, units)
-                error = await self._write_back(work, told)
+                self.spare_memory.offer(group, units)
+                error = await self._write_back(work, listener)
             finally:
                 work.release()
         if error is not None:
             raise error
 
-    def _plane_of(self, unit: Unit) -> TieredArray:
+    def _gradient_array(self, unit: Unit) -> TieredArray:
         """The plane of the gradient that an update of the unit uses."""
-        return self._gradients.taken(unit.index).plane
+        return self._gradients.step_gradient(unit.index).array
 
-    async def _compute_into(self, work: StagedGroup, arguments: StepArguments, threads: int) -> Made:
-        made: dict[int, Small] = {}
+    async def _compute_into(self, work: StagedGroup, arguments: StepArguments, threads: int) -> NewSmallStates:
+        made: dict[int, SmallTensors] = {}
 
         def compute() -> None:
             for unit in work.units:
                 nbytes = work.weights[unit.index].bytes.numel()
                 with self._storage.timeline.span(UPDATES, f"{unit.name} in {work.group.name}", nbytes):
-                    made.update(self._apply(work, unit, arguments, threads))
+                    made.update(self._apply_rule(work, unit, arguments, threads))
 
         await work.read()
         with self._storage.mover.computing():
             await work.compute(compute)
         return made
 
-    async def _deliver(self, work: StagedGroup, wanted: Mapping[int, Delivery]) -> None:
+    async def _deliver(self, work: StagedGroup, deliveries: Mapping[int, Delivery]) -> None:
         """Copy new weights to the caller's memory and to their home, if they were not updated there."""
         streams = self._storage.streams
         for unit in work.units:
             weight = work.weights[unit.index]
-            if unit.index in wanted and not weight.borrowed:
-                delivery = wanted[unit.index]
-                target = _part(unit, delivery.into, weight.begin, weight.end)
+            if unit.index in deliveries and not weight.borrowed:
+                delivery = deliveries[unit.index]
+                target = _bytes_of(unit, delivery.into, weight.begin, weight.end)
                 streams.wait_events(
-                    streams.copy_to_device(target, weight.bytes, *delivery.fences, streams.record_event())
+                    streams.copy_to_device(target, weight.bytes, *delivery.events, streams.record_event())
                 )
         # Weights that are used in their home on the device must be there before the update counts.
         await await_all([weight.write() for weight in work.weights.values() if weight.copied_home])
 
-    async def _write_back(self, work: StagedGroup, told: Told) -> BaseException | None:
+    async def _write_back(self, work: StagedGroup, listener: UpdateListener) -> BaseException | None:
         """Store the results; returns the first error. See `Staged.store`."""
 
         async def write_record() -> None:
-            async with self._places.writes:
+            async with self._admission.write_semaphore:
                 await work.state.store()
 
         records = [] if work.state.in_place else [asyncio.create_task(write_record())]
@@ -199,13 +204,13 @@ class SubGroupPipeline:
         written = await asyncio.gather(*(weight.store() for weight in weights), return_exceptions=True)
         # From here on the owner may overwrite the memory it has lent, and store newer weights of its own: what was
         # stranded later would replace them.
-        told.returned()
+        listener.on_memory_returned()
         if not any(written):
-            told.stored()
+            listener.on_stored()
         recorded = await asyncio.gather(*records, return_exceptions=True)
         return next((error for error in (*written, *recorded) if error is not None), None)
 
-    def _apply(self, work: StagedGroup, unit: Unit, arguments: StepArguments, threads: int) -> Made:
+    def _apply_rule(self, work: StagedGroup, unit: Unit, arguments: StepArguments, threads: int) -> NewSmallStates:
         """Update the part of a unit that is in a sub-group; returns the new small states."""
         weight, gradient = work.weights[unit.index], work.gradients[unit.index]
         state = work.record(arguments.number)
@@ -218,16 +223,16 @@ class SubGroupPipeline:
             weight.bytes.view(work.space.dtype),
             None if state.remainder is None else state.remainder[lo:hi],
             state.states.part(lo, hi),
-            gradient.bytes.view(self._gradients.taken(unit.index).dtype),
+            gradient.bytes.view(self._gradients.step_gradient(unit.index).dtype),
             [segment for _, segment in found],
             [tuple(slot.shape) for slot, _ in found],
             [NO_SMALL if each is None else each.tensors for each in kept],
         )
-        made = self._rules.each[unit.rule].update(run, arguments.grad_scale, threads)
+        made = self._rules.each[unit.rule].update_run(run, arguments.grad_scale, threads)
         return {slot.index: small for (slot, _), small in zip(found, made or (), strict=bool(made)) if small}
 
 
-def _part(unit: Unit, flat: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+def _bytes_of(unit: Unit, flat: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     """Coordinates [begin, end) of a flat unit in bytes."""
     width = unit.dtype.itemsize
     return flat[(begin - unit.begin) * width : (end - unit.begin) * width]

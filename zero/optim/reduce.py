@@ -55,7 +55,9 @@ class ReductionOrder:
         self._expected, self._orders = expected, dict[int, list[int]]()
         self._number = -1
         self._next = 0
-        self.seen: list[int] = []  # Units with a gradient in this backward, in the order of their first gradients.
+        self.arrived_units: list[
+            int
+        ] = []  # Units with a gradient in this backward, in the order of their first gradients.
         self._irregular: set[int] = set()  # Units that were missing in some backward; no order has them any more.
 
     def begin_step(self) -> None:
@@ -65,33 +67,33 @@ class ReductionOrder:
     def begin_backward(self) -> None:
         """A backward begins whose gradients are reduced."""
         self._number += 1
-        self._next, self.seen = 0, []
+        self._next, self.arrived_units = 0, []
 
-    def complete(self, unit: int, waiting: Iterable[int]) -> list[int]:
+    def add_ready(self, unit: int, waiting: Iterable[int]) -> list[int]:
         """Units to be reduced now, in order.
 
         Args:
             unit: has a gradient of this backward now.
             waiting: all units with a gradient, of this backward or an earlier one, that is not reduced yet.
         """
-        self.see(unit)
-        return self.go_on(waiting)
+        self.note_arrival(unit)
+        return self.take_ready(waiting)
 
-    def see(self, unit: int) -> None:
+    def note_arrival(self, unit: int) -> None:
         """A unit has a gradient now; `go_on` returns the units to be reduced later."""
-        if unit not in self.seen:
-            self.seen.append(unit)
+        if unit not in self.arrived_units:
+            self.arrived_units.append(unit)
 
-    def go_on(self, waiting: Iterable[int]) -> list[int]:
+    def take_ready(self, waiting: Iterable[int]) -> list[int]:
         """Units to be reduced now, in order, among the `waiting` ones."""
         # A gradient of an earlier backward alone is not ready: if it were reduced now, it would be reduced again.
-        ready, now = set(waiting).intersection(self.seen), list[int]()
+        ready, now = set(waiting).intersection(self.arrived_units), list[int]()
         while self._next < len(self._order) and self._order[self._next] in ready:
             now.append(self._order[self._next])
             self._next += 1
         return now
 
-    def rest(self) -> list[int]:
+    def take_remaining(self) -> list[int]:
         """The backward is over: the units of the agreed order that are still to be reduced, in order."""
         now, self._next = self._order[self._next :], len(self._order)
         return now
@@ -100,21 +102,21 @@ class ReductionOrder:
     def _order(self) -> list[int]:
         return self._orders.get(self._number, self._expected)
 
-    def agree(self, seen: list[list[int]]) -> None:
-        """Set the order of the next backward of this number. `seen`: the units of each rank, in rank order."""
-        everywhere = set(seen[0]).intersection(*seen[1:])
+    def set_next_order(self, units_of_ranks: list[list[int]]) -> None:
+        """Set the order of the next backward of this number. `units_of_ranks`: the units of each rank, in rank order."""
+        everywhere = set(units_of_ranks[0]).intersection(*units_of_ranks[1:])
         self._irregular |= set(self._order) - everywhere
-        self._orders[self._number] = [unit for unit in seen[0] if unit in everywhere - self._irregular]
+        self._orders[self._number] = [unit for unit in units_of_ranks[0] if unit in everywhere - self._irregular]
 
 
 @dataclass(slots=True)
-class Waiting:
+class UnreducedGradient:
     """A whole gradient of this rank that is not reduced yet."""
 
     flat: torch.Tensor  # (unit.numel,) of the unit's dtype, or fp32 if several contributions are added up.
     block: Block | None  # Its leased memory, if it has some.
-    made: MaybeEvent = None  # After the work that has written `flat`, on the stream of the backward that gave it.
-    blank: bool = False  # `flat` is the shared zeros, in place of a gradient that this rank does not have.
+    event: MaybeEvent = None  # After the work that has written `flat`, on the stream of the backward that gave it.
+    is_shared_zeros: bool = False  # `flat` is the shared zeros, in place of a gradient that this rank does not have.
 
 
 @dataclass(slots=True)
@@ -122,65 +124,67 @@ class Reduction:
     """A gradient that is being reduced and stored in its planes on all ranks."""
 
     block: Block | None
-    stores: bool  # False: there is no place for the sum, and only the other ranks need this reduction.
-    transfer: IoFuture[None] | None = None
-    done: bool = False
+    has_home: bool  # False: there is no place for the sum, and only the other ranks need this reduction.
+    future: IoFuture[None] | None = None
+    is_done: bool = False
 
 
 class ReducedGradients(Gradients):
     """Gradients that are reduced over ranks; see the notes above.
 
-    `exchange`: with the other ranks. There is no `in_place`: whole gradients are always collected outside the planes.
+    `collectives`: with the other ranks. There is no `in_place`: whole gradients are always collected outside the planes.
     """
 
     def __init__(
-        self, layout: Layout, storage: Storage, device: torch.device, threads: int, exchange: Collectives
+        self, layout: Layout, storage: Storage, device: torch.device, threads: int, collectives: Collectives
     ) -> None:
         super().__init__(layout, storage, device, in_place=False, threads=threads)
-        self._exchange, self._placement = exchange, exchange.placement
+        self._collectives, self._placement = collectives, collectives.placement
         trained = [unit for unit in reversed(layout.units) if unit.trainable]
         # Persistent units are last: they are in use until the end of a backward.
         self._order = ReductionOrder([unit.index for unit in sorted(trained, key=lambda unit: unit.persistent)])
-        self._narrow = any(unit.dtype.itemsize < torch.float32.itemsize for unit in trained)
-        self._waiting: dict[int, Waiting] = {}
+        self._has_narrow_units = any(unit.dtype.itemsize < torch.float32.itemsize for unit in trained)
+        self._unreduced: dict[int, UnreducedGradient] = {}
         # Unit -> positions of the slots whose first gradient of this backward waits or is reduced.
-        self._given: dict[int, set[int]] = {}
+        self._first_slots: dict[int, set[int]] = {}
         # Unit -> the sum of its further gradients of this backward, fp32 (unit.numel,).
-        self._further: dict[int, torch.Tensor] = {}
-        self._blank: list[int] = []  # Units for which this rank has reduced zeros in this backward, into empty planes.
+        self._extra_sums: dict[int, torch.Tensor] = {}
+        self._zero_units: list[
+            int
+        ] = []  # Units for which this rank has reduced zeros in this backward, into empty planes.
         self._reducing = self._in_backward = self._starting = False
-        self._completed = False  # All of this step's gradients are reduced; some may still have to be stored.
-        self.deferred = bool(storage.plan.deferred_bytes)
-        self._nothing: Block | None = None
+        self._is_reduced = False  # All of this step's gradients are reduced; some may still have to be stored.
+        self.has_deferred = bool(storage.plan.deferred_bytes)
+        self._zeros_block: Block | None = None
 
     # ---- a backward -----------------------------------------------------------------------------
 
-    def begin_backward(self, *, boundary: bool, together: bool = False) -> None:
+    def begin_backward(self, *, boundary: bool, interleaved: bool = False) -> None:
         """See `Gradients`. Sums of several micro-batches in fp32 are reduced in fp32, as deferred gradients are."""
-        super().begin_backward(boundary=boundary, together=together)
-        self.deferred = self.deferred or (together and self._storage.plan.accumulation == torch.float32)
-        if self._nothing is None and self._units:
-            self._nothing = self._lease_zeros()
-        self._in_backward, self._completed = True, False
-        self._given.clear()
-        self._blank.clear()
+        super().begin_backward(boundary=boundary, together=interleaved)
+        self.has_deferred = self.has_deferred or (interleaved and self._storage.plan.accumulation == torch.float32)
+        if self._zeros_block is None and self._units:
+            self._zeros_block = self._lease_zeros()
+        self._in_backward, self._is_reduced = True, False
+        self._first_slots.clear()
+        self._zero_units.clear()
         self._reducing = boundary or not self._placement.gradients_deferred
         if not self._reducing:
-            self.deferred = True
+            self.has_deferred = True
             return
-        if self._narrow and self._placement.gradients_deferred and not self._storage.plan.deferred_bytes:
+        if self._has_narrow_units and self._placement.gradients_deferred and not self._storage.plan.deferred_bytes:
             # A rank may have had more backwards than others before this one.
-            answers = self._exchange.all_gather_bytes("sums that wait", bytes([self.deferred]))
-            self.deferred = any(answer == b"\1" for answer in answers)
+            answers = self._collectives.all_gather_bytes("sums that wait", bytes([self.has_deferred]))
+            self.has_deferred = any(answer == b"\1" for answer in answers)
         self._order.begin_backward()
 
-    def arrive(
-        self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, parts: float = 1.0
+    def add_gradient(
+        self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, divisor: float = 1.0
     ) -> bool:
         """See `Gradients`. Where ranks fetch in step, reductions have fixed places among the gathers: a unit is passed
         when all ranks pass a call, and not when this rank has all gradients of the unit.
         """
-        return super().arrive(index, position, gradient, rows, parts) and not self._placement.in_step
+        return super().add_gradient(index, position, gradient, rows, divisor) and not self._placement.in_step
 
     def flush(self, index: int) -> None:
         """See `Gradients`. The gradients that have arrived wait to be reduced."""
@@ -188,138 +192,138 @@ class ReducedGradients(Gradients):
         if state is None or state.buffer is None:
             return
         self._streams.wait_stream(state.stream)
-        arrived = [state.unit.slots[position] for position in state.arrived]
+        arrived = [state.unit.slots[position] for position in state.buffered_counts]
         zero_gaps(state.buffer, state.unit, arrived, 0)
-        for position, count in state.arrived.items():
+        for position, count in state.buffered_counts.items():
             state.contributions[position] += count
-        newest = Waiting(state.buffer, state.block, self._streams.record_event())
+        newest = UnreducedGradient(state.buffer, state.block, self._streams.record_event())
         if self._in_backward and self._reducing:
-            given = self._given.setdefault(index, set())
-            self._add_further(state.unit, newest, [p for p in state.arrived if p in given])
-            arrived = [state.unit.slots[position] for position in state.arrived if position not in given]
-            given.update(state.arrived)
-        self._wait(state, newest, arrived)
+            given = self._first_slots.setdefault(index, set())
+            self._move_extra(state.unit, newest, [p for p in state.buffered_counts if p in given])
+            arrived = [state.unit.slots[position] for position in state.buffered_counts if position not in given]
+            given.update(state.buffered_counts)
+        self._add_unreduced(state, newest, arrived)
         state.buffer = state.block = state.stream = None
-        state.arrived, state.adds = {}, False
+        state.buffered_counts, state.accumulates = {}, False
 
-    def passed(self, index: int) -> None:
+    def on_unit_backward_end(self, index: int) -> None:
         """See `Gradients`. The gradients that have arrived may be reduced when their turn comes."""
         self.flush(index)
-        if self._in_backward and self._reducing and index in self._given and not self._lacks_some(index):
+        if self._in_backward and self._reducing and index in self._first_slots and not self._awaits_gradients(index):
             if self._starting:
-                self._order.see(index)
+                self._order.note_arrival(index)
             else:
-                self._start_all(self._order.complete(index, self._waiting))
+                self._start_reductions(self._order.add_ready(index, self._unreduced))
 
-    def _lacks_some(self, index: int) -> bool:
+    def _awaits_gradients(self, index: int) -> bool:
         """True if a parameter's sum of earlier backwards waits for its gradient of this one.
 
         When a reentrant checkpoint ends, its unit is passed although other gradients of the unit are still to come. The
         sums that go into the mean over ranks must not depend on the time of the reduction, so the unit waits for the
         end of backward.
         """
-        given, earlier = self._given[index], self._units[index].contributions
-        return self.deferred and any(count and position not in given for position, count in enumerate(earlier))
+        given, earlier = self._first_slots[index], self._units[index].contributions
+        return self.has_deferred and any(count and position not in given for position, count in enumerate(earlier))
 
     def end_backward(self) -> None:
         """See `Gradients`. Collective."""
         self.flush_all()
         if self._in_backward and self._reducing:
-            for index in self._given:
-                self._order.see(index)
-            self._start_all(self._order.rest())
-            seen, blank = self._reduce_rest("end of backward", self._order.seen)
-            self._order.agree(seen)
-            self._forget(blank)
-        self._in_backward = self.together = False
+            for index in self._first_slots:
+                self._order.note_arrival(index)
+            self._start_reductions(self._order.take_remaining())
+            seen, blank = self._reduce_remaining("end of backward", self._order.arrived_units)
+            self._order.set_next_order(seen)
+            self._reset_units(blank)
+        self._in_backward = self.is_interleaved = False
 
-    def break_off(self) -> None:
-        self._in_backward = self.together = False
+    def abort_backward(self) -> None:
+        self._in_backward = self.is_interleaved = False
 
-    def complete(self) -> None:
+    def finish_for_step(self) -> None:
         """See `Gradients`. Collective."""
         self.flush_all()
-        if self._placement.gradients_deferred and not self._completed:
-            self._reduce_rest("gradients not reduced yet", [])
-            self._completed = True  # an interrupt below is this rank's alone: the others have gone on
-        self.settle()
+        if self._placement.gradients_deferred and not self._is_reduced:
+            self._reduce_remaining("gradients not reduced yet", [])
+            self._is_reduced = True  # an interrupt below is this rank's alone: the others have gone on
+        self.wait_until_stored()
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._completed = False
+        self._is_reduced = False
         self._order.begin_step()
-        self.deferred = bool(self._storage.plan.deferred_bytes)
+        self.has_deferred = bool(self._storage.plan.deferred_bytes)
 
     def clear(self) -> None:
-        for waiting in self._waiting.values():
-            self._release(waiting)
-        self._waiting.clear()
-        self._further.clear()
+        for waiting in self._unreduced.values():
+            self._release_block(waiting)
+        self._unreduced.clear()
+        self._extra_sums.clear()
         super().clear()
         self._begin_step()
 
-    def waiting(self, only: int | None = None) -> dict[int, torch.Tensor]:
-        wanted = (index for index in self._waiting if only in (None, index))
-        return {index: self._made(self._waiting[index]).flat.cpu() for index in wanted}
+    def unreduced_gradients(self, only: int | None = None) -> dict[int, torch.Tensor]:
+        wanted = (index for index in self._unreduced if only in (None, index))
+        return {index: self._wait_for_event(self._unreduced[index]).flat.cpu() for index in wanted}
 
-    def _made(self, held: Waiting) -> Waiting:
+    def _wait_for_event(self, gradient: UnreducedGradient) -> UnreducedGradient:
         """The same; the current stream waits for it."""
-        self._streams.wait_events(held.made)
-        return held
+        self._streams.wait_events(gradient.event)
+        return gradient
 
-    def rest(self, *, aside: bool) -> dict[int, torch.Tensor]:
-        nothing, self._nothing = self._nothing, None
+    def free_pool_memory(self, *, drop_unreduced: bool) -> dict[int, torch.Tensor]:
+        nothing, self._zeros_block = self._zeros_block, None
         if nothing is not None:
             nothing.free()
-        if not aside:
+        if not drop_unreduced:
             return {}
-        waiting, self._waiting = self._waiting, {}
-        copies = {index: self._made(held).flat.to("cpu", copy=True) for index, held in waiting.items()}
+        waiting, self._unreduced = self._unreduced, {}
+        copies = {index: self._wait_for_event(held).flat.to("cpu", copy=True) for index, held in waiting.items()}
         for held in waiting.values():
-            self._release(held)
+            self._release_block(held)
         return copies
 
-    def scale_waiting(self, unit: Unit, slot: Slot, factor: float | None) -> None:
-        if unit.index in self._waiting:
-            part = self._made(self._waiting[unit.index]).flat[slot.offset_numel : slot.end_numel]
+    def scale_unreduced(self, unit: Unit, slot: Slot, factor: float | None) -> None:
+        if unit.index in self._unreduced:
+            part = self._wait_for_event(self._unreduced[unit.index]).flat[slot.offset_numel : slot.end_numel]
             part.zero_() if factor is None else part.mul_(factor)
 
-    def drop(self, unit: Unit, slot: Slot) -> None:
+    def drop_slot(self, unit: Unit, slot: Slot) -> None:
         # Other ranks may have gradients of the unit's other slots, so its sum stays.
         self._units[unit.index].contributions[slot.position] = 0
 
-    def _has(self, state: UnitGradient, slot: Slot) -> bool:
+    def _has_gradient(self, state: UnitGradient, slot: Slot) -> bool:
         # `contributions` counts only this rank's. Of a reduced unit all slots are shown, some perhaps as zeros; of one
         # that is reduced in the step too, since other ranks may have what this one has not.
-        waits = self._placement.gradients_deferred and bool(self.order)
-        return super()._has(state, slot) or state.summed or waits
+        waits = self._placement.gradients_deferred and bool(self.arrival_order)
+        return super()._has_gradient(state, slot) or state.is_stored or waits
 
-    def take_up(self, index: int, flat: torch.Tensor) -> None:
+    def restore_unreduced(self, index: int, flat: torch.Tensor) -> None:
         held = flat.to(self._device)
         if held.dtype == torch.float32:
             held = self._storage.whole_gradients.deferred(self._units[index].unit).copy_(held)
-        self._waiting[index] = Waiting(held, None)
+        self._unreduced[index] = UnreducedGradient(held, None)
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _release(self, held: Waiting) -> None:
+    def _release_block(self, gradient: UnreducedGradient) -> None:
         """Release its memory, with a fence: the next user must wait for the work queued so far."""
-        if held.block is not None:
-            held.block.free(self._streams.record_event())
+        if gradient.block is not None:
+            gradient.block.free(self._streams.record_event())
 
-    def _open(self, state: UnitGradient) -> None:
+    def _open_buffer(self, state: UnitGradient) -> None:
         """Collect outside the plane; the plane's content must not change before the reduction."""
-        self._settle(state)
-        wide = self.together and self._storage.plan.accumulation == torch.float32
-        state.adds, dtype = self.together, torch.float32 if wide else state.unit.dtype
-        state.block = self._lease(state, state.unit.numel * dtype.itemsize)
+        self._wait_for_store(state)
+        wide = self.is_interleaved and self._storage.plan.accumulation == torch.float32
+        state.accumulates, dtype = self.is_interleaved, torch.float32 if wide else state.unit.dtype
+        state.block = self._lease_buffer(state, state.unit.numel * dtype.itemsize)
         state.buffer = state.block.view(dtype, state.unit.numel)
 
-    def _lease(self, state: UnitGradient, nbytes: int) -> Block:
+    def _lease_buffer(self, state: UnitGradient, nbytes: int) -> Block:
         """As with one rank; if there is no room left, waiting gradients are moved out of the pool."""
         pool = self._storage.gradient_pool
         block = pool.try_allocate(nbytes)
-        steps = (self._settle_all, self._flush_others, self._settle_all, self._move_out)
+        steps = (self._wait_for_stores, self._flush_others, self._wait_for_stores, self._move_to_host)
         for make_room in steps:
             if block is None:
                 make_room(state)
@@ -328,17 +332,17 @@ class ReducedGradients(Gradients):
         self._streams.wait_events(*block.events)
         return block
 
-    def _settle(self, state: UnitGradient) -> None:
+    def _wait_for_store(self, state: UnitGradient) -> None:
         """See `Gradients`. Raises no StorageError; see the note on failure."""
         try:
             super()._settle(state)
         except StorageError as error:
             self.failure = self.failure or error
 
-    def _settle_all(self, state: UnitGradient) -> None:
+    def _wait_for_stores(self, state: UnitGradient) -> None:
         """Wait for the running reductions."""
         for other in self._units.values():
-            self._settle(other)
+            self._wait_for_store(other)
 
     def _flush_others(self, state: UnitGradient) -> None:
         """Flush units with open buffers; they open again if needed. In a reduction flush the unit itself too."""
@@ -346,53 +350,53 @@ class ReducedGradients(Gradients):
             if other is not state or self._starting:
                 self.flush(other.unit.index)
 
-    def _wait(self, state: UnitGradient, newest: Waiting, arrived: list[Slot]) -> None:
+    def _add_unreduced(self, state: UnitGradient, newest: UnreducedGradient, arrived: list[Slot]) -> None:
         """Let new gradients wait. A backward that reduces puts them next to waiting ones; others add them up."""
-        held = self._waiting.get(state.unit.index)
+        held = self._unreduced.get(state.unit.index)
         if held is not None:
-            self._made(held)
+            self._wait_for_event(held)
         if self._reducing and held is None and arrived:
-            self._waiting[state.unit.index] = newest
+            self._unreduced[state.unit.index] = newest
             return
         if self._reducing and held is not None and held.flat.dtype != torch.float32:
             for slot in arrived:
                 held.flat[slot.offset_numel : slot.end_numel].copy_(newest.flat[slot.offset_numel : slot.end_numel])
-            held.made = self._streams.record_event()
+            held.event = self._streams.record_event()
         elif arrived:
-            self._add_up(state, held, newest)
-        self._release(newest)
+            self._accumulate(state, held, newest)
+        self._release_block(newest)
 
-    def _add_up(self, state: UnitGradient, held: Waiting | None, newest: Waiting) -> None:
+    def _accumulate(self, state: UnitGradient, gradient: UnreducedGradient | None, newest: UnreducedGradient) -> None:
         """Add up gradients of several backwards, in fp32."""
-        if held is None or held.flat.dtype != torch.float32 or held.block is not None:
-            self._settle(state)  # an earlier sum may still be read
+        if gradient is None or gradient.flat.dtype != torch.float32 or gradient.block is not None:
+            self._wait_for_store(state)  # an earlier sum may still be read
             wide = self._storage.whole_gradients.deferred(state.unit)
-            kernels.cast(wide, (held or newest).flat)
+            kernels.cast(wide, (gradient or newest).flat)
         else:
-            wide = held.flat
-        if held is not None:
+            wide = gradient.flat
+        if gradient is not None:
             kernels.accumulate(wide, newest.flat)
-            self._release(held)
-        self._waiting[state.unit.index] = Waiting(wide, None, self._streams.record_event())
+            self._release_block(gradient)
+        self._unreduced[state.unit.index] = UnreducedGradient(wide, None, self._streams.record_event())
 
-    def _add_further(self, unit: Unit, newest: Waiting, positions: list[int]) -> None:
+    def _move_extra(self, unit: Unit, newest: UnreducedGradient, positions: list[int]) -> None:
         """Take from `newest` the gradients of parameters that have had one in this backward."""
         for slot in (unit.slots[position] for position in positions):
-            if unit.index not in self._further:
-                self._further[unit.index] = torch.zeros(unit.numel, dtype=torch.float32, device=newest.flat.device)
+            if unit.index not in self._extra_sums:
+                self._extra_sums[unit.index] = torch.zeros(unit.numel, dtype=torch.float32, device=newest.flat.device)
             part = newest.flat[slot.offset_numel : slot.end_numel]
-            self._further[unit.index][slot.offset_numel : slot.end_numel] += part
+            self._extra_sums[unit.index][slot.offset_numel : slot.end_numel] += part
             part.zero_()
 
-    def _move_out(self, state: UnitGradient) -> None:
+    def _move_to_host(self, state: UnitGradient) -> None:
         """Move waiting gradients to host memory, to make room in the pool."""
-        for held in self._waiting.values():
+        for held in self._unreduced.values():
             if held.block is not None:
-                moved = self._made(held).flat.to("cpu", copy=True)
+                moved = self._wait_for_event(held).flat.to("cpu", copy=True)
                 held.block.free(self._streams.record_event())
-                held.flat, held.block, held.made = moved, None, None
+                held.flat, held.block, held.event = moved, None, None
 
-    def _start_all(self, due: list[int]) -> None:
+    def _start_reductions(self, due: list[int]) -> None:
         """Start reductions, and then those that become due meanwhile.
 
         A reduction that has to make room for itself must not start another: the other would take its turn first, on
@@ -402,20 +406,20 @@ class ReducedGradients(Gradients):
         try:
             while due:
                 for index in due:
-                    self._reduce(index)
-                due = self._order.go_on(self._waiting) if self._in_backward else []
+                    self._start_reduction(index)
+                due = self._order.take_ready(self._unreduced) if self._in_backward else []
         finally:
             self._starting = False
 
-    def _reduce_rest(self, what: str, seen: list[int]) -> tuple[list[list[int]], set[int]]:
+    def _reduce_remaining(self, what: str, arrived_units: list[int]) -> tuple[list[list[int]], set[int]]:
         """Reduce the gradients that any rank still has, then further gradients.
 
-        Returns each rank's `seen`, and the units for which every rank has reduced zeros so far. `seen` cannot show
+        Returns each rank's `arrived_units`, and the units for which every rank has reduced zeros so far. `arrived_units` cannot show
         this: it lacks gradients that a rank has only from an earlier backward.
         """
-        left = {index: waiting.flat.dtype == torch.float32 for index, waiting in self._waiting.items()}
-        mine = [seen, list(left.items()), list(self._further), self._blank]
-        answers = self._exchange.all_gather_bytes(what, json.dumps(mine).encode())
+        left = {index: waiting.flat.dtype == torch.float32 for index, waiting in self._unreduced.items()}
+        mine = [arrived_units, list(left.items()), list(self._extra_sums), self._zero_units]
+        answers = self._collectives.all_gather_bytes(what, json.dumps(mine).encode())
         everybodys = [json.loads(answer) for answer in answers]
         rest: dict[int, bool] = {}
         for _, theirs, _, _ in everybodys:
@@ -424,102 +428,108 @@ class ReducedGradients(Gradients):
         self._starting = True
         try:
             for index, wide in sorted(rest.items()):
-                self._reduce(index, wide=wide)
+                self._start_reduction(index, wide=wide)
             for index in sorted(set[int]().union(*(further for _, _, further, _ in everybodys))):
-                self._reduce_further(index)
+                self._reduce_extra(index)
         finally:
             self._starting = False
         blank = [set[int](theirs) for _, _, _, theirs in everybodys]
-        return [seen for seen, _, _, _ in everybodys], blank[0].intersection(*blank[1:])
+        return [arrived_units for arrived_units, _, _, _ in everybodys], blank[0].intersection(*blank[1:])
 
-    def _reduce_further(self, index: int) -> None:
-        further, state = self._further.pop(index, None), self._units[index]
+    def _reduce_extra(self, index: int) -> None:
+        further, state = self._extra_sums.pop(index, None), self._units[index]
         if further is not None:
-            self._settle(state)  # the previous reduction may still read its fp32 memory
-            self._waiting[index] = Waiting(self._storage.whole_gradients.deferred(state.unit).copy_(further), None)
-        self._reduce(index, wide=True)
+            self._wait_for_store(state)  # the previous reduction may still read its fp32 memory
+            self._unreduced[index] = UnreducedGradient(
+                self._storage.whole_gradients.deferred(state.unit).copy_(further), None
+            )
+        self._start_reduction(index, wide=True)
 
-    def _forget(self, blank: set[int]) -> None:
+    def _reset_units(self, zero_units: set[int]) -> None:
         """Reset units that every rank reduced as zeros: they had no gradient, so the next one is the first."""
-        for index in blank:
+        for index in zero_units:
             state = self._units[index]
-            self._settle(state)
-            state.summed, state.plane = False, state.narrow_plane
+            self._wait_for_store(state)
+            state.is_stored, state.array = False, state.narrow_array
             state.dtype = self._storage.gradient_dtype(state.unit)
 
-    def _reduce(self, index: int, *, wide: bool = False) -> None:
+    def _start_reduction(self, index: int, *, wide: bool = False) -> None:
         """Start the reduction of a unit's gradient, in fp32 if `wide`; this rank's is zero if it has none."""
         state = self._units[index]
-        dtype = torch.float32 if wide or self.deferred else state.unit.dtype
+        dtype = torch.float32 if wide or self.has_deferred else state.unit.dtype
         try:
-            waiting = self._ready(state, dtype)
-            stores = self._free_home(state, dtype)
+            waiting = self._gradient_to_reduce(state, dtype)
+            stores = self._vacate_home(state, dtype)
         except BudgetError as error:  # the other ranks wait for this reduction: report why it fails
-            self._exchange.cancel(self._exchange.enqueue("reduce", state.unit), error)
+            self._collectives.cancel(self._collectives.enqueue("reduce", state.unit), error)
             raise
-        turn = self._exchange.enqueue("reduce", state.unit)
+        turn = self._collectives.enqueue("reduce", state.unit)
         item = Reduction(waiting.block, stores)
         rounds = state.dtype != dtype  # a mean added in fp32 is rounded before, as it would be if it were the first
-        job = self._run(state, item, waiting, turn, self._streams.record_event(), first=state.empty, rounds=rounds)
-        self._busy.add(index)
-        state.storing, state.summed = item, True
-        item.transfer = self._storage.mover.submit(f"reducing the gradient of {state.unit.name}", job)
-        if not self._exchange.overlaps:
-            self._settle(state)
+        job = self._run_reduction(
+            state, item, waiting, turn, self._streams.record_event(), first=state.is_empty, rounds=rounds
+        )
+        self._busy_units.add(index)
+        state.pending_store, state.is_stored = item, True
+        item.future = self._storage.mover.submit(f"reducing the gradient of {state.unit.name}", job)
+        if not self._collectives.overlaps:
+            self._wait_for_store(state)
 
-    def _ready(self, state: UnitGradient, dtype: torch.dtype) -> Waiting:
+    def _gradient_to_reduce(self, state: UnitGradient, dtype: torch.dtype) -> UnreducedGradient:
         """The gradient to be reduced, in memory that the exchange can use."""
         index = state.unit.index
-        self._settle(state)
-        if state.empty and index not in self._waiting:
-            self._blank.append(index)
-        held = self._waiting.pop(index, None)
-        waiting = self._in_dtype(state, None if held is None else self._made(held), dtype)
-        if waiting.flat.device.type != self._device.type or not self._exchange.can_reduce_from(waiting.flat):
-            block = self._lease(state, waiting.flat.nbytes)
+        self._wait_for_store(state)
+        if state.is_empty and index not in self._unreduced:
+            self._zero_units.append(index)
+        held = self._unreduced.pop(index, None)
+        waiting = self._convert(state, None if held is None else self._wait_for_event(held), dtype)
+        if waiting.flat.device.type != self._device.type or not self._collectives.can_reduce_from(waiting.flat):
+            block = self._lease_buffer(state, waiting.flat.nbytes)
             copied = block.view(waiting.flat.dtype, waiting.flat.numel())
-            waiting = Waiting(copied.copy_(waiting.flat), block)
+            waiting = UnreducedGradient(copied.copy_(waiting.flat), block)
         return waiting
 
-    def _free_home(self, state: UnitGradient, dtype: torch.dtype) -> bool:
+    def _vacate_home(self, state: UnitGradient, dtype: torch.dtype) -> bool:
         """Make the place of the sum free for it. False: the disk has failed, and the gradient is lost."""
         try:
-            if not state.empty and (self._widens(state) or dtype != state.dtype != torch.float32):
+            if not state.is_empty and (self._must_widen(state) or dtype != state.dtype != torch.float32):
                 self._widen(state)
             elif dtype == torch.float32:
                 self.make_wide(state)
-            if state.sealed is not None:
-                self.update(state.unit.index)
+            if state.step_gradient is not None:
+                self.apply_update(state.unit.index)
                 self._streams.wait_events(self._streams.record_update_event())
-                state.sealed = None
-            self.reclaim(state.unit)
+                state.step_gradient = None
+            self.reclaim_memory(state.unit)
         except StorageError as error:
-            self.failure, self.lost = self.failure or error, True
+            self.failure, self.has_lost = self.failure or error, True
             return False
         return True
 
-    def _in_dtype(self, state: UnitGradient, held: Waiting | None, dtype: torch.dtype) -> Waiting:
+    def _convert(
+        self, state: UnitGradient, gradient: UnreducedGradient | None, dtype: torch.dtype
+    ) -> UnreducedGradient:
         """The gradient to be reduced, in `dtype`: zeros if none waits."""
-        if held is not None and held.flat.dtype == dtype:
-            return held
-        zeros = self._zeros(state.unit, dtype) if held is None else None
+        if gradient is not None and gradient.flat.dtype == dtype:
+            return gradient
+        zeros = self._zeros(state.unit, dtype) if gradient is None else None
         if zeros is not None:
-            return Waiting(zeros, None, blank=True)
+            return UnreducedGradient(zeros, None, is_shared_zeros=True)
         if dtype == state.unit.dtype:
-            block = self._lease(state, state.unit.nbytes)
-            made = Waiting(block.view(dtype, state.unit.numel), block)
+            block = self._lease_buffer(state, state.unit.nbytes)
+            made = UnreducedGradient(block.view(dtype, state.unit.numel), block)
         else:
-            made = Waiting(self._storage.whole_gradients.deferred(state.unit), None)
-        if held is None:
+            made = UnreducedGradient(self._storage.whole_gradients.deferred(state.unit), None)
+        if gradient is None:
             made.flat.zero_()
         else:
-            made.flat.copy_(held.flat)
-            self._release(held)
+            made.flat.copy_(gradient.flat)
+            self._release_block(gradient)
         return made
 
     def _lease_zeros(self) -> Block:
         """Lease the zeros that this rank gives in place of gradients it does not have; one block for all units."""
-        wide = self.together and self.deferred
+        wide = self.is_interleaved and self.has_deferred
         nbytes = max(state.unit.numel * 4 if wide else state.unit.nbytes for state in self._units.values())
         nothing = self._storage.gradient_pool.allocate(nbytes, "gradients that are zero")
         self._streams.wait_events(*nothing.events)
@@ -528,35 +538,35 @@ class ReducedGradients(Gradients):
 
     def _zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor | None:
         """The shared zeros in the unit's length; None if their block is too small."""
-        nothing = self._nothing or self._lease_zeros()
-        self._nothing = nothing
+        nothing = self._zeros_block or self._lease_zeros()
+        self._zeros_block = nothing
         return nothing.view(dtype, unit.numel) if unit.numel * dtype.itemsize <= nothing.data.numel() else None
 
-    async def _run(
+    async def _run_reduction(
         self,
         state: UnitGradient,
         item: Reduction,
-        waiting: Waiting,
-        turn: PendingWork,
-        made: MaybeEvent,
+        waiting: UnreducedGradient,
+        work: PendingWork,
+        event: MaybeEvent,
         *,
         first: bool,
         rounds: bool,
     ) -> None:
-        unit, scale = state.unit, self._exchange.scale
+        unit, scale = state.unit, self._collectives.scale
         try:
-            async with self._exchange.reduce(turn, unit, waiting.flat, made) as sources:
-                home = state.plane, state.dtype
+            async with self._collectives.reduce(work, unit, waiting.flat, event) as sources:
+                home = state.array, state.dtype
                 try:
-                    if item.stores:
+                    if item.has_home:
                         await home[0].retry_failed_writes()  # on a failing disk each further sum would stay in memory
                         await self._store.store_sum(unit, home, sources, scale, state.sums, first=first, rounds=rounds)
                 finally:
-                    if waiting.blank:
+                    if waiting.is_shared_zeros:
                         waiting.flat.zero_()  # the exchange may have made sums in this memory
         except BaseException as error:
             # A peer's part cannot be had again: this gradient lacks a backward, unless it only waits to be written.
-            self.lost |= not getattr(error, "is_in_memory", False)
+            self.has_lost |= not getattr(error, "is_in_memory", False)
             raise
         finally:
-            item.done = True
+            item.is_done = True

@@ -36,7 +36,7 @@ from offload.errors import ConfigError
 from offload.kernels import kernels, masters, tile_threads
 from offload.kernels.moments import Moments
 from zero.ops.adam import AdamValues
-from zero.optim.small_states import Shapes, Small
+from zero.optim.small_states import Shapes, SmallTensors
 from zero.plan.record import ADAM_STATES, States
 
 # torch computes this many elements on one thread, without waking others; and they stay in the cache between operations.
@@ -48,12 +48,12 @@ HOOKS = (
 )
 # Attributes of an optimizer that the copy does not take: a scheduler may have wrapped `step`, and hooks are for whole
 # steps.
-NOT_OF_THE_CLASS = {"state", "param_groups", "step", *HOOKS}
+NOT_COPIED = {"state", "param_groups", "step", *HOOKS}
 # Options that compute the same in another way; they bring nothing on one flat tile, outside any graph.
 PER_TENSOR = {"foreach": False, "fused": None, "capturable": False}
 
 
-NO_SMALL: Small = MappingProxyType({})
+NO_SMALL: SmallTensors = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +65,24 @@ class Scalar:
     shape: tuple[int, ...] = ()
 
     @staticmethod
-    def of(value: Any) -> Scalar:
+    def from_value(value: Any) -> Scalar:
         """From a Python number or a tensor of one element."""
         if isinstance(value, Tensor):
             return Scalar(value.item(), value.dtype, tuple(value.shape))
         return Scalar(value)
 
-    def make(self) -> Any:
+    def to_value(self) -> Any:
         """The number in its original form."""
         if self.dtype is None or self.value is None:
             return self.value
         return torch.full(self.shape, self.value, dtype=self.dtype, device="cpu")
 
-    def tensor(self) -> Tensor:
+    def to_tensor(self) -> Tensor:
         """For a checkpoint: the same number, of shape ()."""
         double = self.dtype is None and isinstance(self.value, float)  # torch would make it fp32
         return torch.tensor(self.value, dtype=torch.float64 if double else self.dtype, device="cpu")
 
-    def like(self, saved: Tensor) -> Scalar:
+    def convert(self, saved: Tensor) -> Scalar:
         """The saved number, in the form of this one."""
         value = saved.item()
         if self.dtype is None and self.value is not None:
@@ -110,7 +110,7 @@ class UpdateRun(NamedTuple):
     segments: Sequence[tuple[int, int, Any]]  # (begin, end, values) of each parameter in the run that is updated.
     # The shape of each segment's parameter; rules that look at whole parameters read it.
     shapes: Sequence[tuple[int, ...]] = ()
-    small: Sequence[Small] = ()  # The small states of each segment's parameter; they are not changed.
+    small: Sequence[SmallTensors] = ()  # The small states of each segment's parameter; they are not changed.
 
 
 class Rule(ABC):
@@ -122,19 +122,19 @@ class Rule(ABC):
         defaults: defaults of the options in param groups.
         scalars: other numbers of a parameter besides the number of updates, by name; the values are examples.
         fills: initial values of planes, where they are not 0.
-        whole: the rule needs whole parameters: a segment is never a part of one.
+        needs_whole_parameters: the rule needs whole parameters: a segment is never a part of one.
         small: names of its small states; parameters of some shapes may have only some of them.
     """
 
     name: str
-    whole = False
+    needs_whole_parameters = False
     states: tuple[str, ...]
     defaults: Mapping[str, Any]
     scalars: Mapping[str, Scalar] = MappingProxyType({})
     fills: Mapping[str, float] = MappingProxyType({})
     small: tuple[str, ...] = ()
 
-    def begin(self) -> None:  # noqa: B027 - most keep nothing between parameters
+    def on_step_begin(self) -> None:  # noqa: B027 - most keep nothing between parameters
         """A step is about to be fixed: `values` is called for each of its parameters."""
 
     @abstractmethod
@@ -149,12 +149,12 @@ class Rule(ABC):
             progress: after its last update; None before the first.
         """
 
-    def after(self, values: Any) -> tuple[Progress | None, Mapping[str, Any]]:
+    def after_update(self, values: Any) -> tuple[Progress | None, Mapping[str, Any]]:
         """The parameter's progress after an update with `values`, and the changes of its param group."""
         return None, {}
 
     @abstractmethod
-    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[Small] | None:
+    def update_run(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[SmallTensors] | None:
         """Update the elements in place; the result depends only on the arguments.
 
         Returns the new small states of each segment; None if the rule has none.
@@ -192,7 +192,7 @@ class AdamRule(Rule):
         decoupled = bool(group.get("decoupled", group.get("decoupled_weight_decay", self.defaults["decoupled"])))
         return AdamValues.from_group(group, count, decoupled=decoupled)
 
-    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
+    def update_run(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
         kernels.adamw(
             run.weight,
             run.master,
@@ -218,7 +218,7 @@ class Rules:
         """Number of the rule that updates a param group."""
         return int(len(self.each) > 1 and not group.get(self.flag))
 
-    def of(self, group: Mapping[str, Any]) -> Rule:
+    def rule_of(self, group: Mapping[str, Any]) -> Rule:
         return self.each[self.number(group)]
 
     def numbers(self, groups: Iterable[Mapping[str, Any]]) -> dict[int, int]:
@@ -236,18 +236,18 @@ class Rules:
         return tuple(rule.states for rule in self.each)
 
     @property
-    def whole(self) -> frozenset[int]:
+    def whole_parameter_rules(self) -> frozenset[int]:
         """Numbers of the rules that need whole parameters."""
-        return frozenset(number for number, rule in enumerate(self.each) if rule.whole)
+        return frozenset(number for number, rule in enumerate(self.each) if rule.needs_whole_parameters)
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedParameters:
     """The trained parameters, and their rules."""
 
     groups: list[dict[str, Any]]  # Param groups, as torch's; live.
     rules: Rules
-    given: torch.optim.Optimizer | None = None  # The optimizer object that they were taken from, if any.
+    user_optimizer: torch.optim.Optimizer | None = None  # The optimizer object that they were taken from, if any.
     frozen: Mapping[Tensor, int] = field(default_factory=dict)  # Parameter -> number of the group it may join later.
 
 
@@ -260,14 +260,14 @@ class TileValues:
 
 
 @dataclass(frozen=True, slots=True)
-class Initial:
+class InitialState:
     """A parameter's state before its first step."""
 
     fills: Mapping[str, Scalar] = field(default_factory=dict)  # Plane -> the number that fills it.
     numbers: Mapping[str, Scalar] = field(default_factory=dict)
 
 
-def each_tile(run: UpdateRun, work: Callable[[slice, Any], None], threads: int) -> None:
+def for_each_tile(run: UpdateRun, work: Callable[[slice, Any], None], threads: int) -> None:
     """Call `work(tile, values)` for tiles of all segments; on the host with `threads`, if there is enough to do."""
     on_host = run.weight.device.type == "cpu"
     many = sum(end - begin for begin, end, _ in run.segments) >= tile_threads.WORTH_THREADS_NUMEL
@@ -294,40 +294,40 @@ class TiledRule(Rule):
         states: names of the planes.
         dtypes: dtypes of planes that the class does not keep in fp32.
         scalars: other numbers in a parameter's state; the values are examples.
-        whole: a tile is a whole parameter, with its shape.
+        needs_whole_parameters: a tile is a whole parameter, with its shape.
         small: names of the small states, for a rule that needs whole parameters.
-        tried: options of the param groups; the small states of a shape are found with all of them.
+        tried_options: options of the param groups; the small states of a shape are found with all of them.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        initial: Initial | None = None,
+        initial: InitialState | None = None,
         states: tuple[str, ...] = (),
         dtypes: Mapping[str, torch.dtype] | None = None,
         scalars: Mapping[str, Scalar] | None = None,
         *,
-        whole: bool = False,
+        needs_whole_parameters: bool = False,
         small: tuple[str, ...] = (),
-        tried: Sequence[Mapping[str, Any]] = (),
+        tried_options: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self.name, self.whole = type(optimizer).__name__, whole
-        self.probe_shape = (1, 1) if whole else (1,)
+        self.name, self.needs_whole_parameters = type(optimizer).__name__, needs_whole_parameters
+        self.probe_shape = (1, 1) if needs_whole_parameters else (1,)
         self.kind = type(optimizer)
         self.states: tuple[str, ...] = states
         self.scalars: Mapping[str, Scalar] = dict(scalars or {})  # On the CPU.
-        self._initial, self._dtypes = initial or Initial(), dict(dtypes or {})
+        self._initial, self._dtypes = initial or InitialState(), dict(dtypes or {})
         self.fills: Mapping[str, float] = {name: float(fill.value or 0) for name, fill in self._initial.fills.items()}
         self.defaults: Mapping[str, Any] = dict(optimizer.defaults)
-        self.attributes = {key: value for key, value in vars(optimizer).items() if key not in NOT_OF_THE_CLASS}
-        self.small, self._tried = small, tuple(tried)
+        self.attributes = {key: value for key, value in vars(optimizer).items() if key not in NOT_COPIED}
+        self.small, self._tried_options = small, tuple(tried_options)
         self._small_shapes: dict[tuple[int, ...], Shapes] = {}
         self._options: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
-        self._known: list[tuple[TileValues, tuple[Progress | None, Mapping[str, Any]]]] = []
+        self._results: list[tuple[TileValues, tuple[Progress | None, Mapping[str, Any]]]] = []
 
-    def begin(self) -> None:
+    def on_step_begin(self) -> None:
         """Read the param groups anew in this step."""
-        self._options, self._known = [], []
+        self._options, self._results = [], []
 
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> TileValues:
         """All options of the group; raises ConfigError if they need a state that has no plane."""
@@ -336,7 +336,7 @@ class TiledRule(Rule):
             options = self.options_of(group)
             self._options.append((group, options))
         values = TileValues(options, progress if count > 1 else None)
-        made = self.after(values)[0]
+        made = self.after_update(values)[0]
         more = set(made.present if made else ()) - set(self.states)
         if more:
             raise ConfigError(
@@ -352,32 +352,32 @@ class TiledRule(Rule):
         options = {key: _plain(value) for key, value in group.items() if key != "params"}
         return options | {key: value for key, value in PER_TENSOR.items() if key in options}
 
-    def after(self, values: Any) -> tuple[Progress | None, Mapping[str, Any]]:
+    def after_update(self, values: Any) -> tuple[Progress | None, Mapping[str, Any]]:
         """See `Rule`. A step over one element finds both."""
-        for known, result in self._known:
+        for known, result in self._results:
             if known.options is values.options and known.progress == values.progress:
                 return result
         small = self.probe_small(values.options) if values.progress is not None else {}
-        state, options = self.step_of_one(values, small)
+        state, options = self.step_one_element(values, small)
         changed = {key: value for key, value in options.items() if values.options.get(key) != value}
         result = self.progress_of(state), changed
-        self._known.append((values, result))
+        self._results.append((values, result))
         return result
 
-    def probe_small(self, options: Mapping[str, Any]) -> Small:
+    def probe_small(self, options: Mapping[str, Any]) -> SmallTensors:
         """The small states of one element; numbers do not depend on their values."""
-        return self.small_of(self.step_of_one(TileValues(options, None), {})[0]) if self.small else {}
+        return self.small_states_of(self.step_one_element(TileValues(options, None), {})[0]) if self.small else {}
 
-    def step_of_one(self, values: TileValues, small: Small) -> tuple[dict[str, Any], dict[str, Any]]:
+    def step_one_element(self, values: TileValues, small: SmallTensors) -> tuple[dict[str, Any], dict[str, Any]]:
         """As `step`, over one element with value and gradient zero."""
         tile = torch.zeros(self.probe_shape, dtype=torch.float32, device="cpu")
         planes = {name: torch.zeros_like(tile) for name in self.states}
         with tile.device:  # for states that the class makes on the default device
-            return self.step(tile, torch.zeros_like(tile), planes, values, small)
+            return self.step_tile(tile, torch.zeros_like(tile), planes, values, small)
 
-    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[Small] | None:
+    def update_run(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[SmallTensors] | None:
         """Update tile by tile; on the host several tiles at a time, if the class is torch's or ours."""
-        if self.whole:
+        if self.needs_whole_parameters:
             return self._update_whole(run, grad_scale)
         # Any other class may have memory that two simultaneous steps would share.
         known = self.kind.__module__.startswith(("torch.optim.", "zero.ops."))
@@ -385,10 +385,10 @@ class TiledRule(Rule):
         def update(at: slice, values: TileValues) -> None:
             self._update_tile(run, at, values, grad_scale, (-1,))
 
-        each_tile(run, update, threads if known else 1)
+        for_each_tile(run, update, threads if known else 1)
         return None
 
-    def _update_whole(self, run: UpdateRun, grad_scale: float) -> Sequence[Small]:
+    def _update_whole(self, run: UpdateRun, grad_scale: float) -> Sequence[SmallTensors]:
         """Update parameter by parameter; torch uses its own threads for such large tensors."""
         made = []
         for (begin, end, values), whole, small in zip(run.segments, run.shapes, run.small, strict=True):
@@ -408,7 +408,7 @@ class TiledRule(Rule):
             return {}
         if shape not in self._small_shapes:
             found: dict[str, tuple[torch.Size, torch.dtype]] = {}
-            for options in self._tried:
+            for options in self._tried_options:
                 found.update(self._first_states(options, shape))
             wrong = [name for name, (of, _) in found.items() if name in self.states and of != shape]
             unknown = found.keys() - {*self.states, *self.scalars, *self.small}
@@ -423,16 +423,16 @@ class TiledRule(Rule):
 
     def _first_states(self, options: Mapping[str, Any], shape: tuple[int, ...]) -> Shapes:
         """The states that a first step makes for a parameter of this shape."""
-        found = self._states_made(options, shape, "meta")
+        found = self._make_states(options, shape, "meta")
         # On "meta" a step ends when it reads a value. Most classes have made all of their states by then.
-        if found.keys() != self._states_made(options, (2,) * len(shape), "cpu").keys():
-            found = self._states_made(options, shape, "cpu")
+        if found.keys() != self._make_states(options, (2,) * len(shape), "cpu").keys():
+            found = self._make_states(options, shape, "cpu")
         return found
 
-    def _states_made(self, options: Mapping[str, Any], shape: tuple[int, ...], device: str) -> Shapes:
+    def _make_states(self, options: Mapping[str, Any], shape: tuple[int, ...], device: str) -> Shapes:
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
         parameter.grad = torch.zeros_like(parameter)
-        twin = self.twin(parameter, options, self.fresh(parameter.detach()))
+        twin = self.make_twin(parameter, options, self.fresh_state(parameter.detach()))
         try:
             with parameter.device:
                 self.kind.step(twin)
@@ -454,8 +454,8 @@ class TiledRule(Rule):
         values: TileValues,
         grad_scale: float,
         shape: tuple[int, ...],
-        small: Small = NO_SMALL,
-    ) -> Small:
+        small: SmallTensors = NO_SMALL,
+    ) -> SmallTensors:
         named = zip(self.states, run.states.planes, strict=True)
         weight, planes = run.weight[at], {name: plane[at].view(shape) for name, plane in named}
         stored = None if run.master is None else run.master[at]
@@ -467,18 +467,18 @@ class TiledRule(Rule):
         gradient = run.gradient[at].to(torch.float32, copy=True)
         if grad_scale != 1.0:
             gradient.mul_(grad_scale)
-        state, _ = self.step(tile.view(shape), gradient.view(shape), planes, values, small)
+        state, _ = self.step_tile(tile.view(shape), gradient.view(shape), planes, values, small)
         if stored is not None:
             masters.split(weight, stored, tile)
-        return self.small_of(state)
+        return self.small_states_of(state)
 
-    def step(
+    def step_tile(
         self,
         tile: Tensor,
         gradient: Tensor,
         planes: Mapping[str, Tensor],
         values: TileValues,
-        small: Small = NO_SMALL,
+        small: SmallTensors = NO_SMALL,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Run the class over one tile, in place: tile (N,) fp32, and its planes (N,) fp32; or all in a whole shape.
 
@@ -487,10 +487,10 @@ class TiledRule(Rule):
         parameter = torch.nn.Parameter(tile)
         parameter.grad = gradient
         known = values.progress
-        state = self.fresh(tile) if known is None else self._bound(planes, known)
+        state = self.fresh_state(tile) if known is None else self._bind_state(planes, known)
         if known is not None:  # copies, which the class may change
             state.update({name: value.to(tile.device, copy=True) for name, value in small.items()})
-        twin = self.twin(parameter, values.options, state)
+        twin = self.make_twin(parameter, values.options, state)
         self.kind.step(twin)
         left = dict(twin.state.get(parameter, {}))
         for name, plane in planes.items():
@@ -501,7 +501,7 @@ class TiledRule(Rule):
             tile.copy_(parameter.detach())
         return left, {key: value for key, value in twin.param_groups[0].items() if key != "params"}
 
-    def twin(self, parameter: Tensor, options: Mapping[str, Any], state: dict[str, Any]) -> torch.optim.Optimizer:
+    def make_twin(self, parameter: Tensor, options: Mapping[str, Any], state: dict[str, Any]) -> torch.optim.Optimizer:
         """A copy of the user's optimizer with this one parameter."""
         twin: torch.optim.Optimizer = object.__new__(self.kind)
         vars(twin).update(self.attributes)
@@ -512,20 +512,20 @@ class TiledRule(Rule):
             twin.state[parameter] = state
         return twin
 
-    def fresh(self, tile: Tensor) -> dict[str, Any]:
+    def fresh_state(self, tile: Tensor) -> dict[str, Any]:
         """A parameter's state before its first step."""
         fills = self._initial.fills.items()
         planes = {name: torch.full_like(tile, scalar.value or 0, dtype=scalar.dtype) for name, scalar in fills}
-        return {**planes, **{name: scalar.make() for name, scalar in self._initial.numbers.items()}}
+        return {**planes, **{name: scalar.to_value() for name, scalar in self._initial.numbers.items()}}
 
-    def _bound(self, planes: Mapping[str, Tensor], progress: Progress) -> dict[str, Any]:
+    def _bind_state(self, planes: Mapping[str, Tensor], progress: Progress) -> dict[str, Any]:
         """A parameter's state as the class's last step left it."""
-        state: dict[str, Any] = {name: scalar.make() for name, scalar in progress.scalars}
+        state: dict[str, Any] = {name: scalar.to_value() for name, scalar in progress.scalars}
         for name in progress.present:
             state[name] = planes[name].to(self._dtypes.get(name, torch.float32))
         return state
 
-    def small_of(self, state: Mapping[str, Any]) -> Small:
+    def small_states_of(self, state: Mapping[str, Any]) -> SmallTensors:
         """Copies of the small states in a state."""
         found = {name: state[name] for name in self.small if isinstance(state.get(name), Tensor)}
         return {name: value.detach().clone() for name, value in found.items()}
@@ -536,7 +536,7 @@ class TiledRule(Rule):
         numbers = {k: v for k, v in rest.items() if k in self.scalars or _is_number(v)}
         numbers = {k: v for k, v in numbers.items() if v is None or k not in self.states}
         planes = [name for name, value in rest.items() if isinstance(value, Tensor) and name not in numbers]
-        scalars = tuple((name, Scalar.of(value)) for name, value in numbers.items())
+        scalars = tuple((name, Scalar.from_value(value)) for name, value in numbers.items())
         return Progress(scalars, tuple(planes))
 
 

@@ -16,7 +16,7 @@ from zero.config.scheduler_block import constructor_parameters
 logger = logging.getLogger("zero")
 
 
-def scheduler_for(given: Any, optimizer: torch.optim.Optimizer | None, config: Config) -> Any:
+def scheduler_for(scheduler: Any, optimizer: torch.optim.Optimizer | None, config: Config) -> Any:
     """The scheduler that the engine steps once after each optimizer step; None: there is none, or no optimizer.
 
     As in DeepSpeed, a scheduler that the user passes has priority over the configuration's.
@@ -25,29 +25,29 @@ def scheduler_for(given: Any, optimizer: torch.optim.Optimizer | None, config: C
     and there is no optimizer.
 
     Args:
-        given: argument of `initialize`: an object with `step()`, a callable that makes one from the optimizer, or None.
+        scheduler: argument of `initialize`: an object with `step()`, a callable that makes one from the optimizer, or None.
         optimizer: the engine's. It has the param groups of an optimizer that the user passed.
         config: its `scheduler` block is the other source.
     """
     block = config.scheduler
     configured = block is not None and block.type is not None
-    if given is not None and configured:
+    if scheduler is not None and configured:
         logger.info(
             "scheduler: the lr_scheduler that was passed to initialize is used instead of the one in the config"
         )
-    if given is not None and not _is_factory(given):
-        return _check_drives(check_scheduler(given), optimizer)
-    if given is not None and optimizer is None:
+    if scheduler is not None and not _is_factory(scheduler):
+        return _check_same_optimizer(check_scheduler(scheduler), optimizer)
+    if scheduler is not None and optimizer is None:
         raise ConfigError("lr_scheduler: expected an optimizer too, got none; add one to the config or pass one")
-    if given is not None:
-        made = check_scheduler(given(optimizer))
+    if scheduler is not None:
+        made = check_scheduler(scheduler(optimizer))
         if not hasattr(made, "step"):
             raise ConfigError(f"lr_scheduler: expected a callable that returns an object with step(), got {made!r}")
         return made
     return None if optimizer is None or not configured else _from_config(optimizer, config)
 
 
-def _check_drives(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+def _check_same_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> Any:
     """Return `scheduler`; raises ConfigError if it changes rates of another optimizer only."""
     driven = getattr(scheduler, "optimizer", None)
     if optimizer is not None and isinstance(driven, torch.optim.Optimizer):
@@ -61,8 +61,8 @@ def _check_drives(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> An
     return scheduler
 
 
-def _is_factory(given: Any) -> bool:
-    return isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
+def _is_factory(scheduler: Any) -> bool:
+    return isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step"))
 
 
 def check_scheduler(scheduler: Any) -> Any:

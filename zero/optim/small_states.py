@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zero.optim.rules import Rules
     from zero.params.layout import Layout
 
-Small = Mapping[str, Tensor]  # The small states of one parameter, by name.
+SmallTensors = Mapping[str, Tensor]  # The small states of one parameter, by name.
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
@@ -33,35 +33,35 @@ class SmallStates:
 
     __slots__ = ("tensors",)
 
-    def __init__(self, tensors: Small | None = None) -> None:
-        self.tensors: Small = tensors or {}
+    def __init__(self, tensors: SmallTensors | None = None) -> None:
+        self.tensors: SmallTensors = tensors or {}
 
-    def on_host(self) -> dict[str, Tensor]:
+    def to_host(self) -> dict[str, Tensor]:
         """Copies on the host. On a GPU the calling thread's stream must run after the updates."""
         return {name: value.to("cpu", copy=True) for name, value in self.tensors.items()}
 
 
-def owned(layout: Layout) -> frozenset[int]:
+def local_parameters(layout: Layout) -> frozenset[int]:
     """Indices of the parameters of which this rank has elements."""
     pairs = ((unit, slot) for unit in layout.units if unit.trainable for slot in unit.slots)
     return frozenset(slot.index for unit, slot in pairs for lo, hi in [unit.within(slot)] if lo < hi)
 
 
-def gathered(exchange: Collectives, mine: Mapping[str, Small]) -> Mapping[str, Small]:
+def gather_small_states(collectives: Collectives, mine: Mapping[str, SmallTensors]) -> Mapping[str, SmallTensors]:
     """Small states by the parameters' names, from all ranks that have some. Collective.
 
     `mine`: this rank's, on the host.
     """
-    if exchange.placement.alone:
+    if collectives.placement.alone:
         return mine
-    found: dict[str, Small] = {}
-    for answer in exchange.all_gather_bytes("small states", make_archive(dict(mine))):
+    found: dict[str, SmallTensors] = {}
+    for answer in collectives.all_gather_bytes("small states", make_archive(dict(mine))):
         for name, tensors in read_archive(answer, "small states of another rank").items():
             found.setdefault(name, tensors)
     return found
 
 
-def largest_share(layout: Layout, rules: Rules) -> int:
+def largest_rank_bytes(layout: Layout, rules: Rules) -> int:
     """Bytes of small states on the rank that has most; equal on all ranks, because their plans must be equal."""
     held: dict[int, int] = {}
     for unit in layout.units:

@@ -37,7 +37,7 @@ from zero.exchange.together import DeferringFailures
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.optim.loss_scale import LossScaleError, LossScaler
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.pending_updates import DueUpdates
+from zero.optim.pending_updates import PendingUpdates
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import Slot, SubGroup, Unit
 from zero.store.storage import Storage
@@ -46,8 +46,8 @@ logger = logging.getLogger("zero")
 
 HEAD = struct.Struct(f"<qBI{PACKED_BYTES}s")
 """Number of the step, what is wrong with its gradients, checksum of the settings, sum of squares."""
-UNSTORED, TORN = 1, 2  # What is wrong: a write has failed, and nothing is lost; a backward was aborted.
-AGREED = ("lr", "betas", "momentum", "weight_decay", "eps")
+UNSTORED, INTERRUPTED = 1, 2  # What is wrong: a write has failed, and nothing is lost; a backward was aborted.
+COMPARED_OPTIONS = ("lr", "betas", "momentum", "weight_decay", "eps")
 """Options by which each rank updates its part of a weight; a class may change others as it likes."""
 NAMES_MAX = 3  # More names would not help: gradients that come later in backward are computed from earlier ones.
 NAMES_SHOWN = 8
@@ -70,12 +70,12 @@ def clip_coefficient(norm: float, norm_max: float) -> float:
 
 
 def agree_on_step(
-    exchange: Collectives,
+    collectives: Collectives,
     number: int,
     square_sum: SquareSum,
     contributed: set[int],
     *,
-    torn: bool,
+    backward_interrupted: bool,
     failure: StorageError | None,
     settings: list[dict[str, Any]],
 ) -> tuple[float, set[int]]:
@@ -85,42 +85,44 @@ def agree_on_step(
     StorageError: a write has failed on one of them; ConfigError: their settings differ.
 
     Args:
-        exchange: with the other ranks.
+        collectives: with the other ranks.
         number: of the step, counted from 1.
         square_sum: of this rank's slices.
         contributed: indices of parameters that have a gradient on this rank.
-        torn: a backward was aborted on this rank.
+        backward_interrupted: a backward was aborted on this rank.
         failure: a transfer of this rank that has failed since the last step.
         settings: of the whole step, and of each param group.
     """
     mask = bytes(index in contributed for index in range(max(contributed, default=-1) + 1))
     said = json.dumps(settings).encode()
-    wrong = TORN if torn else UNSTORED if failure is not None else 0
-    answers = exchange.all_gather_bytes(
+    wrong = INTERRUPTED if backward_interrupted else UNSTORED if failure is not None else 0
+    answers = collectives.all_gather_bytes(
         f"step {number}", HEAD.pack(number, wrong, zlib.crc32(said), square_sum.pack()) + mask
     )
     heads = [HEAD.unpack_from(answer) for answer in answers]
     if any(head[0] != number for head in heads):
         steps = ", ".join(f"rank {rank}: {head[0]}" for rank, head in enumerate(heads))
         raise StateError(f"step: the ranks are at different steps ({steps}); every rank must call step() equally often")
-    if any(head[1] == TORN for head in heads):
-        ranks = ", ".join(str(rank) for rank, head in enumerate(heads) if head[1] == TORN)
-        raise TornBackward.behind(f" on rank {ranks}") from failure
+    if any(head[1] == INTERRUPTED for head in heads):
+        ranks = ", ".join(str(rank) for rank, head in enumerate(heads) if head[1] == INTERRUPTED)
+        raise InterruptedBackward.on_ranks(f" on rank {ranks}") from failure
     if any(head[1] == UNSTORED for head in heads):
-        DeferringFailures(exchange).all_gather_results(f"step {number}, which can be tried again,", failure=failure)
+        DeferringFailures(collectives).all_gather_results(f"step {number}, which can be tried again,", failure=failure)
     if len({head[2] for head in heads}) > 1:
-        raise _unlike([json.loads(answer) for answer in exchange.all_gather_bytes(f"settings of step {number}", said)])
+        raise _difference_error(
+            [json.loads(answer) for answer in collectives.all_gather_bytes(f"settings of step {number}", said)]
+        )
     # Only the slices of one shard group: replicas have the same ones.
-    total = SquareSum.merge(SquareSum.unpack(heads[rank][3]) for rank in exchange.placement.shard_ranks)
-    if exchange.is_pipeline_stage:
-        mine = SquareSum.merge([total, exchange.world.duplicate_square_sum()])
-        stages = exchange.world.gather_over_stages(f"norm of step {number}", mine.pack())
+    total = SquareSum.merge(SquareSum.unpack(heads[rank][3]) for rank in collectives.placement.shard_ranks)
+    if collectives.is_pipeline_stage:
+        mine = SquareSum.merge([total, collectives.world.duplicate_square_sum()])
+        stages = collectives.world.gather_over_stages(f"norm of step {number}", mine.pack())
         total = SquareSum.merge(map(SquareSum.unpack, stages))
     union = {index for answer in answers for index, has in enumerate(answer[HEAD.size :]) if has}
     return total.norm(), union
 
 
-def agreed_options(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
+def options_to_compare(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
     """What all ranks must have alike of each param group, as numbers."""
 
     def number(value: Any) -> Any:
@@ -130,13 +132,17 @@ def agreed_options(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
             return float(f"{float(value):.6g}")  # the C libraries of two nodes round a schedule's cosine differently
         return None
 
-    return [{name: number(group[name]) for name in AGREED if name in group} for group in optimizer.param_groups]
+    return [
+        {name: number(group[name]) for name in COMPARED_OPTIONS if name in group} for group in optimizer.param_groups
+    ]
 
 
-def _unlike(told: list[list[dict[str, Any]]]) -> ConfigError:
+def _difference_error(settings_of_ranks: list[list[dict[str, Any]]]) -> ConfigError:
     """Names the first setting of any rank, in rank order, that is not the first rank's."""
     pairs = (
-        (rank, index, *pair) for rank, its in enumerate(told) for index, pair in enumerate(zip_longest(told[0], its))
+        (rank, index, *pair)
+        for rank, its in enumerate(settings_of_ranks)
+        for index, pair in enumerate(zip_longest(settings_of_ranks[0], its))
     )
     for rank, index, first, other in pairs:
         for name in {**(first or {}), **(other or {})}:
@@ -151,7 +157,9 @@ def _unlike(told: list[list[dict[str, Any]]]) -> ConfigError:
     return ConfigError("step: expected the same options on all ranks, got different ones")
 
 
-def agree_on_nonfinite(exchange: Collectives, gradients: Gradients, *, loss_is_finite: bool) -> tuple[list[str], bool]:
+def agree_on_nonfinite(
+    collectives: Collectives, gradients: Gradients, *, loss_is_finite: bool
+) -> tuple[list[str], bool]:
     """(names of the first parameters whose gradient is inf or NaN on any rank, whether every loss was finite).
 
     Collective. The names are in the order in which backward reached the parameters.
@@ -159,17 +167,17 @@ def agree_on_nonfinite(exchange: Collectives, gradients: Gradients, *, loss_is_f
     Raises StorageError: a gradient could not be read.
 
     Args:
-        exchange: with the other ranks.
+        collectives: with the other ranks.
         gradients: at rest, before they are cleared.
         loss_is_finite: for this rank's loss, as far as it knows.
     """
     mine: list[tuple[int, str]] = []
-    for position, state, slot in _in_order(gradients):
+    for position, state, slot in _in_arrival_order(gradients):
         if _is_nonfinite(gradients, state, slot):
             mine.append((position, slot.name))
             if len(mine) == NAMES_MAX:
                 break
-    answers = exchange.all_gather_bytes("gradients that are not finite", json.dumps([mine, loss_is_finite]).encode())
+    answers = collectives.all_gather_bytes("gradients that are not finite", json.dumps([mine, loss_is_finite]).encode())
     told = [json.loads(answer) for answer in answers]
     first: dict[str, int] = {}
     for position, name in sorted(pair for theirs, _ in told for pair in theirs):
@@ -177,11 +185,11 @@ def agree_on_nonfinite(exchange: Collectives, gradients: Gradients, *, loss_is_f
     return list(first)[:NAMES_MAX], all(finite for _, finite in told)
 
 
-def _in_order(gradients: Gradients) -> Iterator[tuple[int, UnitGradient, Slot]]:
+def _in_arrival_order(gradients: Gradients) -> Iterator[tuple[int, UnitGradient, Slot]]:
     """(position in order of arrival, unit, parameter) of gradients that may be not finite; unknown ones are last."""
-    summed = (state for state in gradients.states() if state.summed)
+    summed = (state for state in gradients.states() if state.is_stored)
     states = {state.unit.index: state for state in summed if nonfinite_of(state.sums).any()}
-    known = list(gradients.order)
+    known = list(gradients.arrival_order)
     rest = [(index, i) for index, state in reversed(states.items()) for i in range(len(state.unit.slots))]
     for position, (index, slot) in enumerate(dict.fromkeys([*known, *rest])):
         if index in states:
@@ -205,11 +213,11 @@ def _is_nonfinite(gradients: Gradients, state: UnitGradient, slot: Slot) -> bool
     return False
 
 
-class TornBackward(StateError):
+class InterruptedBackward(StateError):
     """Gradients are missing, on this rank or on another."""
 
     @classmethod
-    def behind(cls, where: str = "") -> TornBackward:
+    def on_ranks(cls, where: str = "") -> InterruptedBackward:
         """`where`: " on rank 0" or nothing."""
         return cls(
             f"step: the last backward was interrupted{where} by a failed transfer or another error, so some gradients "
@@ -228,15 +236,15 @@ class StepState(Enum):
     """The progress of the engine's step."""
 
     NONE = "no step is asked for; what the last one has left to do is done when somebody looks"
-    ASKED = "it will be taken, whatever fails meanwhile"
+    REQUESTED = "it will be taken, whatever fails meanwhile"
     DECIDED = "norm, clipping and hyper-parameters are fixed, or it is skipped; nobody has counted it"
     COUNTED = "counters, loss scale and schedule have it; its updates are about to begin"
 
 
 # State -> states that may follow. After an interrupt or an error the step keeps its state, and the next call continues.
 STEP_MOVES = {
-    StepState.NONE: {StepState.ASKED},
-    StepState.ASKED: {StepState.DECIDED, StepState.NONE},
+    StepState.NONE: {StepState.REQUESTED},
+    StepState.REQUESTED: {StepState.DECIDED, StepState.NONE},
     StepState.DECIDED: {StepState.COUNTED},
     StepState.COUNTED: {StepState.NONE},
 }
@@ -246,7 +254,7 @@ class Stepper:
     """Takes steps, one at a time; the only writer of `state`.
 
     Args:
-        exchange: with the other ranks.
+        collectives: with the other ranks.
         scaler: of the loss.
         needs_all: every trained parameter must have a gradient in a step.
     """
@@ -256,40 +264,45 @@ class Stepper:
         storage: Storage,
         gradients: Gradients,
         pipeline: SubGroupPipeline,
-        updates: DueUpdates,
-        exchange: Collectives,
+        updates: PendingUpdates,
+        collectives: Collectives,
         scaler: LossScaler,
         *,
         needs_all: bool,
     ) -> None:
-        self._layout, self._storage, self._gradients, self._exchange = storage.layout, storage, gradients, exchange
+        self._layout, self._storage, self._gradients, self._collectives = (
+            storage.layout,
+            storage,
+            gradients,
+            collectives,
+        )
         self.pipeline, self.updates, self._scaler = pipeline, updates, scaler
         self._persistent = [unit.index for unit in storage.layout.units if unit.persistent]
         self._arguments = StepArguments({}, 1.0, 0)
         self._needs_all = needs_all
         self.state = StepState.NONE
-        self.applied = False  # The last decided step changes weights; False: it is skipped.
+        self.changes_weights = False  # The last decided step changes weights; False: it is skipped.
         self.norm: float | None = None  # 2-norm of the last step's gradients, before clipping.
-        gradients.reclaim = self._reclaim
+        gradients.reclaim_memory = self._reclaim_memory
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """A step is legal now, and will be taken."""
-        self._move(StepState.ASKED)
+        self._set_state(StepState.REQUESTED)
 
-    def count(self) -> None:
+    def on_counted(self) -> None:
         """All counters have counted the decided step."""
-        self._move(StepState.COUNTED)
+        self._set_state(StepState.COUNTED)
 
-    def begun(self) -> None:
+    def on_updates_begun(self) -> None:
         """The step's updates have begun, and continue after it."""
-        self._move(StepState.NONE)
+        self._set_state(StepState.NONE)
 
-    def _move(self, state: StepState) -> None:
+    def _set_state(self, state: StepState) -> None:
         if state not in STEP_MOVES[self.state]:
             raise StateError(f"step: cannot go from {self.state.name} to {state.name}")
         self.state = state
 
-    def fix(
+    def decide(
         self,
         number: int,
         optimizer: ZeroOptimizer,
@@ -297,7 +310,7 @@ class Stepper:
         norm_max: float,
         *,
         loss_is_finite: Callable[[], bool],
-        torn: bool,
+        backward_interrupted: bool,
     ) -> None:
         """Decide everything about the step that was asked for. No weight has changed when this returns or raises.
 
@@ -312,73 +325,79 @@ class Stepper:
             index_of: id(parameter) -> parameter index.
             norm_max: clip to this norm; 0: do not clip.
             loss_is_finite: called if a gradient is not finite.
-            torn: a backward was aborted on this rank; then no rank takes the step (TornBackward).
+            backward_interrupted: a backward was aborted on this rank; then no rank takes the step (TornBackward).
         """
-        self.finish()  # updates of the last step read the gradients that it has sealed
-        self._gradients.complete()
-        torn = torn or self._gradients.lost
+        self.finish_updates()  # updates of the last step read the gradients that it has sealed
+        self._gradients.finish_for_step()
+        backward_interrupted = backward_interrupted or self._gradients.has_lost
         square_sum, factor = self._gradients.square_sum(), self._gradients.common_factor()
         if factor is None:
             raise StateError("step: gradients have different factors that were not applied before it")
-        settings = [{"gradient_clipping": norm_max, "factor of p.grad": factor}, *agreed_options(optimizer)]
-        failure = self._failure(number)
+        settings = [{"gradient_clipping": norm_max, "factor of p.grad": factor}, *options_to_compare(optimizer)]
+        failure = self._take_failure(number)
         try:
             scaled_norm, contributed = agree_on_step(
-                self._exchange, number, square_sum, self._contributed(), torn=torn, failure=failure, settings=settings
+                self._collectives,
+                number,
+                square_sum,
+                self._parameters_with_gradient(),
+                backward_interrupted=backward_interrupted,
+                failure=failure,
+                settings=settings,
             )
-        except (TornBackward, ConfigError):
-            self._move(StepState.NONE)
+        except (InterruptedBackward, ConfigError):
+            self._set_state(StepState.NONE)
             raise
         scaled_norm *= abs(factor)
         if self._needs_all:
-            self._refuse_unused(contributed, optimizer, index_of)
-        if self._scaler.refuses(scaled_norm):
+            self._check_unused(contributed, optimizer, index_of)
+        if self._scaler.must_skip(scaled_norm):
             self._skip(number, loss_is_finite())
             return
         self.norm = scaled_norm / self._scaler.cur_scale
         scale = clip_coefficient(self.norm, norm_max) * factor / self._scaler.cur_scale
-        values, small = self._values_in(optimizer, index_of, contributed)
+        values, small = self._fix_values(optimizer, index_of, contributed)
         arguments = StepArguments(values, scale, number, self._storage.streams.record_event(), small)
         due = [group for group in self._storage.plan.sub_groups if self.pipeline.trained_units(group, arguments)]
         # From here on no waits and no searches: the step must be decided completely or not at all.
         optimizer.count_step(index_of, arguments.values)
-        self._gradients.seal()
+        self._gradients.hand_to_step()
         self.updates.begin_step(arguments, due)
-        self._arguments, self.applied = arguments, True
-        self._move(StepState.DECIDED)
-        self._scaler.update(overflow=False)
+        self._arguments, self.changes_weights = arguments, True
+        self._set_state(StepState.DECIDED)
+        self._scaler.update_scale(overflow=False)
 
-    def _failure(self, number: int) -> StorageError | None:
+    def _take_failure(self, number: int) -> StorageError | None:
         """What has failed on this rank since the last step, and is reported only once. None with a single rank."""
         mine, before = self._gradients.failure, self.updates.unreported
         self._gradients.failure = self.updates.unreported = None
         return before if mine is None else mine.within(f"gradients of step {number}")
 
-    def _contributed(self) -> set[int]:
+    def _parameters_with_gradient(self) -> set[int]:
         """Indices of the parameters that have a gradient on this rank."""
         trained = (unit for unit in self._layout.units if unit.trainable)
-        pairs = (zip(unit.slots, self._gradients.contributed(unit.index), strict=True) for unit in trained)
+        pairs = (zip(unit.slots, self._gradients.slots_with_gradient(unit.index), strict=True) for unit in trained)
         return {slot.index for its in pairs for slot, has in its if has}
 
-    def _values_in(self, optimizer: ZeroOptimizer, index_of: dict[int, int], contributed: set[int]) -> Any:
+    def _fix_values(self, optimizer: ZeroOptimizer, index_of: dict[int, int], contributed: set[int]) -> Any:
         """The values of the groups, and the small states. If the user has made the groups such that there are none, no
         step is taken; the gradients stay for another attempt.
         """
         try:
-            values = optimizer.values(index_of, contributed)
+            values = optimizer.step_values(index_of, contributed)
             return values, optimizer.small_states(index_of, values)
         except Exception:
-            self._move(StepState.NONE)
+            self._set_state(StepState.NONE)
             raise
 
     def _skip(self, number: int, loss_is_finite: bool) -> None:
         """Decide that all ranks skip the step."""
         scaler = self._scaler
-        names, finite = agree_on_nonfinite(self._exchange, self._gradients, loss_is_finite=loss_is_finite)
+        names, finite = agree_on_nonfinite(self._collectives, self._gradients, loss_is_finite=loss_is_finite)
         found = f"{'the loss and ' * (not finite)}the gradients of {', '.join(names)} (first in backward)"
-        if scaler.at_minimum:
+        if scaler.is_at_minimum:
             self._gradients.clear()
-            self._move(StepState.NONE)
+            self._set_state(StepState.NONE)
             raise LossScaleError(
                 f"step {number}: {found} are inf or NaN with a loss scale of {scaler.cur_scale:.10g}. Current loss "
                 "scale already at minimum - cannot decrease scale anymore (fp16.min_loss_scale). No step is taken: "
@@ -387,14 +406,16 @@ class Stepper:
                 "them"
             )
         before = scaler.cur_scale
-        self.applied, self.norm = False, math.inf
-        self._move(StepState.DECIDED)
-        scaler.update(overflow=True)
+        self.changes_weights, self.norm = False, math.inf
+        self._set_state(StepState.DECIDED)
+        scaler.update_scale(overflow=True)
         self._gradients.clear()
-        if self._exchange.placement.rank == 0:
-            logger.warning("step %d is skipped: %s are inf or NaN%s", number, found, _told(scaler, before))
+        if self._collectives.placement.rank == 0:
+            logger.warning(
+                "step %d is skipped: %s are inf or NaN%s", number, found, _describe_scale_change(scaler, before)
+            )
 
-    def _refuse_unused(self, contributed: set[int], optimizer: ZeroOptimizer, index_of: dict[int, int]) -> None:
+    def _check_unused(self, contributed: set[int], optimizer: ZeroOptimizer, index_of: dict[int, int]) -> None:
         """Check parameters that require a gradient now: a parameter that was frozen later is still in its unit."""
         with torch._C.DisableTorchFunctionSubclass():
             held = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
@@ -402,27 +423,27 @@ class Stepper:
         slots = (slot for unit in self._layout.units if unit.trainable for slot in unit.slots)
         unused = [slot.name for slot in slots if slot.index in wanted]
         if unused:
-            self._move(StepState.NONE)
+            self._set_state(StepState.NONE)
             more = f" and {len(unused) - NAMES_SHOWN} more" if len(unused) > NAMES_SHOWN else ""
             raise UnusedParameters(
                 f"step: no gradient for {', '.join(unused[:NAMES_SHOWN])}{more}; use them in every step, call "
                 "requires_grad_(False) on them, or set zero_optimization.ignore_unused_parameters to true"
             )
 
-    def start(self) -> None:
+    def start_updates(self) -> None:
         """The step is counted: begin updates that must not wait for a fetch: without the disk, or of persistent units.
 
         Raises StorageError: as `finish`; the next call begins again.
         """
-        if not self.applied:
+        if not self.changes_weights:
             return
         due = self.updates.groups_of(None)
-        self._finish_groups([group for group in due if self.pipeline.at_once(group, self._arguments)])
+        self._finish_groups([group for group in due if self.pipeline.can_update_now(group, self._arguments)])
         bound = self.updates.groups_of(self._persistent)
         if bound:
-            self._storage.mover.submit("updating what is always bound", self.updates.bring(bound))
+            self._storage.mover.submit("updating what is always bound", self.updates.update_groups(bound))
 
-    def check(self) -> None:
+    def check_updates(self) -> None:
         """Raise the error of an update if it was not reported yet; otherwise repeat the writes that failed.
 
         With several ranks the next step reports it. Raises StorageError: names the step. Nothing is lost; the next call
@@ -431,47 +452,47 @@ class Stepper:
         failure = self.updates.failure
         if failure is None:
             return
-        if self.updates.alone and not is_reported(failure):
+        if self.updates.is_single_rank and not is_reported(failure):
             mark_reported(failure)
             raise failure
-        self._storage.mover.run("storing the results of a step", self.updates.retry())
+        self._storage.mover.run("storing the results of a step", self.updates.retry_writes())
 
-    def finish(self, units: Iterable[int] | None = None) -> None:
+    def finish_updates(self, units: Iterable[int] | None = None) -> None:
         """Complete the step for these units (None: all): update and store them.
 
         Raises StorageError: names the step; the next call continues.
         """
         # In this order: a failing update sets `failure` before it counts as settled.
-        if self.updates.all_settled and self.updates.failure is None:
+        if self.updates.is_idle and self.updates.failure is None:
             return
-        self.check()
+        self.check_updates()
         self._finish_groups(self.updates.groups_of(units))
 
-    def apply(self, index: int) -> None:
+    def update_unit(self, index: int) -> None:
         """Update the unit: then its gradient is not needed any more, and its weights are the step's."""
-        if not self.updates.current(index):
+        if not self.updates.is_current(index):
             unit = self._layout.units[index]
-            self._run(f"updating unit {unit.name}", self.updates.bring_unit(unit))
+            self._run_job(f"updating unit {unit.name}", self.updates.update_unit(unit))
 
-    def _reclaim(self, unit: Unit) -> None:
+    def _reclaim_memory(self, unit: Unit) -> None:
         """Wait until updates return the lent memory of the unit's gradient."""
-        spare = self.pipeline.spare
-        if spare.holds(unit.index):
+        spare = self.pipeline.spare_memory
+        if spare.is_offered(unit.index):
             self._storage.mover.run(f"storing results out of the way of {unit.name}", spare.withdraw(unit))
 
-    def stop(self) -> None:
+    def stop_updates(self) -> None:
         """The engine closes: updates that have not begun are dropped, because nobody can see their results."""
-        self.updates.stopped = True
+        self.updates.is_stopped = True
 
-    def apply_persistent(self) -> None:
+    def update_persistent_units(self) -> None:
         for index in self._persistent:
-            self.apply(index)
+            self.update_unit(index)
 
     def _finish_groups(self, groups: list[SubGroup]) -> None:
         if groups:
-            self._run("optimizer step", self.updates.finish(groups))
+            self._run_job("optimizer step", self.updates.finish_groups(groups))
 
-    def _run(self, what: str, job: Coroutine[Any, Any, None]) -> None:
+    def _run_job(self, what: str, job: Coroutine[Any, Any, None]) -> None:
         try:
             self._storage.mover.run(what, job)
         except StorageError as error:
@@ -479,7 +500,7 @@ class Stepper:
             raise
 
 
-def _told(scaler: LossScaler, before: float) -> str:
+def _describe_scale_change(scaler: LossScaler, before: float) -> str:
     """The change of the scale, for the log."""
     if not scaler.dynamic:
         return "" if before == 1.0 else f"; the loss scale is {before:.10g} and static"

@@ -52,7 +52,7 @@ def dtype_table(
         notes.append(f"forward under torch.autocast: {NAMES[cast]}")
     if scaler.is_needed:
         notes.append(f"loss scale: {'dynamic, from' if scaler.dynamic else 'static,'} {scaler.cur_scale:.10g}")
-    notes.append(f"steps whose gradients are inf or NaN: {'skipped' if scaler.skips else 'taken'}")
+    notes.append(f"steps whose gradients are inf or NaN: {'skipped' if scaler.skips_nonfinite else 'taken'}")
     if any(space.trainable for space in layout.spaces):
         most = config.gradient_clipping
         notes.append(f"gradients are clipped to a norm of {most:.10g}" if most else "gradients are not clipped")

@@ -136,14 +136,14 @@ class BackwardWatch:
         """Gradients have passed a whole call that uses the unit: this call needs the unit no longer."""
         with self.tearing():
             if self._coordinator.end_backward_use(index):
-                self._gradients.passed(index)
+                self._gradients.on_unit_backward_end(index)
 
     def forward_begins(self) -> None:
         """The root is called outside any backward, so no backward can be running, even if the last one raised.
 
         Exception: with micro-batches side by side the backward of another micro-batch may have begun.
         """
-        if not self._gradients.together:
+        if not self._gradients.is_interleaved:
             self.end_stray()
         self._events.ready_to_run("forward")
         if torch.is_grad_enabled():
@@ -182,7 +182,7 @@ class BackwardWatch:
     def _begin(self, *, together: bool = False) -> None:
         self._running, self._arrived = True, False
         self._events.backward_begins()
-        self._gradients.begin_backward(boundary=self._events.reduces(), together=together)
+        self._gradients.begin_backward(boundary=self._events.reduces(), interleaved=together)
 
     def _end(self, *, broken_off: bool = False) -> None:
         """`broken_off`: the gradients will be dropped, and other ranks are not asked for theirs."""
@@ -190,7 +190,7 @@ class BackwardWatch:
         _UNDER_WAY.pop(id(self), None)
         try:
             if broken_off:
-                self._gradients.break_off()
+                self._gradients.abort_backward()
             else:
                 self._gradients.end_backward()
         finally:
@@ -228,11 +228,11 @@ class BackwardWatch:
     def rows_passed(self, index: int) -> None:
         """Gradients have passed a call that used rows of the unit."""
         with self.tearing():
-            self._gradients.passed(index)
+            self._gradients.on_unit_backward_end(index)
 
     def _receive(self, unit: Unit, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         self._announce()
         self._arrived = True
         with self.tearing():
-            if self._gradients.arrive(unit.index, position, gradient, rows, self._parts):
-                self._gradients.passed(unit.index)
+            if self._gradients.add_gradient(unit.index, position, gradient, rows, self._parts):
+                self._gradients.on_unit_backward_end(unit.index)

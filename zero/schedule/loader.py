@@ -17,7 +17,7 @@ from offload.planes.copies import write_array
 from offload.streams import MaybeEvent
 from zero.exchange.exchange import Collectives, PendingWork
 from zero.exchange.neighbours import SecondaryShards
-from zero.optim.pending_updates import DueUpdates
+from zero.optim.pending_updates import PendingUpdates
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
 from zero.schedule.events import Events
@@ -62,7 +62,7 @@ class Draining:
 class _Ways:
     """Jobs that fetch units, on the mover's loop. No reference to the engine: a job must not keep it alive."""
 
-    def __init__(self, storage: Storage, updates: DueUpdates, exchange: Collectives, near: SecondaryShards) -> None:
+    def __init__(self, storage: Storage, updates: PendingUpdates, exchange: Collectives, near: SecondaryShards) -> None:
         self._storage, self._updates, self._exchange, self._near = storage, updates, exchange, near
 
     async def fetch(
@@ -78,7 +78,7 @@ class _Ways:
     async def bring_all(self, unit: Unit, memory: torch.Tensor, turn: PendingWork, partial: set[int]) -> MaybeEvent:
         """Bring all slices up to date where they live; the unit stays `partial` if that fails."""
         try:
-            await self._updates.bring_unit(unit)
+            await self._updates.update_unit(unit)
         except BaseException as error:
             partial.add(unit.index)
             self._exchange.cancel(turn, error)
@@ -109,7 +109,7 @@ class Loader:
         layout: Layout,
         bound: list[BoundUnit],
         storage: Storage,
-        updates: DueUpdates,
+        updates: PendingUpdates,
         in_place: bool,
         events: Events,
         exchange: Collectives,
@@ -151,7 +151,7 @@ class Loader:
         self._stepped_on = self._storage.streams.wait_stream(None)
         self._partial.update(index for index in self._storage.plan.whole if self._layout.units[index].trainable)
         self._near.invalidate(unit.index for unit in self._layout.units if unit.trainable)
-        self._exchange.on_step_decided(lambda index: not self._updates.at_home(index))
+        self._exchange.on_step_decided(lambda index: not self._updates.is_stored(index))
 
     def rewritten(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
         """The stored weights of these units (None: all) change on every rank, by other means than a step.
@@ -357,9 +357,9 @@ class Loader:
             self._partial.discard(unit.index)
             job = self._ways.bring_all(unit, memory, self._exchange.enqueue("gather", unit), self._partial)
             return self._storage.mover.submit(f"gathering unit {unit.name}", job)
-        if self._updates.current(unit.index):
+        if self._updates.is_current(unit.index):
             return None
-        return self._storage.mover.submit(f"updating unit {unit.name}", self._updates.bring_unit(unit))
+        return self._storage.mover.submit(f"updating unit {unit.name}", self._updates.update_unit(unit))
 
     def _reclaim(self) -> None:
         """Give back released memory that no transfer uses any more."""
@@ -375,7 +375,7 @@ class Loader:
         if leaving.transfer is not None and not leaving.transfer.done():
             return True
         # Updates write to disk only from memory that the disk can address; an update on a GPU goes through the host.
-        return self._storage.streams.has_unified_memory and self._updates.borrows(leaving.unit.index)
+        return self._storage.streams.has_unified_memory and self._updates.is_written_from(leaving.unit.index)
 
     def _give_back(self, leaving: Draining) -> None:
         transfer = leaving.transfer
@@ -387,7 +387,7 @@ class Loader:
         if leaving.transfer is not None:
             leaving.transfer.wait()
         unit = leaving.unit
-        self._storage.mover.run(f"storing unit {unit.name}", self._updates.settle_weights(unit))
+        self._storage.mover.run(f"storing unit {unit.name}", self._updates.wait_for_writes(unit))
         self._give_back(leaving)
         self._draining.remove(leaving)
         self._reclaim()
@@ -401,15 +401,15 @@ class Loader:
         async def store() -> MaybeEvent:
             streams.wait_events(*modified)
             await streams.synchronize(*modified, streams.record_copy_event())
-            await self._updates.settle_weights(unit)  # its update writes to the same place
+            await self._updates.wait_for_writes(unit)  # its update writes to the same place
             kept = self._near.store_part(unit, data, None)  # no fence: the device has reached all of them
             try:
                 await write_array(plane, unit.begin, unit.end, unit.own(data), self._storage.arena)
                 return kept
             except StorageError as error:
                 plane.keep_failed_write(unit.begin, unit.end, aligned_copy(unit.own(data).cpu()))
-                self._updates.fail(error)
-                if self._updates.alone:
+                self._updates.set_failure(error)
+                if self._updates.is_single_rank:
                     raise
                 return kept
 

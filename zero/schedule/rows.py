@@ -20,7 +20,7 @@ from offload.memory.arena import Block
 from offload.memory.flat_storage import FlatStorage, exact_alias
 from offload.sizes import ALIGN_BYTES, align_up
 from offload.system.interrupts import atomic, deferring_interrupts
-from zero.optim.pending_updates import DueUpdates
+from zero.optim.pending_updates import PendingUpdates
 from zero.params.binding import BoundUnit
 from zero.params.tiles import hooks_behind
 from zero.schedule.backward import BackwardWatch
@@ -82,7 +82,7 @@ class RowLender:
         bound: list[BoundUnit],
         storage: Storage,
         coordinator: Coordinator,
-        updates: DueUpdates,
+        updates: PendingUpdates,
         events: BackwardWatch,
         turns: Turns,
     ) -> None:

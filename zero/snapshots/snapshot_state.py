@@ -47,7 +47,7 @@ def capture(run: Run, norm: float | None) -> Callable[[], bytes]:
         state["step_counts"] = {names[key]: count for key, count in optimizer.step_counts.items() if key in names}
         for key in optimizer.progress.keys() & names.keys():  # not of Adam: a tensor for each parameter takes time
             numbers = optimizer.saved_numbers(key)
-            state["numbers"][names[key]] = {what: number.tensor() for what, number in numbers.items()}
+            state["numbers"][names[key]] = {what: number.to_tensor() for what, number in numbers.items()}
     if hasattr(run.lr_scheduler, "state_dict"):
         state["lr_scheduler"] = pack_any(run.lr_scheduler.state_dict())
     if (extra := packed_extra_states(run.module, "snapshot")) is not None:
@@ -95,12 +95,12 @@ def restore(run: Run, data: bytes) -> float | None:
     if (optimizer := run.updater) is not None:
         restore_groups(optimizer, state["groups"])
         for key, name in names.items():
-            optimizer.forget(key)
+            optimizer.forget_parameter(key)
             if name in state["numbers"]:
                 optimizer.set_numbers(key, state["numbers"][name])
             elif name in state["step_counts"]:
                 optimizer.step_counts[key] = state["step_counts"][name]
-        optimizer.take_small(small, names)
+        optimizer.load_small(small, names)
     if "lr_scheduler" in state and hasattr(run.lr_scheduler, "load_state_dict"):
         run.lr_scheduler.load_state_dict(scheduler)
     buffers = dict(run.module.named_buffers())

@@ -11,9 +11,9 @@ from torch import nn
 from offload.kernels.masters import remainder_dtype
 from zero.config import load_config
 from zero.config.optimizer_block import TYPE_KEYS
-from zero.optim.averages import innermost
+from zero.optim.averages import inner_rule
 from zero.optim.kernel_rules import KernelRule
-from zero.optim.make_rule import trained_from
+from zero.optim.make_rule import make_trained_parameters
 from zero.optim.rules import AdamRule, Rule
 from zero.plan.planner import STATE_DTYPES
 from zero.plan.record import RecordFormat
@@ -66,7 +66,7 @@ def _rows(kind: str) -> Iterator[str]:
     for words, options, more in (("", {}, {}), *VARIANTS.get(kind, ())):
         config = load_config({"optimizer": {"type": kind, "params": {"lr": 1e-3, **options}}, **more}, world_size=1)
         state_dtype = config.zero_optimization.offload_optimizer.state_dtype
-        trained = trained_from(None, None, nn.Linear(8, 8), config)
+        trained = make_trained_parameters(None, None, nn.Linear(8, 8), config)
         if trained is None:
             raise ValueError(f"{kind}: a configuration with an optimizer does not train anything")
         for rule in trained.rules.each:
@@ -85,10 +85,10 @@ def _row(name: str, rule: Rule, record: RecordFormat) -> str:
         states += f"{' and ' if rule.states else ''}small: {named[1]}"
     by = (
         "kernel"
-        if isinstance(innermost(rule), (AdamRule, KernelRule))
+        if isinstance(inner_rule(rule), (AdamRule, KernelRule))
         else "torch, whole parameters"
-        if rule.whole
+        if rule.needs_whole_parameters
         else "torch, tiles"
     )
-    looks_at = "whole parameters" if rule.whole else "elements"
+    looks_at = "whole parameters" if rule.needs_whole_parameters else "elements"
     return f"| {name} | {looks_at} | {states} | {stored:.4g} | {2 * stored + weight:.4g} | {by} |"

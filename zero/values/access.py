@@ -160,7 +160,7 @@ class EngineKeeper:
     def collected(self, parameter: nn.Parameter) -> CollectedGradient | None:
         """See `Keeper`. A pipeline's stage has only a part of the parameters, so it shows none and says so once."""
         places, gradients = self.places.get(id(parameter), []), self.events.gradients()
-        if not any(gradients.has(unit, slot) for unit, slot in places):
+        if not any(gradients.has_gradient(unit, slot) for unit, slot in places):
             return None
         if self.editor.is_stage:
             warn_of_hidden_gradients()

@@ -27,14 +27,14 @@ class GradientValues:
     def settle(self) -> None:
         """Wait until no gradient is in flight. Raises StorageError."""
         self._gradients.flush_all()
-        self._gradients.settle()
+        self._gradients.wait_until_stored()
 
     def read(self, unit: Unit, slot: Slot) -> torch.Tensor | None:
         """The gradient over all ranks so far, (slot.numel,) fp32 on the host; None if no rank has any.
 
         All ranks call this together.
         """
-        state, waiting = self._gradients.state_of(unit), self._gradients.waiting(unit.index).get(unit.index)
+        state, waiting = self._gradients.state_of(unit), self._gradients.unreduced_gradients(unit.index).get(unit.index)
         had = bool(state.contributions[slot.position])
         answers = self._exchange.all_gather_bytes(
             f"gradient of {slot.name}", json.dumps([had, waiting is not None]).encode()
@@ -82,7 +82,7 @@ class GradientValues:
         """Elements [begin, end) of the slot, which are in this rank's slice, fp32; None if this rank has none."""
         state = self._gradients.state_of(unit)
         # With several ranks, `contributions` counts only this rank's; parts without any gradient are stored as zeros.
-        if state.empty or (self._placement.alone and not state.contributions[slot.position]):
+        if state.is_empty or (self._placement.alone and not state.contributions[slot.position]):
             return None
         return self._stored(state, slot, begin, end) * self.factor_of(slot)
 
@@ -92,7 +92,7 @@ class GradientValues:
         All ranks call this together. None: some gradient is not reduced yet.
         """
         own = SquareSum.merge(part for unit, slot in places for part in self._own_sums(unit, slot))
-        waits = any(unit.index in self._gradients.waiting(unit.index) for unit, _ in places)
+        waits = any(unit.index in self._gradients.unreduced_gradients(unit.index) for unit, _ in places)
         answers = self._exchange.all_gather_bytes(
             f"norm of the gradient of {places[0][1].name}", bytes([waits]) + own.pack()
         )
@@ -103,7 +103,7 @@ class GradientValues:
     def _own_sums(self, unit: Unit, slot: Slot) -> Iterator[SquareSum]:
         state = self._gradients.state_of(unit)
         lo, hi = (place - unit.begin for place in unit.within(slot))
-        if state.empty or lo >= hi:
+        if state.is_empty or lo >= hi:
             return
         begin = min(align_up(lo, BLOCK_NUMEL), hi)
         end = hi if hi == unit.shard_numel else max(hi // BLOCK_NUMEL * BLOCK_NUMEL, begin)
@@ -117,15 +117,15 @@ class GradientValues:
     def apply_factor(self, unit: Unit, slot: Slot) -> None:
         """Multiply what this rank has of the slot by its factor, which stays noted; a dropped gradient ends."""
         factor, state = self._gradients.factors.get(slot.index, 1.0), self._gradients.state_of(unit)
-        self._gradients.scale_waiting(unit, slot, factor)
+        self._gradients.scale_unreduced(unit, slot, factor)
         end = slot.first_numel + slot.numel
         run = runs_of(self._placement, unit, slot, slot.first_numel, end)[self._placement.shard_index]
-        for lo in range(run.start, run.stop if not state.empty else run.start, CHUNK_NUMEL):
+        for lo in range(run.start, run.stop if not state.is_empty else run.start, CHUNK_NUMEL):
             hi = min(lo + CHUNK_NUMEL, run.stop)
             values = self._stored(state, slot, lo, hi)
             self._store(unit, slot, lo, torch.zeros_like(values) if factor is None else values * factor)
         if factor is None:
-            self._gradients.drop(unit, slot)
+            self._gradients.drop_slot(unit, slot)
 
     def forget_factor(self, slot: Slot) -> None:
         """The slot's values contain its factor, or were replaced."""
@@ -133,7 +133,7 @@ class GradientValues:
 
     def drop_waiting(self, unit: Unit, slot: Slot) -> None:
         """Discard the slot's gradient that this rank has collected but not reduced yet."""
-        self._gradients.scale_waiting(unit, slot, None)
+        self._gradients.scale_unreduced(unit, slot, None)
 
     def write_own(self, unit: Unit, slot: Slot, begin: int, values: torch.Tensor) -> None:
         """Replace elements of the slot from `begin` on, which are in this rank's slice; rounded to the stored dtype.
@@ -141,14 +141,14 @@ class GradientValues:
         All ranks call this with the same slot, each with its own elements, after the updates of the last step.
         """
         state = self._gradients.state_of(unit)
-        fresh = state.empty
+        fresh = state.is_empty
         state.contributions[slot.position] = max(state.contributions[slot.position], 1)
         self._store(unit, slot, begin, values, fresh=fresh)
 
     def _store(self, unit: Unit, slot: Slot, begin: int, values: torch.Tensor, *, fresh: bool = False) -> None:
         """As `write_own`; `fresh`: the unit has nothing yet. Whether the slot has a gradient stays as it is."""
         state = self._gradients.state_of(unit)
-        self._gradients.reclaim(unit)
+        self._gradients.reclaim_memory(unit)
         first = unit.origin + slot.offset_numel + begin
         last = first + values.numel()
         # A new gradient is zero elsewhere; of an existing one only the blocks that change are rewritten.
@@ -169,7 +169,7 @@ class GradientValues:
 
     def _stored(self, state: UnitGradient, slot: Slot, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the slot in this rank's slice, fp32; zeros if nothing is stored."""
-        if begin >= end or state.empty:
+        if begin >= end or state.is_empty:
             return torch.zeros(max(end - begin, 0), dtype=torch.float32, device="cpu")
         first = state.unit.origin + slot.offset_numel
         return self._gradients.read_stored(state, first + begin, first + end).float()

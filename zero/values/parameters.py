@@ -16,7 +16,7 @@ from offload.archives import bytes_of, bytes_tensor
 from offload.errors import StateError
 from offload.kernels import masters
 from zero.exchange.exchange import Collectives
-from zero.optim.small_states import SmallStates, gathered
+from zero.optim.small_states import SmallStates, gather_small_states
 from zero.params.gathering import GatheredParameters
 from zero.params.layout import Slot, Unit
 from zero.params.released import name_of
@@ -27,7 +27,7 @@ from zero.values.gathered_values import join_runs, runs_of
 
 if TYPE_CHECKING:
     from zero.assembly.assembly import EngineParts
-    from zero.optim.optimizer import KeptOptimizer
+    from zero.optim.optimizer import ExternalStateOptimizer
 
 
 class SlotRun(NamedTuple):
@@ -47,7 +47,11 @@ class ParameterValues:
     """
 
     def __init__(
-        self, parts: EngineParts, exchange: Collectives, parameter: nn.Parameter, optimizer: KeptOptimizer | None
+        self,
+        parts: EngineParts,
+        exchange: Collectives,
+        parameter: nn.Parameter,
+        optimizer: ExternalStateOptimizer | None,
     ) -> None:
         self._parts, self._exchange, self._parameter = parts, exchange, parameter
         self._small = {} if optimizer is None else optimizer.small
@@ -69,7 +73,7 @@ class ParameterValues:
         if not self._small_shapes:
             return self._parts.parameter_store.moments(self._name)
         mine = self._parts.small_states({id(self._parameter): self._name})
-        small = gathered(self._exchange, mine).get(self._name, {})
+        small = gather_small_states(self._exchange, mine).get(self._name, {})
         return {**self._parts.parameter_store.moments(self._name), **small}
 
     def state(self, key: str) -> torch.Tensor:

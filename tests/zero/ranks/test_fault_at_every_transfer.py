@@ -27,7 +27,7 @@ import zero
 from offload.disk.aio import AioFault
 from offload.disk.aio_base import Op
 from offload.errors import BudgetError, StorageError
-from zero.optim.step import TornBackward
+from zero.optim.step import InterruptedBackward
 
 Pool = Callable[[int], RankPool]
 
@@ -77,9 +77,9 @@ def train_step(engine: Any, index: int, run: Run, said: list[str]) -> list[float
                 position, call = position + 1, "forward"
                 if position == run.accumulation:
                     return losses
-        except (StorageError, TornBackward) as error:
+        except (StorageError, InterruptedBackward) as error:
             said.append(f"step {index}: {type(error).__name__} in {call}")
-            if call == "backward" or isinstance(error, TornBackward):
+            if call == "backward" or isinstance(error, InterruptedBackward):
                 engine.zero_grad()
                 losses, call = [], "forward"
     raise AssertionError(f"step {index} still fails: {said}")
