@@ -186,7 +186,7 @@ class _ReadOnce(StoredValues):
         return self._flats[unit.index][lo - unit.begin : hi - unit.begin]
 
     def _piece(self, unit: Any, group: Any, lo: int, hi: int, first: int) -> Piece:
-        begin, end = group.part_of(unit)
+        begin, end = group.range_in(unit)
         if (unit.index, group) not in self._parts:
             part = super()._piece(unit, group, begin, end, 0)
             states = None if part.states is None else tuple(state.clone() for state in part.states)
@@ -313,7 +313,7 @@ def read_nothing_ahead(engine: Any) -> None:
 
 def bound_units(engine: Any) -> list[Any]:
     """The units whose parameters hold their values."""
-    return [bound for bound in engine.run.parts.bound if bound.bound]
+    return [bound for bound in engine.run.parts.bound if bound.is_bound]
 
 
 def open_calls(engine: Any) -> list[Any]:

@@ -62,7 +62,7 @@ class Spy:
         found: dict[int, None] = {}
         for step, group in self.begun:
             if step == number:
-                found.update(dict.fromkeys(u.index for u in layout.spaces[group.space].overlapping(*span(group))))
+                found.update(dict.fromkeys(u.index for u in layout.spaces[group.space].units_between(*span(group))))
         return list(found)
 
 

@@ -12,7 +12,7 @@ from offload.errors import BudgetError
 from zero.config import load_config
 from zero.params.layout import Layout, UnitContent, build_layout
 from zero.params.placement import Placement
-from zero.params.units import Uses
+from zero.params.units import LiveNumels
 from zero.plan.machine import Machine
 from zero.plan.plan import NVME as ON_NVME
 from zero.plan.plan import Plan
@@ -68,7 +68,9 @@ def test_a_little_more_host_memory_is_never_refused_and_never_costs_traffic(name
     for host in range(4096, 100_000_000, step):
         config = load_config({**base, "memory_budget": {"host": host}})
         try:
-            plan = Planner(layout, config, MACHINE, torch.device("cpu"), True, Uses.in_turn(layout)).make()
+            plan = Planner(
+                layout, config, MACHINE, torch.device("cpu"), True, LiveNumels.for_sequential_use(layout)
+            ).make()
         except BudgetError as refusal:
             assert not accepted, f"{accepted:,} bytes were accepted, {host:,} are refused: {refusal}"
             continue

@@ -16,7 +16,7 @@ from torch import nn
 import zero
 from offload.errors import StateError, StorageError
 from zero.engine.engine import ZeroEngine
-from zero.params.released import is_kept
+from zero.params.released import is_managed
 
 Open = Callable[..., Any]
 Pool = Callable[[int], Any]
@@ -44,7 +44,7 @@ def test_the_model_keeps_the_weights_of_the_last_step(
     engine.destroy()
     engine.destroy()
     for name, parameter in model.named_parameters():
-        assert type(parameter) is nn.Parameter and not is_kept(parameter)
+        assert type(parameter) is nn.Parameter and not is_managed(parameter)
         assert torch.equal(parameter, expected[name]), name
     model(tokens(1)).backward()
     with pytest.raises(StateError, match="the engine is closed"):
@@ -58,7 +58,7 @@ def test_weights_that_are_cut_among_ranks_end_with_the_engine(open_engine: Open)
     engine = open_engine(model, config(3, "none", None))
     micro_batch(engine, 0)
     engine.destroy()
-    assert all(is_kept(parameter) for parameter in model.parameters())
+    assert all(is_managed(parameter) for parameter in model.parameters())
 
 
 def destroyed(stage: int) -> list[float]:
@@ -89,7 +89,7 @@ def test_sharded_weights_stay_if_the_caller_asks_for_it(open_engine: Open, nvme_
     ZeroEngine.destroy(engine, keeps_shards=True)
     assert engine.run.closed
     for name, parameter in model.named_parameters():
-        assert is_kept(parameter) == (device == "nvme")
+        assert is_managed(parameter) == (device == "nvme")
         with zero.GatheredParameters([parameter]):
             assert torch.equal(parameter, expected[name]), name
     again = open_engine(model, sharded(device, nvme_path))

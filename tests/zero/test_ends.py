@@ -21,7 +21,7 @@ import offload.mover
 import zero
 from offload.disk.aio import NativeAio
 from offload.errors import StorageError
-from zero.params.released import is_kept
+from zero.params.released import is_managed
 
 # ---- initialisation that fails --------------------------------------------------------------------------------------
 
@@ -50,7 +50,7 @@ def test_an_initialisation_that_fails_gives_the_model_back(
         with pytest.raises(StorageError):
             zero.initialize(model=model, config=config)
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert ours is objects[name] and type(ours) is nn.Parameter and not is_kept(ours)
+        assert ours is objects[name] and type(ours) is nn.Parameter and not is_managed(ours)
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
         assert not ours._post_accumulate_grad_hooks
     for module in model.modules():

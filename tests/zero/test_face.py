@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import zero
 from offload.errors import BudgetError, StateError
 from zero.params.face import ZeroParamStatus
-from zero.params.released import ReleasedParameter, is_kept
+from zero.params.released import ReleasedParameter, is_managed
 
 pytestmark = pytest.mark.usefixtures("swaps")
 
@@ -136,7 +136,7 @@ def test_a_module_copied_inside_a_gather_is_plain_and_independent(open_engine: O
         copied = copy.deepcopy(block)
         expected = {name: p.detach().clone() for name, p in block.named_parameters()}
     for name, parameter in copied.named_parameters():
-        assert type(parameter) is nn.Parameter and not is_kept(parameter) and not hasattr(parameter, "ds_id")
+        assert type(parameter) is nn.Parameter and not is_managed(parameter) and not hasattr(parameter, "ds_id")
         assert parameter.requires_grad and torch.equal(parameter.detach(), expected[name])
     gathers = engine.statistics().gathers
     x = torch.randn(1, 8, 32, dtype=torch.bfloat16)
@@ -156,7 +156,7 @@ def test_a_gathered_parameter_is_pickled_and_saved_as_a_plain_one(open_engine: O
         expected = parameter.detach().clone()
     buffer.seek(0)
     for loaded in (pickle.loads(written), torch.load(buffer, weights_only=False)):
-        assert type(loaded) is nn.Parameter and not is_kept(loaded) and not hasattr(loaded, "ds_id")
+        assert type(loaded) is nn.Parameter and not is_managed(loaded) and not hasattr(loaded, "ds_id")
         assert loaded.note == "mine" and torch.equal(loaded.detach(), expected)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import offload.memory.flat_storage
 import zero
 from offload.errors import StateError
-from zero.params.released import ReleasedParameter, keeper_of
+from zero.params.released import ReleasedParameter, store_of
 
 Open = Callable[..., Any]
 PAIRS = [("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "none"), ("none", "none")]
@@ -247,7 +247,7 @@ def test_an_interrupt_at_the_end_of_opening_leaves_nothing_open(
     open_engine: Open, nvme_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, twin = made(open_engine, nvme_path), made(open_engine, nvme_path)
-    keeper, fetch = type(keeper_of(engine.module.norm.bias)), type(keeper_of(engine.module.norm.bias)).open
+    keeper, fetch = type(store_of(engine.module.norm.bias)), type(store_of(engine.module.norm.bias)).begin_gather
 
     def fetch_and_interrupt(self: Any, parameters: Any) -> None:
         fetch(self, parameters)
@@ -256,7 +256,7 @@ def test_an_interrupt_at_the_end_of_opening_leaves_nothing_open(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores Ctrl-C
     try:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(keeper, "open", fetch_and_interrupt)
+            patch.setattr(keeper, "begin_gather", fetch_and_interrupt)
             with zero.GatheredParameters([engine.module.norm.bias]):
                 pytest.fail("the context was entered")
     finally:

@@ -14,7 +14,7 @@ from offload.errors import ConfigError
 from zero.config import load_config
 from zero.exchange import partners
 from zero.exchange.partners import uses_host_gathers
-from zero.params.placement import place
+from zero.params.placement import make_placement
 
 CPU = {"device": "cpu"}
 GPU = torch.device("cuda")
@@ -35,7 +35,7 @@ def chosen(
     monkeypatch.setattr(partners, "same_node", lambda agree: one_node)
     monkeypatch.setattr(accelerator, "can_read_peers", lambda: reads[0])
     comm: Any = SimpleNamespace(rank=0, agree=lambda what, payload: [payload, b"%d" % reads[1]])
-    return uses_host_gathers(comm, config, device, place(config, 0, 4))
+    return uses_host_gathers(comm, config, device, make_placement(config, 0, 4))
 
 
 @pytest.mark.parametrize("wish", ["auto", True, False])

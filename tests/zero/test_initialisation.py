@@ -23,7 +23,7 @@ from offload.disk.provisional import InitFile
 from offload.errors import ConfigError
 from zero.compat.partition_parameters import Init as AliasInit
 from zero.params import initialisation
-from zero.params.released import ReleasedParameter, is_kept
+from zero.params.released import ReleasedParameter, is_managed
 from zero.pipe import PipelineModule
 
 pytestmark = pytest.mark.usefixtures("swaps")
@@ -430,7 +430,7 @@ def test_constructors_and_apply_are_restored(nvme_path: Path) -> None:
     with pytest.raises(TypeError), zero.Init(config_dict_or_path=config):
         nn.Linear("two")  # type: ignore[arg-type, call-arg]
     assert patched() == before
-    assert not is_kept(nn.Linear(2, 2).weight)
+    assert not is_managed(nn.Linear(2, 2).weight)
 
 
 def test_contexts_nest_and_follow_each_other(nvme_path: Path) -> None:
@@ -494,7 +494,7 @@ def test_where_there_is_nothing_to_save_construction_is_left_alone(
     with zero.Init(**config_of(nvme_path)):
         assert patched() == before
         model = nn.Linear(2, 2)
-    assert not is_kept(model.weight) and patched() == before
+    assert not is_managed(model.weight) and patched() == before
 
 
 def test_both_names_of_the_config_argument_work(nvme_path: Path, tmp_path: Path) -> None:

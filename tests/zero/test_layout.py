@@ -110,7 +110,7 @@ def test_overlapping_finds_the_units_that_share_a_coordinate(drawn: Any, world: 
     begin, end = min(a, b), max(a, b) + 1
     for space in build_layout(contents_of(drawn), among(world)).spaces:
         shared = [u for u in space.units if set(range(u.begin, u.end, BLOCK)) & block_starts(begin, end)]
-        assert list(space.overlapping(begin, end)) == shared
+        assert list(space.units_between(begin, end)) == shared
 
 
 def block_starts(begin: int, end: int) -> set[int]:
@@ -175,7 +175,7 @@ def test_a_parameter_is_found_without_a_look_at_every_sub_group(open_engine: Cal
 @given(contents_strategy, worlds, st.integers(0, 100_000))
 @example([([torch.Size([]), torch.Size([]), torch.Size([]), torch.Size([0])], torch.float32, False, False)], 3, 0)
 def test_what_is_looked_at_whole_lies_in_one_slice_and_one_sub_group(drawn: Any, world: int, numel_max: int) -> None:
-    contents = [replace(content, whole=True, trainable=True) for content in contents_of(drawn)]
+    contents = [replace(content, needs_whole_parameters=True, trainable=True) for content in contents_of(drawn)]
     cuts = []
     for rank in range(world):
         layout = build_layout(contents, replace(among(world), rank=rank))
@@ -185,9 +185,9 @@ def test_what_is_looked_at_whole_lies_in_one_slice_and_one_sub_group(drawn: Any,
             assert sorted(slot.index for slot in unit.slots) == [index for index, _, _ in content.parameters]
             for before, after in pairwise(unit.slots):
                 assert before.end_numel <= after.offset_numel
-            mine = [slot for slot in unit.slots if slot.numel and unit.within(slot)[0] < unit.within(slot)[1]]
+            mine = [slot for slot in unit.slots if slot.numel and unit.shard_range(slot)[0] < unit.shard_range(slot)[1]]
             for slot in mine:
-                begin, end = unit.within(slot)
+                begin, end = unit.shard_range(slot)
                 assert end - begin == slot.numel and begin % BLOCK == 0
                 assert sum(g.begin <= begin and end <= g.end for g in layout_groups(layout, unit, groups)) == 1
             sizes = [align_up(slot.numel, BLOCK) for slot in unit.slots]
@@ -196,7 +196,9 @@ def test_what_is_looked_at_whole_lies_in_one_slice_and_one_sub_group(drawn: Any,
             mine = [group for group in groups if group.space == index]
             assert mine[0].begin == 0 and mine[-1].end == layout.spaces[index].numel
             assert all(before.end == after.begin for before, after in pairwise(mine))
-            assert max(g.end - g.begin for g in mine) <= layout.longest(index, max(numel_max // BLOCK, 1) * BLOCK)
+            assert max(g.end - g.begin for g in mine) <= layout.longest_sub_group(
+                index, max(numel_max // BLOCK, 1) * BLOCK
+            )
     assert all(each == cuts[0] for each in cuts), "ranks have the same sub-groups"
 
 

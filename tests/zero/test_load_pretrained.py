@@ -24,7 +24,7 @@ import zero
 from benchmarks.cgroup import MemoryCgroup
 from offload.errors import ConfigError, StateError, StorageError
 from zero.params.released import ReleasedParameter
-from zero.params.unadopted import InFile
+from zero.params.unadopted import FileLocation
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -315,16 +315,16 @@ def test_after_a_load_that_failed_half_way_only_another_load_is_taken(
     with seeded(5):
         values = save(build("gpt"), tmp_path / "new")
     engine = open_engine(build("gpt"), make_config(tiers, nvme_path))
-    reads, read = [], InFile.read
+    reads, read = [], FileLocation.read
 
-    def fail(source: InFile, begin: int, end: int) -> torch.Tensor:
+    def fail(source: FileLocation, begin: int, end: int) -> torch.Tensor:
         reads.append(begin)
         if len(reads) == 4:
             raise StorageError("read", errno=errno.EIO, path="a shard", offset=0, free_bytes=None)
         return read(source, begin, end)
 
     with monkeypatch.context() as patch:
-        patch.setattr(InFile, "read", fail)
+        patch.setattr(FileLocation, "read", fail)
         with pytest.raises(StorageError):
             zero.load_pretrained(engine, tmp_path / "new")
     calls = (lambda: engine(tokens(0)), lambda: engine.save_checkpoint(tmp_path), engine.step)

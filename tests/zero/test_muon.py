@@ -95,8 +95,8 @@ def test_records_of_matrices_have_one_state(open_engine: Open, nvme_path: Path) 
         )
         if kind == "muon":
             layout = layout_of(engine)
-            matrices = sum(space.numel for space in layout.spaces if space.units[0].whole)
-            others = sum(space.numel for space in layout.spaces if not space.units[0].whole)
+            matrices = sum(space.numel for space in layout.spaces if space.units[0].needs_whole_parameters)
+            others = sum(space.numel for space in layout.spaces if not space.units[0].needs_whole_parameters)
             pages = 4096 * len(engine.plan.sub_groups)
             assert 0 <= sizes[kind] - (6 * matrices + 10 * others) < pages
     assert sizes["muon"] < sizes["adam"]

@@ -17,7 +17,7 @@ from offload.memory.poison import GRANULE_BYTES
 from zero.config import load_config
 from zero.params.layout import Layout, UnitContent, build_layout
 from zero.params.placement import Placement
-from zero.params.units import Uses
+from zero.params.units import LiveNumels
 from zero.plan.machine import Machine
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
 from zero.plan.planner import AUTO_SHARE, Planner
@@ -70,7 +70,7 @@ class Wish:
         )
         if self.zero.get("stage3_max_live_parameters", 0) is None:
             del config["zero_optimization"]["stage3_max_live_parameters"]
-        uses = Uses.in_turn(self.layout, self.around_max)
+        uses = LiveNumels.for_sequential_use(self.layout, self.around_max)
         planner = Planner(self.layout, load_config(config), self.machine, self.device, self.in_place, uses)
         return planner.make()
 

@@ -99,7 +99,7 @@ def test_gradients_are_those_of_a_linear_with_the_decoded_weight(bias: bool) -> 
     with seeded(0):
         linear = nn.Linear(64, 32, bias=bias)
         x = torch.randn(3, 5, 64)
-    coded = QuantizedLinear.of(linear, Codes(4, 32))
+    coded = QuantizedLinear.from_linear(linear, Codes(4, 32))
     twin = copy.deepcopy(linear)
     with torch.no_grad():
         twin.weight.copy_(coded.weight)

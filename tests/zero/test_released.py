@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zero
 from offload.errors import StateError
-from zero.params.released import ReleasedParameter, is_kept, name_of, set_present, set_released
+from zero.params.released import ReleasedParameter, is_managed, name_of, set_present, set_released
 
 pytestmark = pytest.mark.usefixtures("swaps")
 
@@ -239,7 +239,7 @@ def test_it_says_what_it_is(untouched: Any, parameter: nn.Parameter) -> None:
     for shown in (repr(parameter), str(parameter), f"{parameter}", repr(parameter.data)):
         assert "released" in shown and "(128, 32)" in shown and NAME in shown
     assert "Linear" in repr(untouched.module)
-    assert name_of(parameter) == NAME and is_kept(parameter)
+    assert name_of(parameter) == NAME and is_managed(parameter)
     assert name_of(nn.Parameter(torch.zeros(1))) == "?"
 
 
@@ -268,7 +268,7 @@ def test_a_copy_is_refused_while_released_and_independent_when_gathered(
     assert NAME in str(refusal.value) and "GatheredParameters" in str(refusal.value)
     with zero.GatheredParameters([parameter]):
         copied = copy.deepcopy(parameter)
-    assert type(copied) is nn.Parameter and not is_kept(copied)
+    assert type(copied) is nn.Parameter and not is_managed(copied)
     assert torch.equal(copied.detach(), untouched.full_parameter(NAME))
 
 

@@ -27,8 +27,8 @@ from torch import nn
 import zero
 from offload.disk.aio import AioFault
 from offload.errors import BudgetError, StateError, StorageError
-from zero.params.binding import BoundUnit
-from zero.params.released import ReleasedParameter, is_kept
+from zero.params.binding import UnitBinding
+from zero.params.released import ReleasedParameter, is_managed
 
 Open = Callable[..., Any]
 Change = Callable[[nn.Module], None]
@@ -322,7 +322,7 @@ def test_what_leaves_the_model_has_its_values_and_may_come_back(open_engine: Ope
     remove_block(model)
     assert engine.replan() and not engine.replan()
     for name, parameter in block.named_parameters():
-        assert not is_kept(parameter)
+        assert not is_managed(parameter)
         assert torch.equal(parameter.detach(), reference.full_master(f"blocks.1.{name}")), name
     model.blocks.insert(1, block)  # type: ignore[operator, union-attr]
     run(engine, range(2, 3))
@@ -389,8 +389,8 @@ def test_a_disk_that_fails_leaves_the_old_plan_and_the_next_forward_tries_again(
     monkeypatch.undo()
     monkeypatch.setenv("ZERO_DEVICE", "cpu")
     engine.inject(None)
-    assert engine.plan is plan and all(is_kept(p) for p in model.blocks.parameters())  # type: ignore[union-attr]
-    assert not is_kept(model.norm[1].weight)  # type: ignore[index, union-attr]
+    assert engine.plan is plan and all(is_managed(p) for p in model.blocks.parameters())  # type: ignore[union-attr]
+    assert not is_managed(model.norm[1].weight)  # type: ignore[index, union-attr]
     for trainer in (engine, reference):
         run(trainer, range(3, 6))
     assert engine.plan is not plan
@@ -419,9 +419,9 @@ def test_inside_a_gather_the_change_waits(open_engine: Open, nvme_path: Path) ->
         with pytest.raises(StateError, match="GatheredParameters"):
             engine.replan()
         engine(tokens(0))
-        assert not is_kept(model.head.extra)
+        assert not is_managed(model.head.extra)
     engine(tokens(0))
-    assert is_kept(model.head.extra)
+    assert is_managed(model.head.extra)
 
 
 # ---- what one sees of it --------------------------------------------------------------------------
@@ -535,14 +535,14 @@ def test_an_interrupt_while_the_planes_are_exchanged_waits_until_they_are(
     engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
     run(engine, range(2))
     add_layer(engine.module)
-    real, calls = BoundUnit.adopt, itertools.count()
+    real, calls = UnitBinding.adopt, itertools.count()
 
     def adopt(*arguments: Any) -> None:
         if next(calls) == 5:
             os.kill(os.getpid(), signal.SIGINT)
         real(*arguments)
 
-    monkeypatch.setattr(BoundUnit, "adopt", adopt)
+    monkeypatch.setattr(UnitBinding, "adopt", adopt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zero.params.layout import build_layout
 from zero.params.placement import Placement
-from zero.params.units import CoveredUnit, CoverRules, Uses, can_root, collect_leaves, cover, uses_of
+from zero.params.units import CoveredUnit, CoverRules, LiveNumels, can_root, collect_leaves, cover, live_numels
 
 
 def rules(
@@ -281,15 +281,15 @@ def test_a_bare_linear_is_one_unit() -> None:
     assert names_of(unit) == {"weight", "bias"} and unit.scopes[0] is model
 
 
-def uses_under(model: nn.Module, threshold: int, frozen: tuple[str, ...] = ()) -> Uses:
+def uses_under(model: nn.Module, threshold: int, frozen: tuple[str, ...] = ()) -> LiveNumels:
     units = covered(model, rules(persistence_numel=threshold), frozen)
-    return uses_of(model, units, build_layout([unit.content for unit in units], Placement()))
+    return live_numels(model, units, build_layout([unit.content for unit in units], Placement()))
 
 
 def test_what_is_in_use_around_others_is_what_the_modules_above_hold_themselves() -> None:
     uses = uses_under(build("gpt"), 0)
-    assert uses.around_max == 4096, "the root's `position` is in use while its blocks are called"
-    assert uses.most == max(uses.together[1:]) + 4096
+    assert uses.enclosing_max == 4096, "the root's `position` is in use while its blocks are called"
+    assert uses.peak == max(uses.per_module[1:]) + 4096
 
 
 def test_only_what_is_recomputed_comes_a_second_time() -> None:
@@ -300,10 +300,10 @@ def test_only_what_is_recomputed_comes_a_second_time() -> None:
         flagged.gradient_checkpointing = True
         after = uses_under(model, 0)
         flagged.gradient_checkpointing = False
-        assert after.most == before.most > 96_000
+        assert after.peak == before.peak > 96_000
     small: Any = build("gpt")
     before, small.gradient_checkpointing = uses_under(small, 0), True
-    assert uses_under(small, 0).most == before.around_max + 2 * max(before.together)
+    assert uses_under(small, 0).peak == before.enclosing_max + 2 * max(before.per_module)
 
 
 @pytest.mark.parametrize("threshold", [0, 40, 100_000])
@@ -312,9 +312,9 @@ def test_a_block_of_several_units_is_around_no_other(threshold: int, frozen: tup
     """Norms that stay, and frozen parts beside trained ones, are used with their block: nothing encloses it."""
     model = Blocks()
     uses = uses_under(model, threshold, frozen)
-    assert uses.around_max == 0
-    assert uses.most == max(uses.together, default=0)
-    assert len(uses.together) == (len(model.blocks) if threshold < 1_000 else 0)
+    assert uses.enclosing_max == 0
+    assert uses.peak == max(uses.per_module, default=0)
+    assert len(uses.per_module) == (len(model.blocks) if threshold < 1_000 else 0)
 
 
 class Blocks(nn.Module):

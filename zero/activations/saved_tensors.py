@@ -21,7 +21,7 @@ from offload.saved.saved_views import UnmovedTensor, storage_key
 from offload.sizes import PAGE_BYTES, align_up
 from offload.system.interrupts import atomic
 from zero.config.activation_block import ActivationCheckpointing
-from zero.params.binding import BoundUnit
+from zero.params.binding import UnitBinding
 
 
 class Activations:
@@ -37,7 +37,7 @@ class Activations:
     def __init__(self, settings: ActivationCheckpointing, store: ActivationStore | None = None) -> None:
         self.settings, self.store = settings, store
         self._model: nn.Module | None = None
-        self._bindings: Sequence[BoundUnit] = ()
+        self._bindings: Sequence[UnitBinding] = ()
         self._unmoved_keys: frozenset[int] = frozenset()
         self._on_read_error: Callable[[], None] = lambda: None
         self._has_added_room = False
@@ -46,7 +46,7 @@ class Activations:
         self,
         store: ActivationStore | None,
         model: nn.Module,
-        bindings: Sequence[BoundUnit],
+        bindings: Sequence[UnitBinding],
         on_read_error: Callable[[], None],
     ) -> None:
         """Use `store` for tensors from now on.

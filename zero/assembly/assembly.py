@@ -31,12 +31,12 @@ from zero.optim.pending_updates import PendingUpdates
 from zero.optim.pipeline import SubGroupPipeline
 from zero.optim.reduce import ReducedGradients
 from zero.optim.step import Stepper
-from zero.params.binding import BoundUnit
+from zero.params.binding import UnitBinding
 from zero.params.buffers import move_buffers
-from zero.params.initialisation import cuts_values
+from zero.params.initialisation import spills_values
 from zero.params.layout import Slot, Unit
-from zero.params.tiles import Tile, TiledKeeper
-from zero.params.unadopted import forget, provisional_source, room_to_come
+from zero.params.tiles import Tile, TiledParameterStore
+from zero.params.unadopted import drop_initial_values, initial_store_of, pending_free_bytes
 from zero.params.units import CoveredUnit, Leaf, coded_numel, collect_leaves
 from zero.plan.machine import machine_to_plan
 from zero.reports.log import NOTICE, start_line
@@ -114,7 +114,7 @@ class EngineParts:
         self.snapshots = open_snapshots(config, self.layout, self.plan, collectives)
         named = self.snapshots.open_swap if self.snapshots else None
         try:
-            coming = room_to_come(leaf.parameter for leaf in self.leaves) if previous is None else {}
+            coming = pending_free_bytes(leaf.parameter for leaf in self.leaves) if previous is None else {}
             self.storage = Storage(
                 *(self.layout, self.plan, config, run.device, collectives.memory, named),
                 coming=coming,
@@ -134,17 +134,17 @@ class EngineParts:
         layout, storage, device = self.layout, self.storage, owner.device
         poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
         self.bound = [
-            BoundUnit(unit, self._bound_parameters(unit, covered), poison, device)
+            UnitBinding(unit, self._bound_parameters(unit, covered), poison, device)
             for unit, covered in zip(layout.units, self._covered_units, strict=True)
         ]
         self.gradients = (
             Gradients(layout, storage, device, owner.in_place, owner.threads)
-            if exchange.placement.alone
+            if exchange.placement.is_single_rank
             else ReducedGradients(layout, storage, device, owner.threads, exchange)
         )
         pipeline = SubGroupPipeline(layout, storage, self.gradients, owner.rules)
         threads = update_threads(layout.numel, owner.threads)
-        updates = PendingUpdates(layout, storage, pipeline, threads, is_single_rank=exchange.placement.alone)
+        updates = PendingUpdates(layout, storage, pipeline, threads, is_single_rank=exchange.placement.is_single_rank)
         exchange.attach(layout, storage, updates)
         self.stepper = Stepper(
             *(storage, self.gradients, pipeline, updates, exchange, owner.scaler),
@@ -176,13 +176,15 @@ class EngineParts:
         """The model's parameters by their index; a tiled parameter is the whole one."""
         return [leaf.parameter for leaf in self.leaves]
 
-    def _make_tiled_stores(self) -> dict[int, TiledKeeper]:
+    def _make_tiled_stores(self) -> dict[int, TiledParameterStore]:
         """Index of each tiled parameter -> its keeper."""
         tiles: dict[int, list[Tile]] = {}
         for unit, covered in zip(self.layout.units, self._covered_units, strict=True):
             if covered.tile is not None:
                 tiles.setdefault(unit.slots[0].index, []).append(covered.tile)
-        return {i: TiledKeeper(self.leaves[i].parameter, parts, self.parameter_store) for i, parts in tiles.items()}
+        return {
+            i: TiledParameterStore(self.leaves[i].parameter, parts, self.parameter_store) for i, parts in tiles.items()
+        }
 
     def _scopes(self) -> dict[nn.Module, list[int]]:
         scopes: dict[nn.Module, list[int]] = {}
@@ -213,7 +215,7 @@ class EngineParts:
             "model sharded in place in %.1f s: %s of its values were in memory%s, %s where zero.Init had put them",
             time.perf_counter() - began,
             format_bytes(from_memory),
-            " (to avoid this, build the model under zero.Init)" if from_memory and cuts_values(self._config) else "",
+            " (to avoid this, build the model under zero.Init)" if from_memory and spills_values(self._config) else "",
             format_bytes(spilled),
         )
         if self.collectives.placement.rank == 0:
@@ -227,7 +229,7 @@ class EngineParts:
             "initial values that are not finite", json.dumps(sorted(mine)).encode()
         )
         found = sorted({index for answer in answers for index in json.loads(answer)})
-        names = [self.leaves[index].names[0] for index in found if not self.leaves[index].opaque]
+        names = [self.leaves[index].names[0] for index in found if not self.leaves[index].is_quantized]
         if names and self.collectives.placement.rank == 0:
             logger.warning(
                 "%d parameters hold inf or NaN before the first step (%s%s): was every value loaded or initialised?",
@@ -237,7 +239,7 @@ class EngineParts:
     def _parameters_by_source(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         kinds: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
         for leaf in self.leaves:
-            kinds[provisional_source(leaf.parameter) is not None].append(leaf.parameter)
+            kinds[initial_store_of(leaf.parameter) is not None].append(leaf.parameter)
         return kinds
 
     def fill(self, source: StoredValues) -> None:
@@ -269,11 +271,11 @@ class EngineParts:
     def _take_over(self, unit: Unit, slot: Slot) -> None:
         bound, tiled = self.bound[unit.index], self._tiled_stores.get(slot.index)
         if tiled is None:
-            forget(self.leaves[slot.index].parameter)
+            drop_initial_values(self.leaves[slot.index].parameter)
         bound.adopt(slot, self.parameter_store)
-        if tiled is not None and tiled.adopted():
-            forget(tiled.whole)
-            tiled.release(slot.name)
+        if tiled is not None and tiled.on_tile_stored():
+            drop_initial_values(tiled.parameter)
+            tiled.free_memory(slot.name)
 
     @property
     def trained_indices(self) -> frozenset[int]:
@@ -300,7 +302,7 @@ class EngineParts:
         move_buffers(self.model, self._run.device, self._config.buffer_dtype)
         self.buffers.broadcast(new_only=True)
         self.coordinator.bind_persistent()
-        self.backward_watch.install(self.bound, {index: tiled.whole for index, tiled in self._tiled_stores.items()})
+        self.backward_watch.install(self.bound, {index: tiled.parameter for index, tiled in self._tiled_stores.items()})
 
     def check_outside_calls(self, what: str, advice: str = "call it outside of them") -> None:
         """Raise StateError inside forward, backward or `GatheredParameters`."""
@@ -327,7 +329,7 @@ class EngineParts:
         try:
             if self._is_built:
                 self.hooks.remove()
-                if self.collectives.placement.alone:
+                if self.collectives.placement.is_single_rank:
                     self.parameter_store.return_values()
         finally:
             self.storage.close()
@@ -354,7 +356,7 @@ def _warn_of_range(leaves: Iterable[Leaf], trainable: Container[int], config: Co
 
 def _read_model(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
     """Values of a parameter without an engine: `Init` has released it, or it is an ordinary parameter."""
-    keeper = provisional_source(parameter)
+    keeper = initial_store_of(parameter)
     yield Piece(begin, keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end))
 
 

@@ -36,7 +36,7 @@ from zero.optim.gradients import move_gradients
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import SmallTensors, gather_small_states, local_parameters
 from zero.params.initialisation import refuse_without_values
-from zero.params.kept import own_gradient, set_own_gradient
+from zero.params.kept import set_torch_gradient, torch_gradient
 from zero.params.opaque import is_wrapper
 from zero.params.units import Leaf
 from zero.schedule.events import Events
@@ -172,7 +172,7 @@ class ModelChanges:
                 "the model has changed since zero.initialize, and snapshots do not support that; change the model "
                 "before zero.initialize, or remove zero_optimization.offload_optimizer.snapshot"
             )
-        if parts.collectives.placement.alone:
+        if parts.collectives.placement.is_single_rank:
             self._steps.take_user_gradients()  # for the old parameters: it replaces what the old planes have collected
         if joining and run.updater is not None:
             _join_groups(run.updater, joining, parts.leaves, run.module)
@@ -225,7 +225,7 @@ class ModelChanges:
 
 def _clone_views(old: EngineParts, inventory: ParameterInventory) -> None:
     """Clone new parameters that are views of a unit's memory (`nn.Parameter(weight.data)`), which is released soon."""
-    units = {bound.flat.untyped_storage()._cdata for bound in old.bound if bound.bound}
+    units = {bound.flat.untyped_storage()._cdata for bound in old.bound if bound.is_bound}
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for parameter in inventory.parameters():
             plain = id(parameter) not in old.index_of and not is_wrapper(parameter)
@@ -239,7 +239,7 @@ def _fill(new: EngineParts, old: EngineParts) -> None:
     try:
         new.build()
         new.fill(source)
-        if old.collectives.placement.alone:
+        if old.collectives.placement.is_single_rank:
             moved = {old.index_of[key]: index for key, index in new.index_of.items() if key in old.index_of}
             move_gradients(old.gradients, new.gradients, moved)
     finally:
@@ -300,13 +300,13 @@ def _take_first_gradients(parts: EngineParts) -> None:
     for unit in parts.layout.units:
         for position, slot in enumerate(unit.slots):
             parameter = parameters[slot.index]
-            gradient = own_gradient(parameter) if unit.trainable and parameter.requires_grad else None
+            gradient = torch_gradient(parameter) if unit.trainable and parameter.requires_grad else None
             if gradient is not None:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 part = gradient.reshape(-1)[slot.first_numel : slot.first_numel + slot.numel]
                 parts.gradients.add_gradient(unit.index, position, part)
                 if slot.first_numel + slot.numel == parameter.numel():
-                    set_own_gradient(parameter, None)
+                    set_torch_gradient(parameter, None)
     parts.gradients.flush_all()
 
 

@@ -13,8 +13,8 @@ from zero.optim.make_rule import make_trained_parameters
 from zero.optim.rules import AdamRule, Rules, TrainedParameters
 from zero.optim.small_states import largest_rank_bytes
 from zero.params.layout import Layout, build_layout
-from zero.params.placement import Placement, place
-from zero.params.units import CoveredUnit, Leaf, collect_leaves, uses_of
+from zero.params.placement import Placement, make_placement
+from zero.params.units import CoveredUnit, Leaf, collect_leaves, live_numels
 from zero.plan.covering import cover_model
 from zero.plan.machine import Machine
 from zero.plan.plan import Plan
@@ -44,7 +44,7 @@ def lay_out(
     for unit in covered:
         if not placement.weights_sharded:
             unit.content = replace(unit.content, persistent=True)
-        if not placement.alone:  # no single rows: other ranks would have to send them
+        if not placement.is_single_rank:  # no single rows: other ranks would have to send them
             unit.content = replace(unit.content, expert_rows=0)
     contents = [unit.content for unit in covered]
     return covered, build_layout(contents, placement, bf16_masters=config.bf16_masters)
@@ -70,7 +70,7 @@ def make_planner(
         rules: they determine the states of each parameter.
     """
     covered, layout = laid_out
-    uses = uses_of(model, covered, layout)
+    uses = live_numels(model, covered, layout)
     kept = RuleStates(rules.states, largest_rank_bytes(layout, rules))
     return Planner(layout, config, machine, device, in_place, uses, placement, kept)
 
@@ -95,7 +95,7 @@ def plan_model(
         world_size: number of ranks; the plan is for the first rank.
         smallest: make the smallest plan for the model, even if the machine has less memory.
     """
-    placement = place(config, 0, world_size)
+    placement = make_placement(config, 0, world_size)
     trained = make_trained_parameters(None, None, model, config) or TrainedParameters([], Rules((AdamRule(),)))
     rules = trained.rules
     covered, layout = lay_out(

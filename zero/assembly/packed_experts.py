@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.params.released import is_kept, keeper_of
+from zero.params.released import is_managed, store_of
 from zero.params.units import packed_experts
 from zero.schedule.rows import RowLender
 from zero.values.access import EngineKeeper
@@ -109,7 +109,7 @@ def _routed_implementation(inner: str, functions: Any) -> Callable[..., torch.Te
 def _row_fetcher_of(parameters: dict[str, nn.Parameter]) -> RowLender | None:
     """The engine's lender of these parameters' rows; None outside an engine."""
     for parameter in parameters.values():
-        keeper = keeper_of(parameter) if is_kept(parameter) else None
+        keeper = store_of(parameter) if is_managed(parameter) else None
         if isinstance(keeper, EngineKeeper):
             return keeper.rows
     return None

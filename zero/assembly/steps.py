@@ -27,9 +27,9 @@ from zero.optim.loss_scale import LossScaleError
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.scheduling import step_scheduler
 from zero.optim.step import InterruptedBackward, StepState, UnusedParameters
-from zero.params.kept import own_gradient, set_own_gradient
+from zero.params.kept import set_torch_gradient, torch_gradient
 from zero.params.released import name_of
-from zero.params.shown_gradient import LOOKED_AT
+from zero.params.shown_gradient import IS_EXPOSED
 from zero.values.editor import EDIT
 from zero.values.parameters import ParameterValues
 
@@ -167,7 +167,7 @@ class EngineSteps:
             self._accumulation.restart_collection()
             self._notify_discarded(forwards=forwards)
             for parameter in self._parameters_with_grad():
-                set_own_gradient(parameter, None)
+                set_torch_gradient(parameter, None)
             run.parts.backward_watch.torn = False
 
     def _notify_discarded(self, *, forwards: bool) -> None:
@@ -191,7 +191,7 @@ class EngineSteps:
             )
         parts.backward_watch.end_stray()
         if (
-            parts.backward_watch.torn and parts.collectives.placement.alone
+            parts.backward_watch.torn and parts.collectives.placement.is_single_rank
         ):  # with several ranks all must raise: see `fix`
             raise InterruptedBackward.on_ranks()
         parts.coordinator.check_idle()
@@ -297,12 +297,12 @@ class EngineSteps:
             self._take_gradient(parameter)
 
     def _take_gradient(self, parameter: nn.Parameter) -> None:
-        gradient = own_gradient(parameter)
+        gradient = torch_gradient(parameter)
         if gradient is None:
             return
-        set_own_gradient(parameter, None)
+        set_torch_gradient(parameter, None)
         scale = self._run.scaler.cur_scale
-        if LOOKED_AT in gradient.__dict__:  # it is rounded, so what was collected stays unless it was changed
+        if IS_EXPOSED in gradient.__dict__:  # it is rounded, so what was collected stays unless it was changed
             found = self.values_of(parameter).gradient()
             if found is not None and torch.equal((found / scale).to(gradient), gradient):
                 return
@@ -313,7 +313,7 @@ class EngineSteps:
         """Parameters with a `.grad` of torch's own: backward leaves none, since the engine collects the gradients."""
         run = self._run
         groups = run.updater.param_groups if run.updater is not None else []
-        held = (p for group in groups for p in group["params"] if own_gradient(p) is not None)
+        held = (p for group in groups for p in group["params"] if torch_gradient(p) is not None)
         return [p for p in held if id(p) in run.parts.index_of]
 
     def _apply_factors(self, *, if_alike: bool = True) -> None:
@@ -330,7 +330,7 @@ class EngineSteps:
             try:
                 ParameterValues(parts, parts.collectives, parameters[index], run.updater).apply_factor()
             except BaseException as error:  # a part of it is multiplied, so no second attempt could be right
-                gradients, alone = parts.gradients, parts.collectives.placement.alone
+                gradients, alone = parts.gradients, parts.collectives.placement.is_single_rank
                 gradients.has_lost, parts.backward_watch.torn = True, parts.backward_watch.torn or alone
                 factors.clear()
                 if alone or not isinstance(error, StorageError):  # such as an interrupt
@@ -446,6 +446,6 @@ class EngineSteps:
         if to_change:
             parts.parameter_store.editor.before_change(units)
         found = ParameterValues(parts, parts.collectives, parameter, self._run.updater)
-        if found.trained and own_gradient(parameter) is not None:
+        if found.trained and torch_gradient(parameter) is not None:
             self._take_gradient(parameter)
         return found

@@ -243,7 +243,9 @@ class CheckpointState(StepListener):
 
     @override
     def on_persistent_unbind(self) -> None:
-        bound = (bound for bound in self._run.parts.bound if bound.unit.persistent and bound.bound and bound.differs)
+        bound = (
+            bound for bound in self._run.parts.bound if bound.unit.persistent and bound.is_bound and bound.has_changes
+        )
         self.edited_units = self.edited_units[0], self.edited_units[1] | {each.unit.name for each in bound}
 
     @override

@@ -35,8 +35,8 @@ from zero.checkpoint.weights_files import (
 )
 from zero.exchange.exchange import SingleRankCollectives
 from zero.exchange.together import DeferringFailures
-from zero.params.opaque import opaque_names
-from zero.params.released import is_kept
+from zero.params.opaque import quantized_state_names
+from zero.params.released import is_managed
 
 logger = logging.getLogger("zero")
 
@@ -92,7 +92,7 @@ class CheckpointWeights:
         values = set(wanted)
         self.aliases = {name: first for name, first in aliases.items() if first in values}
         shapes = {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in held.items()}
-        opaque = opaque_names(shapes) & self.frozen
+        opaque = quantized_state_names(shapes) & self.frozen
         also: dict[str, list[str]] = {}
         for alias, first in self.aliases.items():
             also.setdefault(first, []).append(alias)
@@ -211,7 +211,7 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, t
     Returns the model. Raises ConfigError: there is no such checkpoint, it is damaged, or an engine holds the model's
     values. Raises StorageError: a read failed.
     """
-    kept = next((name for name, parameter in model.named_parameters() if is_kept(parameter)), None)
+    kept = next((name for name, parameter in model.named_parameters() if is_managed(parameter)), None)
     if kept is not None:
         raise ConfigError(
             f"load_state_dict_from_zero_checkpoint: an engine keeps the values of {kept}; use engine.load_checkpoint, "

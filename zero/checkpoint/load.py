@@ -36,7 +36,7 @@ from zero.exchange.together import AllRanks
 from zero.optim.averages import EMA
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import local_parameters
-from zero.params.buffers import persistent_buffers, set_extra_states, takes_extra_states
+from zero.params.buffers import has_extra_state_setter, persistent_buffers, set_extra_states
 from zero.params.layout import Slot, Unit
 from zero.reports.log import NOTICE
 from zero.snapshots.run_state import check_groups, data_position, restore_counters, restore_groups, restore_rank
@@ -539,7 +539,7 @@ def _read_objects(
 
     Raises ConfigError: there is an object that is not loaded; names its class.
     """
-    if only_module and not takes_extra_states(parts.model):
+    if only_module and not has_extra_state_setter(parts.model):
         return _LoadedObjects()
     client = opened.client(trusted)
     extra = client.get("extra_states", {})

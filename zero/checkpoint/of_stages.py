@@ -15,7 +15,7 @@ from offload.archives import make_archive, read_archive, unpack_any
 from zero.assembly.assembly import EngineParts
 from zero.exchange.exchange import Collectives
 from zero.exchange.together import AllRanks
-from zero.params.buffers import packed_extra_states, persistent_buffers
+from zero.params.buffers import pack_extra_states, persistent_buffers
 
 LISTS, TABLES = ("parameters", "frozen", "buffers"), ("aliases", "dtypes")
 
@@ -43,7 +43,7 @@ def gather_stage_states(everyone: Collectives, state: Mapping[str, Any]) -> dict
 
 def gather_extra_states(everyone: Collectives, model: nn.Module) -> dict[str, Any]:
     """The extra states of the modules of all stages; of a tied module the first stage's count. All ranks call this."""
-    mine = AllRanks(everyone).run_on_all("extra states", lambda: packed_extra_states(model, "save_checkpoint"))
+    mine = AllRanks(everyone).run_on_all("extra states", lambda: pack_extra_states(model, "save_checkpoint"))
     payload = b"" if mine is None else make_archive(mine)
     whole: dict[str, Any] = {}
     for answer in filter(None, everyone.all_gather_bytes("extra states of all stages", payload)):

@@ -146,7 +146,7 @@ class SaveCheckpoints:
         self._run.parts.check_outside_calls(what)
         self._state.wait_for_checkpoint()
         self._changes.replan()
-        modified = any(bound.bound and bound.differs for bound in self._run.parts.bound)
+        modified = any(bound.is_bound and bound.has_changes for bound in self._run.parts.bound)
         told = self._run.collectives.all_gather_bytes(
             f"{what}: weights modified in place", b"yes" if modified else b"no"
         )

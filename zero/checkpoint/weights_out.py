@@ -22,7 +22,7 @@ from zero.assembly.steps import EngineSteps
 from zero.checkpoint.folder import check_folder_argument
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE, check_filename, plan_weights_files, write_weights_files
 from zero.exchange.together import DeferringFailures
-from zero.params.opaque import decoding_names, is_wrapper
+from zero.params.opaque import is_wrapper, quantized_tensor_names
 from zero.values.gathered_values import PlaneReader
 
 logger = logging.getLogger("zero")
@@ -47,7 +47,7 @@ def entries_of(model: nn.Module, *, exclude_frozen: bool) -> dict[str, NamedTens
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = [(name, p) for name, p in module._parameters.items() if p is not None]
         own = [(name, p) for name, p in own if p.requires_grad or not exclude_frozen]
-        kept, decoding = module._non_persistent_buffers_set, decoding_names(module)
+        kept, decoding = module._non_persistent_buffers_set, quantized_tensor_names(module)
         own += [(name, b) for name, b in module._buffers.items() if b is not None and name not in kept]
         for name, tensor in own:
             full = f"{prefix}.{name}" if prefix else name

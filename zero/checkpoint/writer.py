@@ -150,7 +150,7 @@ class Extents:
     def _slot_boxes(self, unit: Unit, slot: Slot, begin: int, end: int) -> Iterator[BoxToWrite]:
         if not self._is_wanted(slot.index):
             return
-        lo, hi = unit.within(slot)
+        lo, hi = unit.shard_range(slot)
         lo, hi = max(lo, begin), min(hi, end)
         origin = unit.origin + slot.offset_numel - slot.first_numel  # where the parameter's first element would be
         if not slot.numel:  # an empty box at the unit's begin, so that one sub-group of the first rank writes it

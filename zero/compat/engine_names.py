@@ -127,7 +127,7 @@ def add_deepspeed_names(engine: Any, arguments: Mapping[str, Any] | None = None)
     if client is not None:
         engine.optimizer_name = lambda: type(client).__name__
     known = engine.module._state_dict_hooks.values()  # of an engine of this model before
-    if not engine.run.collectives.placement.alone and _empty_released_values not in known:
+    if not engine.run.collectives.placement.is_single_rank and _empty_released_values not in known:
         engine.module.register_state_dict_post_hook(_empty_released_values)
     if engine.updater is not None:
         engine.updater.__dict__["optimizer"] = engine.updater  # in DeepSpeed it is the wrapped optimizer

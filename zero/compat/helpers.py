@@ -21,7 +21,7 @@ from zero.ops.adagrad import DeepSpeedCPUAdagrad
 from zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zero.ops.lion import DeepSpeedCPULion, FusedLion
 from zero.params.gathering import GatheredParameters
-from zero.params.released import is_kept
+from zero.params.released import is_managed
 from zero.ranks import world
 
 
@@ -160,7 +160,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
     `engine.generation()` needs less memory.
     """
     offload = getattr(model, "parameter_offload", None)
-    with GatheredParameters([p for p in model.parameters() if is_kept(p)]):
+    with GatheredParameters([p for p in model.parameters() if is_managed(p)]):
         for handle in offload.forward_hooks if offload is not None else ():
             handle.remove()
         if offload is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zero.compat.accelerator_names import get_accelerator
 from zero.config import reading_as_deepspeed
-from zero.params.face import ZeroParamStatus, has_face
+from zero.params.face import ZeroParamStatus, has_ds_attributes
 from zero.params.gathering import GatheredParameters
 from zero.params.initialisation import Init as OurInit
 from zero.ranks.joining import init_distributed
@@ -81,7 +81,7 @@ class Init(OurInit):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("enabled", True) and not dist.is_initialized():
             init_distributed()
-        self._is_wrapping = self.announces = bool(kwargs.get("enabled", True))
+        self._is_wrapping = self.sets_ds_attributes = bool(kwargs.get("enabled", True))
         self._saved_constructors: dict[str, Any] = {}
         with reading_as_deepspeed():
             super().__init__(*args, **kwargs)
@@ -110,7 +110,7 @@ class MiCS_Init(Init):
 
 def is_zero_param(parameter: Any) -> bool:
     """True when the parameter must be gathered before use: it is in an engine at stage 3, or was made in `Init`."""
-    return isinstance(parameter, nn.Parameter) and has_face(parameter)
+    return isinstance(parameter, nn.Parameter) and has_ds_attributes(parameter)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -277,7 +277,7 @@ class AveragedWeights:
             weight = staged.weights[unit.index]
             flat = weight.bytes.view(unit.dtype)
             for slot in unit.slots:
-                first, last = unit.within(slot)
+                first, last = unit.shard_range(slot)
                 lo, hi = max(first, weight.begin), min(last, weight.end)
                 if slot.index in self._interpolation_of and lo < hi:
                     at = slice(lo - begin, hi - begin)

@@ -46,7 +46,7 @@ from zero.optim.loss_scale import make_scaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import AdamRule, Rules, TrainedParameters
 from zero.optim.scheduling import scheduler_for
-from zero.params.initialisation import open_keeper
+from zero.params.initialisation import open_initial_store
 from zero.params.layout import Unit
 from zero.plan.plan import Plan
 from zero.reports.tracing import traced
@@ -290,7 +290,9 @@ class ZeroEngine(ConfigGetters, nn.Module):
         loss_of = loss_of or partial(loss_by_call, self)
         self.accumulation.begin_batch("train_batch")
         batches = next_batch(data_iter, self.run.config.gradient_accumulation_steps)
-        with self.accumulation.atomic_batch(self.steps.discard_batch if self.run.collectives.placement.alone else None):
+        with self.accumulation.atomic_batch(
+            self.steps.discard_batch if self.run.collectives.placement.is_single_rank else None
+        ):
             vertical = self.run.config.vertical_accumulation and self.plan.passes < len(batches)
             if vertical and not self.reports.will_profile_forward:
                 losses = self._run_interleaved([partial(loss_of, batch) for batch in batches])
@@ -398,7 +400,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         try:
             unsaved = self.checkpoint_state.join()
             self._snapshot_listener.commit_last()
-            if not parts.collectives.placement.alone:  # others may still read this rank's slices
+            if not parts.collectives.placement.is_single_rank:  # others may still read this rank's slices
                 with suppress(StorageError):
                     parts.stepper.finish_updates()
             parts.stepper.stop_updates()
@@ -432,7 +434,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
                     parts.parameter_store.give_back()
                 elif keeps_shards:
                     parts.collectives.all_gather_bytes("destroy", b"")  # all ranks live and are here
-                    parts.parameter_store.give_back(open_keeper(self.run.config))
+                    parts.parameter_store.give_back(open_initial_store(self.run.config))
         finally:
             self.close()
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zero.assembly.run import Run
-from zero.params.binding import BoundUnit
+from zero.params.binding import UnitBinding
 from zero.params.gathering import GatheredParameters
 from zero.params.layout import Slot
 
@@ -96,7 +96,7 @@ class AdapterLayer(NamedTuple):
     """A layer with adapters, and where its weight is."""
 
     layer: Any
-    bound: BoundUnit
+    bound: UnitBinding
     slot: Slot
 
     @property

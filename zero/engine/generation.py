@@ -99,7 +99,7 @@ class Generation:
         run, device = self._run, self._run.device
         placement, on_cpu = run.collectives.placement, not is_accelerator(device)
         machine = read_machine(device)
-        if placement.in_step:
+        if placement.fetches_collectively:
             machine = agree_on_machine(run.collectives, machine, on_cpu=on_cpu)
         elif on_cpu and machine.device_bytes is not None:
             machine = replace(machine, device_bytes=machine.device_bytes // (world.ranks_per_node() or 1))

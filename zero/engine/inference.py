@@ -18,7 +18,7 @@ from zero.engine.engine import ZeroEngine
 from zero.engine.pretrained import load_pretrained
 from zero.engine.quantization import quantize
 from zero.params.initialisation import refuse_without_values
-from zero.params.released import is_kept
+from zero.params.released import is_managed
 from zero.params.units import collect_leaves
 from zero.reports.log import NOTICE, show_log
 from zero.values.access import take_back
@@ -121,9 +121,9 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     for leaf in collect_leaves(model):
         name, parameter = leaf.names[0], leaf.parameter
         # Codes of a quantised layer may be stored in any dtype, and are no numbers.
-        if leaf.opaque or not parameter.is_floating_point() or parameter.dtype == dtype:
+        if leaf.is_quantized or not parameter.is_floating_point() or parameter.dtype == dtype:
             continue
-        if not is_kept(parameter):
+        if not is_managed(parameter):
             parameter.data = parameter.data.to(dtype)
         elif dtype != torch.bfloat16:
             raise ConfigError(

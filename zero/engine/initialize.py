@@ -28,7 +28,7 @@ from zero.optim.make_rule import make_trained_parameters
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import TrainedParameters
 from zero.optim.scheduling import check_scheduler
-from zero.params.initialisation import refuse_without_values, suspended
+from zero.params.initialisation import pause_init, refuse_without_values
 from zero.pipe.module import PipelineModule
 from zero.ranks import world
 from zero.ranks.joining import join_or_stay_alone
@@ -131,7 +131,7 @@ def _open_engine(
     exchange: Collectives | None = stages
     try:
         exchange = open_collectives(loaded, device, stages)
-        with suspended():
+        with pause_init():
             return ZeroEngine(model, trained, loaded, device, exchange, lr_scheduler)
     except BaseException as error:  # the other ranks wait for this one: closing passes them the error
         for opened in (exchange, stages):

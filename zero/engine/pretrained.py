@@ -23,9 +23,9 @@ from zero.engine.engine import ZeroEngine
 from zero.exchange.together import AllRanks
 from zero.params.buffers import persistent_buffers
 from zero.params.initialisation import refuse_without_values
-from zero.params.released import is_kept
-from zero.params.tiles import engine_keeper
-from zero.params.unadopted import InFile, provisional_source
+from zero.params.released import is_managed
+from zero.params.tiles import engine_store_of
+from zero.params.unadopted import FileLocation, initial_store_of
 from zero.params.units import Leaf, collect_leaves
 from zero.store.adoption import Adoption, Piece
 from zero.values.access import EngineKeeper
@@ -64,7 +64,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
     files = open_checkpoint(Path(folder))
     leaves = collect_leaves(target)
     buffers = persistent_buffers(target)
-    sources: dict[int, InFile] = {}
+    sources: dict[int, FileLocation] = {}
     missing: list[str] = []
     for leaf in leaves:
         name = next((name for name in leaf.names if name in files), None)
@@ -89,16 +89,16 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
     return LoadedKeys(missing, unexpected)
 
 
-def _load_parameters(folder: str, leaves: list[Leaf], sources: dict[int, InFile]) -> None:
+def _load_parameters(folder: str, leaves: list[Leaf], sources: dict[int, FileLocation]) -> None:
     kept: dict[int, EngineKeeper] = {}
     for leaf in leaves:
         parameter, source = leaf.parameter, sources[leaf.index]
-        keeper = engine_keeper(parameter) if is_kept(parameter) else None
-        provisional = provisional_source(parameter)
+        keeper = engine_store_of(parameter) if is_managed(parameter) else None
+        provisional = initial_store_of(parameter)
         if isinstance(keeper, EngineKeeper):
             kept[id(keeper)] = keeper
         elif provisional is not None:
-            provisional.point(parameter, source)
+            provisional.set_location(parameter, source)
         else:
             _fill(parameter, source)
     for keeper in kept.values():
@@ -106,7 +106,7 @@ def _load_parameters(folder: str, leaves: list[Leaf], sources: dict[int, InFile]
         _load_engine(folder, keeper, mine)
 
 
-def _load_engine(folder: str, keeper: EngineKeeper, sources: dict[int, InFile]) -> None:
+def _load_engine(folder: str, keeper: EngineKeeper, sources: dict[int, FileLocation]) -> None:
     parts = keeper.events.rest()
     together = AllRanks(parts.collectives)
     together.run_on_all("load_pretrained", lambda: None)  # no rank uses this rank's slices any more
@@ -124,7 +124,7 @@ def _load_engine(folder: str, keeper: EngineKeeper, sources: dict[int, InFile]) 
     keeper.events.ready_to_run("load_pretrained")  # what only all ranks can gather; later one may evaluate alone
 
 
-def _fill(tensor: torch.Tensor, source: InFile) -> None:
+def _fill(tensor: torch.Tensor, source: FileLocation) -> None:
     with torch.no_grad():
         whole = tensor.detach()
         flat = whole.view(-1) if whole.is_contiguous() else None
@@ -136,7 +136,7 @@ def _fill(tensor: torch.Tensor, source: InFile) -> None:
             flat[begin:end].copy_(source.read(begin, end))
 
 
-def _check_source(name: str, file: SafetensorsFile, wanted: torch.Tensor) -> InFile:
+def _check_source(name: str, file: SafetensorsFile, wanted: torch.Tensor) -> FileLocation:
     entry = file.entries[name]
     if entry.shape != wanted.shape:
         raise ConfigError(
@@ -148,4 +148,4 @@ def _check_source(name: str, file: SafetensorsFile, wanted: torch.Tensor) -> InF
             f"{name} in {file.path}: expected {wanted.dtype}, got {entry.dtype}, which does not convert; load a "
             "checkpoint that was saved from a model of this kind"
         )
-    return InFile(file, entry.offset_bytes, entry.dtype, entry.shape.numel() * entry.dtype.itemsize)
+    return FileLocation(file, entry.offset_bytes, entry.dtype, entry.shape.numel() * entry.dtype.itemsize)

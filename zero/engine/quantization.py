@@ -55,7 +55,7 @@ def quantize(
         before_bytes += linear.weight.numel() * linear.weight.element_size()
         with GatheredParameters(linear.weight):
             try:
-                layer = QuantizedLinear.of(linear, codes)
+                layer = QuantizedLinear.from_linear(linear, codes)
             except ConfigError as error:
                 coded = (
                     f"; {count} layers before it have already been converted to codes, so build the model again"

@@ -257,7 +257,7 @@ class Reports(StepListener):
             f"{format_bytes(each['bytes'] // max(each['calls'], 1))} each"
             for name, each in summary.items()
         ]
-        shared = not moved and not exchange.placement.alone
+        shared = not moved and not exchange.placement.is_single_rank
         none = "none: the ranks are on one node, and read each other's memory" if shared else "none"
         logger.log(NOTICE, "collectives after %d steps:\n  %s", run.global_steps, "\n  ".join(lines or [none]))
         return summary

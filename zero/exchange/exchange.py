@@ -210,7 +210,7 @@ class TorchCollectives(MultiRankCollectives):
     ) -> None:
         super().__init__(comm, placement, reduce_options, world)
         self._shard, self._replicas = comm.group(placement.shard_ranks), comm.group(placement.replica_ranks)
-        self._near = comm.group(placement.near_ranks)
+        self._near = comm.group(placement.secondary_ranks)
         self._predivisor = placement.world_size if reduce_options.prescale else reduce_options.predivide_factor
         self.scale = self._predivisor * self.share
         if self._replicas.size > 1:  # two sums in the dtype that is sent: each is divided before it is rounded to it
@@ -258,7 +258,7 @@ class TorchCollectives(MultiRankCollectives):
         if self._shard.size > 1:
             into = self._receive_buffer(flat)
             sources = await self._comm.reduce_scatter(queued.pop(0), flat, self._shard, *after, into=into)
-            own = unit.own(flat)
+            own = unit.shard_of(flat)
         if self._replicas.size > 1:
             if self._shard.size > 1:
                 kernels.reduce_ranks(own, sources, scale=self._scales[0])

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from offload.errors import StateError
 from offload.saved.saved_views import version_of
 from zero.exchange.exchange import Collectives
-from zero.params.unadopted import provisional_source
+from zero.params.unadopted import initial_store_of
 from zero.plan.machine import Machine
 
 
@@ -25,7 +25,7 @@ def agree_on_machine(collectives: Collectives, machine: Machine, *, on_cpu: bool
 
     `machine`: as this rank finds it; `on_cpu`: the device's memory is the host's.
     """
-    if collectives.placement.alone:
+    if collectives.placement.is_single_rank:
         return machine
     mine = {**asdict(machine), "node": socket.gethostname()}
     answers = [json.loads(answer) for answer in collectives.all_gather_bytes("machine", json.dumps(mine).encode())]
@@ -53,11 +53,13 @@ def broadcast_initial_values(collectives: Collectives, parameters: Iterable[nn.P
 
     Raises StateError: ranks that share a file of values have built different parameters.
     """
-    if collectives.placement.alone:
+    if collectives.placement.is_single_rank:
         return
     parameters = list(parameters)
-    sources = {id(source): source for p in parameters if (source := provisional_source(p)) is not None}
-    digests = collectives.all_gather_bytes("initial values", b"".join(source.settle() for source in sources.values()))
+    sources = {id(source): source for p in parameters if (source := initial_store_of(p)) is not None}
+    digests = collectives.all_gather_bytes(
+        "initial values", b"".join(source.finish_edits() for source in sources.values())
+    )
     if len(set(digests)) > 1:
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise StateError(
@@ -65,13 +67,13 @@ def broadcast_initial_values(collectives: Collectives, parameters: Iterable[nn.P
             "one file of initial values, so build the same model on each rank"
         )
     for parameter in parameters:
-        source = provisional_source(parameter)
+        source = initial_store_of(parameter)
         if source is None:
             collectives.broadcast([parameter.data], 0)
-        elif not source.common(parameter):
-            source.open([parameter])
+        elif not source.is_common_to_ranks(parameter):
+            source.begin_gather([parameter])
             collectives.broadcast([parameter.data], 0)
-            source.close([parameter])
+            source.end_gather([parameter])
 
 
 class BufferBroadcast:
@@ -91,7 +93,7 @@ class BufferBroadcast:
 
         `new_only`: only buffers that are new with the model, or with a change of it.
         """
-        if self._collectives.placement.alone:
+        if self._collectives.placement.is_single_rank:
             return
         present = {name: buffer for name, buffer in self._model.named_buffers() if buffer.numel()}
         buffers = {name: buffer for name, buffer in present.items() if not (new_only and name in self._versions)}

@@ -64,4 +64,4 @@ class SecondaryShards:
         return await self._collectives.gather(work, unit, flat, own)
 
     def _own_part(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.chunk(self._placement.near_size)[self._placement.near_index]
+        return flat.chunk(self._placement.secondary_size)[self._placement.secondary_index]

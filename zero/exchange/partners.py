@@ -17,7 +17,7 @@ from zero.exchange.all_stages import PipelineCollectives
 from zero.exchange.exchange import Collectives, ReduceOptions, SingleRankCollectives, TorchCollectives
 from zero.exchange.host_gathers import HostGatherCollectives
 from zero.exchange.shared_memory import SharedMemoryCollectives
-from zero.params.placement import Placement, place, why_not_near
+from zero.params.placement import Placement, make_placement, why_no_secondary_shards
 from zero.plan.machine import aliases
 from zero.ranks.comm import Comm
 
@@ -36,8 +36,8 @@ def open_collectives(config: Config, device: torch.device, stages: PipelineColle
     else:
         comm = stages.stage_comm(open_streams(device), fixed_order=fixed)
     shares_memory = _can_share_memory(comm, config, device, stages)
-    placement = place(config, comm.rank, comm.world_size, shares_memory=shares_memory)
-    reason = why_not_near(config, comm.world_size, shares_memory=shares_memory)
+    placement = make_placement(config, comm.rank, comm.world_size, shares_memory=shares_memory)
+    reason = why_no_secondary_shards(config, comm.world_size, shares_memory=shares_memory)
     if reason:
         logger.info("zero_optimization.zero_hpz_partition_size has no effect here: %s", reason)
     if comm.rank == 0:
@@ -47,7 +47,7 @@ def open_collectives(config: Config, device: torch.device, stages: PipelineColle
                 "fp32; to have them sent set zero_optimization.shared_host_memory to false",
                 key,
             )
-    if placement.alone:
+    if placement.is_single_rank:
         comm.close()
         return SingleRankCollectives(placement, stages)
     wire = ReduceOptions(
@@ -100,12 +100,12 @@ def uses_host_gathers(comm: Comm, config: Config, device: torch.device, placemen
     wish = zero.shared_host_memory
     if wish is False or not accelerator.is_accelerator(device):
         return False
-    fits = placement.weights_sharded and zero.offload_param.device == "cpu" and placement.near_size == 1
+    fits = placement.weights_sharded and zero.offload_param.device == "cpu" and placement.secondary_size == 1
     if wish is True and not fits:
         raise ConfigError(
             "zero_optimization.shared_host_memory: on GPUs it needs stage 3 with offload_param on the cpu and no "
             f"zero_hpz_partition_size; got stage {zero.stage}, offload_param.device {zero.offload_param.device!r} and "
-            f'zero_hpz_partition_size {placement.near_size}; set it to "auto" or false'
+            f'zero_hpz_partition_size {placement.secondary_size}; set it to "auto" or false'
         )
     if not fits:
         return False

@@ -315,7 +315,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
             flat = self._storage.flat(unit)
             if flat is None:
                 raise StateError(f"{unit.name}: its memory has already been released")
-            self._copy_regions[self._comm.rank].data[begin:end].copy_(unit.own(flat))
+            self._copy_regions[self._comm.rank].data[begin:end].copy_(unit.shard_of(flat))
         self._attached_board.publish(index, self._epoch)
 
     def _request_update(self, rank: int, unit: Unit, epoch: int) -> None:

@@ -98,7 +98,7 @@ class DeferringFailures(AllRanks):
             yield
         except (ZeroInfinityError, OSError, MemoryError) as error:
             self._failure = self._failure or error
-            if self.placement.alone:
+            if self.placement.is_single_rank:
                 raise
 
     @property

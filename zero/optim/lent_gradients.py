@@ -148,7 +148,7 @@ class SpareGradientMemory:
         if pool is None:
             return
         for unit in units:
-            begin, end = self._range(pool, unit, *group.part_of(unit))
+            begin, end = self._range(pool, unit, *group.range_in(unit))
             if begin < end:
                 self._offered_units.add(unit.index)
                 pool.ranges.offer(begin, end)

@@ -260,7 +260,7 @@ class ParameterStates:
 
     def _put_states(self, staged: StagedGroup, unit: Unit, runs: Mapping[str, Callable[[], Tensor]]) -> None:
         """Put the states of a part of a unit into its record."""
-        record, (begin, end) = staged.record(), staged.group.part_of(unit)
+        record, (begin, end) = staged.record(), staged.group.range_in(unit)
         at, part = begin - staged.group.begin, slice(begin - unit.begin, end - unit.begin)
         for which, name in enumerate(self.plan.states[0]):
             run = runs.get(name)

@@ -263,7 +263,7 @@ class PendingUpdates:
             running = self._running[group]
             await asyncio.shield(running.update_future)
             await self._wait_for_groups([group])  # until then the disk holds the old weights
-        await self._read_weights(unit, *group.part_of(unit), delivery)
+        await self._read_weights(unit, *group.range_in(unit), delivery)
 
     async def _read_weights(self, unit: Unit, begin: int, end: int, delivery: Delivery) -> None:
         storage, width = self._storage, unit.dtype.itemsize

@@ -104,7 +104,7 @@ class SubGroupPipeline:
         planes = [self._storage.records[group.space], self._storage.weights[group.space]]
         runs = [(plane, group.begin, group.end) for plane in planes if plane is not None]
         for unit in self.trained_units(group, arguments):
-            runs.append((self._gradients.step_gradient(unit.index).array, *group.part_of(unit)))
+            runs.append((self._gradients.step_gradient(unit.index).array, *group.range_in(unit)))
         return all(plane.swap_bytes(begin, end) == 0 for plane, begin, end in runs)
 
     async def update_group(
@@ -132,7 +132,7 @@ class SubGroupPipeline:
             await self.before_update(group, arguments)
         units = self.trained_units(group, arguments)
         given = {
-            unit.index: _bytes_of(unit, deliveries[unit.index].into, *group.part_of(unit))
+            unit.index: _bytes_of(unit, deliveries[unit.index].into, *group.range_in(unit))
             for unit in units
             if unit.index in deliveries
         }
@@ -239,7 +239,7 @@ def _bytes_of(unit: Unit, flat: torch.Tensor, begin: int, end: int) -> torch.Ten
 
 
 def _overlap(unit: Unit, slot: Slot, group: SubGroup) -> bool:
-    begin, end = unit.within(slot)
+    begin, end = unit.shard_range(slot)
     return begin < end and begin < group.end and group.begin < end
 
 

@@ -184,7 +184,9 @@ class ReducedGradients(Gradients):
         """See `Gradients`. Where ranks fetch in step, reductions have fixed places among the gathers: a unit is passed
         when all ranks pass a call, and not when this rank has all gradients of the unit.
         """
-        return super().add_gradient(index, position, gradient, rows, divisor) and not self._placement.in_step
+        return (
+            super().add_gradient(index, position, gradient, rows, divisor) and not self._placement.fetches_collectively
+        )
 
     def flush(self, index: int) -> None:
         """See `Gradients`. The gradients that have arrived wait to be reduced."""

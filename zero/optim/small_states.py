@@ -44,7 +44,7 @@ class SmallStates:
 def local_parameters(layout: Layout) -> frozenset[int]:
     """Indices of the parameters of which this rank has elements."""
     pairs = ((unit, slot) for unit in layout.units if unit.trainable for slot in unit.slots)
-    return frozenset(slot.index for unit, slot in pairs for lo, hi in [unit.within(slot)] if lo < hi)
+    return frozenset(slot.index for unit, slot in pairs for lo, hi in [unit.shard_range(slot)] if lo < hi)
 
 
 def gather_small_states(collectives: Collectives, mine: Mapping[str, SmallTensors]) -> Mapping[str, SmallTensors]:
@@ -52,7 +52,7 @@ def gather_small_states(collectives: Collectives, mine: Mapping[str, SmallTensor
 
     `mine`: this rank's, on the host.
     """
-    if collectives.placement.alone:
+    if collectives.placement.is_single_rank:
         return mine
     found: dict[str, SmallTensors] = {}
     for answer in collectives.all_gather_bytes("small states", make_archive(dict(mine))):

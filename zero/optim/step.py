@@ -199,7 +199,7 @@ def _in_arrival_order(gradients: Gradients) -> Iterator[tuple[int, UnitGradient,
 def _is_nonfinite(gradients: Gradients, state: UnitGradient, slot: Slot) -> bool:
     """True if this rank's part of a gradient contains inf or NaN."""
     unit = state.unit
-    begin, end = (place - unit.begin for place in unit.within(slot))
+    begin, end = (place - unit.begin for place in unit.shard_range(slot))
     for block in range(begin // BLOCK_NUMEL, -(-end // BLOCK_NUMEL)):
         if not int(nonfinite_of(state.sums[block : block + 1])):
             continue

@@ -13,17 +13,17 @@ from torch import nn
 
 from offload.accelerator import compute_device
 from offload.errors import StateError
-from zero.params.face import has_face
-from zero.params.released import is_kept
+from zero.params.face import has_ds_attributes
+from zero.params.released import is_managed
 from zero.ranks import backend, world
 
 
-def is_announced(parameter: torch.Tensor) -> bool:
+def is_in_memory_init(parameter: torch.Tensor) -> bool:
     """True if it has DeepSpeed's attributes and no keeper."""
-    return isinstance(parameter, nn.Parameter) and has_face(parameter) and not is_kept(parameter)
+    return isinstance(parameter, nn.Parameter) and has_ds_attributes(parameter) and not is_managed(parameter)
 
 
-def check_rank(modifier_rank: int | None) -> None:
+def check_modifier_rank(modifier_rank: int | None) -> None:
     """Raise StateError if there is no such rank. None is fine; so is any rank before torch.distributed is set up."""
     world_size = world.world_size()
     if modifier_rank is not None and world.is_distributed() and not 0 <= modifier_rank < world_size:
@@ -32,7 +32,7 @@ def check_rank(modifier_rank: int | None) -> None:
         )
 
 
-def take_values_of(source_rank: int, parameters: Iterable[torch.Tensor]) -> None:
+def broadcast_values(source_rank: int, parameters: Iterable[torch.Tensor]) -> None:
     """Copy these values from `source_rank` to every rank. All ranks call this with the same parameters.
 
     Before torch.distributed is set up, the values stay.

@@ -11,11 +11,11 @@ from offload.accelerator import HOST
 from offload.memory.flat_storage import FlatStorage, Poison
 from offload.saved.saved_views import version_of
 from zero.params.layout import Slot, Unit
-from zero.params.released import Keeper, mark, set_present, set_released, show_shard
-from zero.params.watched import forget, watch, written
+from zero.params.released import ParameterStore, assign_store, set_present, set_released, set_shard_view
+from zero.params.watched import drop_data_copy, is_data_written, watch
 
 
-class BoundUnit:
+class UnitBinding:
     """One unit's parameters and the flat storage that they are views of.
 
     Args:
@@ -24,7 +24,7 @@ class BoundUnit:
 
     def __init__(self, unit: Unit, parameters: list[nn.Parameter], poison: Poison, device: torch.device) -> None:
         self.unit, self.parameters, self.poison = unit, parameters, poison
-        self._versions, self._replaced = 0, False
+        self._versions, self._has_replaced_data = 0, False
         self._storage = self._home = self._new_storage(device)
 
     def _new_storage(self, device: torch.device) -> FlatStorage:
@@ -32,12 +32,12 @@ class BoundUnit:
         return FlatStorage(self.unit.numel, self.unit.dtype, cuts, self.poison, device)
 
     @property
-    def bound(self) -> bool:
+    def is_bound(self) -> bool:
         """True while the values are present."""
         return self._storage.is_bound
 
     @property
-    def copies(self) -> bool:
+    def binds_copy(self) -> bool:
         """True if the parameters see a copy of the memory that is bound; see `FlatStorage`."""
         return self._storage.copies_on_bind
 
@@ -47,29 +47,29 @@ class BoundUnit:
         return self._storage.flat
 
     @property
-    def memories(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def flat_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What its parameters see, and what views from before `bind_apart` see."""
         return self._storage.flat, self._home.flat
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def contains(self, tensor: torch.Tensor) -> bool:
         """True if `tensor` is a view of this unit."""
         return self._storage.is_base_of(tensor) or self._home.is_base_of(tensor)
 
-    def adopt(self, slot: Slot, keeper: Keeper) -> None:
+    def adopt(self, slot: Slot, store: ParameterStore) -> None:
         """Turn one parameter into a released view of this unit; its old memory is freed."""
         parameter = self.parameters[slot.position]
-        self._turn(parameter, self._storage.views[slot.position])
-        mark(parameter, keeper, slot.name, persistent=self.unit.persistent)
-        self._hide(parameter)
+        self._set_view(parameter, self._storage.views[slot.position])
+        assign_store(parameter, store, slot.name, persistent=self.unit.persistent)
+        self._release_parameter(parameter)
 
     @staticmethod
-    def _turn(parameter: nn.Parameter, view: torch.Tensor) -> None:
+    def _set_view(parameter: nn.Parameter, view: torch.Tensor) -> None:
         set_present(parameter)
         with torch.no_grad():
             parameter.data = view
 
-    def _hide(self, parameter: nn.Parameter) -> None:
-        show_shard(parameter)
+    def _release_parameter(self, parameter: nn.Parameter) -> None:
+        set_shard_view(parameter)
         set_released(parameter)
 
     def leave_device(self, poison: Poison) -> None:
@@ -77,71 +77,75 @@ class BoundUnit:
 
         A bound unit stays as it is, and so does a parameter that has got other memory, such as the model's own.
         """
-        if not self.bound:
+        if not self.is_bound:
             self.poison = poison
             self._home = self._new_storage(HOST)
-            for parameter in self._look_at(self._home):
-                self._hide(parameter)
+            for parameter in self._switch_storage(self._home):
+                self._release_parameter(parameter)
 
-    def _look_at(self, storage: FlatStorage) -> list[nn.Parameter]:
+    def _switch_storage(self, storage: FlatStorage) -> list[nn.Parameter]:
         """Make the parameters views of `storage`, present ones. Returns them, without those with other memory."""
         left, self._storage = self._storage, storage
         pairs = [each for each in zip(self.parameters, storage.views, strict=True) if left.is_base_of(each[0])]
         for parameter, view in pairs:
-            self._turn(parameter, view)
+            self._set_view(parameter, view)
         return [parameter for parameter, _ in pairs]
 
-    def bind(self, data: torch.Tensor, *, edited: bool = False) -> None:
+    def bind(self, data: torch.Tensor, *, for_edit: bool = False) -> None:
         """Make the values in `data` (uint8, `unit.nbytes` long) the parameters' values. See `show`."""
         self._storage.bind(data)
-        self._forget_values()
-        self.show(edited=edited)
+        self._drop_data_copies()
+        self.mark_present(for_edit=for_edit)
         self._versions = self._count_versions()
-        self._replaced = False
+        self._has_replaced_data = False
 
-    def bind_apart(self, data: torch.Tensor) -> None:
+    def bind_private_copy(self, data: torch.Tensor) -> None:
         """Bind values for an editor, in a storage of their own: tensors that share it keep it beyond `leave_apart`.
 
         Views from before, such as those that autograd saved, see these values until then: they may be used inside.
         """
-        self._look_at(self._new_storage(self.flat.device))
-        self.bind(data, edited=True)
+        self._switch_storage(self._new_storage(self.flat.device))
+        self.bind(data, for_edit=True)
         self._home.bind_same_memory(self._storage)
 
-    def leave_apart(self) -> None:
+    def unbind_private_copy(self) -> None:
         """Release the parameters and end `bind_apart`."""
-        self._forget_values()
+        self._drop_data_copies()
         self._home.unbind(modified=False)
-        self._look_at(self._home)
-        self.hide()
+        self._switch_storage(self._home)
+        self.mark_released()
 
-    def show(self, *, edited: bool = False) -> None:
+    def mark_present(self, *, for_edit: bool = False) -> None:
         """Mark the bound parameters as present: a module call or an editor uses them now, so accesses ask no keeper.
 
         Args:
-            edited: an editor has them, and it compares all values afterwards.
+            for_edit: an editor has them, and it compares all values afterwards.
         """
         for parameter in self.parameters:
-            set_present(parameter, edited=edited)
+            set_present(parameter, for_edit=for_edit)
             # A persistent unit is its own home: writes to it are kept without a comparison.
-            if not self.unit.persistent and not edited:
+            if not self.unit.persistent and not for_edit:
                 watch(parameter)
 
-    def hide(self) -> None:
+    def mark_released(self) -> None:
         """Mark the parameters as released, but keep the values: an access asks the keeper, which then notes the use."""
         for parameter in self.parameters:
             set_released(parameter)
 
     @property
-    def modified(self) -> bool:
+    def is_modified(self) -> bool:
         """True if a parameter was modified since `bind`, in place or (see `recapture`) by replacing its `.data`."""
-        return self._replaced or self._count_versions() != self._versions or any(map(written, self.parameters))
+        return (
+            self._has_replaced_data
+            or self._count_versions() != self._versions
+            or any(map(is_data_written, self.parameters))
+        )
 
     @property
-    def differs(self) -> bool:
+    def has_changes(self) -> bool:
         """True if it is `modified`, or would be after `recapture`."""
-        in_place = map(self._in_place, self.parameters, self._storage.views)
-        return self.modified or not all(in_place)
+        in_place = map(self._is_in_place, self.parameters, self._storage.views)
+        return self.is_modified or not all(in_place)
 
     def recapture(self) -> list[str]:
         """Make parameters whose `.data` was replaced views of this unit again, and copy their new values into it.
@@ -151,12 +155,12 @@ class BoundUnit:
         """
         return recapture_all([self])
 
-    def take_given(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[str]]:
+    def take_replaced_data(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[str]]:
         """The first half of `recapture`: (view, its new values) of each replaced `.data`, and the messages."""
         given: list[tuple[torch.Tensor, torch.Tensor]] = []
         refused: list[str] = []
         for slot, parameter, view in zip(self.unit.slots, self.parameters, self._storage.views, strict=True):
-            if self._in_place(parameter, view):
+            if self._is_in_place(parameter, view):
                 continue
             values, parameter.data = parameter.data, view
             if values.shape == view.shape:
@@ -167,10 +171,10 @@ class BoundUnit:
                     f"{tuple(slot.shape)}: parameters of an engine cannot change their size; resize before "
                     "zero.initialize (also inside zero.Init), or close the engine and initialize again"
                 )
-        self._replaced = self._replaced or bool(given)
+        self._has_replaced_data = self._has_replaced_data or bool(given)
         return given, refused
 
-    def _in_place(self, parameter: nn.Parameter, view: torch.Tensor) -> bool:
+    def _is_in_place(self, parameter: nn.Parameter, view: torch.Tensor) -> bool:
         return (
             parameter.shape == view.shape
             and self._storage.is_base_of(parameter)
@@ -179,24 +183,24 @@ class BoundUnit:
             and parameter.dtype == view.dtype
         )
 
-    def _forget_values(self) -> None:
+    def _drop_data_copies(self) -> None:
         for parameter in self.parameters:
-            forget(parameter)
+            drop_data_copy(parameter)
 
     def _count_versions(self) -> int:
         return sum(version_of(parameter) for parameter in self.parameters)
 
     def unbind(self, *, modified: bool = True) -> torch.Tensor:
         """Release the parameters; returns the memory that was bound. `modified`: they were written to."""
-        self.hide()
-        self._forget_values()
+        self.mark_released()
+        self._drop_data_copies()
         return self._storage.unbind(modified=modified)
 
 
-def recapture_all(units: Iterable[BoundUnit]) -> list[str]:
+def recapture_all(units: Iterable[UnitBinding]) -> list[str]:
     """`BoundUnit.recapture` of several units, which may have exchanged the `.data` of their parameters."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # else hidden parameters would ask the keeper
-        taken = [unit.take_given() for unit in units]
+        taken = [unit.take_replaced_data() for unit in units]
         # Read all before the first write: the new `.data` of one parameter may be the memory of another.
         for view, values in [(view, values.clone()) for given, _ in taken for view, values in given]:
             view.data.copy_(values)

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from offload.archives import pack_any
 from offload.errors import ConfigError
-from zero.params.opaque import decoding_names
+from zero.params.opaque import quantized_tensor_names
 
 
 def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -21,7 +21,7 @@ def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | No
     they take the dtype of the weights. Buffers of quantised storage always keep their dtype.
     """
     for module in model.modules():
-        decoding, wanted = decoding_names(module), dtype or _dtype_of_statistics(module)
+        decoding, wanted = quantized_tensor_names(module), dtype or _dtype_of_statistics(module)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 cast = wanted if buffer.is_floating_point() and name not in decoding else None
@@ -51,7 +51,7 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
     return {name: module.get_extra_state() for name, module in named if type(module).get_extra_state is not none}
 
 
-def packed_extra_states(model: nn.Module, what: str) -> Any:
+def pack_extra_states(model: nn.Module, what: str) -> Any:
     """`extra_states` as `pack_any` packs them; None: there are none.
 
     Raises ConfigError: one cannot be pickled. `what`: the call, for the error.
@@ -66,7 +66,7 @@ def packed_extra_states(model: nn.Module, what: str) -> Any:
         ) from error
 
 
-def takes_extra_states(model: nn.Module) -> bool:
+def has_extra_state_setter(model: nn.Module) -> bool:
     none: Any = nn.Module.set_extra_state
     return any(type(module).set_extra_state is not none for module in model.modules())
 

@@ -31,50 +31,62 @@ AVAILABLE, NOT_AVAILABLE = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILA
 SHARD = "ds_tensor"
 _STATE = "__getstate__"
 _NUMEL = "partition_numel"
-_FACE = ("ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_status", "ds_active_sub_modules", _NUMEL, SHARD, _STATE)
+_DS_ATTRIBUTES = (
+    "ds_id",
+    "ds_shape",
+    "ds_numel",
+    "ds_persist",
+    "ds_status",
+    "ds_active_sub_modules",
+    _NUMEL,
+    SHARD,
+    _STATE,
+)
 _numbers = itertools.count()
 
 
-def has_face(parameter: nn.Parameter) -> bool:
+def has_ds_attributes(parameter: nn.Parameter) -> bool:
     """True if it has the attributes: clients check for `ds_id` to know whether a parameter has to be gathered."""
     return "ds_id" in parameter.__dict__
 
 
-def put_on_face(parameter: nn.Parameter, persistent: bool, private: tuple[str, ...], *, whole: bool = False) -> None:
+def set_ds_attributes(
+    parameter: nn.Parameter, persistent: bool, private: tuple[str, ...], *, unsharded: bool = False
+) -> None:
     """Set or update the attributes; `ds_id` stays.
 
     Args:
         parameter: a keeper is responsible for it from now on.
         persistent: its values never leave the device.
         private: internal attributes, which are not pickled.
-        whole: every rank has all of it (stages 0 to 2), so it gets none of the attributes.
+        unsharded: every rank has all of it (stages 0 to 2), so it gets none of the attributes.
     """
     face = parameter.__dict__
-    if whole:
-        forget_face(parameter)
+    if unsharded:
+        remove_ds_attributes(parameter)
         face[_STATE] = _state_without(parameter, private)
         return
     face.setdefault("ds_id", next(_numbers))
     face["ds_shape"], face["ds_numel"], face["ds_persist"] = parameter.shape, parameter.numel(), persistent
     face["ds_status"] = AVAILABLE  # the class of a released parameter overrides it
     face["ds_active_sub_modules"] = set()
-    face[_NUMEL] = functools.partial(_share_numel, parameter.numel())
-    face[_STATE] = _state_without(parameter, (*_FACE, *private))
+    face[_NUMEL] = functools.partial(_mean_shard_numel, parameter.numel())
+    face[_STATE] = _state_without(parameter, (*_DS_ATTRIBUTES, *private))
 
 
-def _share_numel(numel: int) -> int:
+def _mean_shard_numel(numel: int) -> int:
     """Elements of a parameter per rank on average, rounded up; the size of `ds_tensor` is exact for this rank."""
     return -(-numel // world.world_size())
 
 
-def announce(parameter: nn.Parameter) -> None:
+def set_in_memory_init(parameter: nn.Parameter) -> None:
     """Set the attributes on a parameter whose values stay in memory until an engine adopts it."""
-    put_on_face(parameter, False, ())
+    set_ds_attributes(parameter, False, ())
 
 
-def forget_face(parameter: nn.Parameter) -> None:
+def remove_ds_attributes(parameter: nn.Parameter) -> None:
     """Remove the attributes: it is an ordinary parameter again."""
-    for name in _FACE:
+    for name in _DS_ATTRIBUTES:
         parameter.__dict__.pop(name, None)
 
 

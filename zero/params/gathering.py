@@ -11,17 +11,17 @@ from torch import nn
 
 from offload.saved.saved_views import UnmovedTensor
 from offload.system.interrupts import atomic, deferring_interrupts
-from zero.params.announced import check_rank, is_announced, take_values_of
-from zero.params.released import Keeper, is_kept, keeper_of
+from zero.params.announced import broadcast_values, check_modifier_rank, is_in_memory_init
+from zero.params.released import ParameterStore, is_managed, store_of
 
-_entered: list[GatheredParameters] = []
+_open_contexts: list[GatheredParameters] = []
 """Open contexts that have saved-tensor hooks."""
 
 
-def _saved(tensor: torch.Tensor) -> UnmovedTensor:
+def _save_tensor(tensor: torch.Tensor) -> UnmovedTensor:
     """Save a tensor for backward; as a copy, if its values are released before (a penalty on a weight needs this)."""
     return UnmovedTensor.from_tensor(
-        tensor.detach().clone() if any(context.lends(tensor) for context in _entered) else tensor
+        tensor.detach().clone() if any(context.frees_on_exit(tensor) for context in _open_contexts) else tensor
     )
 
 
@@ -46,65 +46,69 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         given = [params] if isinstance(params, nn.Parameter) else list(params)
-        unique = {id(p): p for p in given if enabled and is_kept(p)}
-        self._by_keeper: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
+        unique = {id(p): p for p in given if enabled and is_managed(p)}
+        self._by_store: dict[int, tuple[ParameterStore, list[nn.Parameter]]] = {}
         for parameter in unique.values():
-            keeper = keeper_of(parameter)
-            self._by_keeper.setdefault(id(keeper), (keeper, []))[1].append(parameter)
-        self._announced = list({id(p): p for p in given if enabled and is_announced(p)}.values())
+            keeper = store_of(parameter)
+            self._by_store.setdefault(id(keeper), (keeper, []))[1].append(parameter)
+        self._in_memory = list({id(p): p for p in given if enabled and is_in_memory_init(p)}.values())
         self._modifier_rank = modifier_rank
-        self._open: list[tuple[Keeper, list[nn.Parameter]]] = []
-        self._saving = ExitStack()
+        self._active: list[tuple[ParameterStore, list[nn.Parameter]]] = []
+        self._saved_tensor_hooks = ExitStack()
 
-    def lends(self, tensor: torch.Tensor) -> bool:
+    def frees_on_exit(self, tensor: torch.Tensor) -> bool:
         """True if `tensor` shares values that are released when the context ends and are not fetched for backward."""
         if tensor.layout != torch.strided:
             return False
-        held = ((keeper, p) for keeper, parameters in self._open if not keeper.keeps_saved for p in parameters)
-        return any(keeper.holds(p, tensor) for keeper, p in held)
+        held = (
+            (keeper, p) for keeper, parameters in self._active if not keeper.keeps_saved_tensors for p in parameters
+        )
+        return any(keeper.shares_memory(p, tensor) for keeper, p in held)
 
     def __enter__(self) -> None:
         """Fetch the values: all of them, or none and an error."""
-        if self._announced or self._by_keeper:
-            check_rank(self._modifier_rank)
+        if self._in_memory or self._by_store:
+            check_modifier_rank(self._modifier_rank)
         try:
             with deferring_interrupts:
-                for keeper, parameters in self._by_keeper.values():
-                    keeper.open(parameters)
-                    self._open.append((keeper, parameters))
-            if torch.is_grad_enabled() and not all(keeper.keeps_saved for keeper, _ in self._open):
-                self._keep_saved()
+                for keeper, parameters in self._by_store.values():
+                    keeper.begin_gather(parameters)
+                    self._active.append((keeper, parameters))
+            if torch.is_grad_enabled() and not all(keeper.keeps_saved_tensors for keeper, _ in self._active):
+                self._copy_saved_tensors()
         except BaseException:
-            self._saving.close()
-            self._close_all()
+            self._saved_tensor_hooks.close()
+            self._end_all()
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Store the edits, then release."""
-        self._saving.close()
-        self._close_all()
+        self._saved_tensor_hooks.close()
+        self._end_all()
         if kind is None and self._modifier_rank is not None:
-            take_values_of(self._modifier_rank, [p for p in self._announced if is_announced(p)])
+            broadcast_values(self._modifier_rank, [p for p in self._in_memory if is_in_memory_init(p)])
 
-    def _keep_saved(self) -> None:
+    def _copy_saved_tensors(self) -> None:
         """Have autograd save copies in this thread until the context ends, unless saved-tensor hooks are disabled."""
         if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-            _entered.append(self)
-            self._saving.callback(_entered.remove, self)
-            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, UnmovedTensor.restore))
+            _open_contexts.append(self)
+            self._saved_tensor_hooks.callback(_open_contexts.remove, self)
+            self._saved_tensor_hooks.enter_context(
+                torch.autograd.graph.saved_tensors_hooks(_save_tensor, UnmovedTensor.restore)
+            )
 
     @atomic
-    def _close_all(self) -> None:
+    def _end_all(self) -> None:
         """Close every keeper, even if one of them raises; the first error is raised at the end."""
         first: BaseException | None = None
-        while self._open:
-            keeper, parameters = self._open.pop()
-            if not any(is_kept(p) and keeper_of(p) is keeper for p in parameters):
+        while self._active:
+            keeper, parameters = self._active.pop()
+            if not any(is_managed(p) and store_of(p) is keeper for p in parameters):
                 continue  # its engine has given the model back and is closed
             try:
-                keeper.close(parameters, self._modifier_rank)
+                keeper.end_gather(parameters, self._modifier_rank)
             except Exception as error:
                 first = first or error
         if first is not None:

@@ -25,11 +25,11 @@ from zero.config import Config, load_config
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.given import read_source
 from zero.config.swap_paths import create_folders
-from zero.params.face import announce
+from zero.params.face import set_in_memory_init
 from zero.params.opaque import is_wrapper
-from zero.params.released import is_kept
-from zero.params.unadopted import ProvisionalKeeper, provisional_source
-from zero.params.waiting_file import open_waiting_file
+from zero.params.released import is_managed
+from zero.params.unadopted import InitialParameterStore, initial_store_of
+from zero.params.waiting_file import open_initial_values_file
 from zero.ranks import world
 from zero.ranks.joining import join_if_started
 
@@ -41,7 +41,7 @@ DEEPSPEED_ONLY = {
 
 INITIALISERS = {name: drawn for name, drawn in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
 """torch's own; clients switch them off while they build a model whose values they load, or draw at the end."""
-COMPUTED: tuple[tuple[Any, str], ...] = (
+WEIGHT_TRANSFORMS: tuple[tuple[Any, str], ...] = (
     (parametrize, "register_parametrization"),
     (parametrizations, "spectral_norm"),  # it looks at the values before it registers anything
     (sys.modules["torch.nn.utils.weight_norm"].WeightNorm, "apply"),  # the package has a function of the same name
@@ -78,10 +78,10 @@ class Init:
         StateError: another rank does not enter the context, or builds a different model.
 
     Attributes:
-        announces: parameters that stay in memory get DeepSpeed's attributes too, as soon as they are made.
+        sets_ds_attributes: parameters that stay in memory get DeepSpeed's attributes too, as soon as they are made.
     """
 
-    announces = False
+    sets_ds_attributes = False
 
     def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
         self,
@@ -101,96 +101,96 @@ class Init:
         source = config_dict_or_path if config_dict_or_path is not None else config
         self._paths = _spill_folders(source, remote_device) if enabled else None
         self._dtype = dtype if enabled else None
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._originals: list[tuple[Any, str, Any]] = []
         """(owner, attribute, original value; None: the owner had none of its own)."""
-        self._keeper: ProvisionalKeeper | None = None
-        self._made: list[weakref.ref[nn.Module]] = []
+        self._store: InitialParameterStore | None = None
+        self._modules: list[weakref.ref[nn.Module]] = []
         """Modules whose constructors have run inside."""
         self._constructing: set[int] = set()
         """Ids of modules whose constructors are running."""
-        self._watches = self._paths is not None or self._dtype is not None or self.announces
-        if module is not None and self._watches:
-            self._keeper = self._opened()
-            self._made = [weakref.ref(child) for child in module.modules()]
-            self._cut_made()
+        self._is_active = self._paths is not None or self._dtype is not None or self.sets_ds_attributes
+        if module is not None and self._is_active:
+            self._store = self._open_store()
+            self._modules = [weakref.ref(child) for child in module.modules()]
+            self._spill_modules()
 
     def __enter__(self) -> Init:
         """Start watching constructors."""
-        if not self._watches:
+        if not self._is_active:
             return self
-        self._keeper = self._opened()
-        if self._keeper is not None:
-            self._keeper.grows = True
-        self._watch()
-        _open.append(self)
+        self._store = self._open_store()
+        if self._store is not None:
+            self._store.accepts_parameters = True
+        self._patch_torch()
+        _open_contexts.append(self)
         return self
 
-    def _opened(self) -> ProvisionalKeeper | None:
+    def _open_store(self) -> InitialParameterStore | None:
         """The keeper for cut parameters; None: values stay in memory. All ranks call this together."""
-        return _open_keeper(self._paths)
+        return _open_store_in(self._paths)
 
-    def _watch(self) -> None:
-        if self._keeper is not None:
-            self._keeper.fetches = True
+    def _patch_torch(self) -> None:
+        if self._store is not None:
+            self._store.fetches_on_access = True
         for kind in _module_classes():
-            self._patch(kind)
-        self._replace(nn.Module, "apply", _gathering_apply)
-        for owner, name in COMPUTED:
-            self._replace(owner, name, _drawing_first(getattr(owner, name), isinstance(owner, type)))
-        if self._keeper is not None:
-            self._replace(nn.Module, "register_parameter", self._cutting_register())
+            self._patch_constructor(kind)
+        self._replace(nn.Module, "apply", _apply_gathered)
+        for owner, name in WEIGHT_TRANSFORMS:
+            self._replace(owner, name, _draw_weight_first(getattr(owner, name), isinstance(owner, type)))
+        if self._store is not None:
+            self._replace(nn.Module, "register_parameter", self._spilling_register_parameter())
         watcher = self
 
         def on_subclass(cls: type[nn.Module], /, **kwargs: Any) -> None:
             super(nn.Module, cls).__init_subclass__(**kwargs)
-            watcher._patch(cls)
+            watcher._patch_constructor(cls)
 
         self._replace(nn.Module, "__init_subclass__", classmethod(on_subclass))
 
-    def _look_away(self) -> None:
+    def _unpatch_torch(self) -> None:
         """Restore torch's constructors and `apply`, and spill the values that were fetched for them."""
-        while self._replaced:
-            owner, name, original = self._replaced.pop()
+        while self._originals:
+            owner, name, original = self._originals.pop()
             if original is None:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
-        if self._keeper is not None:
-            self._keeper.fetches = False
-            self._keeper.spill_fetched()
+        if self._store is not None:
+            self._store.fetches_on_access = False
+            self._store.spill_fetched()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop watching; cut and cast the remaining parameters."""
-        self._look_away()
-        if self in _open:
-            _open.remove(self)
+        self._unpatch_torch()
+        if self in _open_contexts:
+            _open_contexts.remove(self)
         if kind is None:
-            self._cut_made()
-        if self._keeper is not None:
-            self._keeper.grows = False
-        self._made.clear()
+            self._spill_modules()
+        if self._store is not None:
+            self._store.accepts_parameters = False
+        self._modules.clear()
 
-    def _cut_made(self) -> None:
+    def _spill_modules(self) -> None:
         """Cut parameters that were registered outside of constructors, and cast all to `dtype`."""
-        for module in [made() for made in self._made]:
+        for module in [made() for made in self._modules]:
             for parameter in list(module._parameters.values()) if module is not None else ():
                 if parameter is None:
                     continue
-                self._cut(parameter)
+                self._spill(parameter)
                 if self._dtype is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
-                    keeper = provisional_source(parameter)
+                    keeper = initial_store_of(parameter)
                     if keeper is not None:
                         keeper.convert(parameter, self._dtype)
-                    elif not is_kept(parameter):
+                    elif not is_managed(parameter):
                         parameter.data = parameter.data.to(self._dtype)
 
     def _replace(self, owner: Any, name: str, new: Any) -> None:
-        self._replaced.append((owner, name, owner.__dict__.get(name)))
+        self._originals.append((owner, name, owner.__dict__.get(name)))
         setattr(owner, name, new)
 
-    def _patch(self, kind: Any) -> None:
+    def _patch_constructor(self, kind: Any) -> None:
         if "__init__" not in kind.__dict__:
             return
         original = kind.__dict__["__init__"]
@@ -207,16 +207,16 @@ class Init:
             finally:
                 if outermost:
                     watcher._constructing.discard(id(module))
-            if watcher._keeper is not None:
-                watcher._keeper.spill_unseen()  # "unseen": an outer constructor may hold a view of a parameter
+            if watcher._store is not None:
+                watcher._store.spill_unreferenced()  # "unseen": an outer constructor may hold a view of a parameter
             if outermost:
-                watcher._made.append(weakref.ref(module))
+                watcher._modules.append(weakref.ref(module))
                 for parameter in list(module.parameters()):  # children's too: some may have been replaced
-                    watcher._cut(parameter)
+                    watcher._spill(parameter)
 
         self._replace(kind, "__init__", constructor)
 
-    def _cutting_register(self) -> Callable[[nn.Module, str, nn.Parameter | None], None]:
+    def _spilling_register_parameter(self) -> Callable[[nn.Module, str, nn.Parameter | None], None]:
         """`Module.register_parameter`, which cuts a parameter that replaces one on the meta device."""
         original = nn.Module.register_parameter
         watcher = self
@@ -225,48 +225,48 @@ class Init:
             before = module.__dict__.get("_parameters", {}).get(name)
             original(module, name, param)
             if param is not None and before is not None and before.is_meta:
-                watcher._cut(param)
+                watcher._spill(param)
 
         return register_parameter
 
-    def _cut(self, parameter: nn.Parameter) -> None:
+    def _spill(self, parameter: nn.Parameter) -> None:
         here = parameter.device.type == "cpu" and not is_wrapper(parameter)
-        if self._keeper is not None and not is_kept(parameter) and here and parameter.numel():
-            self._keeper.cut(parameter)
-        elif self.announces and not is_kept(parameter) and not is_wrapper(parameter) and parameter.numel():
-            announce(parameter)
+        if self._store is not None and not is_managed(parameter) and here and parameter.numel():
+            self._store.spill(parameter)
+        elif self.sets_ds_attributes and not is_managed(parameter) and not is_wrapper(parameter) and parameter.numel():
+            set_in_memory_init(parameter)
 
 
-def open_keeper(config: Config) -> ProvisionalKeeper | None:
+def open_initial_store(config: Config) -> InitialParameterStore | None:
     """A keeper for a model that waits for its next engine; None: its values have to stay in memory.
 
     All ranks call this together.
     """
-    return _open_keeper(_spill_folders(config, None))
+    return _open_store_in(_spill_folders(config, None))
 
 
-def _open_keeper(folders: tuple[str, ...] | None) -> ProvisionalKeeper | None:
+def _open_store_in(folders: tuple[str, ...] | None) -> InitialParameterStore | None:
     if folders is None:
         return None
-    file, everywhere = open_waiting_file(folders)
-    return None if file is None else ProvisionalKeeper(file, everywhere=everywhere)
+    file, everywhere = open_initial_values_file(folders)
+    return None if file is None else InitialParameterStore(file, all_ranks_read=everywhere)
 
 
-_open: list[Init] = []
+_open_contexts: list[Init] = []
 """Open contexts of this process; they have patched torch. The innermost is the last."""
 
 
 @contextmanager
-def suspended() -> Iterator[None]:
+def pause_init() -> Iterator[None]:
     """Inside, no open `Init` watches constructors, because an engine makes modules that belong to no model."""
-    contexts = list(_open)
+    contexts = list(_open_contexts)
     for context in reversed(contexts):
-        context._look_away()
+        context._unpatch_torch()
     try:
         yield
     finally:
         for context in contexts:
-            context._watch()
+            context._patch_torch()
 
 
 def refuse_without_values(model: nn.Module) -> None:
@@ -300,8 +300,8 @@ def _spill_folders(source: Source, remote_device: str | None) -> tuple[str, ...]
         if remote_device == "nvme":
             raise ConfigError('zero.Init: remote_device "nvme" needs config_dict_or_path with offload_param.nvme_path')
         return None
-    config = _without_batch(source)
-    if not cuts_values(config, remote_device):
+    config = _load_without_batch(source)
+    if not spills_values(config, remote_device):
         return None
     offload = config.zero_optimization.offload_param
     if (remote_device or offload.device) != "nvme":
@@ -311,14 +311,14 @@ def _spill_folders(source: Source, remote_device: str | None) -> tuple[str, ...]
     return tuple(create_folders(map(str, offload.nvme_path)))
 
 
-def cuts_values(config: Config, remote_device: str | None = None) -> bool:
+def spills_values(config: Config, remote_device: str | None = None) -> bool:
     """True if `Init` spills values while a model is built: to NVMe, or to a store that ranks of a node share."""
     zero = config.zero_optimization
     shares = zero.stage == 3 and zero.shared_host_memory is not False and world.world_size() > 1
     return (remote_device or zero.offload_param.device) == "nvme" or shares
 
 
-def _without_batch(source: str | os.PathLike[str] | dict[str, Any] | Config) -> Config:
+def _load_without_batch(source: str | os.PathLike[str] | dict[str, Any] | Config) -> Config:
     """The configuration without batch sizes, which may be placeholders while a model is built."""
     join_if_started()  # this may be the client's first call that needs the other ranks
     problems: list[str] = []
@@ -339,7 +339,7 @@ def _module_classes() -> list[type]:
     return found
 
 
-def _drawing_first(original: Callable[..., Any], is_static: bool) -> Any:
+def _draw_weight_first(original: Callable[..., Any], is_static: bool) -> Any:
     """One of `COMPUTED`, which first draws a weight that its constructor did not, because that was switched off.
 
     It is too late once the weight is computed: a client that draws all values at the end writes to the result, which is
@@ -364,7 +364,7 @@ def _drawing_first(original: Callable[..., Any], is_static: bool) -> Any:
     return staticmethod(computed) if is_static else computed
 
 
-def _gathering_apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
     """`Module.apply`; the function gets each module's own parameters present, and its edits are stored."""
     from zero.params.gathering import GatheredParameters
 

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-KEEPER = "_zero_keeper"
+STORE_ATTRIBUTE = "_zero_keeper"
 _GRAD: Any = torch._C.TensorBase.grad
 
 
-class Collected(Protocol):
+class AccumulatedGradient(Protocol):
     """The gradient of one parameter that an engine has collected since the last step, over all ranks.
 
     In the units of the loss: without the loss scale. Its methods are called on all ranks together.
@@ -38,33 +38,33 @@ class Collected(Protocol):
     def norm(self) -> float | None:
         """The 2-norm, made of the sums that are kept for the step; None: it has to be read."""
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         """The parameter has no gradient any more."""
 
-    def shown(self) -> Tensor:
+    def lazy_gradient(self) -> Tensor:
         """What `p.grad` is: a tensor without memory."""
 
 
-class KeptParameter(nn.Parameter):
+class ManagedParameter(nn.Parameter):
     """Mixed into the class of every parameter with a keeper."""
 
     @property
     def grad(self) -> Tensor | None:
         """A gradient that was assigned; else what the engine has collected; None in a backward or without either."""
-        own = own_gradient(self)
-        collected = None if own is not None else _collected(self)
-        return own if collected is None else collected.shown()
+        own = torch_gradient(self)
+        collected = None if own is not None else _accumulated_gradient(self)
+        return own if collected is None else collected.lazy_gradient()
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        collected = _collected(self)
+        collected = _accumulated_gradient(self)
         shown: Any = gradient if hasattr(gradient, "is_gradient_of") else None
         if shown is not None and shown.is_gradient_of(self):
             return  # `p.grad *= 2` has changed it in place
         gradient = gradient if shown is None else shown.clone()
-        set_own_gradient(self, gradient)
+        set_torch_gradient(self, gradient)
         if gradient is None and collected is not None:
-            collected.drop()
+            collected.clear()
 
     @grad.deleter
     def grad(self) -> None:
@@ -73,30 +73,32 @@ class KeptParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy belongs to the caller: it has no keeper."""
         copied: nn.Parameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        KEPT.take_off(copied)
+        MANAGED.remove(copied)
         return copied
 
 
-def own_gradient(parameter: Tensor) -> Tensor | None:
+def torch_gradient(parameter: Tensor) -> Tensor | None:
     """Torch's own `.grad`: from autograd in a backward, or assigned by user code."""
     with torch._C.DisableTorchFunctionSubclass():
         return cast("Tensor | None", _GRAD.__get__(parameter))
 
 
-def set_own_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+def set_torch_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     """Set torch's own `.grad`."""
     with torch._C.DisableTorchFunctionSubclass():
         _GRAD.__set__(parameter, gradient)
 
 
-def _collected(parameter: Tensor) -> Collected | None:
-    keeper = parameter.__dict__.get(KEEPER)
+def _accumulated_gradient(parameter: Tensor) -> AccumulatedGradient | None:
+    keeper = parameter.__dict__.get(STORE_ATTRIBUTE)
     in_backward = torch._C._current_graph_task_id() != -1
-    found: Collected | None = None if keeper is None or in_backward else keeper.collected(parameter)
+    found: AccumulatedGradient | None = (
+        None if keeper is None or in_backward else keeper.accumulated_gradient(parameter)
+    )
     return found
 
 
-class Mixin:
+class ClassMixin:
     """Mixes a class into the classes of parameters, and takes it out again; a parameter has one mixin at a time.
 
     Args:
@@ -104,29 +106,29 @@ class Mixin:
         word: prefix for the names of the mixed classes.
     """
 
-    _own: ClassVar[dict[type, type]] = {}
+    _original_class: ClassVar[dict[type, type]] = {}
     """Mixed class, of any mixin -> the class that the parameter had."""
 
     def __init__(self, mixed: type, word: str) -> None:
-        self._mixed, self._word = mixed, word
-        self._with: dict[type, type] = {nn.Parameter: mixed}
-        self._own[mixed] = nn.Parameter
+        self._mixed, self._prefix = mixed, word
+        self._mixed_class: dict[type, type] = {nn.Parameter: mixed}
+        self._original_class[mixed] = nn.Parameter
 
-    def put_on(self, parameter: nn.Parameter) -> None:
+    def mix_in(self, parameter: nn.Parameter) -> None:
         """Idempotent; takes off a mixin of another kind, but not one of a subclass of this one."""
         if issubclass(type(parameter), self._mixed):
             return
-        own = self._own.get(type(parameter), type(parameter))
-        if own not in self._with:
-            self._with[own] = type(f"{self._word}{own.__name__}", (self._mixed, own), {})
-            self._own[self._with[own]] = own
-        parameter.__class__ = self._with[own]
+        own = self._original_class.get(type(parameter), type(parameter))
+        if own not in self._mixed_class:
+            self._mixed_class[own] = type(f"{self._prefix}{own.__name__}", (self._mixed, own), {})
+            self._original_class[self._mixed_class[own]] = own
+        parameter.__class__ = self._mixed_class[own]
 
-    def take_off(self, parameter: nn.Parameter) -> None:
+    def remove(self, parameter: nn.Parameter) -> None:
         """Take off any mixin. Idempotent."""
-        own = self._own.get(type(parameter))
+        own = self._original_class.get(type(parameter))
         if own is not None:
             parameter.__class__ = own
 
 
-KEPT = Mixin(KeptParameter, "Kept")
+MANAGED = ClassMixin(ManagedParameter, "Kept")

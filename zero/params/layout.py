@@ -69,7 +69,7 @@ class Unit:
     persistent: bool
     begin: int
     """First coordinate of this rank's slice in its space."""
-    siblings: str = ""
+    sibling_group: str = ""
     """The list (or dict) of modules of one type that the unit is one of; "" for none."""
     expert_rows: int = 0
     """Number of experts, the first dimension of every slot, whose rows may be fetched alone; 0 for other units."""
@@ -77,13 +77,13 @@ class Unit:
     """First element of the flat unit that is in this rank's slice."""
     rule: int = 0
     """Number of the rule that updates it."""
-    whole: bool = False
+    needs_whole_parameters: bool = False
     """The rule needs whole parameters."""
     remainder: torch.dtype | None = None
     """Dtype of the remainders that make the fp32 masters exact; None: there are none."""
 
     @property
-    def kind(self) -> tuple[torch.dtype, bool, int]:
+    def space_key(self) -> tuple[torch.dtype, bool, int]:
         """The properties that all units of a space share."""
         return self.dtype, self.trainable, self.rule
 
@@ -102,12 +102,12 @@ class Unit:
         """One past the last element of the flat unit that is in this rank's slice."""
         return self.first_numel + self.shard_numel
 
-    def own(self, flat: torch.Tensor) -> torch.Tensor:
+    def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's slice of `flat`, the bytes (uint8) or the elements of the flat unit."""
         scale = self.dtype.itemsize if flat.dtype == torch.uint8 and flat.numel() == self.nbytes else 1
         return flat[self.first_numel * scale : self.last_numel * scale]
 
-    def within(self, slot: Slot) -> tuple[int, int]:
+    def shard_range(self, slot: Slot) -> tuple[int, int]:
         """Coordinates [begin, end) of the part of a slot that is in this rank's slice; empty if none is."""
         begin = min(max(self.origin + slot.offset_numel, self.begin), self.end)
         return begin, max(begin, min(self.origin + slot.end_numel, self.end))
@@ -119,7 +119,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class AddressSpace:
     """All units of one dtype, one trainability and one update rule, end to end."""
 
     dtype: torch.dtype
@@ -129,14 +129,14 @@ class Space:
     """Number of the rule that updates them."""
 
     @property
-    def kind(self) -> tuple[torch.dtype, bool, int]:
+    def space_key(self) -> tuple[torch.dtype, bool, int]:
         """The properties that all its units share."""
         return self.dtype, self.trainable, self.rule
 
     @property
-    def whole(self) -> bool:
+    def needs_whole_parameters(self) -> bool:
         """True if its rule needs whole parameters."""
-        return any(unit.whole for unit in self.units[:1])
+        return any(unit.needs_whole_parameters for unit in self.units[:1])
 
     @property
     def numel(self) -> int:
@@ -149,11 +149,11 @@ class Space:
         return next((unit.remainder for unit in self.units), None)
 
     @property
-    def rounded(self) -> bool:
+    def rounds_stochastically(self) -> bool:
         """True if its weights are bf16 masters; updates round them stochastically."""
         return self.trainable and self.dtype == torch.bfloat16 and self.remainder is None
 
-    def overlapping(self, begin: int, end: int) -> Iterator[Unit]:
+    def units_between(self, begin: int, end: int) -> Iterator[Unit]:
         """Units with coordinates in [begin, end), in order."""
         for index in range(bisect_right(self.units, begin, key=lambda unit: unit.end), len(self.units)):
             if self.units[index].begin >= end:
@@ -174,7 +174,7 @@ class SubGroup:
         """Its coordinates, for messages."""
         return f"sub-group {self.space}:[{self.begin:,}, {self.end:,})"
 
-    def part_of(self, unit: Unit) -> tuple[int, int]:
+    def range_in(self, unit: Unit) -> tuple[int, int]:
         """Coordinates [begin, end) of its part of a unit that overlaps it."""
         return max(unit.begin, self.begin), min(unit.end, self.end)
 
@@ -183,7 +183,7 @@ class SubGroup:
 class Layout:
     """All spaces, and the units in the order of the cover."""
 
-    spaces: tuple[Space, ...]
+    spaces: tuple[AddressSpace, ...]
     units: tuple[Unit, ...]
 
     @property
@@ -193,11 +193,11 @@ class Layout:
 
     def space_of(self, unit: Unit) -> int:
         """Index of the unit's space."""
-        return next(i for i, space in enumerate(self.spaces) if space.kind == unit.kind)
+        return next(i for i, space in enumerate(self.spaces) if space.space_key == unit.space_key)
 
     def units_in(self, group: SubGroup) -> Iterator[Unit]:
         """Units that have coordinates in a sub-group, in order."""
-        return self.spaces[group.space].overlapping(group.begin, group.end)
+        return self.spaces[group.space].units_between(group.begin, group.end)
 
     def sub_groups(self, numel_max: int) -> tuple[SubGroup, ...]:
         """Every trainable space cut into runs of at most `numel_max` (rounded to 4096) elements.
@@ -208,31 +208,33 @@ class Layout:
         """
         return tuple(
             SubGroup(space, begin, min(begin + numel, end))
-            for space, first, end, numel in self.cuts(numel_max)
+            for space, first, end, numel in self.sub_group_runs(numel_max)
             for begin in range(first, end, numel)
         )
 
-    def cuts(self, numel_max: int) -> Iterator[tuple[int, int, int, int]]:
+    def sub_group_runs(self, numel_max: int) -> Iterator[tuple[int, int, int, int]]:
         """As `sub_groups`, run by run: (space, begin, end, elements of each sub-group of the run but the last)."""
         step = max(numel_max // BLOCK_NUMEL, 1) * BLOCK_NUMEL
         for index, space in enumerate(self.spaces):
             if not space.trainable:
                 continue
-            if space.whole:
-                yield from ((index, begin, end, end - begin) for begin, end in _whole_runs(space.units, step))
+            if space.needs_whole_parameters:
+                yield from ((index, begin, end, end - begin) for begin, end in _whole_parameter_runs(space.units, step))
                 continue
             for begin, end in _runs(space.units):
                 count = -(-(end - begin) // step)
                 yield index, begin, end, align_up(-(-(end - begin) // count), BLOCK_NUMEL)  # nearly equal lengths
 
-    def longest(self, space: int, numel_max: int) -> int:
+    def longest_sub_group(self, space: int, numel_max: int) -> int:
         """Elements of the longest sub-group of a trainable space, but at least `numel_max`."""
-        if not self.spaces[space].whole:
+        if not self.spaces[space].needs_whole_parameters:
             return numel_max
-        return max([numel_max, *(end - begin for begin, end in _whole_runs(self.spaces[space].units, numel_max))])
+        return max(
+            [numel_max, *(end - begin for begin, end in _whole_parameter_runs(self.spaces[space].units, numel_max))]
+        )
 
 
-def _whole_runs(units: Iterable[Unit], numel_max: int) -> Iterator[tuple[int, int]]:
+def _whole_parameter_runs(units: Iterable[Unit], numel_max: int) -> Iterator[tuple[int, int]]:
     """[begin, end) of runs of whole parameters, each of at most `numel_max` elements or of one piece."""
     for unit in units:
         # A sharded slice is one piece: ranks have different parameters in it, but must have the same sub-groups.
@@ -270,7 +272,7 @@ class UnitContent:
     dtype: torch.dtype
     trainable: bool
     persistent: bool
-    siblings: str = ""
+    sibling_group: str = ""
     """The list (or dict) of modules of one type that the unit is one of; "" for none."""
     expert_rows: int = 0
     """Number of experts, the first dimension of every parameter; 0 for other units."""
@@ -278,11 +280,11 @@ class UnitContent:
     """The first element of a tile inside the parameter, which is the only one of the unit."""
     rule: int = 0
     """Number of the rule that updates it."""
-    whole: bool = False
+    needs_whole_parameters: bool = False
     """The rule needs whole parameters."""
 
     @property
-    def kind(self) -> tuple[torch.dtype, bool, int]:
+    def space_key(self) -> tuple[torch.dtype, bool, int]:
         """The properties that all units of a space share."""
         return self.dtype, self.trainable, self.rule
 
@@ -299,17 +301,21 @@ def build_layout(contents: Sequence[UnitContent], placement: Placement, *, bf16_
     ends: dict[tuple[torch.dtype, bool, int], int] = {}
     units: list[Unit] = []
     for index, content in enumerate(contents):
-        offsets, numel = _whole_offsets(content, placement) if content.whole else _offsets(content, placement)
+        offsets, numel = (
+            _whole_parameter_offsets(content, placement)
+            if content.needs_whole_parameters
+            else _offsets(content, placement)
+        )
         # An empty parameter occupies no space; it is sorted before the parameter with the same offset.
         by_place = sorted(zip(offsets, content.parameters, strict=True), key=lambda pair: (pair[0], pair[1][2].numel()))
         slots = tuple(
             Slot(names, shape, shape.numel(), offset, parameter, content.first_numel, position)
             for position, (offset, (parameter, names, shape)) in enumerate(by_place)
         )
-        begin = ends.get(content.kind, 0)
+        begin = ends.get(content.space_key, 0)
         shard_numel = numel // placement.shard_size
         exact = content.trainable and not (bf16_masters and content.dtype == torch.bfloat16)
-        ends[content.kind] = begin + shard_numel
+        ends[content.space_key] = begin + shard_numel
         units.append(
             Unit(
                 index,
@@ -325,11 +331,11 @@ def build_layout(contents: Sequence[UnitContent], placement: Placement, *, bf16_
                 content.expert_rows,
                 placement.shard_index * shard_numel,
                 content.rule,
-                content.whole,
+                content.needs_whole_parameters,
                 remainder_dtype(content.dtype) if exact else None,
             )
         )
-    spaces = (Space(*kind[:2], tuple(u for u in units if u.kind == kind), kind[2]) for kind in ends)
+    spaces = (AddressSpace(*kind[:2], tuple(u for u in units if u.space_key == kind), kind[2]) for kind in ends)
     return Layout(tuple(spaces), tuple(units))
 
 
@@ -343,7 +349,7 @@ def _offsets(content: UnitContent, placement: Placement) -> tuple[list[int], int
     return offsets, align_up(max(end, 1), BLOCK_NUMEL * placement.world_size)
 
 
-def _whole_offsets(content: UnitContent, placement: Placement) -> tuple[list[int], int]:
+def _whole_parameter_offsets(content: UnitContent, placement: Placement) -> tuple[list[int], int]:
     """As `_offsets`, each parameter in one slice: the largest first, each into the slice with the least so far."""
     sizes = [align_up(shape.numel(), BLOCK_NUMEL) for _, _, shape in content.parameters]
     order = range(len(sizes)) if placement.shard_size == 1 else sorted(range(len(sizes)), key=lambda i: -sizes[i])
@@ -357,7 +363,7 @@ def _whole_offsets(content: UnitContent, placement: Placement) -> tuple[list[int
     return [found[i][0] * shard_numel + found[i][1] for i in range(len(sizes))], shard_numel * len(filled)
 
 
-def siblings(units: Iterable[Unit]) -> dict[int, int]:
+def sibling_group(units: Iterable[Unit]) -> dict[int, int]:
     """Index of each unit that has siblings and is always fetched whole -> number of its group of siblings."""
     names: dict[str, int] = {}
     placed = [unit for unit in units if unit.siblings and not unit.persistent and not unit.expert_rows]

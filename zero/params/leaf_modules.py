@@ -193,7 +193,7 @@ def _flag_classes(
     wrong = [entry for entry in given if not isinstance(entry, (type, str))]
     if wrong:
         raise TypeError(f"leaf_module_classes: expected classes or names of classes, got {wrong}")
-    modules = [module for module in model.modules() if any(_is_of(module, entry) for entry in given)]
+    modules = [module for module in model.modules() if any(_matches_class(module, entry) for entry in given)]
     if not modules and raise_if_not_found:
         names = [entry if isinstance(entry, str) else f"{entry.__module__}.{entry.__qualname__}" for entry in given]
         raise ValueError(_nothing_found("of the classes", names, model))
@@ -225,7 +225,7 @@ def _flag_words(
     return list(dict.fromkeys(found)), missing
 
 
-def _is_of(module: nn.Module, wanted: type | str) -> bool:
+def _matches_class(module: nn.Module, wanted: type | str) -> bool:
     if isinstance(wanted, type):
         return isinstance(module, wanted)
     kind = type(module)

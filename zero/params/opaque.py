@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _CODES = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32))
-_COMPUTED = frozenset(("bias",))
+_NOT_DECODING = frozenset(("bias",))
 """Names of tensors in modules with packed codes that are added to activations instead of decoding."""
 
 
@@ -27,17 +27,17 @@ def is_packed(tensor: torch.Tensor) -> bool:
     return tensor.dim() > 0 and (tensor.dtype in _CODES or eight_bit_float)
 
 
-def holds_packed(module: nn.Module) -> bool:
+def has_packed_tensors(module: nn.Module) -> bool:
     """True if a parameter or buffer of the module itself is packed."""
     own = (*module._parameters.values(), *module._buffers.values())
     return any(tensor is not None and (is_wrapper(tensor) or is_packed(tensor)) for tensor in own)
 
 
-def decoding_names(module: nn.Module) -> frozenset[str]:
+def quantized_tensor_names(module: nn.Module) -> frozenset[str]:
     """Names of the module's own tensors that belong to quantised storage and keep their dtype."""
-    if not holds_packed(module):
+    if not has_packed_tensors(module):
         return frozenset()
-    return frozenset(name for name in (*module._parameters, *module._buffers) if name not in _COMPUTED)
+    return frozenset(name for name in (*module._parameters, *module._buffers) if name not in _NOT_DECODING)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -55,8 +55,8 @@ def inner_tensors(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.
         yield from inner_tensors(getattr(tensor, attribute), f"{name}.{attribute}")
 
 
-def opaque_names(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+def quantized_state_names(tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """As `decoding_names`, for a whole state dict (meta tensors will do)."""
     modules = {name.rpartition(".")[0] for name, tensor in tensors.items() if is_packed(tensor)}
     parts = ((name, *name.rpartition(".")[::2]) for name in tensors)
-    return {name for name, module, own in parts if module in modules and own not in _COMPUTED}
+    return {name for name, module, own in parts if module in modules and own not in _NOT_DECODING}

@@ -24,7 +24,7 @@ class Placement:
         weights_sharded: a unit's weights are gathered when it is used; else every rank has them.
         gradients_deferred: between steps each rank adds up its own whole gradients; they are reduced once per step.
         shares_memory: all ranks are on one node, and keep their slices in memory that all of them can read.
-        near_size: number of ranks that shard weights a second time, neighbours in rank order; 1: they do not.
+        secondary_size: number of ranks that shard weights a second time, neighbours in rank order; 1: they do not.
     """
 
     rank: int = 0
@@ -33,7 +33,7 @@ class Placement:
     weights_sharded: bool = True
     gradients_deferred: bool = False
     shares_memory: bool = False
-    near_size: int = 1
+    secondary_size: int = 1
 
     @property
     def shard_index(self) -> int:
@@ -52,31 +52,31 @@ class Placement:
         return tuple(range(self.shard_index, self.world_size, self.shard_size))
 
     @property
-    def near_index(self) -> int:
+    def secondary_index(self) -> int:
         """Number of this rank's part of the second plane of weights."""
-        return self.rank % self.near_size
+        return self.rank % self.secondary_size
 
     @property
-    def near_ranks(self) -> tuple[int, ...]:
+    def secondary_ranks(self) -> tuple[int, ...]:
         """The ranks whose parts make up a unit, in the order of the parts."""
-        first = self.rank - self.near_index
-        return tuple(range(first, first + self.near_size))
+        first = self.rank - self.secondary_index
+        return tuple(range(first, first + self.secondary_size))
 
     @property
-    def alone(self) -> bool:
+    def is_single_rank(self) -> bool:
         """True if there is one rank only: nothing is exchanged."""
         return self.world_size == 1
 
     @property
-    def in_step(self) -> bool:
+    def fetches_collectively(self) -> bool:
         """True if all ranks fetch units together: what they fetch, and when, must not depend on one rank's timing."""
-        return not (self.alone or self.shares_memory)
+        return not (self.is_single_rank or self.shares_memory)
 
 
 ONE_RANK = Placement()
 
 
-def place(config: Config, rank: int, world_size: int, *, shares_memory: bool = False) -> Placement:
+def make_placement(config: Config, rank: int, world_size: int, *, shares_memory: bool = False) -> Placement:
     """The placement that a configuration asks for.
 
     Args:
@@ -97,11 +97,13 @@ def place(config: Config, rank: int, world_size: int, *, shares_memory: bool = F
             raise ConfigError(
                 f"zero_optimization.{key}: {size} does not divide the {world_size} ranks; choose a divisor"
             )
-    near_size = 1 if why_not_near(config, world_size, shares_memory=shares_memory) else zero.zero_hpz_partition_size
+    near_size = (
+        1 if why_no_secondary_shards(config, world_size, shares_memory=shares_memory) else zero.zero_hpz_partition_size
+    )
     return Placement(rank, world_size, shard_size, zero.stage == 3, zero.stage < 2, shares_memory, near_size)
 
 
-def why_not_near(config: Config, world_size: int, *, shares_memory: bool) -> str:
+def why_no_secondary_shards(config: Config, world_size: int, *, shares_memory: bool) -> str:
     """The reason why `zero_hpz_partition_size` has no effect; empty if it has one, or is not set."""
     size = config.zero_optimization.zero_hpz_partition_size
     if size > 1 and shares_memory:

@@ -68,7 +68,7 @@ class QuantizedLinear(nn.Module):
         self.register_parameter("bias", bias)
 
     @classmethod
-    def of(cls, linear: nn.Linear, codes: Codes) -> QuantizedLinear:
+    def from_linear(cls, linear: nn.Linear, codes: Codes) -> QuantizedLinear:
         """The same layer with a coded weight and the same bias parameter. The weight's values must be present.
 
         Raises ConfigError: the shape cannot be cut into such groups, or a value is not finite or beyond fp16's range.
@@ -132,24 +132,24 @@ def encode(weight: Tensor, codes: Codes) -> tuple[Tensor, Tensor, Tensor | None]
     """(packed, steps, least) of a weight, see the format above. Raises ConfigError: as `QuantizedLinear.of`."""
     if not bool(torch.isfinite(weight).all()):
         raise ConfigError("the weight to be quantised has values that are inf or NaN")
-    values = _grouped(weight.float(), codes)
+    values = _split_groups(weight.float(), codes)
     axis = 2 if codes.group_dim == 1 else 1
     low, high = values.amin(axis, keepdim=True), values.amax(axis, keepdim=True)
     if codes.symmetric:
         # Codes reach from `half` steps below zero to `half` - 1 steps above it.
         least = None
-        steps = _half(torch.maximum(high / (codes.half - 1), -low / codes.half), up=True)
-        q = values / _not_zero(steps.float()) + codes.half
+        steps = _round_to_half(torch.maximum(high / (codes.half - 1), -low / codes.half), up=True)
+        q = values / _replace_zeros(steps.float()) + codes.half
     else:
-        least = _half(low, up=False)
-        steps = _half((high - least.float()) / codes.largest, up=True)
-        q = (values - least.float()) / _not_zero(steps.float())
+        least = _round_to_half(low, up=False)
+        steps = _round_to_half((high - least.float()) / codes.largest, up=True)
+        q = (values - least.float()) / _replace_zeros(steps.float())
     whole = q.round_().clamp_(0, codes.largest).to(torch.uint8).view(weight.shape)
     if not all(bool(torch.isfinite(part).all()) for part in (steps, *([] if least is None else [least]))):
         raise ConfigError(
             "the weight to be quantised has values outside the range of fp16; leave the layer out, or scale its weight"
         )
-    return _packed(whole, codes.num_bits), steps.squeeze(axis), None if least is None else least.squeeze(axis)
+    return _pack(whole, codes.num_bits), steps.squeeze(axis), None if least is None else least.squeeze(axis)
 
 
 def decode(packed: Tensor, steps: Tensor, least: Tensor | None, codes: Codes, dtype: torch.dtype) -> Tensor:
@@ -157,9 +157,9 @@ def decode(packed: Tensor, steps: Tensor, least: Tensor | None, codes: Codes, dt
     rows, columns = packed.shape[0], packed.shape[1] * 8 // codes.num_bits
     out = torch.empty(rows, columns, dtype=dtype, device=packed.device)
     for begin, end in _row_runs(rows, columns, codes):
-        q = _grouped(_unpacked(packed[begin:end], codes.num_bits).float(), codes)
-        step = _of_rows(steps, begin, end, codes)
-        values = (q - codes.half) * step if least is None else q * step + _of_rows(least, begin, end, codes)
+        q = _split_groups(_unpack(packed[begin:end], codes.num_bits).float(), codes)
+        step = _select_rows(steps, begin, end, codes)
+        values = (q - codes.half) * step if least is None else q * step + _select_rows(least, begin, end, codes)
         out[begin:end] = values.view(end - begin, columns)
     return out
 
@@ -172,14 +172,14 @@ def _row_runs(rows: int, columns: int, codes: Codes) -> Iterator[tuple[int, int]
         yield begin, min(begin + height, rows)
 
 
-def _of_rows(parts: Tensor, begin: int, end: int, codes: Codes) -> Tensor:
+def _select_rows(parts: Tensor, begin: int, end: int, codes: Codes) -> Tensor:
     """The part of steps or least values for rows [begin, end), in fp32, in a shape that broadcasts to `_grouped`."""
     if codes.group_dim == 1:
         return parts[begin:end].float().unsqueeze(2)
     return parts[begin // codes.group_size : end // codes.group_size].float().unsqueeze(1)
 
 
-def _grouped(values: Tensor, codes: Codes) -> Tensor:
+def _split_groups(values: Tensor, codes: Codes) -> Tensor:
     """(rows, groups, group_size), or (groups, group_size, columns)."""
     rows, columns = values.shape
     if codes.group_dim == 1:
@@ -187,20 +187,20 @@ def _grouped(values: Tensor, codes: Codes) -> Tensor:
     return values.view(rows // codes.group_size, codes.group_size, columns)
 
 
-def _packed(whole: Tensor, num_bits: int) -> Tensor:
+def _pack(whole: Tensor, num_bits: int) -> Tensor:
     return whole[:, 0::2] | (whole[:, 1::2] << 4) if num_bits == 4 else whole
 
 
-def _unpacked(packed: Tensor, num_bits: int) -> Tensor:
+def _unpack(packed: Tensor, num_bits: int) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), 2).flatten(1) if num_bits == 4 else packed
 
 
-def _not_zero(steps: Tensor) -> Tensor:
+def _replace_zeros(steps: Tensor) -> Tensor:
     """Steps to divide by: 1 in place of 0, since the codes of groups with step 0 do not depend on it."""
     return torch.where(steps == 0, torch.ones_like(steps), steps)
 
 
-def _half(values: Tensor, *, up: bool) -> Tensor:
+def _round_to_half(values: Tensor, *, up: bool) -> Tensor:
     """fp16, rounded towards plus (`up`) or minus infinity."""
     near = values.half()
     wrong = near.float() < values if up else near.float() > values

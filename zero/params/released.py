@@ -24,13 +24,20 @@ from offload.accelerator import KINDS
 from offload.errors import StateError
 from offload.memory.flat_storage import viewable
 from offload.saved.saved_views import UnmovedTensor, storage_key
-from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, has_face, put_on_face
-from zero.params.kept import KEEPER, KEPT, Collected, KeptParameter, Mixin
+from zero.params.face import (
+    NOT_AVAILABLE,
+    SHARD,
+    ZeroParamStatus,
+    has_ds_attributes,
+    remove_ds_attributes,
+    set_ds_attributes,
+)
+from zero.params.kept import MANAGED, STORE_ATTRIBUTE, AccumulatedGradient, ClassMixin, ManagedParameter
 from zero.params.released_storage import ReleasedStorage
-from zero.params.watched import WatchedParameter, note
+from zero.params.watched import WatchedParameter, save_data_copy
 
 logger = logging.getLogger("zero")
-NAME = "_zero_name"
+NAME_ATTRIBUTE = "_zero_name"
 
 _METADATA_WORDS = """
     size dim ndimension numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex
@@ -39,11 +46,11 @@ _METADATA_WORDS = """
     result_type
 """
 METADATA_METHODS = frozenset(_METADATA_WORDS.split())
-_MAKING_WORDS = """
+_FACTORY_WORDS = """
     empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full
     new_tensor
 """
-_WITHOUT_VALUES = METADATA_METHODS | frozenset(_MAKING_WORDS.split())
+_WITHOUT_VALUES = METADATA_METHODS | frozenset(_FACTORY_WORDS.split())
 _ALIASING_WORDS = """
     detach view view_as reshape t transpose permute unsqueeze squeeze flatten narrow expand expand_as swapaxes
 """
@@ -51,7 +58,7 @@ _ALIASING_METHODS = frozenset(_ALIASING_WORDS.split())
 ALIASING_ATTRIBUTES = frozenset(("data", "T", "mT", "H", "mH", "real"))
 _ADDRESSES = frozenset(("data_ptr", "const_data_ptr", "untyped_storage", "__cuda_array_interface__"))
 """Whoever asks for them may read there later, without holding the memory, or only compare them."""
-_OF_MEMORY = _ADDRESSES | {"storage", "_typed_storage", "numpy", "__array__", "__dlpack__"}
+_MEMORY_ACCESSORS = _ADDRESSES | {"storage", "_typed_storage", "numpy", "__array__", "__dlpack__"}
 """Their results refer to the memory of the values, and are no tensors."""
 _CONVERSIONS: dict[str, torch.dtype | None] = {
     "to": None,
@@ -65,7 +72,7 @@ _CONVERSIONS: dict[str, torch.dtype | None] = {
 """Name -> the dtype it converts to; None: an argument has the dtype, or the dtype stays."""
 
 
-class Keeper(Protocol):
+class ParameterStore(Protocol):
     """Has access to the values of released parameters."""
 
     @property
@@ -73,52 +80,52 @@ class Keeper(Protocol):
         """True if parameters must be gathered for access (stage 3, `Init`); they have DeepSpeed's attributes then."""
 
     @property
-    def keeps_saved(self) -> bool:
+    def keeps_saved_tensors(self) -> bool:
         """True if tensors that autograd saves now are valid in backward: their values stay, or are fetched again."""
 
-    def touch(self, parameter: nn.Parameter) -> None:
+    def fetch(self, parameter: nn.Parameter) -> None:
         """Fetch the values for the running forward or backward, or raise StateError."""
 
-    def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
+    def on_operation_end(self, parameters: list[nn.Parameter], tensors: list[Any], result: Any) -> Any:
         """An operation on parameters that `touch` fetched is over; returns the value to use as its result.
 
         Args:
             parameters: the operation's parameters that belong to this keeper; present since `touch`.
-            given: all tensor arguments of the operation.
+            tensors: all tensor arguments of the operation.
             result: any tree; None if the operation raised.
         """
 
-    def part(self, parameter: nn.Parameter) -> slice:
+    def shard_range(self, parameter: nn.Parameter) -> slice:
         """The range of the parameter's elements that belong to this rank."""
 
-    def holds(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
+    def shares_memory(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
         """True if `tensor` shares the values that `parameter` has now."""
 
-    def collected(self, parameter: nn.Parameter) -> Collected | None:
+    def accumulated_gradient(self, parameter: nn.Parameter) -> AccumulatedGradient | None:
         """Its gradient since the last step, if there is one and it can be shown."""
 
-    def open(self, parameters: list[nn.Parameter]) -> None:
+    def begin_gather(self, parameters: list[nn.Parameter]) -> None:
         """Fetch values for `GatheredParameters`: private copies that may be edited."""
 
-    def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
+    def end_gather(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
         """End `open`: store the edits of `modifier_rank` (None: all ranks have made the same edits) and release."""
 
 
 @runtime_checkable
-class Unplaced(Keeper, Protocol):
+class EditableStore(ParameterStore, Protocol):
     """A keeper whose parameters are in no plan yet: any operation may read and write them, and replace `.data`."""
 
     def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
         """An independent parameter with the same values."""
 
-    def drop(self, parameters: list[nn.Parameter]) -> None:
+    def end_gather_unchanged(self, parameters: list[nn.Parameter]) -> None:
         """End `open` of parameters that were only read."""
 
-    def replace(self, parameter: nn.Parameter, data: torch.Tensor) -> None:
+    def replace_data(self, parameter: nn.Parameter, data: torch.Tensor) -> None:
         """As `parameter.data = data`: shape and dtype may change."""
 
 
-def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
+def _with_torch_function(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of tensors that asks no `__torch_function__`, made one that does."""
 
     @functools.wraps(method)
@@ -130,11 +137,11 @@ def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
     return ask
 
 
-class ReleasedParameter(KeptParameter):
+class ReleasedParameter(ManagedParameter):
     """Mixed into the class of every released parameter."""
 
-    as_subclass = _asking(torch.Tensor.as_subclass)
-    _typed_storage = _asking(torch.Tensor._typed_storage)
+    as_subclass = _with_torch_function(torch.Tensor.as_subclass)
+    _typed_storage = _with_torch_function(torch.Tensor._typed_storage)
 
     @classmethod
     def __torch_function__(
@@ -142,38 +149,40 @@ class ReleasedParameter(KeptParameter):
     ) -> Any:
         """Run metadata operations directly; fetch the values for all others."""
         kwargs = kwargs or {}
-        name, attribute = names_of(func)
+        name, attribute = operation_names(func)
         if name == "__set__" and attribute == "data" and isinstance(args[0], ReleasedParameter):
             return _set_data(args[0], args[1])
         if name in _ADDRESSES or attribute in _ADDRESSES:
-            return _address(func, args, kwargs)
+            return _read_address(func, args, kwargs)
         if name in _WITHOUT_VALUES or (name in ACCESSORS and attribute not in ALIASING_ATTRIBUTES):
-            return _untouched(func, args, kwargs)
+            return _run_undispatched(func, args, kwargs)
         if name in _CONVERSIONS and _keeps_dtype(name, args, kwargs):
             return args[0]  # the engine decides about the device
-        return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in ALIASING_ATTRIBUTES)
+        return _run_with_values(
+            func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in ALIASING_ATTRIBUTES
+        )
 
     @property
     def ds_status(self) -> ZeroParamStatus:
         """NOT_AVAILABLE. While values are present, the parameter has another class and its attribute is AVAILABLE."""
-        _needs_face(self, "ds_status")
+        _require_ds_attributes(self, "ds_status")
         return NOT_AVAILABLE
 
     @property
     def ds_tensor(self) -> torch.Tensor:
         """This rank's part of the parameter, 1-D: metadata, and values while they are present."""
-        _needs_face(self, SHARD)
-        return _shard(self)
+        _require_ds_attributes(self, SHARD)
+        return _make_shard(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An independent copy, if the keeper can make one."""
-        keeper = keeper_of(self)
+        keeper = store_of(self)
         if id(self) not in memo:
-            if not isinstance(keeper, Unplaced):
+            if not isinstance(keeper, EditableStore):
                 if not keeper.partitions:  # always present, except between a step and the next access
-                    keeper.touch(self)
+                    keeper.fetch(self)
                 if keeper.partitions or isinstance(self, ReleasedParameter):
-                    raise _cannot(self, "copied")
+                    raise _released_error(self, "copied")
                 return copy.deepcopy(self, memo)
             memo[id(self)] = keeper.duplicate(self)
         copied: nn.Parameter = memo[id(self)]
@@ -181,7 +190,7 @@ class ReleasedParameter(KeptParameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the values if no engine has them; else raise, or pickle an empty tensor: `save_released_as_empty`."""
-        saved: Any = nn.Parameter(_saved(self, self), self.requires_grad)
+        saved: Any = nn.Parameter(_picklable(self, self), self.requires_grad)
         return saved.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -197,8 +206,8 @@ class ReleasedAlias(torch.Tensor):
     """Result of `detach`, `data` and views of a released parameter: metadata, and values while it has them."""
 
     source: nn.Parameter
-    as_subclass = _asking(torch.Tensor.as_subclass)
-    _typed_storage = _asking(torch.Tensor._typed_storage)
+    as_subclass = _with_torch_function(torch.Tensor.as_subclass)
+    _typed_storage = _with_torch_function(torch.Tensor._typed_storage)
 
     @classmethod
     def __torch_function__(
@@ -206,21 +215,23 @@ class ReleasedAlias(torch.Tensor):
     ) -> Any:
         """As for its source parameter."""
         kwargs = kwargs or {}
-        name, attribute = names_of(func)
+        name, attribute = operation_names(func)
         if name in _ADDRESSES or attribute in _ADDRESSES:
-            return _address(func, args, kwargs)
+            return _read_address(func, args, kwargs)
         if name in _WITHOUT_VALUES or (name in ACCESSORS and attribute not in ALIASING_ATTRIBUTES):
-            return _untouched(func, args, kwargs)
-        return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in ALIASING_ATTRIBUTES)
+            return _run_undispatched(func, args, kwargs)
+        return _run_with_values(
+            func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in ALIASING_ATTRIBUTES
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the values if they are present, or no engine has them; else raise, or pickle an empty tensor."""
         if isinstance(self.source, ReleasedParameter):
-            saved: Any = _saved(self, self.source)
-        elif _is_unplaced(self.source):  # its present memory may not be the one that this is a view of
+            saved: Any = _picklable(self, self.source)
+        elif _is_editable(self.source):  # its present memory may not be the one that this is a view of
             saved = self.detach().clone()
         else:
-            saved = _untouched(torch.Tensor.detach, (self,), {}).as_subclass(torch.Tensor)
+            saved = _run_undispatched(torch.Tensor.detach, (self,), {}).as_subclass(torch.Tensor)
         return saved.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -239,7 +250,7 @@ class ReleasedAlias(torch.Tensor):
         return repr(self)
 
 
-class Shard(ReleasedAlias):
+class ShardAlias(ReleasedAlias):
     """`ds_tensor`: an alias with a weak reference to its parameter, because the parameter holds it."""
 
     owner: TensorWeakRef
@@ -253,7 +264,7 @@ class Shard(ReleasedAlias):
         return owner  # type: ignore[no-any-return]
 
 
-_saved_as_empty = False
+_saves_as_empty = False
 
 
 def save_released_as_empty() -> None:
@@ -263,7 +274,7 @@ def save_released_as_empty() -> None:
     call, saving a released parameter is an error, so that no user finds an empty file later.
     """
     global _saved_as_empty
-    _saved_as_empty = True
+    _saves_as_empty = True
 
 
 @functools.cache
@@ -274,195 +285,197 @@ def warn_of_empty_values() -> None:
     )
 
 
-def _saved(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+def _picklable(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """What is saved for a released parameter or its alias: a copy of the values, if they are in a file, or nothing.
 
     Raises StateError: an engine has the values, and saving nothing is not enabled.
     """
-    if not _saved_as_empty and _is_unplaced(parameter):
+    if not _saves_as_empty and _is_editable(parameter):
         return tensor.detach().clone()
-    if not _saved_as_empty:
-        raise _cannot(parameter, "pickled or saved")
+    if not _saves_as_empty:
+        raise _released_error(parameter, "pickled or saved")
     warn_of_empty_values()
     return torch.empty(0, dtype=tensor.dtype, device="cpu")
 
 
-def keeper_of(parameter: nn.Parameter) -> Keeper:
+def store_of(parameter: nn.Parameter) -> ParameterStore:
     """The keeper that `mark` gave the parameter."""
-    keeper: Keeper = parameter.__dict__[KEEPER]
+    keeper: ParameterStore = parameter.__dict__[STORE_ATTRIBUTE]
     return keeper
 
 
 def name_of(parameter: nn.Parameter) -> str:
     """The model's name of a parameter that has a keeper; else "?"."""
-    return str(parameter.__dict__.get(NAME, "?"))
+    return str(parameter.__dict__.get(NAME_ATTRIBUTE, "?"))
 
 
-def mark(parameter: nn.Parameter, keeper: Keeper, name: str, *, persistent: bool = False) -> None:
-    """Make `keeper` responsible for the parameter's values, and give it DeepSpeed's attributes if it partitions."""
-    parameter.__dict__[KEEPER] = keeper
-    parameter.__dict__[NAME] = name
-    put_on_face(parameter, persistent, (KEEPER, NAME), whole=not keeper.partitions)
+def assign_store(parameter: nn.Parameter, store: ParameterStore, name: str, *, persistent: bool = False) -> None:
+    """Make `store` responsible for the parameter's values, and give it DeepSpeed's attributes if it partitions."""
+    parameter.__dict__[STORE_ATTRIBUTE] = store
+    parameter.__dict__[NAME_ATTRIBUTE] = name
+    set_ds_attributes(parameter, persistent, (STORE_ATTRIBUTE, NAME_ATTRIBUTE), unsharded=not store.partitions)
 
 
-def show_shard(parameter: nn.Parameter) -> None:
+def set_shard_view(parameter: nn.Parameter) -> None:
     """Make `ds_tensor` a view of the parameter's present memory, until `hide_shard`."""
-    if has_face(parameter):
-        parameter.__dict__[SHARD] = _shard(parameter)
+    if has_ds_attributes(parameter):
+        parameter.__dict__[SHARD] = _make_shard(parameter)
 
 
-def hide_shard(parameter: nn.Parameter) -> None:
+def drop_shard_view(parameter: nn.Parameter) -> None:
     """End `show_shard`, so that `ds_tensor` does not hold the memory."""
     parameter.__dict__.pop(SHARD, None)
 
 
-def unmark(parameter: nn.Parameter) -> None:
+def remove_store(parameter: nn.Parameter) -> None:
     """Make it an ordinary parameter again."""
-    forget_face(parameter)
-    parameter.__dict__.pop(KEEPER, None)
-    parameter.__dict__.pop(NAME, None)
+    remove_ds_attributes(parameter)
+    parameter.__dict__.pop(STORE_ATTRIBUTE, None)
+    parameter.__dict__.pop(NAME_ATTRIBUTE, None)
     set_present(parameter)
 
 
-def is_kept(parameter: torch.Tensor) -> bool:
+def is_managed(parameter: torch.Tensor) -> bool:
     """True if a keeper is responsible for the values."""
-    return KEEPER in getattr(parameter, "__dict__", {})
+    return STORE_ATTRIBUTE in getattr(parameter, "__dict__", {})
 
 
-RELEASED = Mixin(ReleasedParameter, "Released")
+RELEASED = ClassMixin(ReleasedParameter, "Released")
 
 
 def set_released(parameter: nn.Parameter) -> None:
     """Change the parameter's class to its released class. Idempotent."""
-    RELEASED.put_on(parameter)
+    RELEASED.mix_in(parameter)
 
 
-def set_present(parameter: nn.Parameter, *, edited: bool = False) -> None:
+def set_present(parameter: nn.Parameter, *, for_edit: bool = False) -> None:
     """Change the class back to the parameter's own class, with the `.grad` of `KeptParameter` if it has a keeper.
 
-    `edited`: it is gathered for its user, who sees the class itself, unless there is a gradient to show.
+    `for_edit`: it is gathered for its user, who sees the class itself, unless there is a gradient to show.
     """
-    KEPT.take_off(parameter)
-    if not is_kept(parameter) or _is_unplaced(parameter) or not parameter.is_floating_point():
+    MANAGED.remove(parameter)
+    if not is_managed(parameter) or _is_editable(parameter) or not parameter.is_floating_point():
         return  # no engine has it yet, or it has codes of a quantised weight: there will be no gradient
-    if not edited or keeper_of(parameter).collected(parameter) is not None:
-        KEPT.put_on(parameter)
+    if not for_edit or store_of(parameter).accumulated_gradient(parameter) is not None:
+        MANAGED.mix_in(parameter)
 
 
 ACCESSORS = ("__get__", "__set__", "__delete__")
 
 
-def names_of(func: Callable[..., Any]) -> tuple[str, str]:
+def operation_names(func: Callable[..., Any]) -> tuple[str, str]:
     """(name of the function, name of the attribute that it gets or sets, else "")."""
     name = getattr(func, "__name__", "")
     owner = getattr(func, "__self__", None) if name in ACCESSORS else None
     return name, getattr(owner, "__name__", "")
 
 
-def _untouched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_undispatched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _address(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _read_address(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An address of values that are present or can be fetched; else the storage's identity, or StateError.
 
     Values that are fetched for one operation are gone before anyone reads at their address.
     """
-    unread = _untouched(func, args, kwargs)  # raises what torch raises
+    unread = _run_undispatched(func, args, kwargs)  # raises what torch raises
     source: Any = _source_of(args[0])
     try:
-        if isinstance(source, ReleasedParameter) and _is_unplaced(source):
-            raise _cannot(source, "read by its address")
-        return _with_values(func, args, kwargs, aliasing=False)
+        if isinstance(source, ReleasedParameter) and _is_editable(source):
+            raise _released_error(source, "read by its address")
+        return _run_with_values(func, args, kwargs, aliasing=False)
     except StateError as refusal:
-        if names_of(func)[0] != "untyped_storage":
+        if operation_names(func)[0] != "untyped_storage":
             raise
         return ReleasedStorage(source, unread, refusal.with_traceback(None))
 
 
-def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool) -> Any:
+def _run_with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool) -> Any:
     """Run `func` after the keepers have fetched the values it needs; if they cannot, an alias stays released."""
-    given = _tensors((args, kwargs))
-    if any(isinstance(t, ReleasedAlias) and _is_unplaced(t.source) for t in given):
-        return _with_fetched(func, args, kwargs, aliasing=aliasing)
+    given = _tensors_in((args, kwargs))
+    if any(isinstance(t, ReleasedAlias) and _is_editable(t.source) for t in given):
+        return _run_on_editable(func, args, kwargs, aliasing=aliasing)
     sources = [_source_of(tensor) for tensor in given]
-    keepers: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
-    lasts = not _OF_MEMORY.isdisjoint(names_of(func))
+    keepers: dict[int, tuple[ParameterStore, list[nn.Parameter]]] = {}
+    lasts = not _MEMORY_ACCESSORS.isdisjoint(operation_names(func))
     result: Any = None
     try:
         for tensor, parameter in zip(given, sources, strict=True):
             if isinstance(parameter, ReleasedParameter):
-                keeper = keeper_of(parameter)
+                keeper = store_of(parameter)
                 try:
-                    keeper.touch(parameter)
+                    keeper.fetch(parameter)
                 except StateError:
-                    if _is_unplaced(parameter):
-                        return _with_fetched(func, args, kwargs, aliasing=aliasing)
-                    if aliasing and (alias := _aliased(func, args, kwargs, tensor)) is not None:
+                    if _is_editable(parameter):
+                        return _run_on_editable(func, args, kwargs, aliasing=aliasing)
+                    if aliasing and (alias := _try_alias(func, args, kwargs, tensor)) is not None:
                         return alias
                     raise
                 keepers.setdefault(id(keeper), (keeper, []))[1].append(parameter)
-                unseen = lasts or tensor is not parameter or names_of(func)[1] == "data"
+                unseen = lasts or tensor is not parameter or operation_names(func)[1] == "data"
                 if unseen and isinstance(parameter, (ReleasedParameter, WatchedParameter)):
-                    note(parameter)
-        result = _untouched(func, args, kwargs)
+                    save_data_copy(parameter)
+        result = _run_undispatched(func, args, kwargs)
     finally:
         for keeper, parameters in keepers.values():
-            seen = keeper.touched(parameters, given, None if lasts else result)
+            seen = keeper.on_operation_end(parameters, given, None if lasts else result)
             result = result if lasts else seen
     return result
 
 
-def _is_unplaced(tensor: torch.Tensor) -> bool:
-    return is_kept(tensor) and isinstance(tensor.__dict__[KEEPER], Unplaced)
+def _is_editable(tensor: torch.Tensor) -> bool:
+    return is_managed(tensor) and isinstance(tensor.__dict__[STORE_ATTRIBUTE], EditableStore)
 
 
-def _is_basic(index: Any) -> bool:
+def _is_basic_index(index: Any) -> bool:
     """True for an index that gives a view."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)
 
 
-def _aliased(
+def _try_alias(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensor: torch.Tensor
 ) -> torch.Tensor | None:
     """The result of an aliasing operation on a released tensor; None: it would copy, as `reshape` does at times."""
     source: Any = _source_of(tensor)
     with torch._C.DisableTorchFunctionSubclass(), viewable(tensor):
         result = func(*args, **kwargs)
-        return _alias(result, source) if storage_key(result) == storage_key(tensor) else None
+        return _make_alias(result, source) if storage_key(result) == storage_key(tensor) else None
 
 
-def _with_fetched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool) -> Any:
+def _run_on_editable(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool) -> Any:
     """Run an operation on parameters without an engine, or on aliases of them: their values are fetched for it.
 
     They are stored again if the operation has written to them: models initialise themselves in this way, some of them
     after the `Init` context in which they were built. Results that are views become aliases.
     """
-    name, given = names_of(func)[0], _tensors((args, kwargs))
-    if (aliasing or (name == "__getitem__" and _is_basic(args[1]))) and is_kept(_source_of(given[0])):
-        alias = _aliased(func, args, kwargs, given[0])
+    name, given = operation_names(func)[0], _tensors_in((args, kwargs))
+    if (aliasing or (name == "__getitem__" and _is_basic_index(args[1]))) and is_managed(_source_of(given[0])):
+        alias = _try_alias(func, args, kwargs, given[0])
         if alias is not None:
             return alias
-    sources = {id(source): source for tensor in given if _is_unplaced(source := _source_of(tensor))}
+    sources = {id(source): source for tensor in given if _is_editable(source := _source_of(tensor))}
     opened: list[tuple[nn.Parameter, int]] = []
     try:
         for source in sources.values():
             if isinstance(source, ReleasedParameter):
-                keeper_of(source).open([source])
+                store_of(source).begin_gather([source])
                 opened.append((source, source._version))
-        there = {id(t): _placed(t, t.source) for t in given if isinstance(t, ReleasedAlias) and id(t.source) in sources}
+        there = {
+            id(t): _view_like(t, t.source) for t in given if isinstance(t, ReleasedAlias) and id(t.source) in sources
+        }
         owners = {storage_key(source): source for source, _ in opened}
-        with _saving_copies(owners):
-            present, named = _mapped(lambda tensor: there.get(id(tensor), tensor), (args, kwargs))
+        with _save_copies_of(owners):
+            present, named = _map_tensors(lambda tensor: there.get(id(tensor), tensor), (args, kwargs))
             result = func(*present, **named)
             if name == "cpu" and result is present[0]:  # asks for the values, as a copy from a device
                 result = result.clone()
     finally:
         for source, version in opened:
-            keeper: Any = keeper_of(source)
-            (keeper.drop if source._version == version else keeper.close)([source])
+            keeper: Any = store_of(source)
+            (keeper.end_gather_unchanged if source._version == version else keeper.end_gather)([source])
     originals = {id(there[id(tensor)]): tensor for tensor in given if id(tensor) in there}
 
     def as_alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -471,12 +484,12 @@ def _with_fetched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             original: torch.Tensor = originals.get(id(tensor), tensor)
             return original
         with viewable(owner):
-            return _alias(_placed(tensor, owner), owner)
+            return _make_alias(_view_like(tensor, owner), owner)
 
-    return _mapped(as_alias, result)
+    return _map_tensors(as_alias, result)
 
 
-def _mapped(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     return tree_map_only(torch.Tensor, change, tree)
 
 
@@ -484,7 +497,7 @@ def _source_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.source if isinstance(tensor, ReleasedAlias) else tensor
 
 
-def _placed(tensor: torch.Tensor, source: nn.Parameter) -> torch.Tensor:
+def _view_like(tensor: torch.Tensor, source: nn.Parameter) -> torch.Tensor:
     """A view of the source's present memory, of the geometry of `tensor`; it counts as the source's when written to."""
     with torch._C.DisableTorchFunctionSubclass():
         base = source if tensor.requires_grad else source.detach()
@@ -492,7 +505,7 @@ def _placed(tensor: torch.Tensor, source: nn.Parameter) -> torch.Tensor:
         return typed.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-def _saving_copies(owners: Collection[int]) -> AbstractContextManager[Any]:
+def _save_copies_of(owners: Collection[int]) -> AbstractContextManager[Any]:
     """Inside, autograd saves copies of tensors on these storages, whose values are released before a backward."""
     hooks: Any = torch._C._autograd
     if not (torch.is_grad_enabled() and hooks._saved_tensors_hooks_is_enabled()):
@@ -505,20 +518,20 @@ def _saving_copies(owners: Collection[int]) -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(save, UnmovedTensor.restore)
 
 
-def _needs_face(parameter: nn.Parameter, name: str) -> None:
-    if not has_face(parameter):
+def _require_ds_attributes(parameter: nn.Parameter, name: str) -> None:
+    if not has_ds_attributes(parameter):
         raise AttributeError(f"{type(parameter).__name__!r} object has no attribute {name!r}")
 
 
-def _shard(parameter: nn.Parameter) -> torch.Tensor:
-    part = keeper_of(parameter).part(parameter)
+def _make_shard(parameter: nn.Parameter) -> torch.Tensor:
+    part = store_of(parameter).shard_range(parameter)
     with torch._C.DisableTorchFunctionSubclass(), viewable(parameter):
-        shard = parameter.detach().view(-1)[part].as_subclass(Shard)
+        shard = parameter.detach().view(-1)[part].as_subclass(ShardAlias)
     shard.owner = TensorWeakRef(parameter)
     return shard
 
 
-def _alias(tensor: torch.Tensor, source: nn.Parameter) -> torch.Tensor:
+def _make_alias(tensor: torch.Tensor, source: nn.Parameter) -> torch.Tensor:
     alias: Any = tensor
     if type(tensor) is torch.Tensor:
         alias.__class__ = ReleasedAlias  # `as_subclass` is a node of the graph, and clients hook the one behind a view
@@ -530,15 +543,15 @@ def _alias(tensor: torch.Tensor, source: nn.Parameter) -> torch.Tensor:
 
 def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
     """Refuse to replace `.data` of an engine's parameter, which would leave its unit unnoticed; itself is allowed."""
-    keeper = keeper_of(parameter)
+    keeper = store_of(parameter)
     if data is parameter:
         return
-    if not isinstance(keeper, Unplaced):
+    if not isinstance(keeper, EditableStore):
         raise StateError(
             f"parameter {name_of(parameter)} is released: its .data cannot be replaced; edit its values inside "
             "zero.GatheredParameters([parameter])"
         )
-    keeper.replace(parameter, data.clone() if isinstance(data, (ReleasedAlias, ReleasedParameter)) else data)
+    keeper.replace_data(parameter, data.clone() if isinstance(data, (ReleasedAlias, ReleasedParameter)) else data)
 
 
 def _keeps_dtype(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -551,18 +564,18 @@ def _keeps_dtype(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return wanted is None or wanted == args[0].dtype
 
 
-def _cannot(parameter: nn.Parameter, what: str) -> StateError:
+def _released_error(parameter: nn.Parameter, what: str) -> StateError:
     return StateError(
         f"parameter {name_of(parameter)} (shape {tuple(parameter.shape)}) is released and cannot be {what}, because "
         "its values are elsewhere; do it inside zero.GatheredParameters([parameter])"
     )
 
 
-def _tensors(tree: Any) -> list[Any]:
+def _tensors_in(tree: Any) -> list[Any]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, (list, tuple)):
-        return [leaf for item in tree for leaf in _tensors(item)]
+        return [leaf for item in tree for leaf in _tensors_in(item)]
     if isinstance(tree, dict):
-        return [leaf for item in tree.values() for leaf in _tensors(item)]
+        return [leaf for item in tree.values() for leaf in _tensors_in(item)]
     return []

@@ -17,46 +17,59 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import StateError
-from zero.params.kept import Collected, own_gradient, set_own_gradient
-from zero.params.released import ACCESSORS, ALIASING_ATTRIBUTES, METADATA_METHODS, name_of, names_of
+from zero.params.kept import AccumulatedGradient, set_torch_gradient, torch_gradient
+from zero.params.released import ACCESSORS, ALIASING_ATTRIBUTES, METADATA_METHODS, name_of, operation_names
 
-_OF_MEMORY = frozenset(("data_ptr", "untyped_storage", "_typed_storage", "is_pinned", "is_shared"))
-_METADATA = METADATA_METHODS - _OF_MEMORY
-_COPIED = frozenset(("__deepcopy__", "__reduce_ex__", "__reduce__"))
+_MEMORY_ACCESSORS = frozenset(("data_ptr", "untyped_storage", "_typed_storage", "is_pinned", "is_shared"))
+_METADATA = METADATA_METHODS - _MEMORY_ACCESSORS
+_COPY_METHODS = frozenset(("__deepcopy__", "__reduce_ex__", "__reduce__"))
 _PRODUCTS = frozenset(("mul_", "__imul__", "multiply_", "_foreach_mul_"))
 _QUOTIENTS = frozenset(("div_", "__itruediv__", "__idiv__", "divide_", "true_divide_", "_foreach_div_"))
 _IN_PLACE_OPERATORS = frozenset(f"__i{word}__" for word in ("add", "sub", "mul", "truediv", "div"))
-LOOKED_AT = "_zero_looked_at"  # Of a gradient that is torch's own because a view or an address of it was taken.
+IS_EXPOSED = "_zero_looked_at"  # Of a gradient that is torch's own because a view or an address of it was taken.
 _NORMS = frozenset(("linalg_vector_norm", "_foreach_norm", "norm"))
 """They compute the 2-norm if they are not asked for another."""
-_TELLING = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN_RESULTS = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 """Results that are no tensors and do not refer to the gradient's memory."""
 
 
-class ShownGradient(torch.Tensor):
+class LazyGradient(torch.Tensor):
     """See above.
 
     Attributes:
         parameter: whose gradient it is.
-        collected: the engine's access to it.
+        accumulated: the engine's access to it.
         epoch: of `collected` when this was made; after a step there is another gradient, or none.
     """
 
     parameter: nn.Parameter
-    collected: Collected
+    accumulated: AccumulatedGradient
     epoch: int
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, collected: Collected, device: torch.device) -> ShownGradient:
+    def for_parameter(
+        cls, parameter: nn.Parameter, accumulated: AccumulatedGradient, device: torch.device
+    ) -> LazyGradient:
         """What `parameter.grad` is."""
         make: Any = torch.Tensor._make_wrapper_subclass
-        shown: ShownGradient = make(cls, parameter.shape, dtype=parameter.dtype, device=device)
-        shown.parameter, shown.collected, shown.epoch = parameter, collected, collected.epoch
+        shown: LazyGradient = make(cls, parameter.shape, dtype=parameter.dtype, device=device)
+        shown.parameter, shown.accumulated, shown.epoch = parameter, accumulated, accumulated.epoch
         return shown
 
     def is_gradient_of(self, parameter: nn.Parameter) -> bool:
         """True if it is what `parameter.grad` is now."""
-        return self.parameter is parameter and self.epoch == self.collected.epoch
+        return self.parameter is parameter and self.epoch == self.accumulated.epoch
 
     @classmethod
     def __torch_function__(
@@ -64,11 +77,11 @@ class ShownGradient(torch.Tensor):
     ) -> Any:
         """Run metadata operations directly; note factors; read the values for all others."""
         kwargs = kwargs or {}
-        name, attribute = names_of(func)
+        name, attribute = operation_names(func)
         if name.startswith("_foreach_") and isinstance(args[0], (list, tuple)):
-            return _one_by_one(func, args, kwargs)
+            return _run_foreach(func, args, kwargs)
         first = args[0] if args else None
-        if isinstance(first, ShownGradient):
+        if isinstance(first, LazyGradient):
             if name in _METADATA or (name in ACCESSORS and attribute not in ALIASING_ATTRIBUTES):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
@@ -76,7 +89,7 @@ class ShownGradient(torch.Tensor):
                 return first
             if name == "__set__" and attribute == "data":
                 return None if args[1] is first else first.copy_(args[1])
-        return _computed(func, name, args, kwargs)
+        return _compute(func, name, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -85,64 +98,64 @@ class ShownGradient(torch.Tensor):
         """Refuse what no function of Python has asked for."""
         raise StateError(f"p.grad: {func} cannot read a gradient that an engine keeps; give it p.grad.clone()")
 
-    def values(self, *, wide: bool) -> Tensor:  # type: ignore[override]
+    def read_values(self, *, wide: bool) -> Tensor:  # type: ignore[override]
         """A copy, or torch's own gradient; `wide`: in fp32. Raises StateError: a step has used it."""
-        own = own_gradient(self.parameter)
+        own = torch_gradient(self.parameter)
         if own is not None:
             return own
-        self.check()
+        self.check_current()
         with torch.inference_mode(False), torch.no_grad():
-            found = self.collected.read()
+            found = self.accumulated.read()
             if found is None:
                 found = torch.zeros(self.parameter.shape, dtype=torch.float32, device=self.device)
             return found if wide else found.to(self.dtype)
 
-    def check(self) -> None:
+    def check_current(self) -> None:
         """Raise StateError: a step has used it, or it was dropped."""
-        if self.epoch != self.collected.epoch:
+        if self.epoch != self.accumulated.epoch:
             raise StateError(
                 f"this p.grad of {name_of(self.parameter)} is from before a step or zero_grad(), and its values are "
                 "gone; read parameter.grad after the backward, and clone() what you keep"
             )
 
 
-def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    known = _known(name, args, kwargs)
-    return _with_values(func, name, args, kwargs) if known is None else known
+def _compute(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    known = _compute_lazily(name, args, kwargs)
+    return _run_with_values(func, name, args, kwargs) if known is None else known
 
 
-def _known(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _compute_lazily(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an operation that needs no values; None: it needs them."""
     shown = args[0] if args else None
-    if not isinstance(shown, ShownGradient) or own_gradient(shown.parameter) is not None:
+    if not isinstance(shown, LazyGradient) or torch_gradient(shown.parameter) is not None:
         return None
-    factor = _factor(name, args, kwargs)
+    factor = _scale_factor(name, args, kwargs)
     if factor is None:
         return _norm(name, args, kwargs)
-    shown.check()
-    shown.collected.scale(factor)
+    shown.check_current()
+    shown.accumulated.scale(factor)
     return shown
 
 
-def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_foreach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of lists for one gradient after the other: they need not be in memory together."""
     name, count = func.__name__, len(args[0])
     results = []
     for at in range(count):
         cut = [arg[at] if isinstance(arg, (list, tuple)) and len(arg) == count else arg for arg in args]
-        known = _known(name, tuple(cut), kwargs)
+        known = _compute_lazily(name, tuple(cut), kwargs)
         lists = tuple([one] if isinstance(arg, (list, tuple)) else one for one, arg in zip(cut, args, strict=True))
-        results.append([known] if known is not None else _with_values(func, name, lists, kwargs))
+        results.append([known] if known is not None else _run_with_values(func, name, lists, kwargs))
     return None if name.endswith("_") else tuple(result[0] for result in results)
 
 
-def _factor(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+def _scale_factor(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     """What the operation multiplies a gradient by; None: it does something else."""
     if (name not in _PRODUCTS and name not in _QUOTIENTS) or len(args) != 2 or kwargs:
         return None
     other = args[1]
     if isinstance(other, Tensor):
-        is_number = other.dim() == 0 and not isinstance(other, ShownGradient) and not other.is_complex()
+        is_number = other.dim() == 0 and not isinstance(other, LazyGradient) and not other.is_complex()
         other = other.item() if is_number else None
     if not isinstance(other, (int, float)) or (name in _QUOTIENTS and not other):
         return None
@@ -163,22 +176,22 @@ def _norm(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
     return None if norm is None else torch.tensor(norm, dtype=torch.float32, device=args[0].device)
 
 
-def _with_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_with_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on the gradients' values; store what it has changed."""
-    found: dict[int, tuple[ShownGradient, Tensor]] = {}
+    found: dict[int, tuple[LazyGradient, Tensor]] = {}
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     wide = is_in_place or name in _IN_PLACE_OPERATORS or "out" in kwargs
     may_write = wide or getattr(func, "__module__", "").startswith("torch.distributed")
 
     def read(leaf: Any) -> Any:
-        if not isinstance(leaf, ShownGradient):
+        if not isinstance(leaf, LazyGradient):
             return leaf
         if id(leaf) not in found:
-            found[id(leaf)] = leaf, leaf.values(wide=wide)
+            found[id(leaf)] = leaf, leaf.read_values(wide=wide)
         return found[id(leaf)][1]
 
-    args, kwargs = _mapped(args, read), _mapped(kwargs, read)
-    if name in _COPIED:
+    args, kwargs = _map_tree(args, read), _map_tree(kwargs, read)
+    if name in _COPY_METHODS:
         return func(args[0].clone(), *args[1:], **kwargs)
     # Collectives and the kernels of GradScaler write without a new version, so what may write is compared.
     before = {key: values.clone() if may_write else values._version for key, (_, values) in found.items()}
@@ -186,31 +199,31 @@ def _with_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     if may_write and hasattr(result, "wait"):
         result.wait()
     for key, (shown, values) in found.items():
-        if own_gradient(shown.parameter) is values:
+        if torch_gradient(shown.parameter) is values:
             continue
         known = before[key]
         if not torch.equal(values, known) if isinstance(known, Tensor) else values._version != known:
-            shown.collected.write(values)
-        elif name in _OF_MEMORY or _refers(result, values):
-            values.__dict__[LOOKED_AT] = True
-            set_own_gradient(shown.parameter, values)
+            shown.accumulated.write(values)
+        elif name in _MEMORY_ACCESSORS or _shares_memory(result, values):
+            values.__dict__[IS_EXPOSED] = True
+            set_torch_gradient(shown.parameter, values)
     back = {id(values): shown for shown, values in found.values()}
-    return _mapped(result, lambda leaf: back.get(id(leaf), leaf))
+    return _map_tree(result, lambda leaf: back.get(id(leaf), leaf))
 
 
-def _refers(result: Any, values: Tensor) -> bool:
+def _shares_memory(result: Any, values: Tensor) -> bool:
     """True if `result` may refer to the memory of `values`, and is not that tensor itself."""
     if isinstance(result, Tensor):
         storage = values.untyped_storage()._cdata
         return result is not values and not result.is_sparse and result.untyped_storage()._cdata == storage
     if isinstance(result, (list, tuple)):
-        return any(_refers(item, values) for item in result)
-    return not isinstance(result, _TELLING)
+        return any(_shares_memory(item, values) for item in result)
+    return not isinstance(result, _PLAIN_RESULTS)
 
 
-def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+def _map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
-        return {key: _mapped(item, change) for key, item in tree.items()}
+        return {key: _map_tree(item, change) for key, item in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(_mapped(item, change) for item in tree)
+        return type(tree)(_map_tree(item, change) for item in tree)
     return change(tree)

@@ -23,50 +23,52 @@ from torch import nn
 from offload.errors import StateError
 from offload.saved.saved_views import storage_key
 from offload.sizes import BLOCK_NUMEL
-from zero.params.kept import Collected, Mixin
+from zero.params.kept import AccumulatedGradient, ClassMixin
 from zero.params.released import (
-    Keeper,
+    ParameterStore,
     ReleasedParameter,
-    hide_shard,
-    keeper_of,
-    mark,
+    assign_store,
+    drop_shard_view,
     name_of,
     set_present,
-    show_shard,
+    set_shard_view,
+    store_of,
 )
 from zero.ranks.world import world_size
 
 ROWS_ALIGN = 64
 """Tiles start at multiples of this if a tile has that many rows."""
-ENGINES = "of_zero_engine"  # An attribute of the hooks that an engine registers.
-HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+ENGINE_HOOK = "of_zero_engine"  # An attribute of the hooks that an engine registers.
+HOOK_METHODS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 
 class Tile(nn.Module):
     """Some rows of a tiled parameter. Not part of the model's module tree.
 
     Args:
-        whole: the model's parameter, 2-D.
+        parameter: the model's parameter, 2-D.
         begin, end: its rows.
     """
 
-    def __init__(self, whole: nn.Parameter, begin: int, end: int) -> None:
+    def __init__(self, parameter: nn.Parameter, begin: int, end: int) -> None:
         super().__init__()
         self.begin, self.end = begin, end
         # Shape and dtype only: it becomes a view of its unit when the engine adopts the values.
-        stand_in = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(end - begin, whole.shape[1])
-        self.weight = nn.Parameter(stand_in, requires_grad=whole.requires_grad)
+        stand_in = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
+            end - begin, parameter.shape[1]
+        )
+        self.weight = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
 
-    def forward(self, function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def forward(self, function: Callable[..., torch.Tensor], x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         """`function(x, rows, *rest)`."""
-        return function(x, self.weight, *rest)
+        return function(x, self.weight, *arguments)
 
 
-def hooks_behind(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+def user_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """The user's hooks that run when the gradient has been added to `parameter.grad`."""
     with torch._C.DisableTorchFunctionSubclass():
         hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    return [hook for hook in hooks if not hasattr(hook, ENGINES)]
+    return [hook for hook in hooks if not hasattr(hook, ENGINE_HOOK)]
 
 
 def can_tile(parameter: nn.Parameter, owners: Sequence[nn.Module]) -> bool:
@@ -74,7 +76,7 @@ def can_tile(parameter: nn.Parameter, owners: Sequence[nn.Module]) -> bool:
     return (
         parameter.dim() == 2
         and not parameter._backward_hooks
-        and not hooks_behind(parameter)
+        and not user_accumulate_hooks(parameter)
         and all(
             isinstance(owner, (nn.Linear, nn.Embedding))
             and owner._parameters.get("weight") is parameter
@@ -100,47 +102,47 @@ def row_ranges(rows: int, width: int, tile_numel_max: int) -> list[tuple[int, in
     return [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
 
 
-class TiledKeeper:
+class TiledParameterStore:
     """The keeper of one tiled parameter.
 
     Args:
-        whole: the model's parameter.
+        parameter: the model's parameter.
         tiles: its tiles, in the order of their rows.
-        engine: the keeper of the tiles' weights.
+        engine_store: the keeper of the tiles' weights.
     """
 
-    def __init__(self, whole: nn.Parameter, tiles: Sequence[Tile], engine: Keeper) -> None:
-        self.whole, self.tiles, self.engine = whole, tuple(tiles), engine
-        self._missing = len(self.tiles)
-        self._opened: Counter[int] = Counter()
+    def __init__(self, parameter: nn.Parameter, tiles: Sequence[Tile], engine_store: ParameterStore) -> None:
+        self.parameter, self.tiles, self.engine_store = parameter, tuple(tiles), engine_store
+        self._tiles_to_store = len(self.tiles)
+        self._gather_count: Counter[int] = Counter()
 
     @property
     def partitions(self) -> bool:
         """As in the keeper of the tiles."""
-        return self.engine.partitions
+        return self.engine_store.partitions
 
     @property
-    def keeps_saved(self) -> bool:
+    def keeps_saved_tensors(self) -> bool:
         """False: the values that `open` fetches are released at `close`."""
         return False
 
-    def adopted(self) -> bool:
+    def on_tile_stored(self) -> bool:
         """Note that a tile's values are stored. True after the last tile: the parameter's own memory can be freed."""
-        self._missing -= 1
-        return self._missing == 0
+        self._tiles_to_store -= 1
+        return self._tiles_to_store == 0
 
-    def release(self, name: str) -> None:
+    def free_memory(self, name: str) -> None:
         """Release the parameter: it keeps its whole shape but no memory."""
-        set_present(self.whole)  # it may still have the class from another keeper or from other tiles
-        hide_shard(self.whole)
+        set_present(self.parameter)  # it may still have the class from another keeper or from other tiles
+        drop_shard_view(self.parameter)
         weight = self.tiles[0].weight
         nothing = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(self._shape)
         with torch.no_grad():
-            self.whole.data = nothing
-        mark(self.whole, self, name)
-        _TILED.put_on(self.whole)
+            self.parameter.data = nothing
+        assign_store(self.parameter, self, name)
+        _TILED.mix_in(self.parameter)
 
-    def touch(self, parameter: nn.Parameter) -> None:
+    def fetch(self, parameter: nn.Parameter) -> None:
         """Refuse to fetch, since the whole parameter may not be live.
 
         Raises:
@@ -153,51 +155,51 @@ class TiledKeeper:
             "zero_optimization.stage3_max_live_parameters"
         )
 
-    def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
+    def on_operation_end(self, parameters: list[nn.Parameter], tensors: list[Any], result: Any) -> Any:
         """Returns `result`; never needed, because `touch` raises."""
         return result
 
-    def part(self, parameter: nn.Parameter) -> slice:
+    def shard_range(self, parameter: nn.Parameter) -> slice:
         """All elements: a rank has a part of each tile, so its part is not contiguous."""
         return slice(0, parameter.numel())
 
-    def holds(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
+    def shares_memory(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
         """True if both share a storage."""
         return storage_key(tensor) == storage_key(parameter)
 
-    def collected(self, parameter: nn.Parameter) -> Collected | None:
+    def accumulated_gradient(self, parameter: nn.Parameter) -> AccumulatedGradient | None:
         """As in the keeper of the tiles."""
-        return self.engine.collected(parameter)
+        return self.engine_store.accumulated_gradient(parameter)
 
-    def open(self, parameters: list[nn.Parameter]) -> None:
+    def begin_gather(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins: read all tiles into one tensor for the parameter, outside of any limit."""
-        self.engine.open([tile.weight for tile in self.tiles])
-        self._opened[0] += 1
-        if self._opened[0] == 1:
+        self.engine_store.begin_gather([tile.weight for tile in self.tiles])
+        self._gather_count[0] += 1
+        if self._gather_count[0] == 1:
             values = torch.cat([tile.weight.detach() for tile in self.tiles])
-            set_present(self.whole, edited=True)
+            set_present(self.parameter, for_edit=True)
             with torch.no_grad():
-                self.whole.data = values
-            show_shard(self.whole)
+                self.parameter.data = values
+            set_shard_view(self.parameter)
 
-    def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
+    def end_gather(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
         """`GatheredParameters` ends: copy edited values to the tiles.
 
         Raises:
             StateError: the parameter got another shape.
         """
-        self._opened[0] -= 1
-        shape, got = self._shape, self.whole.shape
+        self._gather_count[0] -= 1
+        shape, got = self._shape, self.parameter.shape
         try:
-            if not self._opened[0] and got == shape:
-                self._keep_edits()
+            if not self._gather_count[0] and got == shape:
+                self._store_edits()
         finally:
-            if not self._opened[0]:
-                self.release(name_of(self.whole))
-            self.engine.close([tile.weight for tile in self.tiles], modifier_rank)
+            if not self._gather_count[0]:
+                self.free_memory(name_of(self.parameter))
+            self.engine_store.end_gather([tile.weight for tile in self.tiles], modifier_rank)
         if got != shape:
             raise StateError(
-                f"parameter {name_of(self.whole)}: its shape was {tuple(shape)} and is {tuple(got)} at the end of "
+                f"parameter {name_of(self.parameter)}: its shape was {tuple(shape)} and is {tuple(got)} at the end of "
                 "GatheredParameters; put a new parameter into the module instead of changing .data"
             )
 
@@ -206,18 +208,18 @@ class TiledKeeper:
         return torch.Size((self.tiles[-1].end, self.tiles[0].weight.shape[1]))
 
     @torch.no_grad()
-    def _keep_edits(self) -> None:
+    def _store_edits(self) -> None:
         """Write only tiles that differ: a write raises a weight's version, which invalidates earlier graphs with it."""
         for tile in self.tiles:
-            values = torch.empty_like(tile.weight).copy_(self.whole[tile.begin : tile.end])
+            values = torch.empty_like(tile.weight).copy_(self.parameter[tile.begin : tile.end])
             if not torch.equal(tile.weight.view(torch.uint8), values.view(torch.uint8)):
                 tile.weight.copy_(values)
 
 
-def engine_keeper(parameter: nn.Parameter) -> Keeper:
+def engine_store_of(parameter: nn.Parameter) -> ParameterStore:
     """The keeper of the parameter's values, whether in tiles or not."""
-    keeper = keeper_of(parameter)
-    return keeper.engine if isinstance(keeper, TiledKeeper) else keeper
+    keeper = store_of(parameter)
+    return keeper.engine_store if isinstance(keeper, TiledParameterStore) else keeper
 
 
 class TiledParameter(ReleasedParameter):
@@ -229,7 +231,7 @@ class TiledParameter(ReleasedParameter):
     ) -> Any:
         """Compute linear and embedding by tiles; handle all else as for every released parameter."""
         kwargs = kwargs or {}
-        if func in HOOKS:
+        if func in HOOK_METHODS:
             raise StateError(
                 f"{func.__name__}: a weight of shape {tuple(args[0].shape)} is computed in tiles, whose gradients are "
                 "made one by one, so a hook of the whole weight would not be called; register it before "
@@ -238,17 +240,17 @@ class TiledParameter(ReleasedParameter):
         known: dict[Any, Callable[..., torch.Tensor]] = {F.linear: _linear, F.embedding: _embedding}
         by_tiles = known.get(func)
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
-        keeper = keeper_of(weight) if isinstance(weight, TiledParameter) else None
-        if by_tiles is None or not isinstance(keeper, TiledKeeper):
+        keeper = store_of(weight) if isinstance(weight, TiledParameter) else None
+        if by_tiles is None or not isinstance(keeper, TiledParameterStore):
             return super().__torch_function__(func, types, args, kwargs)
         for tile in keeper.tiles:
-            tile.weight.requires_grad_(keeper.whole.requires_grad)  # the user freezes and unfreezes the whole
+            tile.weight.requires_grad_(keeper.parameter.requires_grad)  # the user freezes and unfreezes the whole
         first = args[0] if args else kwargs.pop("input")
         kwargs.pop("weight", None)
         return by_tiles(keeper.tiles, first, *args[2:], **kwargs)
 
 
-_TILED = Mixin(TiledParameter, "Tiled")
+_TILED = ClassMixin(TiledParameter, "Tiled")
 
 
 def _linear(tiles: tuple[Tile, ...], x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -288,7 +290,9 @@ def _embedding(
             places.append(place)
     order = torch.cat(places) if places else flat.new_empty(0, dtype=torch.int64)
     if order.numel() != flat.numel():
-        raise IndexError(f"index out of range in embedding: expected ids in [0, {rows}), got {_outside(flat, rows)}")
+        raise IndexError(
+            f"index out of range in embedding: expected ids in [0, {rows}), got {_first_invalid_id(flat, rows)}"
+        )
     if not found:
         return tiles[0].weight.new_empty((*ids.shape, width))
     back = torch.empty_like(order)
@@ -296,5 +300,5 @@ def _embedding(
     return torch.cat(found).index_select(0, back).view(*ids.shape, width)
 
 
-def _outside(ids: torch.Tensor, rows: int) -> int:
+def _first_invalid_id(ids: torch.Tensor, rows: int) -> int:
     return int(ids[(ids < 0) | (ids >= rows)][0])

@@ -22,7 +22,7 @@ from torch import nn
 from offload.sizes import BLOCK_NUMEL, align_up
 from zero.params.layout import Layout, UnitContent
 from zero.params.leaf_modules import z3_leaf_module
-from zero.params.opaque import decoding_names, inner_tensors
+from zero.params.opaque import inner_tensors, quantized_tensor_names
 from zero.params.quantized_linear import QuantizedLinear
 from zero.params.tiles import Tile, can_tile, row_ranges
 
@@ -40,7 +40,7 @@ class Leaf:
     parameter: nn.Parameter
     names: list[str] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
-    opaque: bool = False
+    is_quantized: bool = False
     """Quantised codes, or a tensor that decodes them: its dtype must not be changed."""
 
 
@@ -74,13 +74,13 @@ class CoverRules:
     """`stage3_max_live_parameters`, if set: what is larger is cut into tiles of at most `numel_max`. None: no tiles."""
     rule_of: Mapping[int, int] = field(default_factory=dict)
     """id(parameter) -> number of the rule that updates it; 0 for others."""
-    whole_rules: frozenset[int] = frozenset()
+    whole_parameter_rules: frozenset[int] = frozenset()
     """Numbers of the rules that need whole parameters."""
 
     def dtype_of(self, leaf: Leaf, trainable: bool) -> torch.dtype:
         """The dtype in which a parameter is kept."""
         p = leaf.parameter
-        if self.compute_dtype is None or not p.is_floating_point() or (leaf.opaque and not trainable):
+        if self.compute_dtype is None or not p.is_floating_point() or (leaf.is_quantized and not trainable):
             return p.dtype
         return self.compute_dtype
 
@@ -89,23 +89,23 @@ class CoverRules:
         trained = id(leaf.parameter) in trainable
         return self.dtype_of(leaf, trained), trained, self.rule_of.get(id(leaf.parameter), 0) if trained else 0
 
-    def looks_at_whole(self, kind: Kind) -> bool:
+    def needs_whole_parameters(self, kind: Kind) -> bool:
         """True if the rule of such parameters needs whole parameters."""
-        return kind[1] and kind[2] in self.whole_rules
+        return kind[1] and kind[2] in self.whole_parameter_rules
 
 
 def collect_leaves(model: nn.Module) -> list[Leaf]:
     """Every parameter once, in model order, with all names and owners; a wrapper is replaced by its inner tensors."""
     leaves: dict[int, Leaf] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
-        decoding = decoding_names(module)
+        decoding = quantized_tensor_names(module)
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             opaque = name in decoding
             for full_name, tensor in inner_tensors(parameter, f"{module_name}.{name}" if module_name else name):
-                leaf = leaves.setdefault(id(tensor), Leaf(len(leaves), cast(nn.Parameter, tensor), opaque=opaque))
-                leaf.opaque &= opaque
+                leaf = leaves.setdefault(id(tensor), Leaf(len(leaves), cast(nn.Parameter, tensor), is_quantized=opaque))
+                leaf.is_quantized &= opaque
                 if full_name not in leaf.names:
                     leaf.names.append(full_name)
                 if all(owner is not module for owner in leaf.owners):
@@ -181,11 +181,11 @@ def cover(model: nn.Module, leaves: list[Leaf], trainable: Container[int], rules
                 taken.add(id(tensor))
                 stays = 0 < rules.persistence_numel >= tensor.numel()
                 (persistent if stays else group).append(by_id[id(tensor)])
-        for leaf in [] if z3_leaf_module(found.root) else _too_large(group, trainable, rules):
+        for leaf in [] if z3_leaf_module(found.root) else _leaves_to_tile(group, trainable, rules):
             group.remove(leaf)
             units.extend(_tile_units(found, leaf, rules.kind_of(leaf, trainable), rules))
         units.extend(_uniform_units(found, group, trainable, rules))
-    return _with_own_names([*_persistent_units(model, persistent, trainable, rules), *units])
+    return _with_unique_names([*_persistent_units(model, persistent, trainable, rules), *units])
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ def _groups(module: nn.Module, place: _Place, numel_max: int) -> Iterator[_Group
     """The groups of a subtree, in model order."""
     scope = module if can_root(module) else place.scope
     fits = can_root(module) and _subtree_numel(module) <= numel_max
-    if z3_leaf_module(module) or (fits and not any(_is_apart(child) for child in module.modules())):
+    if z3_leaf_module(module) or (fits and not any(_needs_own_unit(child) for child in module.modules())):
         parameters = list(module.parameters())
         if parameters:
             yield _Group(scope, place.name or "root", parameters, place.siblings)
@@ -231,7 +231,7 @@ def _groups(module: nn.Module, place: _Place, numel_max: int) -> Iterator[_Group
         yield from _groups(child, _Place(f"{place.name}.{name}" if place.name else name, scope, siblings), numel_max)
 
 
-def _is_apart(module: nn.Module) -> bool:
+def _needs_own_unit(module: nn.Module) -> bool:
     """True if a part of this module must be a separate unit, so that modules above cannot be one unit."""
     return z3_leaf_module(module) or _is_boundary(module) or packed_experts(module) > 0
 
@@ -260,14 +260,14 @@ def _uniform_units(
     kinds = _by_kind(group, trainable, rules)
     for kind, members in kinds.items():
         content = UnitContent(
-            found.name + ("" if len(kinds) == 1 else f"[{_kind_words(kind)}]"),
+            found.name + ("" if len(kinds) == 1 else f"[{_describe_kind(kind)}]"),
             _entries(members),
             *kind[:2],
             persistent=False,
             siblings=found.siblings,
             expert_rows=found.expert_rows,
             rule=kind[2],
-            whole=rules.looks_at_whole(kind),
+            needs_whole_parameters=rules.needs_whole_parameters(kind),
         )
         yield CoveredUnit(content, _scopes(found.root, members), found.root)
 
@@ -286,13 +286,15 @@ def _persistent_units(
                 numel = leaf.parameter.numel()
             runs[-1].append(leaf)
         for number, run in enumerate(runs):
-            name = f"persistent {number}[{_kind_words(kind)}]"
-            whole = rules.looks_at_whole(kind)
-            content = UnitContent(name, _entries(run), *kind[:2], persistent=True, rule=kind[2], whole=whole)
+            name = f"persistent {number}[{_describe_kind(kind)}]"
+            whole = rules.needs_whole_parameters(kind)
+            content = UnitContent(
+                name, _entries(run), *kind[:2], persistent=True, rule=kind[2], needs_whole_parameters=whole
+            )
             yield CoveredUnit(content, _scopes(model, run), model)
 
 
-def _with_own_names(units: list[CoveredUnit]) -> list[CoveredUnit]:
+def _with_unique_names(units: list[CoveredUnit]) -> list[CoveredUnit]:
     """The same units; where an earlier one has the name of a later one, the later one's gets a number.
 
     Checkpoints and statistics find units by name. The top module's unit is "root", and a child may be called that too.
@@ -318,7 +320,7 @@ def _entries(leaves: list[Leaf]) -> tuple[tuple[int, tuple[str, ...], torch.Size
     return tuple((leaf.index, tuple(leaf.names), leaf.parameter.shape) for leaf in leaves)
 
 
-def _too_large(group: list[Leaf], trainable: Container[int], rules: CoverRules) -> list[Leaf]:
+def _leaves_to_tile(group: list[Leaf], trainable: Container[int], rules: CoverRules) -> list[Leaf]:
     """Parameters that have to be tiled, the largest first, so that the rest of the group can be live at once.
 
     A parameter whose rule needs it whole cannot be tiled.
@@ -330,7 +332,7 @@ def _too_large(group: list[Leaf], trainable: Container[int], rules: CoverRules) 
     for leaf in sorted(group, key=lambda leaf: -leaf.parameter.numel()):
         if align_up(numel, BLOCK_NUMEL) <= rules.live_numel_max:
             break
-        whole = leaf.opaque or rules.looks_at_whole(rules.kind_of(leaf, trainable))
+        whole = leaf.is_quantized or rules.needs_whole_parameters(rules.kind_of(leaf, trainable))
         if not whole and can_tile(leaf.parameter, leaf.owners):
             large.append(leaf)
             numel -= leaf.parameter.numel()
@@ -353,7 +355,7 @@ def _tile_units(found: _Group, leaf: Leaf, kind: Kind, rules: CoverRules) -> Ite
         yield CoveredUnit(content, [tile], found.root, tile)
 
 
-def _kind_words(kind: Kind) -> str:
+def _describe_kind(kind: Kind) -> str:
     dtype, trained, rule = kind
     words = f"{str(dtype).removeprefix('torch.')}+{'trained' if trained else 'frozen'}"
     return f"{words}+rule {rule}" if rule else words
@@ -368,24 +370,24 @@ def _scopes(root: nn.Module, members: list[Leaf]) -> list[nn.Module]:
 
 
 @dataclass(frozen=True, slots=True)
-class Uses:
+class LiveNumels:
     """Elements that are in use at the same time. Persistent units are not counted."""
 
-    together: tuple[int, ...]
+    per_module: tuple[int, ...]
     """For each module that roots such units: their sum, in model order."""
-    around_max: int
+    enclosing_max: int
     """The most elements in use around another use: direct parameters of the modules above it."""
-    most: int
+    peak: int
     """The most elements of one use and the uses around it, plus a second use if blocks are recomputed."""
 
     @classmethod
-    def in_turn(cls, layout: Layout, around_max: int = 0) -> Uses:
-        """The uses of units that are used one after the other, inside uses of `around_max` elements."""
+    def for_sequential_use(cls, layout: Layout, enclosing_max: int = 0) -> LiveNumels:
+        """The uses of units that are used one after the other, inside uses of `enclosing_max` elements."""
         numels = tuple(unit.numel for unit in layout.units if not unit.persistent)
-        return cls(numels, around_max, max(numels, default=0) + around_max)
+        return cls(numels, enclosing_max, max(numels, default=0) + enclosing_max)
 
 
-def uses_of(model: nn.Module, covered: list[CoveredUnit], layout: Layout) -> Uses:
+def live_numels(model: nn.Module, covered: list[CoveredUnit], layout: Layout) -> LiveNumels:
     """Elements that must be on the device together when each module that roots units is called by modules above it."""
     rooted: dict[nn.Module, int] = {}
     held: dict[nn.Module, int] = {}
@@ -413,7 +415,7 @@ def uses_of(model: nn.Module, covered: list[CoveredUnit], layout: Layout) -> Use
     inside = {module for block in _recomputed_blocks(model) for module in block.modules()}
     again = max((numel for root, _, numel in uses if root in inside), default=0)
     alone += [outside + numel + again for root, outside, numel in uses if root in inside]
-    return Uses(
+    return LiveNumels(
         tuple(numel for _, _, numel in uses),
         max((outside for _, outside, _ in uses), default=0),
         max(alone, default=0),

@@ -15,12 +15,12 @@ from offload.system.descriptors import node_identity, same_node
 from zero.ranks import backend, world
 from zero.ranks.failure import ranks_named
 
-WaitingFile: TypeAlias = InitFile | SharedInitFile
-_opened = itertools.count()
+InitialValuesFile: TypeAlias = InitFile | SharedInitFile
+_file_numbers = itertools.count()
 """Number of files that the ranks have opened together; equal on all ranks, so it makes keys in the store unique."""
 
 
-def open_waiting_file(folders: Sequence[str]) -> tuple[WaitingFile | None, bool]:
+def open_initial_values_file(folders: Sequence[str]) -> tuple[InitialValuesFile | None, bool]:
     """A file for initial values, which the ranks of a node share. All ranks call this together.
 
     Args:
@@ -37,10 +37,10 @@ def open_waiting_file(folders: Sequence[str]) -> tuple[WaitingFile | None, bool]
     world_size = world.world_size()
     if world_size == 1:
         return (InitFile.on_disk(folders) if folders else None), True
-    said = _Said(range(world_size))
+    said = _StoreMessages(range(world_size))
     place = json.dumps([node_identity().decode(), list(folders)]).encode()
-    neighbours = [rank for rank, answer in enumerate(said.share(place)) if answer == place]
-    share = _Said(neighbours, said).share
+    neighbours = [rank for rank, answer in enumerate(said.all_gather(place)) if answer == place]
+    share = _StoreMessages(neighbours, said).all_gather
     if len(neighbours) == 1 or not same_node(share):
         return (InitFile.on_disk(folders) if folders else None), False
     own = InitFile.on_disk(folders) if folders else InitFile.in_memory()
@@ -49,28 +49,28 @@ def open_waiting_file(folders: Sequence[str]) -> tuple[WaitingFile | None, bool]
         return SharedInitFile.join(own, index, len(neighbours), share), len(neighbours) == world_size
 
 
-class _Said:
+class _StoreMessages:
     """Messages between ranks through the store of the default group: its collectives may need tensors on a GPU.
 
     Args:
         members: global ranks, including this one.
-        before: earlier messages about the same file; None: for a new file.
+        parent: earlier messages about the same file; None: for a new file.
     """
 
-    def __init__(self, members: Sequence[int], before: _Said | None = None) -> None:
+    def __init__(self, members: Sequence[int], parent: _StoreMessages | None = None) -> None:
         self._members = members
         self._store: Any = backend.store_of(None)
-        self._name: str = f"zero/init/{next(_opened)}" if before is None else f"{before._name}/node"
+        self._name: str = f"zero/init/{next(_file_numbers)}" if parent is None else f"{parent._name}/node"
         self._count = 0
 
-    def share(self, payload: bytes) -> list[bytes]:
+    def all_gather(self, payload: bytes) -> list[bytes]:
         """The payloads of all members, in their order."""
         key = f"{self._name}/{self._count}"
         self._count += 1
         self._store.set(f"{key}/{world.rank()}", payload)
-        return [self._said_by(member, f"{key}/{member}") for member in self._members]
+        return [self._payload_of(member, f"{key}/{member}") for member in self._members]
 
-    def _said_by(self, member: int, key: str) -> bytes:
+    def _payload_of(self, member: int, key: str) -> bytes:
         try:
             return bytes(self._store.get(key))
         except RuntimeError as error:

@@ -12,20 +12,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from zero.params.kept import KeptParameter, Mixin
+from zero.params.kept import ClassMixin, ManagedParameter
 
 _DATA: Any = torch._C.TensorBase.data
-_BEFORE = "_zero_before"
+_DATA_COPY = "_zero_before"
 """Attribute of a parameter: its values at the first access to `.data`, on the host."""
 
 
-class WatchedParameter(KeptParameter):
+class WatchedParameter(ManagedParameter):
     """Mixed into the class of every present parameter."""
 
     @property
     def data(self) -> Tensor:
         """As in torch; keeps a copy of the values first."""
-        note(self)
+        save_data_copy(self)
         return cast("Tensor", _DATA.__get__(self))
 
     @data.setter
@@ -33,24 +33,24 @@ class WatchedParameter(KeptParameter):
         _DATA.__set__(self, values)
 
 
-watch = Mixin(WatchedParameter, "Watched").put_on
+watch = ClassMixin(WatchedParameter, "Watched").mix_in
 
 
-def note(parameter: nn.Parameter) -> None:
+def save_data_copy(parameter: nn.Parameter) -> None:
     """Copy the values, unless a copy exists: the caller gets a tensor that can be written to unseen."""
-    if _BEFORE not in parameter.__dict__:
-        parameter.__dict__[_BEFORE] = _values_of(parameter).clone()
+    if _DATA_COPY not in parameter.__dict__:
+        parameter.__dict__[_DATA_COPY] = _values_of(parameter).clone()
 
 
-def written(parameter: nn.Parameter) -> bool:
+def is_data_written(parameter: nn.Parameter) -> bool:
     """True if any bit has changed since `note`; False without a `note`."""
-    before = parameter.__dict__.get(_BEFORE)
+    before = parameter.__dict__.get(_DATA_COPY)
     return before is not None and not torch.equal(_bits(before), _bits(_values_of(parameter)))
 
 
-def forget(parameter: nn.Parameter) -> None:
+def drop_data_copy(parameter: nn.Parameter) -> None:
     """Drop the copy of `note`: the values are stored or released."""
-    parameter.__dict__.pop(_BEFORE, None)
+    parameter.__dict__.pop(_DATA_COPY, None)
 
 
 def _values_of(parameter: nn.Parameter) -> Tensor:

@@ -11,7 +11,7 @@ from offload.errors import ConfigError
 from zero.config import Config
 from zero.params.leaf_modules import apply_zero_leaf_module_config, flag_fine_modules, mark_leaf_parameters
 from zero.params.opaque import is_packed, is_wrapper
-from zero.params.released import is_kept
+from zero.params.released import is_managed
 from zero.params.units import CoveredUnit, CoverRules, Leaf, cover
 
 TRAINED = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,7 +50,7 @@ def cover_model(
         compute_dtype=config.compute_dtype,
         live_numel_max=explicit,
         rule_of=trainable,
-        whole_rules=whole_rules,
+        whole_parameter_rules=whole_rules,
     )
     if isinstance(model, torch.jit.ScriptModule):
         raise ConfigError(
@@ -80,7 +80,7 @@ def _refuse_shared_memory(leaves: list[Leaf], trainable: Mapping[int, int]) -> N
     found: dict[tuple[int, int], Leaf] = {}
     for leaf in leaves:
         p = leaf.parameter
-        if not p.numel() or p.is_meta or p.layout != torch.strided or is_kept(p):
+        if not p.numel() or p.is_meta or p.layout != torch.strided or is_managed(p):
             continue
         first = found.setdefault((p.untyped_storage()._cdata, int(p.storage_offset())), leaf)
         if first is not leaf and (id(p) in trainable or id(first.parameter) in trainable):

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zero.params.units import Uses
+from zero.params.units import LiveNumels
 
 FREE_SHARE = 0.2
 """Part of a device's free memory that a plan without a budget may fill; the rest is for activations."""
@@ -51,25 +51,25 @@ class Depth:
         return self if live_numel_max is None else replace(self, live_numel=min(self.live_numel, live_numel_max))
 
 
-def depths(uses: Uses, largest_numel: int) -> tuple[Depth, Depth, Depth, Depth]:
+def depths(uses: LiveNumels, largest_numel: int) -> tuple[Depth, Depth, Depth, Depth]:
     """Deep, lean, short and least.
 
     Args:
         uses: uses of the model's units that are fetched and released.
         largest_numel: elements of the largest of these units.
     """
-    around = uses.around_max
+    around = uses.enclosing_max
     # A block that stays in the middle of the pool leaves two holes: any unit must fit into the larger one.
     hole = largest_numel if around else 0
 
     def neighbours(count: int) -> int:
-        return max(_largest_window(uses.together, count) + around, uses.most)
+        return max(_largest_window(uses.per_module, count) + around, uses.peak)
 
     return (
         Depth(neighbours(4), largest_numel, 2),
         Depth(neighbours(3), hole, 2),
         Depth(neighbours(2), hole, 1),
-        Depth(uses.most, hole, 1),
+        Depth(uses.peak, hole, 1),
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offload.sizes import format_bytes
-from zero.params.layout import Space, SubGroup, Unit
+from zero.params.layout import AddressSpace, SubGroup, Unit
 from zero.plan.record import ADAM_STATES, RecordFormat
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
@@ -143,11 +143,11 @@ class Plan:
     baseline_bytes: int = 0
     """Resident memory of the process when the plan was made."""
 
-    def record_format(self, space: Space) -> RecordFormat:
+    def record_format(self, space: AddressSpace) -> RecordFormat:
         """The format of a space's state records."""
         return RecordFormat(space.remainder, self.state_dtype, self.states_of(space))
 
-    def states_of(self, where: Space | Unit) -> tuple[str, ...]:
+    def states_of(self, where: AddressSpace | Unit) -> tuple[str, ...]:
         """Names of the state planes of trained parameters in that space or unit."""
         return self.states[where.rule]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from zero.params.layout import Layout, Space, SubGroup, Unit
+from zero.params.layout import AddressSpace, Layout, SubGroup, Unit
 from zero.plan.plan import DEVICE, HOST, NVME, Plan, PlanRow
 from zero.plan.pools import PoolSizes
 from zero.plan.record import RecordFormat
@@ -44,13 +44,13 @@ class PlaneSizes:
         """Bytes of a sub-group's state record."""
         return self.format(self.layout.spaces[group.space]).nbytes(group.end - group.begin)
 
-    def format(self, space: Space) -> RecordFormat:
+    def format(self, space: AddressSpace) -> RecordFormat:
         return RecordFormat(space.remainder, self._state_dtype, self._states[space.rule])
 
     def records_bytes(self, numel: int) -> int:
         """Bytes of all records if sub-groups have `numel` elements."""
         total = 0
-        for space, begin, end, each in self.layout.cuts(numel):
+        for space, begin, end, each in self.layout.sub_group_runs(numel):
             whole, rest = divmod(end - begin, each)
             record = self.format(self.layout.spaces[space])
             total += whole * record.nbytes(each) + record.nbytes(rest)
@@ -59,7 +59,7 @@ class PlaneSizes:
 
 def padding_notes(trained: Iterable[Unit], ranks: int) -> list[str]:
     """A note about padding in units that are updated as whole parameters, if there is much of it."""
-    whole = [unit for unit in trained if unit.whole]
+    whole = [unit for unit in trained if unit.needs_whole_parameters]
     numel = sum(unit.numel for unit in whole)
     share = 1 - sum(slot.numel for unit in whole for slot in unit.slots) / max(numel, 1)
     if not whole or share < PADDING_WORTH_A_NOTE:

@@ -13,9 +13,9 @@ from offload.memory.flat_storage import copies_to_bind
 from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up, format_bytes
 from offload.streams import shares_host_memory
 from zero.config import Config
-from zero.params.layout import Layout, Space, SubGroup, Unit
+from zero.params.layout import AddressSpace, Layout, SubGroup, Unit
 from zero.params.placement import ONE_RANK, Placement
-from zero.params.units import Uses
+from zero.params.units import LiveNumels
 from zero.plan.beside_planes import plan_activations, plan_snapshots
 from zero.plan.depth import FREE_SHARE, PASSING_SHARE, Depth, depths
 from zero.plan.machine import Machine
@@ -82,7 +82,7 @@ class Planner:
         machine: Machine,
         device: torch.device,
         in_place: bool,
-        uses: Uses,
+        uses: LiveNumels,
         placement: Placement = ONE_RANK,
         kept: RuleStates = OF_ADAM,
     ) -> None:
@@ -92,7 +92,9 @@ class Planner:
         self.state_tier = tier_of(zero.offload_optimizer.device)
         self.state_dtype = STATE_DTYPES[zero.offload_optimizer.state_dtype]
         # Ranks that reduce once per step add up whole gradients until then; the sums are in fp32.
-        in_fp32 = config.accumulation_dtype == torch.float32 or (placement.gradients_deferred and not placement.alone)
+        in_fp32 = config.accumulation_dtype == torch.float32 or (
+            placement.gradients_deferred and not placement.is_single_rank
+        )
         self.wide = in_fp32 and (config.gradient_accumulation_steps or 1) > 1
         self.on_cpu = shares_host_memory(device)
         self.uses, self.placement = uses, placement
@@ -178,7 +180,9 @@ class Planner:
             for key in ("pipeline_read", "pipeline_write")
         )
         spaces = range(len(self.layout.spaces))
-        large = any(self.layout.longest(index, 1) > SUB_GROUP_NUMEL_MAX for index in spaces)  # whole parameters
+        large = any(
+            self.layout.longest_sub_group(index, 1) > SUB_GROUP_NUMEL_MAX for index in spaces
+        )  # whole parameters
         return 1 if refused == 2 else 2 if refused or large else RECORDS_IN_FLIGHT
 
     def _check_fits(self, plan: Plan, host_share: float) -> None:
@@ -270,14 +274,14 @@ class Planner:
     def _soft_live_numel(self) -> int | None:
         """`stage3_max_live_parameters`, but at least the elements of one call; None: it is not set."""
         explicit = self.config.zero_optimization.stage3_max_live_parameters
-        if explicit is not None and explicit < self.uses.most and self.largest is not None:
+        if explicit is not None and explicit < self.uses.peak and self.largest is not None:
             logger.warning(
                 "zero_optimization.stage3_max_live_parameters: %s elements are fewer than one call of the model uses, "
                 "so %s are gathered for it (largest unit: %s, %s elements). Only weights of nn.Linear and "
                 "nn.Embedding are split into tiles; for other modules see zero.TiledLinear",
-                *(f"{explicit:,}", f"{self.uses.most:,}", self.largest.name, f"{self.largest.numel:,}"),
+                *(f"{explicit:,}", f"{self.uses.peak:,}", self.largest.name, f"{self.largest.numel:,}"),
             )
-            return self.uses.most
+            return self.uses.peak
         return explicit
 
     def _device_bytes(self, depth: Depth) -> int:
@@ -326,12 +330,16 @@ class Planner:
         placed = list(zip(groups, record_tiers, strict=True))
         here = self.pools.updates((group for group, tier in placed if tier == DEVICE), staged, in_flight)
         # Updates of whole parameters are computed on the device, independently of the tier of their record.
-        whole = (g for g, tier in placed if self.layout.spaces[g.space].whole and (plan is None or tier != DEVICE))
+        whole = (
+            g
+            for g, tier in placed
+            if self.layout.spaces[g.space].needs_whole_parameters and (plan is None or tier != DEVICE)
+        )
         return max(here, self.pools.updates(whole, staged, in_flight, self.sizes.record_bytes))
 
     def _deferred_bytes(self) -> int:
         """Bytes of whole gradients that are added up before they are reduced."""
-        deferred = self.placement.gradients_deferred and not self.placement.alone and self.wide
+        deferred = self.placement.gradients_deferred and not self.placement.is_single_rank and self.wide
         return sum(unit.numel * 4 for unit in self.trained) if deferred else 0
 
     def _size_pools(self, plan: Plan, depth: Depth) -> None:
@@ -352,7 +360,11 @@ class Planner:
 
     def _used_at_home(self, tier: str) -> bool:
         """True if whole units are stored on that tier and used in place."""
-        return self.in_place and self._addressable(tier) and (self.placement.alone or self.placement.shares_memory)
+        return (
+            self.in_place
+            and self._addressable(tier)
+            and (self.placement.is_single_rank or self.placement.shares_memory)
+        )
 
     def _addressable(self, tier: str) -> bool:
         """True if the compute device can read that tier's memory in place."""
@@ -488,7 +500,7 @@ class Planner:
     def _sub_group_numel_max(self) -> int:
         """The largest sub-group. It is larger if updates work in place, since its size then takes no other memory."""
         tiers, spaces = {self.param_tier, self.state_tier}, [s for s in self.layout.spaces if s.trainable]
-        if self._uses_disk() or any(space.whole for space in spaces):
+        if self._uses_disk() or any(space.needs_whole_parameters for space in spaces):
             return SUB_GROUP_NUMEL_MAX
         if self.on_cpu or tiers == {DEVICE}:
             return SUB_GROUP_NUMEL_IN_PLACE
@@ -502,7 +514,7 @@ class Planner:
         needs = [0]
         for index, space in enumerate(self.layout.spaces):
             if space.trainable:
-                longest = self.layout.longest(index, numel)
+                longest = self.layout.longest_sub_group(index, numel)
                 nbytes = self.sizes.format(space).nbytes(longest) if self.state_tier == NVME else 0
                 nbytes += self._staged_weights(space, longest) * space.dtype.itemsize
                 # A second backward that was not announced widens the gradient; with a memory budget it is then on disk.
@@ -513,7 +525,7 @@ class Planner:
     def _uses_disk(self) -> bool:
         return NVME in (self.param_tier, self.state_tier)
 
-    def _staged_weights(self, space: Space, numel: int) -> int:
+    def _staged_weights(self, space: AddressSpace, numel: int) -> int:
         """Elements of a sub-group's weights that an update copies: on NVMe, or on a GPU if the states are not there."""
         if self.param_tier == NVME:
             return numel

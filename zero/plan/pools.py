@@ -67,7 +67,7 @@ class PoolSizes:
 
     def whole_parameters(self) -> int:
         """The most memory, besides planes, for the update of one whole parameter; 0 if no rule needs such."""
-        numels = (slot.numel for unit in self._trained if unit.whole for slot in unit.slots)
+        numels = (slot.numel for unit in self._trained if unit.needs_whole_parameters for slot in unit.slots)
         return WHOLE_BYTES_PER_ELEMENT * max(numels, default=0)
 
     def units(self, movable: Sequence[Unit], in_place: Collection[int], depth: Depth) -> int:
@@ -102,7 +102,7 @@ class PoolSizes:
         largest = max((nbytes for nbytes, _ in sizes), default=0)
         # Two neighbouring persistent units may be open together, because gradients arrive in reverse model order.
         small = 2 * max((nbytes for nbytes, stays in sizes if stays and nbytes < largest), default=0)
-        if not self._placement.alone:
+        if not self._placement.is_single_rank:
             count += 1  # one is always zero: a rank without a gradient gives it
         flat = count * largest + small
         if not self.on_gpu or not flat:
@@ -113,12 +113,12 @@ class PoolSizes:
 
     def near_parts(self, movable: Iterable[Unit]) -> dict[int, int]:
         """Index of each unit -> bytes of this rank's part of it in the second plane of weights (hpZ)."""
-        size = self._placement.near_size
+        size = self._placement.secondary_size
         return {unit.index: unit.nbytes // size for unit in movable} if size > 1 else {}
 
     def exchange(self) -> int:
         """Room for data from other ranks while the largest gradient is reduced, or for slices that they read."""
-        if self._placement.alone:
+        if self._placement.is_single_rank:
             return 0
         if self._placement.shares_memory:  # slices of persistent units, readable by the others
             several = [unit for unit in self._layout.units if unit.persistent and unit.shard_numel != unit.numel]

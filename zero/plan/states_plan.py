@@ -13,7 +13,7 @@ from offload.kernels.moments import MOMENTS_BLOCK_NUMEL
 from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up, format_bytes
 from offload.streams import shares_host_memory
 from zero.config import Config
-from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
+from zero.params.layout import AddressSpace, Layout, Slot, SubGroup, Unit
 from zero.plan.machine import Machine
 from zero.plan.plan import HOST, NVME, Limits, Plan, PlanRow, tier_of
 from zero.plan.plane_sizes import PlaneSizes
@@ -41,8 +41,8 @@ def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]], *, whole: 
         ends[tensor.dtype] = align_up(begin + numel, align)
         slot = Slot((name,), tensor.shape, numel, 0, index)
         unit = Unit(len(units), name, (slot,), numel, numel, tensor.dtype, True, True, begin)
-        units.append(replace(unit, remainder=remainder_dtype(tensor.dtype), whole=whole))
-    spaces = (Space(dtype, True, tuple(unit for unit in units if unit.dtype == dtype)) for dtype in ends)
+        units.append(replace(unit, remainder=remainder_dtype(tensor.dtype), needs_whole_parameters=whole))
+    spaces = (AddressSpace(dtype, True, tuple(unit for unit in units if unit.dtype == dtype)) for dtype in ends)
     return Layout(tuple(spaces), tuple(units))
 
 

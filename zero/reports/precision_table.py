@@ -11,7 +11,7 @@ from offload.kernels.matmul_speed import CLEARLY_SLOWER, bf16_slowdown
 from zero.config import Config
 from zero.config.precision_block import DTYPES
 from zero.optim.loss_scale import LossScaler, autocast_dtype
-from zero.params.layout import Layout, Space
+from zero.params.layout import AddressSpace, Layout
 from zero.params.placement import Placement
 from zero.plan.plan import Plan
 from zero.plan.record import ADAM_STATES
@@ -78,18 +78,20 @@ def warn_of_slow_matmuls(layout: Layout, config: Config, device: torch.device) -
     )
 
 
-def _row(space: Space, plan: Plan, config: Config, placement: Placement, coded: Mapping[int, int]) -> tuple[str, ...]:
+def _row(
+    space: AddressSpace, plan: Plan, config: Config, placement: Placement, coded: Mapping[int, int]
+) -> tuple[str, ...]:
     # Values that only serve to decode are not counted as parameters (0 in `coded`), but they are stored too.
     numel = f"{sum(coded.get(slot.index, 0) or slot.numel for unit in space.units for slot in unit.slots):,}"
     weights = "codes" if space.dtype == torch.uint8 else _name(space.dtype)
     if not space.trainable:
         return ("frozen", numel, weights, *[NOTHING] * 5)
     exact = {None: "the weights", torch.int16: f"fp32 = {weights} + 16 bits"}.get(space.remainder, "fp32")
-    master = "the weights, rounded at random" if space.rounded else exact
+    master = "the weights, rounded at random" if space.rounds_stochastically else exact
     kept = torch.float32 if plan.gradient_wide else space.dtype
     added = torch.float32 if plan.accumulation == torch.float32 or plan.gradient_wide else space.dtype
     summed = plan.deferred_bytes or plan.passes < (config.gradient_accumulation_steps or 1)  # before the exchange
-    sent = not (placement.alone or placement.shares_memory)
+    sent = not (placement.is_single_rank or placement.shares_memory)
     travel = _between(kept if summed else space.dtype, config) if sent else NOTHING
     narrow = plan.states_of(space) == ADAM_STATES
     states = _name(plan.state_dtype if narrow else torch.float32) if plan.states_of(space) else NOTHING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from zero.params.binding import BoundUnit
+from zero.params.binding import UnitBinding
 from zero.schedule.loader import Loader
 from zero.schedule.policy import HotUnits
 from zero.schedule.residency import Residency, UnitOnDevice, UnitState
@@ -16,7 +16,7 @@ class AlteredCopies:
     _units: Residency
     _hot: HotUnits
     _loader: Loader
-    _bound: list[BoundUnit]
+    _bound: list[UnitBinding]
     _undo: dict[int, list[Callable[[], None]]]
     _parked: set[int]
 
@@ -71,7 +71,7 @@ class AlteredCopies:
         for index in [*self._undo]:
             one, bound = self._units[index], self._bound[index]
             arrival = one.arrival
-            if one.state != UnitState.LIVE or arrival is None or one.stays or bound.differs:
+            if one.state != UnitState.LIVE or arrival is None or one.stays or bound.has_changes:
                 self._release(one)
                 continue
             for undo in self._undo.pop(index):

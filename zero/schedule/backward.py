@@ -13,10 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from offload.errors import BudgetError, StateError, StorageError
 from offload.system.interrupts import atomic, deferring_interrupts
 from zero.optim.gradients import Gradients
-from zero.params.binding import BoundUnit
-from zero.params.kept import own_gradient, set_own_gradient
+from zero.params.binding import UnitBinding
+from zero.params.kept import set_torch_gradient, torch_gradient
 from zero.params.layout import Slot, Unit
-from zero.params.tiles import ENGINES
+from zero.params.tiles import ENGINE_HOOK
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
 
@@ -46,7 +46,7 @@ class BackwardWatch:
     def on_end(self, hear: Callable[[], None]) -> None:
         self._at_end.append(hear)
 
-    def install(self, bound: list[BoundUnit], in_tiles: Mapping[int, nn.Parameter]) -> None:
+    def install(self, bound: list[UnitBinding], in_tiles: Mapping[int, nn.Parameter]) -> None:
         """Receive the gradient of every parameter.
 
         Args:
@@ -205,8 +205,8 @@ class BackwardWatch:
         @atomic
         def receive(parameter: torch.Tensor) -> None:
             watch = watching()
-            gradient = own_gradient(parameter)
-            set_own_gradient(parameter, None)
+            gradient = torch_gradient(parameter)
+            set_torch_gradient(parameter, None)
             if watch is None or gradient is None or not pieces[0][0].trainable:
                 return
             if gradient.is_sparse:  # an embedding with sparse=True; planes are dense
@@ -218,7 +218,7 @@ class BackwardWatch:
                 part = gradient.flatten()[slot.first_numel : slot.first_numel + slot.numel]
                 watch._receive(unit, slot.position, part.view(slot.shape))
 
-        setattr(receive, ENGINES, True)
+        setattr(receive, ENGINE_HOOK, True)
         return receive
 
     def receive_rows(self, unit: Unit, position: int, rows: torch.Tensor, gradient: torch.Tensor) -> None:

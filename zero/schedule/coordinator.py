@@ -17,8 +17,8 @@ from offload.memory.arena import Block
 from offload.memory.flat_storage import Poison
 from offload.mover import IoFuture
 from offload.streams import MaybeEvent
-from zero.params.binding import BoundUnit
-from zero.params.layout import Layout, Unit, siblings
+from zero.params.binding import UnitBinding
+from zero.params.layout import Layout, Unit, sibling_group
 from zero.plan.plan import Limits
 from zero.schedule.altered import AlteredCopies
 from zero.schedule.loader import Arrival, Loader
@@ -37,13 +37,13 @@ class Coordinator(AlteredCopies):
     def __init__(
         self,
         layout: Layout,
-        bound: list[BoundUnit],
+        bound: list[UnitBinding],
         storage: Storage,
         limits: Limits,
         loader: Loader,
         relieve: Callable[[], bool],
     ) -> None:
-        self.trace = Trace(siblings(layout.units))
+        self.trace = Trace(sibling_group(layout.units))
         self.counters = FetchCounters()
         # True while the weights will not change after this backward: so its prefetch may cross the boundary.
         self.accumulating = False
@@ -153,7 +153,7 @@ class Coordinator(AlteredCopies):
         elif one.state == UnitState.LIVE and one.arrival is not None:
             self._loader.follow(one.arrival)
         elif one.state == UnitState.EDITED:
-            for memory in self._bound[index].memories:
+            for memory in self._bound[index].flat_buffers:
                 self._storage.streams.wait_and_record_stream(memory, one.shown)
 
     def is_used(self, index: int) -> bool:
@@ -264,7 +264,7 @@ class Coordinator(AlteredCopies):
 
     def bound(self, index: int) -> bool:
         """True while the unit's parameters see their values."""
-        return self._bound[index].bound
+        return self._bound[index].is_bound
 
     def bind_persistent(self) -> None:
         """Bind the units that never leave the device to their home, if they are not bound."""
@@ -319,7 +319,7 @@ class Coordinator(AlteredCopies):
         self._leave_room()  # after `drain`: until then transfers may use this memory
         refused: list[str] = []
         self._loader.follow_persistent()  # what they see may have been copied there on another stream
-        persistent = [bound for bound in self._bound if bound.unit.persistent and bound.bound]
+        persistent = [bound for bound in self._bound if bound.unit.persistent and bound.is_bound]
         for bound in persistent:
             refused += bound.recapture()
             bound.unbind()
@@ -420,7 +420,7 @@ class Coordinator(AlteredCopies):
             arrival = self._load(one)
         elif one.state == UnitState.LIVE:
             counters.hits += 1
-            self._bound[one.index].show()
+            self._bound[one.index].mark_present()
             self._loader.follow(arrival)
             return
         elif arrival.settled:
@@ -534,7 +534,7 @@ class Coordinator(AlteredCopies):
             return
         live = one.state == UnitState.LIVE
         if live:
-            self._bound[one.index].hide()
+            self._bound[one.index].mark_released()
         if one.seen:
             return
         colder = self._hot.offer(one.index, lambda other: self._units[other].stays) if live else None
@@ -562,7 +562,7 @@ class Coordinator(AlteredCopies):
         one.recomputed = False
         bound = self._bound[one.index]
         refused = bound.recapture()
-        modified = bound.modified
+        modified = bound.is_modified
         self._loader.unbind(bound, arrival, modified=modified)
         self.counters.releases[one.index] += 1
         self._loader.end(one.unit, arrival, modified=modified)

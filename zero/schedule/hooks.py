@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.saved.saved_views import version_of
 from offload.system.interrupts import atomic
 from offload.timeline import COMPUTE, Timeline
-from zero.params.binding import BoundUnit
+from zero.params.binding import UnitBinding
 from zero.params.units import can_root
 from zero.schedule.backward import BackwardWatch
 from zero.schedule.compiling import apart, edge, inside, register, transformed
@@ -106,7 +106,7 @@ class ModuleHooks:
         self,
         root: nn.Module,
         scopes: dict[nn.Module, list[int]],
-        bound: list[BoundUnit],
+        bound: list[UnitBinding],
         coordinator: Coordinator,
         events: BackwardWatch,
         turns: Turns,
@@ -297,7 +297,7 @@ class ModuleHooks:
         return result
 
     def _holds(self, units: list[int], tensor: torch.Tensor) -> bool:
-        return not transformed() and any(self._bound[index].holds(tensor) for index in units)
+        return not transformed() and any(self._bound[index].contains(tensor) for index in units)
 
     def _read(self, parameter: nn.Parameter) -> None:
         """`module.weight` was read; outside a forward this has no effect."""

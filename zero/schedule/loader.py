@@ -18,7 +18,7 @@ from offload.streams import MaybeEvent
 from zero.exchange.exchange import Collectives, PendingWork
 from zero.exchange.neighbours import SecondaryShards
 from zero.optim.pending_updates import PendingUpdates
-from zero.params.binding import BoundUnit
+from zero.params.binding import UnitBinding
 from zero.params.layout import Layout, Unit
 from zero.schedule.events import Events
 from zero.store.storage import Storage
@@ -69,7 +69,7 @@ class _Ways:
         self, unit: Unit, flat: torch.Tensor, fences: tuple[MaybeEvent, ...], turn: PendingWork
     ) -> MaybeEvent:
         try:
-            own = await self._updates.fetch(unit, unit.own(flat), fences)
+            own = await self._updates.fetch(unit, unit.shard_of(flat), fences)
         except BaseException as error:
             self._exchange.cancel(turn, error)
             raise
@@ -107,7 +107,7 @@ class Loader:
     def __init__(
         self,
         layout: Layout,
-        bound: list[BoundUnit],
+        bound: list[UnitBinding],
         storage: Storage,
         updates: PendingUpdates,
         in_place: bool,
@@ -118,11 +118,11 @@ class Loader:
         self._in_place, self._events, self._exchange = in_place, events, exchange
         self._near = SecondaryShards(layout, storage, exchange)
         self._ways = _Ways(storage, updates, exchange, self._near)
-        self.in_step = exchange.placement.in_step
+        self.in_step = exchange.placement.fetches_collectively
         self._draining: list[Draining] = []
         self._persistent_fences: list[MaybeEvent] = []
         self._coming: list[IoFuture[Any]] = []  # Transfers of persistent units, begun ahead.
-        self._copied = [one for one in bound if one.unit.persistent and one.copies]
+        self._copied = [one for one in bound if one.unit.persistent and one.binds_copy]
         self._stepped_on: Any = None  # The stream of the last step.
         self._partial = set(storage.plan.whole)  # Their home has room for all slices, but only this rank's is current.
 
@@ -176,7 +176,7 @@ class Loader:
         """
         self._complete_persistent()
         for bound in self._bound:
-            if bound.unit.persistent and not bound.bound:
+            if bound.unit.persistent and not bound.is_bound:
                 bound.bind(exact_alias(self._flat_of(bound.unit)))
         streams = self._storage.streams
         if self._copied:
@@ -201,7 +201,7 @@ class Loader:
         streams.wait_events(*self._persistent_fences)
         self._persistent_fences = [f for f in self._persistent_fences if f is not None and not f.query()]
         for bound in self._copied:
-            if bound.bound:
+            if bound.is_bound:
                 streams.wait_and_record_stream(bound.flat)
 
     def _flat_of(self, unit: Unit) -> torch.Tensor:
@@ -232,13 +232,13 @@ class Loader:
         if arrival.fence is not None and arrival.fence.query():
             arrival.fence = None
 
-    def bind(self, bound: BoundUnit, arrival: Arrival) -> None:
+    def bind(self, bound: UnitBinding, arrival: Arrival) -> None:
         """Make the values the parameters' values, after `await_values`."""
         bound.bind(arrival.data)
-        if bound.copies:
+        if bound.binds_copy:
             arrival.copy, arrival.fence = bound.flat, self._storage.streams.record_event()
 
-    def unbind(self, bound: BoundUnit, arrival: Arrival, *, modified: bool) -> None:
+    def unbind(self, bound: UnitBinding, arrival: Arrival, *, modified: bool) -> None:
         """Undo `bind`. `modified`: a stream of `arrival.users` has written to the parameters."""
         if modified and arrival.copy is not None:
             self._storage.streams.wait_and_record_stream(arrival.copy, arrival.fence, *self._behind_uses(arrival))
@@ -258,7 +258,7 @@ class Loader:
         moving = [unit for unit in self._layout.units if not unit.persistent]
         leased = [unit for unit in moving if not (self._in_place and self._lies_here(unit))]
         whole_bytes = sum(unit.nbytes for unit in leased)
-        nbytes //= 1 + any(self._bound[unit.index].copies for unit in leased)
+        nbytes //= 1 + any(self._bound[unit.index].binds_copy for unit in leased)
         if nbytes <= 0:
             return 0
         if whole_bytes <= self._storage.unit_pool.capacity_bytes:
@@ -404,10 +404,10 @@ class Loader:
             await self._updates.wait_for_writes(unit)  # its update writes to the same place
             kept = self._near.store_part(unit, data, None)  # no fence: the device has reached all of them
             try:
-                await write_array(plane, unit.begin, unit.end, unit.own(data), self._storage.arena)
+                await write_array(plane, unit.begin, unit.end, unit.shard_of(data), self._storage.arena)
                 return kept
             except StorageError as error:
-                plane.keep_failed_write(unit.begin, unit.end, aligned_copy(unit.own(data).cpu()))
+                plane.keep_failed_write(unit.begin, unit.end, aligned_copy(unit.shard_of(data).cpu()))
                 self._updates.set_failure(error)
                 if self._updates.is_single_rank:
                     raise

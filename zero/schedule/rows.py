@@ -21,8 +21,8 @@ from offload.memory.flat_storage import FlatStorage, exact_alias
 from offload.sizes import ALIGN_BYTES, align_up
 from offload.system.interrupts import atomic, deferring_interrupts
 from zero.optim.pending_updates import PendingUpdates
-from zero.params.binding import BoundUnit
-from zero.params.tiles import hooks_behind
+from zero.params.binding import UnitBinding
+from zero.params.tiles import user_accumulate_hooks
 from zero.schedule.backward import BackwardWatch
 from zero.schedule.compiling import apart
 from zero.schedule.coordinator import Coordinator
@@ -41,7 +41,7 @@ class Loan:
         views: per slot of the unit, its rows [len(rows), ...].
     """
 
-    def __init__(self, bound: BoundUnit, rows: tuple[int, ...]) -> None:
+    def __init__(self, bound: UnitBinding, rows: tuple[int, ...]) -> None:
         unit = bound.unit
         self.unit, self.rows = unit, rows
         self.parts: list[tuple[int, int, int]] = []
@@ -79,7 +79,7 @@ class RowLender:
 
     def __init__(
         self,
-        bound: list[BoundUnit],
+        bound: list[UnitBinding],
         storage: Storage,
         coordinator: Coordinator,
         updates: PendingUpdates,
@@ -101,7 +101,7 @@ class RowLender:
     def lends(self, parameter: nn.Parameter) -> bool:
         """True if rows of the parameter can be fetched, and its whole unit is not bound."""
         place = self._place_of.get(id(parameter))
-        return place is not None and not self._bound[place[0]].bound
+        return place is not None and not self._bound[place[0]].is_bound
 
     def call(
         self,
@@ -256,7 +256,7 @@ def _hooked(
     parameter: nn.Parameter, numbers: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, their gradient) after the user's hooks on the parameter, which get the whole gradient."""
-    hooks, behind = tuple((parameter._backward_hooks or {}).values()), hooks_behind(parameter)
+    hooks, behind = tuple((parameter._backward_hooks or {}).values()), user_accumulate_hooks(parameter)
     if not (hooks or behind):
         return numbers, gradient
     whole = gradient.new_zeros(parameter.shape).index_copy_(0, numbers, gradient)

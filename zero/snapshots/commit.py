@@ -34,7 +34,7 @@ from zero.config import Config
 from zero.config.swap_paths import create_swap_paths
 from zero.exchange.exchange import Collectives
 from zero.exchange.together import AllRanks
-from zero.params.layout import Layout, Space
+from zero.params.layout import AddressSpace, Layout
 from zero.plan.plan import Plan
 from zero.plan.record import ADAM_STATES
 from zero.store.storage import Storage
@@ -305,15 +305,15 @@ class Snapshots:
         return self._storage
 
 
-def _space_of(storage: Storage, plane: TwoSlotArray) -> Space:
+def _space_of(storage: Storage, plane: TwoSlotArray) -> AddressSpace:
     pairs = zip(storage.layout.spaces, storage.weights, storage.records, strict=True)
     return next(space for space, weights, records in pairs if plane in (weights, records))
 
 
-def _names(space: Space, begin: int, end: int) -> str:
+def _names(space: AddressSpace, begin: int, end: int) -> str:
     """The parameters in [begin, end) of the space, for error messages."""
-    slots = [(unit, slot) for unit in space.overlapping(begin, end) for slot in unit.slots]
-    spans = [(slot.name, *unit.within(slot)) for unit, slot in slots]
+    slots = [(unit, slot) for unit in space.units_between(begin, end) for slot in unit.slots]
+    spans = [(slot.name, *unit.shard_range(slot)) for unit, slot in slots]
     names = [name for name, lo, hi in spans if lo < end and begin < hi]
     more = f" and {len(names) - NAMES_MAX:,} more" if len(names) > NAMES_MAX else ""
     return f" ({', '.join(names[:NAMES_MAX])}{more})" if names else " (padding)"
@@ -396,7 +396,7 @@ def facts_of(layout: Layout, plan: Plan, exchange: Collectives) -> dict[str, Any
         "elements": layout.numel,
         "trained elements": sum(unit.numel for unit in layout.units if unit.trainable),
         "state_dtype": str(plan.state_dtype),
-        **({"masters": "bf16"} if any(space.rounded for space in layout.spaces) else {}),
+        **({"masters": "bf16"} if any(space.rounds_stochastically for space in layout.spaces) else {}),
         **({} if set(plan.states) == {ADAM_STATES} else {"states": [name for names in plan.states for name in names]}),
         **({"small states": f"{plan.small_bytes:,} bytes"} if plan.small_bytes else {}),
         "sub-groups": f"{len(groups)} of up to {max((g.end - g.begin for g in plan.sub_groups), default=0):,} elements",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload.archives import bytes_tensor, make_archive, pack_any, read_archive, unpack_any
-from zero.params.buffers import packed_extra_states, set_extra_states
+from zero.params.buffers import pack_extra_states, set_extra_states
 from zero.snapshots.run_state import (
     check_groups,
     data_position,
@@ -50,7 +50,7 @@ def capture(run: Run, norm: float | None) -> Callable[[], bytes]:
             state["numbers"][names[key]] = {what: number.to_tensor() for what, number in numbers.items()}
     if hasattr(run.lr_scheduler, "state_dict"):
         state["lr_scheduler"] = pack_any(run.lr_scheduler.state_dict())
-    if (extra := packed_extra_states(run.module, "snapshot")) is not None:
+    if (extra := pack_extra_states(run.module, "snapshot")) is not None:
         state["extra_states"] = extra
     archive = make_archive(state)
 

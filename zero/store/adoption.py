@@ -27,7 +27,7 @@ from offload.kernels.square_sums import nonfinite_of
 from offload.memory.pinned import trim_heap
 from offload.planes.copies import CHUNK_BYTES, copy_single_threaded, zero_single_threaded
 from offload.planes.planes import await_all
-from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
+from zero.params.layout import AddressSpace, Layout, Slot, SubGroup, Unit
 from zero.plan.record import Record
 from zero.ranks import world
 from zero.store.staging import Staged, StagedGroup, Staging
@@ -274,7 +274,7 @@ class Adoption:
         """(unit, slot, first, last element of the parameter) of all reads of `run`, in order."""
         for group in self._storage.plan.sub_groups:
             for unit in self._layout.units_in(group):
-                lo, hi = group.part_of(unit)
+                lo, hi = group.range_in(unit)
                 for _, slot, begin, end in self._ranges(unit, lo - unit.origin, hi - unit.origin):
                     yield unit, slot, begin, end
         for space in self._layout.spaces:
@@ -304,14 +304,14 @@ class Adoption:
             group = self._storing.popleft()
             self._finish(self._layout.spaces[group.space], group.begin, group.end)
 
-    def _finish(self, space: Space, begin: int, end: int) -> None:
+    def _finish(self, space: AddressSpace, begin: int, end: int) -> None:
         """Release the parameters whose last element lies in [begin, end)."""
         if self._done is None:
             return
         # On a GPU the mover's stream may still read them, but their memory is reused in the order of another stream.
         streams = self._storage.streams
         self._storage.mover.run("storing initial values", streams.synchronize(streams.record_update_event()))
-        for unit in space.overlapping(begin, end):
+        for unit in space.units_between(begin, end):
             for slot in unit.slots:
                 # A slot that is only in other ranks' slices ends with this rank's first element, or its last.
                 last = min(max(unit.origin + max(slot.end_numel, slot.offset_numel + 1), unit.begin + 1), unit.end)

@@ -198,7 +198,7 @@ class StagedGroup:
         compute, streams, given = storage.compute(group), storage.streams, given or {}
 
         def run(unit: Unit, plane: TieredArray, memory: torch.Tensor | None = None) -> Staged:
-            return Staged(plane, *group.part_of(unit), compute, streams, memory)
+            return Staged(plane, *group.range_in(unit), compute, streams, memory)
 
         self.state = Staged(records, group.begin, group.end, compute, streams)
         self.weights = {unit.index: run(unit, weights, given.get(unit.index)) for unit in self.units}

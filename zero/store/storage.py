@@ -28,7 +28,7 @@ from offload.timeline import Timeline
 from zero.activations.activation_store import open_activations
 from zero.config import Config
 from zero.config.swap_paths import create_swap_paths, wants_pinning
-from zero.params.layout import Layout, Space, SubGroup, Unit
+from zero.params.layout import AddressSpace, Layout, SubGroup, Unit
 from zero.plan.machine import available_memory
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
 from zero.plan.pools import gradient_sums_bytes
@@ -177,7 +177,7 @@ class Storage:
         Rules that need whole parameters multiply matrices: they run on the compute device, wherever the states live.
         """
         lives = group in self._on_device
-        here = lives or self.layout.spaces[group.space].whole
+        here = lives or self.layout.spaces[group.space].needs_whole_parameters
         return self.device if here and not (lives and self.records_away) else torch.device("cpu")
 
     @property
@@ -323,7 +323,7 @@ class Storage:
         self._regions = [*(other for other in self._regions if other.data is not None), region]
         return region
 
-    def _weight_plane(self, space: Space) -> TieredArray:
+    def _weight_plane(self, space: AddressSpace) -> TieredArray:
         width = space.dtype.itemsize
         if self.plan.states_only:
             return self._plane(f"weights ({space.dtype})", width, [])
@@ -332,7 +332,7 @@ class Storage:
         if self.plan.snapshots and space.trainable:
             runs, pieces = (list(self._cut_at_sub_groups(space, uncut)) for uncut in (runs, pieces))
         whole = [unit for unit in space.units if unit.index in self.plan.whole]
-        homes = {unit.begin: unit.own(self._whole_home(unit, whole)) for unit in whole}
+        homes = {unit.begin: unit.shard_of(self._whole_home(unit, whole)) for unit in whole}
         return self._plane(f"weights ({space.dtype})", width, runs, homes, pieces, shared=self._slices)
 
     def _whole_home(self, unit: Unit, units: Sequence[Unit]) -> torch.Tensor:
@@ -348,7 +348,9 @@ class Storage:
             self._flats.update({u.index: region.allocate(u.nbytes) for u in together})
         return self._flats[unit.index]
 
-    def _cut_at_sub_groups(self, space: Space, runs: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, str]]:
+    def _cut_at_sub_groups(
+        self, space: AddressSpace, runs: list[tuple[int, int, str]]
+    ) -> Iterator[tuple[int, int, str]]:
         """The same runs, but runs in the swap space are cut at sub-groups: an update writes whole pairs of slots."""
         index = self.layout.spaces.index(space)
         groups = [group for group in self.plan.sub_groups if group.space == index]
@@ -360,7 +362,7 @@ class Storage:
                 if group.begin < end and begin < group.end:
                     yield max(begin, group.begin), min(end, group.end), tier
 
-    def _record_plane(self, index: int, space: Space) -> TieredArray:
+    def _record_plane(self, index: int, space: AddressSpace) -> TieredArray:
         runs = [
             (group.begin, group.end, tier)
             for group, tier in zip(self.plan.sub_groups, self.plan.record_tiers, strict=True)
@@ -369,10 +371,10 @@ class Storage:
         return self._plane(
             *(f"optimizer states ({space.dtype})", self.plan.record_format(space).nbytes, runs),
             pieces=runs,
-            travels=space.whole,  # the host itself updates all other records that it keeps
+            travels=space.needs_whole_parameters,  # the host itself updates all other records that it keeps
         )
 
-    def _gradient_plane(self, space: Space) -> TieredArray | None:
+    def _gradient_plane(self, space: AddressSpace) -> TieredArray | None:
         if not space.trainable or self.plan.states_only:
             return None
         width = 4 if self.plan.gradient_wide else space.dtype.itemsize

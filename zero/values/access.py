@@ -13,13 +13,13 @@ from torch import nn
 from offload.errors import StateError
 from offload.system.interrupts import atomic
 from zero.optim.gradients import Gradients
-from zero.params.binding import BoundUnit
+from zero.params.binding import UnitBinding
 from zero.params.layout import Slot
 from zero.params.opaque import is_wrapper
-from zero.params.released import is_kept, name_of, unmark
-from zero.params.shown_gradient import ShownGradient
-from zero.params.tiles import engine_keeper
-from zero.params.unadopted import ProvisionalKeeper
+from zero.params.released import is_managed, name_of, remove_store
+from zero.params.shown_gradient import LazyGradient
+from zero.params.tiles import engine_store_of
+from zero.params.unadopted import InitialParameterStore
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
 from zero.schedule.hooks import ModuleHooks, in_backward
@@ -79,7 +79,7 @@ class CollectedGradient:
         self._gradients().factors[self._index] = None
 
     def shown(self) -> torch.Tensor:
-        return ShownGradient.of(self._parameter, self, self._device)
+        return LazyGradient.for_parameter(self._parameter, self, self._device)
 
 
 class EngineKeeper:
@@ -94,7 +94,7 @@ class EngineKeeper:
     def __init__(
         self,
         events: Events,
-        bound: list[BoundUnit],
+        bound: list[UnitBinding],
         coordinator: Coordinator,
         hooks: ModuleHooks,
         editor: UnitEditor,
@@ -135,7 +135,7 @@ class EngineKeeper:
         """True inside a module's call or a backward, since the call's backward fetches the values again."""
         return in_backward() or self._hooks.in_call
 
-    def bound_at(self, parameter: nn.Parameter) -> tuple[BoundUnit, Slot] | None:
+    def bound_at(self, parameter: nn.Parameter) -> tuple[UnitBinding, Slot] | None:
         """Where the parameter is bound; None: it is in tiles, or it is not the engine's."""
         return self._held.get(id(parameter))
 
@@ -179,7 +179,7 @@ class EngineKeeper:
 
     def holds(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
         """True if `tensor` is a view of the parameter's unit."""
-        return self._held[id(parameter)][0].holds(tensor)
+        return self._held[id(parameter)][0].contains(tensor)
 
     @atomic
     def open(self, parameters: list[nn.Parameter]) -> None:
@@ -193,7 +193,7 @@ class EngineKeeper:
         """`GatheredParameters` ends."""
         self.editor.close(self._units_of(parameters), modifier_rank)
 
-    def give_back(self, waiting: ProvisionalKeeper | None = None) -> None:
+    def give_back(self, waiting: InitialParameterStore | None = None) -> None:
         """Make every parameter an ordinary one with its values, and close the engine.
 
         `waiting`: it keeps the values instead, as if the model had just been built under `Init`.
@@ -214,17 +214,19 @@ class EngineKeeper:
                 *(name_of(shared), other, name_of(shared)),
             )
 
-    def return_values(self, close: Callable[[], None] | None = None, waiting: ProvisionalKeeper | None = None) -> None:
+    def return_values(
+        self, close: Callable[[], None] | None = None, waiting: InitialParameterStore | None = None
+    ) -> None:
         """Read the values from the planes, then call `close`, then give the parameters up.
 
         They become ordinary ones, or those of `waiting`. A parameter that was fp32 in the model gets its fp32 master,
         so nothing is rounded.
         """
         values: list[tuple[nn.Parameter, torch.Tensor]] = []
-        stored: list[tuple[nn.Parameter, ProvisionalKeeper]] = []
+        stored: list[tuple[nn.Parameter, InitialParameterStore]] = []
         for slot in (slot for bound in self._bound for slot in bound.unit.slots if slot.first_numel == 0):
             parameter = self._wholes[slot.index]
-            if is_kept(parameter) and engine_keeper(parameter) is self:
+            if is_managed(parameter) and engine_store_of(parameter) is self:
                 if waiting is None or is_wrapper(parameter):
                     values.append((parameter, self.exact(slot.name)))
                 else:
@@ -235,12 +237,12 @@ class EngineKeeper:
         for parameter, value in values:
             self.release(parameter, value)
         for parameter, keeper in stored:
-            unmark(parameter)
-            keeper.take(parameter)
+            remove_store(parameter)
+            keeper.take_over(parameter)
 
     def release(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Make one an ordinary parameter with these values."""
-        unmark(parameter)
+        remove_store(parameter)
         with torch.no_grad():
             parameter.data = value
 
@@ -323,8 +325,8 @@ def take_back(parameters: Iterable[nn.Parameter], but: EngineKeeper | None = Non
     """
     wrapped = {id(parameter): parameter for parameter in parameters}
     for parameter in wrapped.values():
-        if is_kept(parameter):
-            keeper = engine_keeper(parameter)
+        if is_managed(parameter):
+            keeper = engine_store_of(parameter)
             if isinstance(keeper, EngineKeeper) and keeper is not but:
                 keeper.warn_of_others(parameter, wrapped)
                 keeper.give_back()

@@ -82,7 +82,7 @@ class GradientValues:
         """Elements [begin, end) of the slot, which are in this rank's slice, fp32; None if this rank has none."""
         state = self._gradients.state_of(unit)
         # With several ranks, `contributions` counts only this rank's; parts without any gradient are stored as zeros.
-        if state.is_empty or (self._placement.alone and not state.contributions[slot.position]):
+        if state.is_empty or (self._placement.is_single_rank and not state.contributions[slot.position]):
             return None
         return self._stored(state, slot, begin, end) * self.factor_of(slot)
 
@@ -102,7 +102,7 @@ class GradientValues:
 
     def _own_sums(self, unit: Unit, slot: Slot) -> Iterator[SquareSum]:
         state = self._gradients.state_of(unit)
-        lo, hi = (place - unit.begin for place in unit.within(slot))
+        lo, hi = (place - unit.begin for place in unit.shard_range(slot))
         if state.is_empty or lo >= hi:
             return
         begin = min(align_up(lo, BLOCK_NUMEL), hi)

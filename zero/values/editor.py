@@ -16,7 +16,7 @@ from offload.kernels import masters
 from offload.planes.copies import read_array, write_array
 from offload.sizes import format_bytes
 from zero.exchange.exchange import Collectives, gather_on_host
-from zero.params.binding import BoundUnit, recapture_all
+from zero.params.binding import UnitBinding, recapture_all
 from zero.params.layout import Layout, Unit
 from zero.plan.machine import read_machine
 from zero.plan.record import Record
@@ -55,7 +55,7 @@ class UnitEditor:
     def __init__(
         self,
         layout: Layout,
-        bound: list[BoundUnit],
+        bound: list[UnitBinding],
         storage: Storage,
         coordinator: Coordinator,
         events: Events,
@@ -99,7 +99,7 @@ class UnitEditor:
     def _check_room(self, indices: list[int]) -> None:
         """All units are open at once, each with a second copy to detect edits. Raises BudgetError."""
         units = [self._layout.units[index] for index in indices if not self._opened[index]]
-        needed = 2 * sum(unit.nbytes for unit in units if not self._bound[unit.index].bound)
+        needed = 2 * sum(unit.nbytes for unit in units if not self._bound[unit.index].is_bound)
         free_bytes = read_machine(self._storage.device).device_bytes
         if free_bytes is not None and needed > free_bytes:
             names = ", ".join(unit.name for unit in units[:3]) + (", ..." if len(units) > 3 else "")
@@ -113,9 +113,9 @@ class UnitEditor:
     def _open_one(self, index: int) -> None:
         bound = self._bound[index]
         self._coordinator.let_go(index)
-        if bound.bound:
+        if bound.is_bound:
             # In use by an enclosing forward, or persistent: edits happen in place.
-            bound.show(edited=True)
+            bound.mark_present(for_edit=True)
             self._events.edit_begins()
             self._coordinator.follow(index)
             self._recapture(bound)
@@ -126,7 +126,7 @@ class UnitEditor:
         copy = torch.empty_like(before)
         copy.copy_(before)
         self._before[index] = before
-        bound.bind_apart(copy)
+        bound.bind_private_copy(copy)
         self._coordinator.hold(index)
 
     @torch.inference_mode(False)
@@ -153,9 +153,9 @@ class UnitEditor:
             edits.setdefault(counts, []).append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
             if self._coordinator.held(index):
                 self._coordinator.unhold(index)
-                bound.leave_apart()
+                bound.unbind_private_copy()
             else:
-                bound.show()
+                bound.mark_present()
         try:
             refused += self._keep(edits or {modifier_rank: []})  # a rank that has opened none takes part too
         finally:
@@ -184,7 +184,7 @@ class UnitEditor:
         for change in changes:
             self._events.changed(change.unit.index)
             bound = self._bound[change.unit.index]
-            if bound.bound:
+            if bound.is_bound:
                 bound.flat.detach().view(torch.uint8).copy_(change.after)
         self._unstored += changes
         try:
@@ -199,7 +199,7 @@ class UnitEditor:
         """Restore the values of edits that do not count, where they were made in place."""
         for edit in edits:
             bound = self._bound[edit.unit.index]
-            if edit.unit.index not in kept and bound.bound and edit.changed:
+            if edit.unit.index not in kept and bound.is_bound and edit.changed:
                 bound.flat.detach().view(torch.uint8).copy_(edit.before)
 
     def store_edits(self) -> None:
@@ -225,7 +225,7 @@ class UnitEditor:
             return live.view(torch.uint8).cpu().clone()
         out = torch.empty(unit.nbytes, dtype=torch.uint8, device="cpu")
         plane = self._storage.weights[self._layout.space_of(unit)]
-        job = read_array(plane, unit.begin, unit.end, unit.own(out), self._storage.arena)
+        job = read_array(plane, unit.begin, unit.end, unit.shard_of(out), self._storage.arena)
         self._storage.mover.run(f"reading {unit.name}", job)
         return gather_on_host(self._exchange, unit, out)
 
@@ -235,13 +235,13 @@ class UnitEditor:
         None: they are not bound, or other ranks have bound them at another time.
         """
         bound = self._bound[unit.index]
-        if not (bound.bound and (unit.persistent or self._exchange.placement.alone)):
+        if not (bound.is_bound and (unit.persistent or self._exchange.placement.is_single_rank)):
             return None
         self._coordinator.follow(unit.index)
         self._recapture(bound)
         return bound.flat.detach()
 
-    def _recapture(self, bound: BoundUnit) -> None:
+    def _recapture(self, bound: UnitBinding) -> None:
         refused = bound.recapture()
         if refused:
             raise StateError("; ".join(refused))
@@ -260,9 +260,9 @@ class UnitEditor:
         space = self._layout.space_of(unit)
         plane, streams = self._storage.weights[space], self._storage.streams
         await streams.synchronize(streams.record_copy_event())  # an earlier forward may still copy from this plane
-        own = unit.own(after)
+        own = unit.shard_of(after)
         await write_array(plane, unit.begin, unit.end, own, self._storage.arena)
-        await self._forget_masters(unit, unit.own(before), own)
+        await self._forget_masters(unit, unit.shard_of(before), own)
         self._exchange.on_weights_stored(unit.index)
 
     async def _forget_masters(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
@@ -335,7 +335,7 @@ def agree_on_edits(exchange: Collectives, edits: list[Edit], modifier_rank: int 
         modifier_rank: the rank whose edits count; None: all ranks must have made the same edits.
     """
     placement = exchange.placement
-    if placement.alone:
+    if placement.is_single_rank:
         return [edit for edit in edits if edit.changed]
     if modifier_rank is not None and not 0 <= modifier_rank < placement.world_size:
         raise StateError(

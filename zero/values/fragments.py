@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from zero.params.released import is_kept
-from zero.params.tiles import engine_keeper
+from zero.params.released import is_managed
+from zero.params.tiles import engine_store_of
 from zero.values.access import EngineKeeper
 from zero.values.parameters import ParameterValues
 
@@ -113,7 +113,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _keeper_of(param: nn.Parameter) -> EngineKeeper | None:
-    keeper = engine_keeper(param) if is_kept(param) else None
+    keeper = engine_store_of(param) if is_managed(param) else None
     return keeper if isinstance(keeper, EngineKeeper) else None
 
 

@@ -155,7 +155,7 @@ def agree_on_change(exchange: Collectives, model: nn.Module, held: Collection[in
         held: id(parameter) of the parameters in param groups.
         accumulating: this rank has gradients that no step has used.
     """
-    if exchange.placement.alone:
+    if exchange.placement.is_single_rank:
         return
     with torch._C.DisableTorchFunctionSubclass():
         mine = [

@@ -19,7 +19,7 @@ from offload.errors import ConfigError, StateError
 from zero.compat.helpers import unwrap_model_for_generation
 from zero.compat.partition_parameters import Init, MiCS_Init, ZeroParamStatus
 from zero.compat.to_fp32 import load_state_dict_from_zero_checkpoint
-from zero.params.released import is_kept
+from zero.params.released import is_managed
 from zero.utils import safe_set_full_fp32_param
 
 Open = Callable[..., Any]
@@ -44,7 +44,7 @@ def test_parameters_have_the_attributes_as_soon_as_their_module_is_made(kind: An
         assert all(shows(p) for p in inner.parameters())
     outside = nn.Linear(4, 3)
     assert shows(layer.weight) and not any(hasattr(outside.weight, name) for name in NAMES)
-    assert not any(is_kept(p) for p in inner.parameters()), "they are in memory, where torch has them"
+    assert not any(is_managed(p) for p in inner.parameters()), "they are in memory, where torch has them"
     with torch.no_grad():
         layer.weight.fill_(2.0)
     assert torch.equal(layer(torch.ones(1, 4)), 8.0 + layer.bias[None])
@@ -82,7 +82,7 @@ def test_a_gather_of_them_keeps_what_each_rank_has_made() -> None:
     for modifier_rank in (None, 0):
         with zero.GatheredParameters(layer.parameters(), modifier_rank=modifier_rank), torch.no_grad():
             layer.weight.add_(1.0)
-    assert shows(layer.weight) and not is_kept(layer.weight)
+    assert shows(layer.weight) and not is_managed(layer.weight)
 
 
 def test_unwrapping_takes_the_hooks_off_and_puts_them_back(open_engine: Open, nvme_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_a_checkpoint_is_loaded_into_an_engines_model_which_closes_the_engine(
             saved = {name: value.clone() for name, value in engine.named_full_parameters()}
     with pytest.raises(ConfigError, match="no_such"):
         load_state_dict_from_zero_checkpoint(engine.module, tmp_path, "no_such")
-    assert is_kept(engine.module.head.weight)
+    assert is_managed(engine.module.head.weight)
     with zero.GatheredParameters(engine.module.parameters(), enabled=gathered):
         model = load_state_dict_from_zero_checkpoint(engine.module, tmp_path)
-    assert model is engine.module and not any(is_kept(p) for p in model.parameters())
+    assert model is engine.module and not any(is_managed(p) for p in model.parameters())
     assert differences({name: p.detach() for name, p in model.named_parameters()}, saved) == []
     with pytest.raises(StateError, match="closed"):
         engine.step()

@@ -17,7 +17,7 @@ from reference import differences, snapshot
 from torch import nn
 
 from offload.errors import StateError
-from zero.params.released import is_kept
+from zero.params.released import is_managed
 
 Pool = Callable[[int], RankPool]
 
@@ -99,7 +99,7 @@ def trained(place: Place, nvme_path: str, names: tuple[tuple[str, bool], ...]) -
     pruned = model.unused.weight
     with zero.initialize(model=model, config=engine_config(Run(agreed=True), place, nvme_path))[0] as engine:
         held = outcome_of(engine, names, train(engine, model, lambda rank: 11 + rank))
-        if is_kept(pruned) or not torch.equal(pruned, motley().unused.weight):
+        if is_managed(pruned) or not torch.equal(pruned, motley().unused.weight):
             raise AssertionError("what has left the model has not got its values")
     return held
 
