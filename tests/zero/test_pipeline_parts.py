@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from offload.errors import ConfigError
 from zero.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, ProcessTopology, TiedLayerSpec
 from zero.pipe.grid import PipelineParallelGrid
-from zero.pipe.partition import balanced, stage_bounds
+from zero.pipe.partition import balance_parts, stage_bounds
 from zero.pipe.schedules import has_backward
 from zero.pipe.topology import PipeModelDataParallelTopology
 
@@ -29,7 +29,7 @@ def test_the_heaviest_stage_is_as_light_as_any_cut_makes_it(weights: list[int], 
     def heaviest(bounds: list[int]) -> int:
         return max(sum(weights[begin:end]) for begin, end in itertools.pairwise(bounds))
 
-    found = balanced(weights, parts)
+    found = balance_parts(weights, parts)
     cuts = itertools.combinations(range(1, len(weights)), parts - 1)
     assert found[0] == 0 and found[-1] == len(weights) and sorted(set(found)) == found and len(found) == parts + 1
     assert heaviest(found) == min(heaviest([0, *cut, len(weights)]) for cut in cuts)

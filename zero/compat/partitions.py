@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import ConfigError
-from zero.pipe.partition import balanced
+from zero.pipe.partition import balance_parts
 
 
 def prefix_sum_inc(weights: Sequence[Any]) -> list[Any]:
@@ -33,7 +33,7 @@ def partition_balanced(weights: Sequence[Any], num_parts: int) -> list[int]:
     """
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
-    return balanced(weights, num_parts)
+    return balance_parts(weights, num_parts)
 
 
 class PartitionedTensor:

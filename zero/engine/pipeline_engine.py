@@ -26,7 +26,7 @@ from zero.exchange.together import AllRanks
 from zero.optim.loss_scale import LossScaleError
 from zero.pipe.grid import PipelineParallelGrid
 from zero.pipe.module import PipelineModule
-from zero.pipe.schedules import MicroBatches, Schedules, mapped, shape_of
+from zero.pipe.schedules import MicroBatches, Schedules, map_tensors, shape_of
 from zero.pipe.tied import TiedWeights
 
 RUNS = "train_batch() runs forward, backward and step of all micro-batches, and eval_batch() the forwards"
@@ -88,7 +88,7 @@ def open_stages(module: PipelineModule, config: Config, device: torch.device) ->
             "it to false"
         )
     columns = module.topology().get_axis_comm_lists("pipe")
-    stages = PipelineCollectives(device, module.stage_ranks, columns, module.borrowed)
+    stages = PipelineCollectives(device, module.stage_ranks, columns, module.borrowed_prefixes)
     try:
         TiedWeights(module, stages).make_equal()
     except BaseException as error:
@@ -180,7 +180,7 @@ class PipelineEngine:
 
     def reset_activation_shape(self) -> None:
         """Layers return other shapes for the same inputs from now on. All ranks call this together."""
-        self._schedules.forget()
+        self._schedules.forget_shapes()
 
     def deepspeed_io(self, dataset: Dataset[Any], *args: Any, **options: Any) -> DataLoader[Any]:
         """As `ZeroEngine.deepspeed_io`: a loader of this pipeline's part of the data, the same on all its stages.
@@ -224,7 +224,7 @@ class PipelineEngine:
             self._engine.train()
             self._engine.accumulation.begin_batch("train_batch")
             self._schedules.run(batches, self.micro_batches, train=True)
-            self._tied_weights.add_up(lambda parameter: self._engine.steps.values_of(parameter, to_change=True))
+            self._tied_weights.sum_gradients(lambda parameter: self._engine.steps.values_of(parameter, to_change=True))
             means = self._means(self._stage_functions.take_losses())
             loss = means.pop(LOSS)
             self.agg_additional_losses = means or None
@@ -322,8 +322,10 @@ class PipelineEngine:
                 raise ConfigError(f"data_iter: expected (inputs, labels), got {type(batch).__name__}; see set_batch_fn")
             value, label = (tuple(part) if type(part) is list else part for part in batch)  # as collated by torch
             # A copy: layers may change their input in place, and the caller may use the batch again.
-            inputs.append(mapped(value, lambda part: part.to(device, copy=True)) if self.is_first_stage() else None)
-            labels.append(mapped(label, lambda part: part.to(device)) if self.is_last_stage() else None)
+            inputs.append(
+                map_tensors(value, lambda part: part.to(device, copy=True)) if self.is_first_stage() else None
+            )
+            labels.append(map_tensors(label, lambda part: part.to(device)) if self.is_last_stage() else None)
         shapes = list(dict.fromkeys(map(shape_of, inputs)))
         if self.num_stages > 1 and len(shapes) > 1:
             raise ConfigError(

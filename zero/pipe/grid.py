@@ -45,13 +45,13 @@ class PipelineParallelGrid:
         self.stage_id, self.data_parallel_id = int(getattr(place, PIPE)), int(getattr(place, DATA))
         self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
         self.pipe_groups, self.dp_groups = topology.get_axis_comm_lists(PIPE), topology.get_axis_comm_lists(DATA)
-        self.pp_group, self.pp_proc_group = self._opened(self.pipe_groups)
-        self.dp_group, self.dp_proc_group = self._opened(self.dp_groups)
+        self.pp_group, self.pp_proc_group = self._open_group(self.pipe_groups)
+        self.dp_group, self.dp_proc_group = self._open_group(self.dp_groups)
         following = {rank: ranks[(i + 1) % len(ranks)] for ranks in self.pipe_groups for i, rank in enumerate(ranks)}
         self.p2p_groups = [[rank, following[rank]] for rank in range(self.world_size)]
         self._slice_proc_group: Any = None
 
-    def _opened(self, groups: list[list[int]]) -> tuple[list[int], Any]:
+    def _open_group(self, groups: list[list[int]]) -> tuple[list[int], Any]:
         own: tuple[list[int], Any] = ([self.global_rank], None)
         for ranks in groups:
             handle = backend.default_group(ranks) if world.is_distributed() else None

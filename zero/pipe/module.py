@@ -67,7 +67,7 @@ class PipelineModule(nn.Module):
     ) -> None:
         super().__init__()
         join_or_stay_alone()
-        self._topology = _grid(num_stages, topology)
+        self._topology = _make_topology(num_stages, topology)
         self.num_stages, self.loss_fn = self._topology.get_dim(PIPE), loss_fn
         self.stage_id = int(getattr(self._topology.get_coord(world.rank()), PIPE))
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
@@ -83,7 +83,7 @@ class PipelineModule(nn.Module):
         _check_layers(specs)
         self.parts = stage_bounds(specs, self.num_stages, partition_method)
         self.num_layers, self.micro_offset = len(specs), 0
-        self.tied_stages = {key: self._stages_of(uses) for key, uses in _uses(specs).items()}
+        self.tied_stages = {key: self._stages_of(uses) for key, uses in _tied_uses(specs).items()}
         """Key of a tied layer -> the stages that hold it, in order."""
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs: list[Callable[..., Any]] = []
@@ -118,12 +118,12 @@ class PipelineModule(nn.Module):
         return getattr(self._topology.get_coord(world.rank()), DATA), self._topology.get_dim(DATA)
 
     @property
-    def borrowed(self) -> list[str]:
+    def borrowed_prefixes(self) -> list[str]:
         """Name prefixes of the tied modules that this stage shares with an earlier one."""
         return [f"{TIED}.{key}." for key, stages in self.tied_stages.items() if self.stage_id in stages[1:]]
 
     @contextmanager
-    def without_a_trace(self) -> Iterator[None]:
+    def preserving_state(self) -> Iterator[None]:
         """A context in which a forward does not change random states, the count of forwards, or buffers."""
         before, host, tracker = self.micro_offset, (random.getstate(), np.random.get_state()), get_cuda_rng_tracker()
         named, kept = tracker.get_states(), list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]()
@@ -159,8 +159,8 @@ class PipelineModule(nn.Module):
                 inputs = run(*given)
         return inputs
 
-    def _run_layers(self, begin: int, end: int, micro_offset: int, whole: bool, *inputs: Any) -> Any:
-        value: Any = inputs if whole else inputs[0]
+    def _run_layers(self, begin: int, end: int, micro_offset: int, is_tuple: bool, *inputs: Any) -> Any:
+        value: Any = inputs if is_tuple else inputs[0]
         for index in range(begin, end):
             if self.seed_layers:
                 self._seed(self.base_seed * micro_offset + self.parts[self.stage_id] + index)
@@ -173,23 +173,23 @@ class PipelineModule(nn.Module):
         return all(type(layer).__name__ in self.checkpointable_layers for layer in self.forward_funcs[begin:end])
 
     def _build(self, specs: Sequence[Any]) -> None:
-        first_uses = {key: uses[0] for key, uses in _uses(specs).items()}
+        first_uses = {key: uses[0] for key, uses in _tied_uses(specs).items()}
         for index in range(self.parts[self.stage_id], self.parts[self.stage_id + 1]):
             layer = specs[index]
             if isinstance(layer, TiedLayerSpec):
                 if layer.key not in self.tied_modules:
                     # Built with the spec and the seed of its first use in the whole model, on whichever stage that is.
                     first = first_uses[layer.key]
-                    self.tied_modules[layer.key] = self._built(first, specs[first])
+                    self.tied_modules[layer.key] = self._build_layer(first, specs[first])
                 module = self.tied_modules[layer.key]
                 self.forward_funcs.append(module if layer.forward_fn is None else partial(layer.forward_fn, module))
                 continue
             if isinstance(layer, (LayerSpec, nn.Module)):
-                layer = self._built(index, layer) if isinstance(layer, LayerSpec) else layer
+                layer = self._build_layer(index, layer) if isinstance(layer, LayerSpec) else layer
                 self.add_module(str(index), layer)
             self.forward_funcs.append(layer)
 
-    def _built(self, index: int, spec: LayerSpec) -> nn.Module:
+    def _build_layer(self, index: int, spec: LayerSpec) -> nn.Module:
         if self.seed_layers:
             self._seed(self.base_seed + index)
         return spec.build()
@@ -211,7 +211,7 @@ class PipelineModule(nn.Module):
             yield f"{TIED}.{key}.{name}", parameter
 
 
-def _grid(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
+def _make_topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
     ranks = world.world_size()
     if topology is not None:
         sliced = topology.get_dim(MODEL) > 1
@@ -251,7 +251,7 @@ def _check_layers(layers: Sequence[Any]) -> None:
             )
 
 
-def _uses(layers: Sequence[Any]) -> dict[str, list[int]]:
+def _tied_uses(layers: Sequence[Any]) -> dict[str, list[int]]:
     """Key of each tied layer -> indices of its uses in `layers`."""
     uses: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):

@@ -44,10 +44,10 @@ def stage_bounds(layers: Sequence[Any], num_stages: int, method: str) -> list[in
         raise ConfigError(
             f'PipelineModule: partition_method: expected "uniform", "parameters" or "type:REGEX", got {method!r}'
         )
-    return balanced(weights, num_stages)
+    return balance_parts(weights, num_stages)
 
 
-def balanced(weights: Sequence[int], parts: int) -> list[int]:
+def balance_parts(weights: Sequence[int], parts: int) -> list[int]:
     """Bounds of `parts` non-empty runs, such that the weight of the heaviest run is minimal."""
     sums = [0]
     for weight in weights:

@@ -25,7 +25,7 @@ from zero.exchange.together import AllRanks
 from zero.pipe.module import PipelineModule
 
 
-class Work(Protocol):
+class StageFunctions(Protocol):
     """The engine's functions for its stage."""
 
     def forward(self, value: Any) -> Any:
@@ -56,7 +56,7 @@ class MicroBatches:
         return max(len(self.inputs), len(self.labels))
 
 
-class _Received(torch.autograd.Function):
+class _ReceivedTensor(torch.autograd.Function):
     """Passes a received tensor to the layers, which may change the result in place; torch forbids this for a leaf."""
 
     @staticmethod
@@ -71,39 +71,39 @@ class _Received(torch.autograd.Function):
 class _Layers(nn.Module):
     """A stage's layers, as torch's stages call them: with the number of a micro-batch, or with received tensors."""
 
-    def __init__(self, work: Work, *, is_first: bool, is_last: bool) -> None:
+    def __init__(self, functions: StageFunctions, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
-        self._work, self._is_first, self._is_last = work, is_first, is_last
+        self._functions, self._is_first, self._is_last = functions, is_first, is_last
         self.batches = MicroBatches((), (), "")
         self.outputs: list[Any] = []
         self.failure: BaseException | None = None
         self.gets_tuple = False  # The stage before sends a tuple, be it of one tensor.
 
-    def begin(self, batches: MicroBatches) -> None:
+    def begin_run(self, batches: MicroBatches) -> None:
         self.batches, self.outputs, self.failure = batches, [], None
 
     def forward(self, *args: torch.Tensor) -> Any:
-        with self.noting():
+        with self.noting_failure():
             if self._is_first:
                 value: Any = self.batches.inputs[int(args[0])]
             else:
-                received = tuple(_Received.apply(arg) for arg in args)  # type: ignore[no-untyped-call]
+                received = tuple(_ReceivedTensor.apply(arg) for arg in args)  # type: ignore[no-untyped-call]
                 value = received if self.gets_tuple else received[0]
-            output = self._work.forward(value)
+            output = self._functions.forward(value)
             if not self._is_last:
-                return _sendable(output)
+                return _make_sendable(output)
             self.outputs.append(output)
             return tuple(_tensors(output))  # torch needs a result, but does not send it
 
     def loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
-        with self.noting():
+        with self.noting_failure():
             at = int(number)
-            loss = self._work.loss(self.outputs[at], self.batches.labels[at])
+            loss = self._functions.loss(self.outputs[at], self.batches.labels[at])
             self.outputs[at] = None
             return loss
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting_failure(self) -> Iterator[None]:
         """Inside, an error is recorded as this rank's own, in contrast to a message that another rank has ended."""
         try:
             yield
@@ -115,15 +115,15 @@ class _Layers(nn.Module):
 class _Stage(PipelineStage):
     """Runs each backward inside the engine's context."""
 
-    def __init__(self, layers: _Layers, work: Work, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, layers: _Layers, functions: StageFunctions, *args: Any, **kwargs: Any) -> None:
         super().__init__(layers, *args, **kwargs)
-        self._layers, self._work = layers, work
+        self._layers, self._functions = layers, functions
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         output = bwd_kwargs["stage_output"]
-        with self._layers.noting(), self._work.backward():
+        with self._layers.noting_failure(), self._functions.backward():
             if not has_backward(output if isinstance(output, (tuple, list)) else [output]):
                 return (None,) * len(bwd_kwargs["input_values"]), None  # nothing is trained up to here
             gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -138,14 +138,16 @@ class Schedules:
         name: "1f1b" or "gpipe".
     """
 
-    def __init__(self, module: PipelineModule, stages: PipelineCollectives, work: Work, name: str) -> None:
-        self._module, self._stages, self._work, self._name = module, stages, work, name
+    def __init__(
+        self, module: PipelineModule, stages: PipelineCollectives, functions: StageFunctions, name: str
+    ) -> None:
+        self._module, self._stages, self._functions, self._name = module, stages, functions, name
         self._is_first, self._is_last = module.stage_id == 0, module.stage_id == module.num_stages - 1
-        self._made: dict[bool, tuple[tuple[str, int], Any, _Layers]] = {}
+        self._cache: dict[bool, tuple[tuple[str, int], Any, _Layers]] = {}
 
-    def forget(self) -> None:
+    def forget_shapes(self) -> None:
         """Ask for the shapes anew in the next run, though those of the inputs are the same. All ranks call this."""
-        self._made.clear()
+        self._cache.clear()
 
     def run(self, batches: MicroBatches, count: int, *, train: bool) -> list[Any]:
         """Run all micro-batches forward and, with `train`, backward. All ranks call this.
@@ -154,9 +156,9 @@ class Schedules:
         stage failed; else the error of this rank. `count`: number of micro-batches.
         """
         if self._module.num_stages == 1:
-            return self._run_alone(batches, train=train)
+            return self._run_single_stage(batches, train=train)
         schedule, layers = self._schedule(batches, count, train=train)
-        layers.begin(batches)
+        layers.begin_run(batches)
         numbers = torch.arange(count, device="cpu")
         try:
             args = (numbers,) if self._is_first else ()
@@ -169,40 +171,40 @@ class Schedules:
             raise RankLostError(f"a message between pipeline stages failed: {error}") from error
         finally:
             outputs = layers.outputs
-            layers.begin(MicroBatches((), (), ""))
+            layers.begin_run(MicroBatches((), (), ""))
         return outputs
 
-    def _run_alone(self, batches: MicroBatches, *, train: bool) -> list[Any]:
+    def _run_single_stage(self, batches: MicroBatches, *, train: bool) -> list[Any]:
         outputs = []
         with torch.enable_grad() if train else torch.no_grad():
             for value, labels in zip(batches.inputs, batches.labels, strict=True):
-                outputs.append(self._work.forward(value))
+                outputs.append(self._functions.forward(value))
                 if train:
-                    loss = self._work.loss(outputs[-1], labels)
-                    with self._work.backward():
+                    loss = self._functions.loss(outputs[-1], labels)
+                    with self._functions.backward():
                         loss.backward()  # type: ignore[no-untyped-call]
                     outputs[-1] = None
         return outputs
 
     def _schedule(self, batches: MicroBatches, count: int, *, train: bool) -> tuple[Any, _Layers]:
         key = batches.shape, count
-        if train not in self._made or self._made[train][0] != key:
-            layers = _Layers(self._work, is_first=self._is_first, is_last=self._is_last)
+        if train not in self._cache or self._cache[train][0] != key:
+            layers = _Layers(self._functions, is_first=self._is_first, is_last=self._is_last)
             stage = self._stage(layers, batches, train=train)
             # 1F1B needs at least as many micro-batches as stages; with fewer, both orders differ only in memory.
             kind = (
                 Schedule1F1B if self._name == "1f1b" and train and count >= self._module.num_stages else ScheduleGPipe
             )
             made = kind(stage, count, loss_fn=layers.loss if train else None, scale_grads=False)
-            self._made[train] = key, made, layers
-        return self._made[train][1:]
+            self._cache[train] = key, made, layers
+        return self._cache[train][1:]
 
     def _stage(self, layers: _Layers, batches: MicroBatches, *, train: bool) -> _Stage:
         received, sent = self._shapes(layers, batches, train=train)
         number = (torch.zeros(1, dtype=torch.int64, device="cpu"),)
         nothing = (torch.empty(1, device="meta", dtype=torch.float32),)
         return _Stage(
-            *(layers, self._work, self._module.stage_id, self._module.num_stages, self._stages.device),
+            *(layers, self._functions, self._module.stage_id, self._module.num_stages, self._stages.device),
             input_args=number if self._is_first else received,
             output_args=nothing if self._is_last else sent,
             group=self._stages.column.handle,
@@ -218,28 +220,28 @@ class Schedules:
         for stage in range(self._module.num_stages - 1):
             mine, payload, failure = stage == self._module.stage_id, b"", None
             try:
-                payload = self._tried(layers, batches, received) if mine else b""
+                payload = self._trial_shapes(layers, batches, received) if mine else b""
             except Exception as error:
                 failure = error
             answers = together.all_gather_results(f"shapes behind stage {stage}", payload, failure)
             is_tuple, told = json.loads(answers[self._stages.column.ranks[stage]])
-            shapes = tuple(_heard(part, train) for part in told)
+            shapes = tuple(_tensor_from_description(part, train) for part in told)
             sent = shapes if mine else sent
             if stage + 1 == self._module.stage_id:
                 received, layers.gets_tuple = shapes, is_tuple
         return received, sent
 
-    def _tried(self, layers: _Layers, batches: MicroBatches, received: Sequence[torch.Tensor]) -> bytes:
+    def _trial_shapes(self, layers: _Layers, batches: MicroBatches, received: Sequence[torch.Tensor]) -> bytes:
         """Whether this stage sends a tuple, and the shapes, from a trial forward, which may change its input."""
         made = tuple(torch.zeros(part.shape, dtype=part.dtype, device=self._stages.device) for part in received)
-        value: Any = mapped(batches.inputs[0], torch.clone) if self._is_first else made
+        value: Any = map_tensors(batches.inputs[0], torch.clone) if self._is_first else made
         if not (self._is_first or layers.gets_tuple):
             (value,) = made
-        with self._module.without_a_trace():
-            output = self._work.forward(value)
+        with self._module.preserving_state():
+            output = self._functions.forward(value)
         is_tuple = isinstance(output, (tuple, list))
         parts = output if is_tuple else (output,)
-        return json.dumps([is_tuple, [_told(part) for part in map(_checked, parts)]]).encode()
+        return json.dumps([is_tuple, [_describe_tensor(part) for part in map(_check_tensor, parts)]]).encode()
 
 
 def has_backward(outputs: Sequence[Any]) -> bool:
@@ -247,19 +249,19 @@ def has_backward(outputs: Sequence[Any]) -> bool:
     return any(part.requires_grad if isinstance(part, torch.Tensor) else part is not None for part in outputs)
 
 
-def _sendable(output: Any) -> Any:
+def _make_sendable(output: Any) -> Any:
     if isinstance(output, (tuple, list)):
-        return tuple(_checked(part).contiguous() for part in output)
-    return _checked(output).contiguous()
+        return tuple(_check_tensor(part).contiguous() for part in output)
+    return _check_tensor(output).contiguous()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     found: list[torch.Tensor] = []
-    mapped(value, lambda part: found.append(part) or part)  # type: ignore[func-returns-value]
+    map_tensors(value, lambda part: found.append(part) or part)  # type: ignore[func-returns-value]
     yield from found
 
 
-def _checked(part: Any) -> torch.Tensor:
+def _check_tensor(part: Any) -> torch.Tensor:
     if not isinstance(part, torch.Tensor):
         raise ConfigError(
             f"PipelineModule: expected a tensor or a tuple of tensors between stages, got {type(part).__name__}; pass "
@@ -268,12 +270,12 @@ def _checked(part: Any) -> torch.Tensor:
     return part
 
 
-def _told(part: torch.Tensor) -> tuple[list[int], str]:
+def _describe_tensor(part: torch.Tensor) -> tuple[list[int], str]:
     return list(part.shape), str(part.dtype).removeprefix("torch.")
 
 
-def _heard(told: tuple[list[int], str], train: bool) -> torch.Tensor:
-    shape, name = told
+def _tensor_from_description(description: tuple[list[int], str], train: bool) -> torch.Tensor:
+    shape, name = description
     dtype = getattr(torch, name)
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=train and dtype.is_floating_point)
 
@@ -289,13 +291,13 @@ def shape_of(value: Any) -> str:
     return type(value).__name__
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The nest of tensors with `change` applied to each tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: mapped(part, change) for key, part in value.items()}
+        return {key: map_tensors(part, change) for key, part in value.items()}
     if isinstance(value, (tuple, list)):
-        parts = [mapped(part, change) for part in value]
+        parts = [map_tensors(part, change) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # a namedtuple
     return value

@@ -22,18 +22,18 @@ class TiedWeights:
 
     def make_equal(self) -> None:
         """Copy the values of the first stage that holds them to the others. Called before the engine is made."""
-        for group, _, parameter in self._shared():
+        for group, _, parameter in self._shared_parameters():
             values = self._stages.all_gather(group, parameter.detach().cpu().reshape(-1))
             with torch.no_grad():
                 parameter.copy_(values[0].view(parameter.shape))
 
-    def add_up(self, values_of: Callable[[nn.Parameter], ParameterValues]) -> None:
+    def sum_gradients(self, values_of: Callable[[nn.Parameter], ParameterValues]) -> None:
         """Give each stage the sum of all stages' gradients, added in the order of the stages. Called before a step.
 
         `values_of`: gives access to a parameter's values.
         """
         self._stages.begin_step()
-        for group, _, parameter in self._shared():
+        for group, _, parameter in self._shared_parameters():
             if not parameter.requires_grad:
                 continue
             values = values_of(parameter)
@@ -54,7 +54,7 @@ class TiedWeights:
                 stored = values.gradient()
                 self._stages.add_duplicate_gradient(total if stored is None else stored.reshape(-1).contiguous())
 
-    def _shared(self) -> Iterator[tuple[Group, str, nn.Parameter]]:
+    def _shared_parameters(self) -> Iterator[tuple[Group, str, nn.Parameter]]:
         for key, group in self._groups.items():
             if group.size > 1:
                 yield from ((group, name, parameter) for name, parameter in self._module.tied_parameters(key))
