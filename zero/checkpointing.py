@@ -33,7 +33,7 @@ from zero.activations.rng_tracker import (
 from zero.activations.saved_tensors import Activations, current_activations, use_activations
 from zero.config import Config, load_config
 from zero.config.activation_block import ActivationCheckpointing
-from zero.plan.beside_planes import tier_in
+from zero.plan.beside_planes import activation_tier
 from zero.plan.plan import NVME
 from zero.ranks import world
 from zero.reports.log import NOTICE
@@ -213,11 +213,11 @@ def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 def _scope(settings: ActivationCheckpointing, args: tuple[Any, ...]) -> Activations | None:
     """The `Activations` for these settings: of the running engine, of the last one, or our own; None: no tier."""
-    tier = tier_in(settings)
+    tier = activation_tier(settings)
     if tier is None:
         return None
     for scope in (current_activations(), _state.engine()):
-        if scope is not None and scope.store is not None and tier_in(scope.settings) == tier:
+        if scope is not None and scope.store is not None and activation_tier(scope.settings) == tier:
             return scope
     if tier == NVME:
         raise ConfigError(

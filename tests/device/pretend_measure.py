@@ -23,7 +23,7 @@ import torch
 from models import build
 from pretend_scenarios import opened, step
 
-from zero.plan.plane_sizes import IN_AN_UPDATE
+from zero.plan.plane_sizes import WHOLE_PARAMETER_ROW
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def measured(label: str, folder: Path) -> dict[str, Any]:
     engine.synchronize()
     pretend.settle()
     found["held_bytes"] = pretend.statistics().requested_bytes - before.requested_bytes
-    passing = sum(row.nbytes for row in engine.plan.rows if row.plane == IN_AN_UPDATE)
+    passing = sum(row.nbytes for row in engine.plan.rows if row.plane == WHOLE_PARAMETER_ROW)
     found["planned_bytes"] = engine.plan.tier_bytes("device") - passing
     engine.close()
     del engine

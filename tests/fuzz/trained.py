@@ -68,7 +68,7 @@ class Trained(Side):
             return None
         model = made(self.case.blocks, self.case.ways)
         with zero.initialize(model=model, config=self._config())[0] as engine:
-            rows, in_flight = engine.plan.rows, engine.plan.records_in_flight
+            rows, in_flight = engine.plan.rows, engine.plan.sub_groups_in_flight
             whole_numel = max((unit.shard_numel for unit in engine.units if unit.needs_whole_parameters), default=0)
         # What is updated whole is cut nowhere else than between parameters, and its padding is widened with it.
         widening_bytes = max(WIDENING_BYTES, 4 * in_flight * whole_numel)

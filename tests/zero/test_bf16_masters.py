@@ -132,7 +132,7 @@ def test_records_have_no_remainder_and_gradients_are_added_up_in_bf16(open_engin
     engine = open_engine(build("gpt"), config_of(NVME, nvme_path, accumulation=2))
     plan = engine.plan
     for space in layout_of(engine).spaces:
-        record = plan.record_format(space)
+        record = plan.state_format(space)
         assert record.remainder is None and record.nbytes(1 << 20) == 4 << 20
     assert plan.accumulation == torch.bfloat16
     assert engine.bf16_master_weights_and_gradients() is True

@@ -37,9 +37,9 @@ def on_nvme(plan: Plan, layout: Layout) -> dict[str, int]:
     weights = sum(u.nbytes * (4 if u.trainable else 2) for u in layout.units if plan.weight_tiers[u.index] == ON_NVME)
     width = 4 if plan.gradient_wide else 2
     gradients = 2 * sum(u.numel * width for u in layout.units if plan.gradient_tiers.get(u.index) == ON_NVME)
-    groups = zip(plan.sub_groups, plan.record_tiers, strict=True)
+    groups = zip(plan.sub_groups, plan.state_tiers, strict=True)
     records = 2 * sum(
-        plan.record_format(layout.spaces[g.space]).nbytes(g.end - g.begin) for g, t in groups if t == ON_NVME
+        plan.state_format(layout.spaces[g.space]).nbytes(g.end - g.begin) for g, t in groups if t == ON_NVME
     )
     return {"weights": weights, "gradients": gradients, "states": records}
 
@@ -70,7 +70,7 @@ def test_a_little_more_host_memory_is_never_refused_and_never_costs_traffic(name
         try:
             plan = Planner(
                 layout, config, MACHINE, torch.device("cpu"), True, LiveNumels.for_sequential_use(layout)
-            ).make()
+            ).make_plan()
         except BudgetError as refusal:
             assert not accepted, f"{accepted:,} bytes were accepted, {host:,} are refused: {refusal}"
             continue

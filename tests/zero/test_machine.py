@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zero.exchange.first_rank import agree_on_machine
-from zero.plan.machine import Machine, cgroup_rest_bytes
+from zero.plan.machine import Machine, cgroup_free_bytes
 
 GB = 1 << 30
 
@@ -49,7 +49,7 @@ def test_the_tightest_limit_around_the_process_counts_without_cache(
     none = {True: "max", False: str(1 << 63)}[v2]
     groups = {path: (none if limit == "max" else limit, *used) for path, (limit, *used) in groups.items()}  # type: ignore[misc]
     proc = tree(tmp_path, groups, v2=v2)
-    assert cgroup_rest_bytes(proc, tmp_path) == rest
+    assert cgroup_free_bytes(proc, tmp_path) == rest
 
 
 @pytest.mark.parametrize(

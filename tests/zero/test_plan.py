@@ -72,7 +72,7 @@ class Wish:
             del config["zero_optimization"]["stage3_max_live_parameters"]
         uses = LiveNumels.for_sequential_use(self.layout, self.around_max)
         planner = Planner(self.layout, load_config(config), self.machine, self.device, self.in_place, uses)
-        return planner.make()
+        return planner.make_plan()
 
 
 def named_bytes(message: str) -> list[int]:
@@ -96,9 +96,9 @@ def traffic_bytes(plan: Plan, layout: Layout) -> int:
             total += (2 + (2 if unit.trainable else 0)) * nbytes
         if plan.gradient_tiers.get(unit.index) == NVME:
             total += 2 * unit.shard_numel * (4 if plan.gradient_wide else unit.dtype.itemsize)
-    for group, tier in zip(plan.sub_groups, plan.record_tiers, strict=True):
+    for group, tier in zip(plan.sub_groups, plan.state_tiers, strict=True):
         if tier == NVME:
-            total += 2 * plan.record_format(layout.spaces[group.space]).nbytes(group.end - group.begin)
+            total += 2 * plan.state_format(layout.spaces[group.space]).nbytes(group.end - group.begin)
     return total
 
 
@@ -156,7 +156,7 @@ def test_without_a_budget_nvme_has_no_cache(states: str) -> None:
     plan = Wish(pair=("nvme", states)).plan()
     assert set(plan.weight_tiers.values()) == {NVME}
     if states == "nvme":
-        assert set(plan.record_tiers) == {NVME}
+        assert set(plan.state_tiers) == {NVME}
     host = {row.plane for row in plan.rows if row.tier == HOST}
     assert "weights" not in host
 
@@ -270,7 +270,7 @@ def test_an_auto_budget_takes_a_part_of_what_is_free() -> None:
 @given(st.integers(1, 10**9), st.integers(2, 6))
 def test_sub_group_size_and_buffer_count_bound_what_is_in_flight(numel: int, count: int) -> None:
     plan = Wish(zero={"sub_group_size": numel, "offload_optimizer": {"buffer_count": count}}).plan()
-    assert plan.records_in_flight == count
+    assert plan.sub_groups_in_flight == count
     assert all(group.end - group.begin <= max(numel, BLOCK) for group in plan.sub_groups)
 
 
@@ -370,14 +370,16 @@ def test_what_is_on_nvme_already_is_not_advised_to_go_there() -> None:
 def test_gradients_go_to_nvme_as_far_as_the_host_is_short(pair: tuple[str, str], device: torch.device) -> None:
     wish = Wish(pair, layout=LARGE, device=device, zero={"sub_group_size": 8192})
     roomy = wish.plan()
-    assert set(roomy.gradient_tiers.values()) == {HOST} and not roomy.host_bounded
+    assert set(roomy.gradient_tiers.values()) == {HOST} and not roomy.is_host_bounded
     need = roomy.tier_bytes(HOST) + (roomy.tier_bytes(DEVICE) if device == CPU else 0)
     gradients = sum(row.nbytes for row in roomy.rows if (row.tier, row.plane) == (HOST, "gradients"))
     spilled = []
     for lacking in range(1, gradients // 10 * 9, gradients // 10):
         machine = replace(MACHINE, available_bytes=int((need - lacking) / AUTO_SHARE))
         plan = replace(wish, machine=machine).plan()
-        assert plan.host_bounded or device == CPU, "what passes through the device is host memory there, and goes first"
+        assert plan.is_host_bounded or device == CPU, (
+            "what passes through the device is host memory there, and goes first"
+        )
         spilled.append(sum(row.nbytes for row in plan.rows if (row.tier, row.plane) == (NVME, "gradients")))
         kept = {plan.weight_tiers[unit.index] for unit in LARGE.units}
         assert kept == set(roomy.weight_tiers.values()), "weights are cached by a budget, not by a shortage"

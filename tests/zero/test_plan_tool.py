@@ -66,7 +66,7 @@ def test_the_plan_on_the_meta_device_is_the_plan_that_the_engine_allocates(
         trained.requires_grad_(original.requires_grad)
     planned = plan_model(model, load_config(config), read_machine(torch.device("cpu")), torch.device("cpu"))[1]
     assert planned.rows == engine.plan.rows
-    assert (planned.sub_groups, planned.record_tiers) == (engine.plan.sub_groups, engine.plan.record_tiers)
+    assert (planned.sub_groups, planned.state_tiers) == (engine.plan.sub_groups, engine.plan.state_tiers)
     assert (planned.limits, planned.swap_bytes) == (engine.plan.limits, engine.plan.swap_bytes)
 
 

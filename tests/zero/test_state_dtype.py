@@ -21,7 +21,7 @@ from offload.errors import ConfigError
 from offload.kernels import kernels
 from offload.kernels.kernels import Moments, Segment
 from zero.config import load_config
-from zero.plan.record import RecordFormat
+from zero.plan.record import StateFormat
 
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")
@@ -134,7 +134,7 @@ def bytes_of_a_step(state_dtype: str, folder: Path) -> tuple[float, int, int]:
         before = moved_before_the_step_after(3)
         moved = (moved_before_the_step_after(3) - before) / 4
         plan, layout = engine.plan, layout_of(engine)
-        records = [plan.record_format(layout.spaces[g.space]).nbytes(g.end - g.begin) for g in plan.sub_groups]
+        records = [plan.state_format(layout.spaces[g.space]).nbytes(g.end - g.begin) for g in plan.sub_groups]
         return moved, 2 * sum(records), sum(unit.numel for unit in engine.units)
 
 
@@ -155,11 +155,11 @@ def test_a_record_is_whole_pages_of_what_it_holds() -> None:
     for remainder, numel in itertools.product((None, torch.int16, torch.float32), (4096, 3 * 4096, 1000 * 4096)):
         exact = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 * 4 / 256}
         for name, dtype in DTYPES.items():
-            nbytes = RecordFormat(remainder, dtype).nbytes(numel)
+            nbytes = StateFormat(remainder, dtype).nbytes(numel)
             least = numel * (exact[name] + (remainder.itemsize if remainder else 0))
             assert nbytes % 4096 == 0 and least <= nbytes < least + 4096
             data = torch.zeros(nbytes, dtype=torch.uint8)
-            record = RecordFormat(remainder, dtype).over(data, 8192, 8192 + numel, step=3)
+            record = StateFormat(remainder, dtype).view(data, 8192, 8192 + numel, step=3)
             moments = record.states.moments
             assert (record.remainder is None) == (remainder is None)
             assert moments is not None and moments.origin == 8192

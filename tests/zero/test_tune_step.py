@@ -106,7 +106,7 @@ def test_a_micro_batch_divides_the_samples_of_a_step(samples: int | None, kept: 
 def test_a_micro_batch_is_not_doubled_beyond_the_memory_of_the_cgroup(
     monkeypatch: pytest.MonkeyPatch, peak_bytes: int, kept: int
 ) -> None:
-    monkeypatch.setattr(machine, "cgroup_rest_bytes", lambda: 1000)
+    monkeypatch.setattr(machine, "cgroup_free_bytes", lambda: 1000)
     found = search([Candidate("", {})], lambda _, micro: Trial(micro, 1.0, peak_bytes * micro), lambda *_: None, most=8)
     assert found is not None and found[0].micro_batch == kept
 

@@ -10,7 +10,7 @@ from offload.saved.activations import ActivationStore
 from offload.saved.slabs import GrowingPool, SwapPool
 from offload.saved.spill_store import SpillStore
 from offload.streams import Streams
-from zero.plan.beside_planes import KNOB
+from zero.plan.beside_planes import ACTIVATION_BYTES_KEY
 from zero.plan.plan import DEVICE, NVME, Plan
 
 
@@ -30,7 +30,7 @@ def open_activations(
     disk, mover, streams = moving
     memory_bytes, swap = wish.nbytes, None
     if wish.tier == NVME and disk is not None:
-        begin, memory_bytes = plan.swap_bytes - wish.swap_bytes, wish.passing_bytes
+        begin, memory_bytes = plan.swap_bytes - wish.swap_bytes, wish.in_flight_bytes
         swap = SwapPool(disk, begin, wish.swap_bytes, can_grow=wish.nbytes is None)
     return open_store(wish.tier, device, streams, memory_bytes, pinned=pinned, swap=swap, mover=mover)
 
@@ -48,6 +48,6 @@ def open_store(
     """A store over `nbytes` of memory; None: it grows. With `swap` tensors pass through the memory to the disk."""
     near = tier == DEVICE
     where = device if near else torch.device("cpu")
-    memory = GrowingPool("saved activations", KNOB, where, nbytes, pinned=pinned and not near)
+    memory = GrowingPool("saved activations", ACTIVATION_BYTES_KEY, where, nbytes, pinned=pinned and not near)
     pieces = SpillStore(memory, streams, is_device_memory=near, swap=swap, io_loop=mover)
     return ActivationStore(pieces, device, streams)

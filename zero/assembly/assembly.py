@@ -103,7 +103,7 @@ class EngineParts:
         self.plan = make_planner(
             *(model, (self._covered_units, self.layout), config, machine, run.device, run.in_place, placement),
             run.rules,
-        ).make()
+        ).make_plan()
         level = logging.INFO if previous is None else logging.DEBUG
         logger.log(level, "%s", self.plan.table())
         self._coded_numel = coded_numel(self.leaves)

@@ -102,4 +102,4 @@ def plan_model(
         *(model, collect_leaves(model), rules.numbers(trained.groups), config, placement), rules.whole_parameter_rules
     )
     planner = make_planner(model, (covered, layout), config, machine, device, True, placement, rules)
-    return layout, planner.make_least() if smallest else planner.make()
+    return layout, planner.make_least() if smallest else planner.make_plan()

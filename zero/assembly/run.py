@@ -19,7 +19,7 @@ from zero.exchange.exchange import Collectives
 from zero.optim.loss_scale import LossScaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import Rules
-from zero.plan.machine import aliases
+from zero.plan.machine import uses_weights_in_place
 from zero.reports.tracing import Tracer
 from zero.store.storage import Storage
 
@@ -65,7 +65,7 @@ class Run:
         generations: int,
     ) -> None:
         self.module, self.config, self.device, self.rules, self.updater = model, config, device, rules, updater
-        self.in_place, self.threads = aliases(), kernel_threads(on_cpu=device.type == "cpu")
+        self.in_place, self.threads = uses_weights_in_place(), kernel_threads(on_cpu=device.type == "cpu")
         self.scaler = scaler
         self.activations = Activations(config.activation_checkpointing)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0

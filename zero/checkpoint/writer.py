@@ -46,7 +46,7 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import Scalar
 from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, SubGroup, Unit
-from zero.plan.record import Record
+from zero.plan.record import SubGroupState
 from zero.store.staging import StagedGroup
 from zero.store.stored_values import stage_group
 
@@ -326,9 +326,9 @@ def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: in
         target.copy_(joined)
 
 
-def _fill_state(group_state: Record, which: int, begin: int, end: int, target: torch.Tensor) -> None:
+def _fill_state(group_state: SubGroupState, which: int, begin: int, end: int, target: torch.Tensor) -> None:
     """Fill `target` with elements [begin, end) of one of the record's state planes, in fp32."""
-    planes = group_state.states.planes
+    planes = group_state.states.tensors
     if planes:
         copy_single_threaded(target, planes[which][begin:end])
     else:

@@ -273,7 +273,7 @@ class AveragedWeights:
         record, begin = staged.record(), staged.group.begin
         for unit in staged.units:
             states = parts.plan.states_of(unit)
-            plane = record.states.planes[states.index(self._average_state_of(unit))]
+            plane = record.states.tensors[states.index(self._average_state_of(unit))]
             weight = staged.weights[unit.index]
             flat = weight.bytes.view(unit.dtype)
             for slot in unit.slots:

@@ -169,7 +169,7 @@ def _table(stage: int, total: int, largest: int, setup: Setup, plans: dict[tuple
         host = plan.tier_bytes(HOST)
         if stage == 3 and not zero_init:
             # Every rank builds the whole model in fp32. It is freed while the planes fill; the arena exists throughout.
-            host = max(FP32_BYTES * total, host - plan.arena_bytes) + plan.arena_bytes
+            host = max(FP32_BYTES * total, host - plan.host_pool_bytes) + plan.host_pool_bytes
         node = int(host * setup.num_gpus_per_node * setup.additional_buffer_factor)
         lines.append(Estimate(param, states, zero_init, node, plan.tier_bytes(DEVICE), plan.tier_bytes(NVME)))
     sizes = f", {largest // 10**6}M largest layer params" if stage == 3 else ""

@@ -18,7 +18,7 @@ from zero.exchange.exchange import Collectives, ReduceOptions, SingleRankCollect
 from zero.exchange.host_gathers import HostGatherCollectives
 from zero.exchange.shared_memory import SharedMemoryCollectives
 from zero.params.placement import Placement, make_placement, why_no_secondary_shards
-from zero.plan.machine import aliases
+from zero.plan.machine import uses_weights_in_place
 from zero.ranks.comm import Comm
 
 logger = logging.getLogger("zero")
@@ -83,7 +83,9 @@ def _can_share_memory(comm: Comm, config: Config, device: torch.device, stages: 
         return False
     # One copy has one owner: the groups of `mics_shard_size` would each update it.
     together = config.zero_optimization.mics_shard_size in (-1, comm.world_size)
-    possible = device.type == "cpu" and aliases() and same_node(partial(comm.agree, "one node")) and together
+    possible = (
+        device.type == "cpu" and uses_weights_in_place() and same_node(partial(comm.agree, "one node")) and together
+    )
     if stages is not None:  # stages open their groups together, so all need the same ones
         possible = all(answer == b"\1" for answer in stages.all_gather_bytes("shared memory", bytes([possible])))
     if wish is True and not possible:

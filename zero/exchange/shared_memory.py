@@ -157,7 +157,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         if unit.index in self._copy_ranges:
             begin, end = self._copy_ranges[unit.index]
             into.copy_(self._copy_regions[rank].data[begin:end])
-        elif unit.index not in self._storage.plan.whole:
+        elif unit.index not in self._storage.plan.unsharded_units:
             plane = self._peer_arrays[rank][self._layout.space_of(unit)]
             await self._updates.run_with_retry(lambda: plane.read(unit.begin, unit.end, into))
 
@@ -299,7 +299,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
 
         They may be edited there at any time (`p.data.mul_(0.5)`, on every rank): all ranks would edit one shared copy.
         """
-        units = [u for u in self._layout.units if u.persistent and u.index in self._storage.plan.whole]
+        units = [u for u in self._layout.units if u.persistent and u.index in self._storage.plan.unsharded_units]
         position = 0
         for unit in units:
             nbytes = unit.shard_numel * unit.dtype.itemsize

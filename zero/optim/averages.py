@@ -72,7 +72,7 @@ class EmaRule(Rule):
         """Update piece by piece: first the weights, then their average."""
         made = None
         for piece in [run] if self.needs_whole_parameters else _pieces(run):
-            *planes, average = piece.states.planes
+            *planes, average = piece.states.tensors
             for begin, end, values in piece.segments:
                 if values.first:
                     masters.join(average[begin:end], *_weight_and_master(piece, slice(begin, end)))

@@ -211,7 +211,7 @@ class ContributionStore:
         """
         if self._streams.has_unified_memory:
             return CHUNK_NUMEL
-        arena_bytes = self._storage.plan.arena_bytes
+        arena_bytes = self._storage.plan.host_pool_bytes
         nbytes = device_chunk_bytes(arena_bytes) if home is None else min(SUM_CHUNK_BYTES, arena_bytes // 2)
         width_bytes = passing_bytes + (dtype.itemsize if home is None else 0)
         return max(nbytes // width_bytes // BLOCK_NUMEL, 1) * BLOCK_NUMEL

@@ -112,10 +112,10 @@ class KernelRule(TiledRule):
                 continue
             missing = self._missing(used, values)
             for name in missing:
-                plane: Tensor = run.states.planes[self.states.index(name)]
+                plane: Tensor = run.states.tensors[self.states.index(name)]
                 plane[begin:end].fill_(self.fills.get(name, 0.0))
             by_states.setdefault(used, []).append(self._segment(begin, end, values))
-        planes = dict(zip(self.states, run.states.planes, strict=True))
+        planes = dict(zip(self.states, run.states.tensors, strict=True))
         for used, segments in by_states.items():
             states = [planes[name] if name in used else None for name in self._row.formula.states]
             operands = run.weight, run.master, states, run.gradient, segments

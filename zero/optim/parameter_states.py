@@ -94,7 +94,7 @@ class ParameterStates:
         (rule,) = rules.each
         local = [(index, name, _check_parameter(name, parameter, rule)) for index, name, parameter in parameters]
         self.device = local[0][2].device
-        self.layout = lay_out_tensors(local, whole=rule.needs_whole_parameters)
+        self.layout = lay_out_tensors(local, whole_parameters=rule.needs_whole_parameters)
         self.plan: Plan = plan_states(self.layout, config, machine_to_plan(self.device), self.device, rules.states)
         self.storage = Storage(self.layout, self.plan, config, self.device)
         self._units = {unit.slots[0].index: unit for unit in self.layout.units}
@@ -184,7 +184,7 @@ class ParameterStates:
                     failed = True
                     raise
 
-        await await_all([work() for _ in range(self.plan.records_in_flight)])
+        await await_all([work() for _ in range(self.plan.sub_groups_in_flight)])
 
     # ---- states --------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class ParameterStates:
                 if run is None
                 else run()[part].to("cpu", torch.float32)
             )
-            record.states.put(which, at, values)
+            record.states.write(which, at, values)
         if record.remainder is not None:
             run = runs.get(MASTER)
             weight = _require_flat_view(local_of(self.parameters[unit.slots[0].index]))

@@ -82,7 +82,7 @@ class SubGroupPipeline:
     def __init__(self, layout: Layout, storage: Storage, gradients: Gradients, rules: Rules) -> None:
         self._layout, self._storage, self._gradients, self._rules = layout, storage, gradients, rules
         self.spare_memory = SpareGradientMemory(layout, storage)
-        self._admission = UpdateAdmission(storage.plan.records_in_flight, self.spare_memory)
+        self._admission = UpdateAdmission(storage.plan.sub_groups_in_flight, self.spare_memory)
         # Awaited before a sub-group changes, so that its old values can be copied first (a checkpoint in progress).
         self.before_update: Callable[[SubGroup, StepArguments], Awaitable[None]] | None = None
 

@@ -196,7 +196,7 @@ class AdamRule(Rule):
         kernels.adamw(
             run.weight,
             run.master,
-            run.states.moments or Moments(run.states.planes[0], run.states.planes[1]),
+            run.states.moments or Moments(run.states.tensors[0], run.states.tensors[1]),
             run.gradient,
             [kernels.Segment(begin, end, **values._asdict()) for begin, end, values in run.segments],
             grad_scale=grad_scale,
@@ -456,7 +456,7 @@ class TiledRule(Rule):
         shape: tuple[int, ...],
         small: SmallTensors = NO_SMALL,
     ) -> SmallTensors:
-        named = zip(self.states, run.states.planes, strict=True)
+        named = zip(self.states, run.states.tensors, strict=True)
         weight, planes = run.weight[at], {name: plane[at].view(shape) for name, plane in named}
         stored = None if run.master is None else run.master[at]
         tile = weight

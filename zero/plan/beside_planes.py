@@ -13,12 +13,12 @@ from zero.config import Config
 from zero.config.activation_block import ActivationCheckpointing
 from zero.config.offload_block import OffloadOptimizerConfig
 from zero.plan.plan import DEVICE, HOST, NVME, ActivationPlan, Plan, tier_of
-from zero.plan.plane_sizes import PlaneSizes
+from zero.plan.plane_sizes import ArraySizes
 
-KNOB = "activation_checkpointing.activation_bytes"
+ACTIVATION_BYTES_KEY = "activation_checkpointing.activation_bytes"
 
 
-def tier_in(block: ActivationCheckpointing) -> str | None:
+def activation_tier(block: ActivationCheckpointing) -> str | None:
     """The tier for saved inputs; None: they stay where they are."""
     tier = tier_of(block.device)
     return tier if tier != DEVICE or block.contiguous_memory_optimization else None
@@ -31,11 +31,11 @@ def plan_activations(config: Config) -> ActivationPlan:
         BudgetError: host memory is budgeted in bytes, and their part of it is not set.
     """
     block, budget = config.activation_checkpointing, config.memory_budget.host
-    tier = tier_in(block)
+    tier = activation_tier(block)
     nbytes = None if block.activation_bytes is None else align_up(block.activation_bytes, PAGE_BYTES)
     if tier == HOST and nbytes is None and isinstance(budget, int):
         raise BudgetError(
-            f"{KNOB}: expected bytes, because memory_budget.host is {budget:,} and saved activations go to host "
+            f"{ACTIVATION_BYTES_KEY}: expected bytes, because memory_budget.host is {budget:,} and saved activations go to host "
             "memory; set how many of these bytes they may take"
         )
     if tier != NVME:
@@ -46,7 +46,7 @@ def plan_activations(config: Config) -> ActivationPlan:
     return ActivationPlan(tier, nbytes, min(passing_bytes, nbytes), nbytes)
 
 
-def plan_snapshots(plan: Plan, sizes: PlaneSizes, offload: OffloadOptimizerConfig) -> int:
+def plan_snapshots(plan: Plan, sizes: ArraySizes, offload: OffloadOptimizerConfig) -> int:
     """Bytes of NVMe that snapshots take in addition to the planes there; a note in the plan says what they cost.
 
     Args:
@@ -73,8 +73,8 @@ def plan_snapshots(plan: Plan, sizes: PlaneSizes, offload: OffloadOptimizerConfi
         if plan.weight_tiers[unit.index] != NVME:
             in_memory += nbytes
             through += nbytes if unit.trainable else 0
-    for group, tier in zip(plan.sub_groups, plan.record_tiers, strict=True):
-        nbytes = sizes.record_bytes(group)
+    for group, tier in zip(plan.sub_groups, plan.state_tiers, strict=True):
+        nbytes = sizes.state_bytes(group)
         both += 2 * nbytes
         if tier != NVME:
             in_memory += nbytes

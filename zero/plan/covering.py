@@ -14,7 +14,7 @@ from zero.params.opaque import is_packed, is_wrapper
 from zero.params.released import is_managed
 from zero.params.units import CoveredUnit, CoverRules, Leaf, cover
 
-TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LIVE_UNITS = 4
 """An explicit live limit is cut into this many units at least."""
 
@@ -24,7 +24,7 @@ def cover_model(
     leaves: list[Leaf],
     trainable: Mapping[int, int],
     config: Config,
-    whole_rules: frozenset[int] = frozenset(),
+    whole_parameter_rules: frozenset[int] = frozenset(),
 ) -> list[CoveredUnit]:
     """The units of a model, in model order.
 
@@ -33,7 +33,7 @@ def cover_model(
         leaves: its parameters.
         trainable: id(parameter) of each parameter in the optimizer -> number of the rule that updates it.
         config: validated configuration.
-        whole_rules: numbers of the rules that need whole parameters.
+        whole_parameter_rules: numbers of the rules that need whole parameters.
 
     Raises:
         ConfigError: a parameter's dtype cannot be trained, its memory is another's too, or a leaf module does not
@@ -50,7 +50,7 @@ def cover_model(
         compute_dtype=config.compute_dtype,
         live_numel_max=explicit,
         rule_of=trainable,
-        whole_parameter_rules=whole_rules,
+        whole_parameter_rules=whole_parameter_rules,
     )
     if isinstance(model, torch.jit.ScriptModule):
         raise ConfigError(
@@ -66,7 +66,7 @@ def cover_model(
     for leaf in leaves:
         p = leaf.parameter
         castable = rules.compute_dtype is not None and not is_packed(p) and p.is_floating_point()
-        if id(p) in trainable and not castable and p.dtype not in TRAINED:
+        if id(p) in trainable and not castable and p.dtype not in TRAINABLE_DTYPES:
             raise ConfigError(
                 f"parameter {leaf.names[0]}: training {p.dtype} weights is not available; use float32, bfloat16 or "
                 'float16, or set "bf16" or "fp16": {"enabled": true}'

@@ -27,7 +27,7 @@ FREE_SHARE = 0.2
 """Part of a device's free memory that a plan without a budget may fill; the rest is for activations."""
 
 
-PASSING_SHARE = 0.5
+POOL_SHARE = 0.5
 """Part of it for pools if memory is short; only the least depth, the need of one call, may take more."""
 
 
@@ -42,11 +42,11 @@ class Depth:
     gradients: int
     """Flat gradients of the largest unit."""
 
-    def deeper(self, numel: int) -> Depth:
+    def add_live(self, numel: int) -> Depth:
         """The depth with `numel` more gathered elements."""
         return replace(self, live_numel=self.live_numel + numel)
 
-    def within(self, live_numel_max: int | None) -> Depth:
+    def limit_to(self, live_numel_max: int | None) -> Depth:
         """The depth with at most `live_numel_max` gathered elements."""
         return self if live_numel_max is None else replace(self, live_numel=min(self.live_numel, live_numel_max))
 

@@ -16,7 +16,7 @@ from offload.memory.arena import LinearPool, unfaulted_pool_bytes
 from offload.system.cgroups import limit_bytes, memory_groups, table_in
 
 # Memory that cannot be reclaimed, in the statistics of a control group, by version.
-OF_V2, OF_V1 = ("anon", "shmem"), ("total_rss", "total_shmem")
+UNRECLAIMABLE_V2, UNRECLAIMABLE_V1 = ("anon", "shmem"), ("total_rss", "total_shmem")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,18 @@ class Machine:
     """Identity of the device in its node, the same for all processes that use it; "" without an accelerator."""
 
 
-def aliases() -> bool:
+def uses_weights_in_place() -> bool:
     """True if weights are used in place where the compute device can address them (unless `ZERO_NO_ALIAS` is set)."""
     return os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
 
 
-def machine_to_plan(device: torch.device, leaving: Collection[LinearPool] = ()) -> Machine:
+def machine_to_plan(device: torch.device, closing: Collection[LinearPool] = ()) -> Machine:
     """The limits now, less what other engines of this process have planned and not touched yet.
 
-    `leaving`: memory that is about to be closed, and will not be touched.
+    `closing`: memory that is about to be closed, and will not be touched.
     """
     found = read_machine(device)
-    available = max(found.available_bytes - unfaulted_pool_bytes(leaving), 0)
+    available = max(found.available_bytes - unfaulted_pool_bytes(closing), 0)
     on_device = found.device_bytes if is_accelerator(device) else available
     return replace(found, available_bytes=available, device_bytes=on_device)
 
@@ -69,7 +69,7 @@ def read_machine(device: torch.device) -> Machine:
 
 def available_memory() -> tuple[int, str]:
     """Host memory available without swapping now [bytes], and the source of this number."""
-    available, rest = psutil.virtual_memory().available, cgroup_rest_bytes()
+    available, rest = psutil.virtual_memory().available, cgroup_free_bytes()
     if rest is not None and rest < available:
         return rest, "the memory cgroup's limit"
     return available, "MemAvailable"
@@ -80,16 +80,16 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def cgroup_rest_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+def cgroup_free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """The smallest rest among the memory cgroups of this process and their parents (v2 or v1); None without a limit."""
     groups = memory_groups(proc, cgroups)
-    rests = [_rest_bytes(folder, is_v2) for folder, _, is_v2 in groups]
+    rests = [_free_bytes(folder, is_v2) for folder, _, is_v2 in groups]
     return min((rest for rest in rests if rest is not None), default=None)
 
 
-def _rest_bytes(folder: Path, is_v2: bool) -> int | None:
+def _free_bytes(folder: Path, is_v2: bool) -> int | None:
     """Limit minus anonymous and shared memory of one cgroup: pages of files can be reclaimed."""
     limit, held = limit_bytes(folder, is_v2=is_v2), table_in(folder / "memory.stat")
     if limit is None or not held:
         return None
-    return max(limit - sum(held.get(key, 0) for key in (OF_V2 if is_v2 else OF_V1)), 0)
+    return max(limit - sum(held.get(key, 0) for key in (UNRECLAIMABLE_V2 if is_v2 else UNRECLAIMABLE_V1)), 0)

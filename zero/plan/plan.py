@@ -18,7 +18,7 @@ import torch
 
 from offload.sizes import format_bytes
 from zero.params.layout import AddressSpace, SubGroup, Unit
-from zero.plan.record import ADAM_STATES, RecordFormat
+from zero.plan.record import ADAM_STATES, StateFormat
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
 
@@ -58,7 +58,7 @@ class ActivationPlan:
     """None: they stay where they are."""
     nbytes: int | None = None
     """The most bytes on that tier; None: it grows, and is not part of the plan."""
-    passing_bytes: int = 0
+    in_flight_bytes: int = 0
     """Host memory for activations in flight to NVMe."""
     swap_bytes: int = 0
     """Swap space that is reserved from the start."""
@@ -66,7 +66,7 @@ class ActivationPlan:
     @property
     def host_bytes(self) -> int:
         """The planned part of host memory."""
-        return self.passing_bytes + ((self.nbytes or 0) if self.tier == HOST else 0)
+        return self.in_flight_bytes + ((self.nbytes or 0) if self.tier == HOST else 0)
 
     def rows(self) -> tuple[PlanRow, ...]:
         """Rows of the plan; rows of 0 bytes are left out later."""
@@ -91,7 +91,7 @@ class Plan:
     limits: Limits
     weight_tiers: dict[int, str] = field(default_factory=dict)
     """Unit index -> tier of its weights."""
-    whole: frozenset[int] = frozenset()
+    unsharded_units: frozenset[int] = frozenset()
     """Indices of units with several slices whose home holds all slices, in one piece."""
     gradient_tiers: dict[int, str] = field(default_factory=dict)
     """Trainable unit index -> tier of its gradient."""
@@ -103,7 +103,7 @@ class Plan:
     """Dtype in which several contributions to a gradient are added up; 16-bit only for gradients that are kept so."""
     sub_groups: tuple[SubGroup, ...] = ()
     """In the order of spaces, and of coordinates in a space."""
-    record_tiers: tuple[str, ...] = ()
+    state_tiers: tuple[str, ...] = ()
     """Tier of each sub-group's state record."""
     snapshots: bool = False
     """Weights and records have two places on NVMe each, on every tier, so that the last snapshot is not overwritten."""
@@ -113,20 +113,20 @@ class Plan:
     """Names of the state planes of each update rule."""
     states_only: bool = False
     """Weights and gradients are in the user's memory, whose addresses are passed to each update."""
-    records_in_flight: int = 4
-    arena_bytes: int = 0
+    sub_groups_in_flight: int = 4
+    host_pool_bytes: int = 0
     """Host arena: records in flight and staging chunks."""
     unit_pool_bytes: int = 0
     """Device memory for gathered units."""
-    copied_bytes: int = 0
+    unit_copy_bytes: int = 0
     """Device memory for copies of units that are in use, where torch cannot swap the memory of storages."""
     gradient_pool_bytes: int = 0
     """Device memory for flat gradients that cannot be written in place."""
-    exchange_bytes: int = 0
+    collective_bytes: int = 0
     """Device memory for slices of a gradient that other ranks send."""
     deferred_bytes: int = 0
     """Device memory for whole gradients that are accumulated before they are reduced."""
-    near_parts: dict[int, int] = field(default_factory=dict)
+    secondary_shard_bytes: dict[int, int] = field(default_factory=dict)
     """Unit index -> bytes of device memory for this rank's part in its group of neighbours; empty without hpZ."""
     update_pool_bytes: int = 0
     """Device memory of updates on a GPU, for planes that do not live there."""
@@ -143,13 +143,13 @@ class Plan:
     baseline_bytes: int = 0
     """Resident memory of the process when the plan was made."""
 
-    def record_format(self, space: AddressSpace) -> RecordFormat:
+    def state_format(self, address_space: AddressSpace) -> StateFormat:
         """The format of a space's state records."""
-        return RecordFormat(space.remainder, self.state_dtype, self.states_of(space))
+        return StateFormat(address_space.remainder, self.state_dtype, self.states_of(address_space))
 
-    def states_of(self, where: AddressSpace | Unit) -> tuple[str, ...]:
+    def states_of(self, owner: AddressSpace | Unit) -> tuple[str, ...]:
         """Names of the state planes of trained parameters in that space or unit."""
-        return self.states[where.rule]
+        return self.states[owner.rule]
 
     def groups_over(self, space: int, begin: int, end: int) -> Iterator[SubGroup]:
         """The sub-groups that have some of coordinates [begin, end) of a space, in order."""
@@ -161,7 +161,7 @@ class Plan:
             yield group
 
     @property
-    def host_bounded(self) -> bool:
+    def is_host_bounded(self) -> bool:
         return self.host_limit_bytes is not None
 
     def tier_bytes(self, tier: str) -> int:

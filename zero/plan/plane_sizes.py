@@ -9,15 +9,15 @@ import torch
 from zero.params.layout import AddressSpace, Layout, SubGroup, Unit
 from zero.plan.plan import DEVICE, HOST, NVME, Plan, PlanRow
 from zero.plan.pools import PoolSizes
-from zero.plan.record import RecordFormat
+from zero.plan.record import StateFormat
 
-IN_AN_UPDATE = "whole parameter in an update"
+WHOLE_PARAMETER_ROW = "whole parameter in an update"
 """Name of the row for memory that is allocated only during the update."""
 PADDING_WORTH_A_NOTE = 0.1
 """Smallest share of padding, among all elements including it, for a note in the plan."""
 
 
-class PlaneSizes:
+class ArraySizes:
     """Sizes for one model.
 
     Args:
@@ -40,19 +40,19 @@ class PlaneSizes:
         """Bytes of this rank's slice of a unit's gradient."""
         return unit.shard_numel * (4 if self._wide else unit.dtype.itemsize)
 
-    def record_bytes(self, group: SubGroup) -> int:
+    def state_bytes(self, group: SubGroup) -> int:
         """Bytes of a sub-group's state record."""
-        return self.format(self.layout.spaces[group.space]).nbytes(group.end - group.begin)
+        return self.state_format(self.layout.spaces[group.space]).nbytes(group.end - group.begin)
 
-    def format(self, space: AddressSpace) -> RecordFormat:
-        return RecordFormat(space.remainder, self._state_dtype, self._states[space.rule])
+    def state_format(self, address_space: AddressSpace) -> StateFormat:
+        return StateFormat(address_space.remainder, self._state_dtype, self._states[address_space.rule])
 
-    def records_bytes(self, numel: int) -> int:
+    def all_states_bytes(self, numel: int) -> int:
         """Bytes of all records if sub-groups have `numel` elements."""
         total = 0
         for space, begin, end, each in self.layout.sub_group_runs(numel):
             whole, rest = divmod(end - begin, each)
-            record = self.format(self.layout.spaces[space])
+            record = self.state_format(self.layout.spaces[space])
             total += whole * record.nbytes(each) + record.nbytes(rest)
         return total
 
@@ -72,7 +72,7 @@ def padding_notes(trained: Iterable[Unit], ranks: int) -> list[str]:
     return [f"{share:.0%} of the {numel:,} elements that are updated as whole parameters are padding{why}"]
 
 
-def rows_of(plan: Plan, sizes: PlaneSizes, pools: PoolSizes) -> Iterable[PlanRow]:
+def rows_of(plan: Plan, sizes: ArraySizes, pools: PoolSizes) -> Iterable[PlanRow]:
     """The rows of a plan that is otherwise complete; some rows have 0 bytes."""
     units = sizes.layout.units
     trained = [unit for unit in units if unit.trainable]
@@ -80,19 +80,19 @@ def rows_of(plan: Plan, sizes: PlaneSizes, pools: PoolSizes) -> Iterable[PlanRow
         yield PlanRow(tier, "weights", sum(sizes.weight_bytes(u) for u in units if plan.weight_tiers[u.index] == tier))
         gradients = sum(sizes.gradient_bytes(u) for u in trained if plan.gradient_tiers[u.index] == tier)
         yield PlanRow(tier, "gradients", gradients)
-        groups = zip(plan.sub_groups, plan.record_tiers, strict=True)
-        yield PlanRow(tier, "optimizer states", sum(sizes.record_bytes(g) for g, t in groups if t == tier))
+        groups = zip(plan.sub_groups, plan.state_tiers, strict=True)
+        yield PlanRow(tier, "optimizer states", sum(sizes.state_bytes(g) for g, t in groups if t == tier))
     yield PlanRow(DEVICE, "small optimizer states", plan.small_bytes)
-    yield PlanRow(DEVICE, "weights shared out inside nodes", sum(plan.near_parts.values()))
+    yield PlanRow(DEVICE, "weights shared out inside nodes", sum(plan.secondary_shard_bytes.values()))
     yield PlanRow(DEVICE, "gathered units", plan.unit_pool_bytes)
-    yield PlanRow(DEVICE, "copies of units in use", plan.copied_bytes)
+    yield PlanRow(DEVICE, "copies of units in use", plan.unit_copy_bytes)
     yield PlanRow(DEVICE, "flat gradients in flight", plan.gradient_pool_bytes)
-    yield PlanRow(DEVICE, "slices in flight between ranks", plan.exchange_bytes)
+    yield PlanRow(DEVICE, "slices in flight between ranks", plan.collective_bytes)
     yield PlanRow(DEVICE, "gradients of this rank, not reduced yet", plan.deferred_bytes)
     yield PlanRow(DEVICE, "updates in flight", plan.update_pool_bytes)
-    yield PlanRow(DEVICE if pools.on_gpu else HOST, IN_AN_UPDATE, pools.whole_parameters())
-    yield PlanRow(DEVICE, "stand-in for what is away", pools.stand_in())
-    yield PlanRow(HOST, "block sums of gradients", pools.sums())
+    yield PlanRow(DEVICE if pools.on_gpu else HOST, WHOLE_PARAMETER_ROW, pools.whole_parameter_bytes())
+    yield PlanRow(DEVICE, "stand-in for what is away", pools.placeholder_bytes())
+    yield PlanRow(HOST, "block sums of gradients", pools.block_sum_bytes())
     yield PlanRow(NVME, "second slots", plan.second_slot_bytes)
     yield from plan.activations.rows()
-    yield PlanRow(HOST, "arena: records and chunks in flight", plan.arena_bytes)
+    yield PlanRow(HOST, "arena: records and chunks in flight", plan.host_pool_bytes)

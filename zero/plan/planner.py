@@ -17,12 +17,12 @@ from zero.params.layout import AddressSpace, Layout, SubGroup, Unit
 from zero.params.placement import ONE_RANK, Placement
 from zero.params.units import LiveNumels
 from zero.plan.beside_planes import plan_activations, plan_snapshots
-from zero.plan.depth import FREE_SHARE, PASSING_SHARE, Depth, depths
+from zero.plan.depth import FREE_SHARE, POOL_SHARE, Depth, depths
 from zero.plan.machine import Machine
 from zero.plan.plan import DEVICE, HOST, NVME, Limits, Plan, tier_of
-from zero.plan.plane_sizes import PlaneSizes, padding_notes, rows_of
+from zero.plan.plane_sizes import ArraySizes, padding_notes, rows_of
 from zero.plan.pools import SUM_CHUNK_BYTES, PoolSizes, prefix_that_fits
-from zero.plan.record import OF_ADAM, RuleStates
+from zero.plan.record import ADAM_RULE_STATES, RuleStates
 from zero.plan.traffic import step_traffic
 
 logger = logging.getLogger("zero")
@@ -32,7 +32,7 @@ SUB_GROUP_NUMEL_IN_PLACE = 16 << 20
 """If updates work in place: for 4 M elements, starting the update in Python takes longer than a GPU's update."""
 SUB_GROUPS_MAX = 1 << 15
 """Number of sub-groups in a space whose sub-groups are small because memory is short."""
-RECORDS_IN_FLIGHT = 4
+SUB_GROUPS_IN_FLIGHT = 4
 STAGING_CHUNK_BYTES = 2 << 20
 STAGING_CHUNKS = 8
 STAGING_CHUNKS_MIN = 2
@@ -42,18 +42,18 @@ AUTO_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class PlanAttempt:
     """The parameters of one attempt to make a plan."""
 
     depth: Depth
     """The size of the device's pools."""
     host_share: float
     """The largest part of the free host memory that the plan may take."""
-    spills: bool
+    spills_gradients: bool
     """Gradients that do not fit into that share are kept on NVMe; False: all are in host memory."""
 
 
-class _Short(Exception):
+class _PlanDoesNotFit(Exception):
     """A plan does not fit. Has the message for the user if no other plan fits, and the bytes that this one needs."""
 
     def __init__(self, message: str, need_bytes: int, *, of_device: bool = False) -> None:
@@ -72,7 +72,7 @@ class Planner:
         in_place: units whose home memory the device can address are used there without a copy.
         uses: which of the layout's units are in use together.
         placement: which ranks share each unit.
-        kept: the states that update rules keep.
+        rule_states: the states that update rules keep.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Planner:
         in_place: bool,
         uses: LiveNumels,
         placement: Placement = ONE_RANK,
-        kept: RuleStates = OF_ADAM,
+        rule_states: RuleStates = ADAM_RULE_STATES,
     ) -> None:
         zero = config.zero_optimization
         self.layout, self.config, self.machine, self.device, self.in_place = layout, config, machine, device, in_place
@@ -102,29 +102,29 @@ class Planner:
         self.device_budget = self._budget(config.memory_budget.device, machine.device_bytes)
         self.movable = [unit for unit in layout.units if not unit.persistent]
         self.trained = [unit for unit in layout.units if unit.trainable]
-        self.kept = kept
-        self.sizes = PlaneSizes(layout, self.state_dtype, kept.planes, wide=self.wide)
+        self.rule_states = rule_states
+        self.sizes = ArraySizes(layout, self.state_dtype, rule_states.names_by_rule, wide=self.wide)
         # If all units are persistent, micro-batches run one after the other.
         micro_batches = config.gradient_accumulation_steps or 1
         self.passes = 1 if config.vertical_accumulation and self.movable else micro_batches
         together = self.passes < micro_batches
         self.pools = PoolSizes(
-            *(layout, device), on_gpu=not self.on_cpu, wide=self.wide, together=together, placement=placement
+            *(layout, device), on_gpu=not self.on_cpu, wide=self.wide, sums_micro_batches=together, placement=placement
         )
-        self.largest = max(self.movable, key=lambda unit: unit.numel, default=None)
+        self.largest_unit = max(self.movable, key=lambda unit: unit.numel, default=None)
 
-    def make(self) -> Plan:
+    def make_plan(self) -> Plan:
         """The plan: the first that fits into budgets and machine; each attempt takes less memory than the one before.
 
         Raises:
             ConfigError: a setting that cannot work with this model; names it.
             BudgetError: no plan fits; names the setting to change, and the least memory that would suffice.
         """
-        refusals: list[_Short] = []
-        for effort in self._efforts():
+        refusals: list[_PlanDoesNotFit] = []
+        for effort in self._attempts():
             try:
                 return self._draft(effort)
-            except _Short as refusal:
+            except _PlanDoesNotFit as refusal:
                 refusals.append(refusal)
         # The last two plans take least. If they lack device memory, report that; else the refusal that needs least.
         of_device = [refusal for refusal in refusals[-2:] if refusal.of_device]
@@ -134,42 +134,42 @@ class Planner:
         """The plan that takes least memory, made for a machine that has enough of it."""
         least = self._depths()[-1]
         try:
-            return self._draft(Effort(least, 0.0, spills=True))
-        except _Short as short:
+            return self._draft(PlanAttempt(least, 0.0, spills_gradients=True))
+        except _PlanDoesNotFit as short:
             self.machine = replace(self.machine, available_bytes=short.need_bytes, device_bytes=None)
-            return self._draft(Effort(least, 1.0, spills=True))
+            return self._draft(PlanAttempt(least, 1.0, spills_gradients=True))
 
-    def _draft(self, effort: Effort) -> Plan:
+    def _draft(self, attempt: PlanAttempt) -> Plan:
         """A plan that fits. Raises _Short."""
-        depth = effort.depth
+        depth = attempt.depth
         plan = Plan(
             self._limits(depth),
             passes=self.passes,
             gradient_wide=self.wide,
             accumulation=self.config.accumulation_dtype,
             state_dtype=self.state_dtype,
-            states=self.kept.planes,
-            small_bytes=self.kept.small_bytes,
+            states=self.rule_states.names_by_rule,
+            small_bytes=self.rule_states.small_bytes,
             baseline_bytes=self.machine.rss_bytes,
             activations=plan_activations(self.config),
         )
-        plan.records_in_flight = self._records_in_flight()
+        plan.sub_groups_in_flight = self._sub_groups_in_flight()
         plan.weight_tiers = {unit.index: DEVICE if unit.persistent else self.param_tier for unit in self.layout.units}
-        rest = self._place_host(plan, effort)
-        plan.whole = frozenset(unit.index for unit in self.layout.units if self._lies_whole(unit, plan))
+        rest = self._place_host(plan, attempt)
+        plan.unsharded_units = frozenset(unit.index for unit in self.layout.units if self._is_unsharded(unit, plan))
         self._size_pools(plan, depth)
-        self._cache_records(plan, rest, self._states_on_device(plan))
-        plan.update_pool_bytes = self._update_pool_bytes(plan.sub_groups, plan.record_tiers, plan)
+        self._cache_states(plan, rest, self._device_sub_group_count(plan))
+        plan.update_pool_bytes = self._update_pool_bytes(plan.sub_groups, plan.state_tiers, plan)
         plan.second_slot_bytes = plan_snapshots(plan, self.sizes, self.config.zero_optimization.offload_optimizer)
         plan.rows = tuple(row for row in rows_of(plan, self.sizes, self.pools) if row.nbytes)
         written = step_traffic(plan, self.layout, on_gpu=not self.on_cpu).nvme_write_bytes
         if written:
             plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
         plan.notes += padding_notes(self.trained, self.placement.shard_size)
-        self._check_fits(plan, effort.host_share)
+        self._check_fits(plan, attempt.host_share)
         return plan
 
-    def _records_in_flight(self) -> int:
+    def _sub_groups_in_flight(self) -> int:
         """Depth of the sub-group pipeline. It is on by default; DeepSpeed's is on only if the user asks for it."""
         offload = self.config.zero_optimization.offload_optimizer
         if offload.buffer_count is not None:
@@ -183,7 +183,7 @@ class Planner:
         large = any(
             self.layout.longest_sub_group(index, 1) > SUB_GROUP_NUMEL_MAX for index in spaces
         )  # whole parameters
-        return 1 if refused == 2 else 2 if refused or large else RECORDS_IN_FLIGHT
+        return 1 if refused == 2 else 2 if refused or large else SUB_GROUPS_IN_FLIGHT
 
     def _check_fits(self, plan: Plan, host_share: float) -> None:
         """Refuse a plan that the machine cannot hold; add a note about what may be slower.
@@ -195,20 +195,20 @@ class Planner:
         for name, need, budget in (("host", host, self.host_budget), ("device", device, self.device_budget)):
             if budget is not None and need > budget:
                 message = f"memory_budget.{name}: the plan needs at least {need:,} bytes, the budget is {budget:,}"
-                message += f"; {self._what_fits_a_budget()}" if name == "host" else ""
-                raise _Short(message, need, of_device=name == "device")
+                message += f"; {self._budget_advice()}" if name == "host" else ""
+                raise _PlanDoesNotFit(message, need, of_device=name == "device")
         need = host + (device if self.on_cpu else 0)
         if need > self._free_host_bytes(host_share):
-            raise self._host_short(need, plan.table())
+            raise self._host_shortage(need, plan.table())
         if not self.on_cpu and machine.device_bytes is not None and device > machine.device_bytes:
-            raise _Short(
+            raise _PlanDoesNotFit(
                 f"the plan needs at least {device:,} bytes of device memory, and {machine.device_bytes:,} are free; "
-                f"{self._what_could_move(on_host=False)}\n{plan.table()}",
+                f"{self._move_advice(on_host=False)}\n{plan.table()}",
                 device,
                 of_device=True,
             )
-        groups = zip(plan.sub_groups, plan.record_tiers, strict=True)
-        pinned = host - sum(self.sizes.record_bytes(group) for group, tier in groups if tier == HOST)
+        groups = zip(plan.sub_groups, plan.state_tiers, strict=True)
+        pinned = host - sum(self.sizes.state_bytes(group) for group, tier in groups if tier == HOST)
         if not self.on_cpu and machine.memlock_bytes is not None and pinned > machine.memlock_bytes:
             # A note and no refusal: most drivers pin memory without regard to this limit.
             plan.notes.append(
@@ -222,8 +222,8 @@ class Planner:
         """Share of the states that the configuration puts on the device."""
         return 1.0 if self.state_tier == DEVICE else 1.0 - self.config.zero_optimization.offload_optimizer.ratio
 
-    def _budget(self, wish: int | str | None, free_bytes: int | None) -> int | None:
-        return int((free_bytes or 0) * AUTO_SHARE) if wish == "auto" else None if wish is None else int(wish)
+    def _budget(self, setting: int | str | None, free_bytes: int | None) -> int | None:
+        return int((free_bytes or 0) * AUTO_SHARE) if setting == "auto" else None if setting is None else int(setting)
 
     # ---- device -------------------------------------------------------------------------------
 
@@ -231,65 +231,67 @@ class Planner:
         zero = self.config.zero_optimization
         live = min(depth.live_numel, sum(unit.numel for unit in self.movable))
         prefetch, reuse = zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance
-        ahead = max(live // 4, self.largest.numel if self.largest else 0)
+        ahead = max(live // 4, self.largest_unit.numel if self.largest_unit else 0)
         return Limits(
             live_numel_max=live,
             prefetch_numel=ahead if prefetch is None else prefetch,
             reuse_numel_max=2 * live if reuse is None else reuse,
         )
 
-    def _efforts(self) -> Iterator[Effort]:
+    def _attempts(self) -> Iterator[PlanAttempt]:
         """The plans to try, the best first."""
         found = self._depths()
         if self.host_budget is None:  # else the user's budget decides what is left for activations and others
-            yield from (Effort(depth, AUTO_SHARE, spills=False) for depth in found[:2])
-            yield from (Effort(depth, AUTO_SHARE, spills=True) for depth in found)
-        yield from (Effort(depth, 1.0, spills=False) for depth in found)
-        yield Effort(found[-1], 1.0, spills=True)
+            yield from (PlanAttempt(depth, AUTO_SHARE, spills_gradients=False) for depth in found[:2])
+            yield from (PlanAttempt(depth, AUTO_SHARE, spills_gradients=True) for depth in found)
+        yield from (PlanAttempt(depth, 1.0, spills_gradients=False) for depth in found)
+        yield PlanAttempt(found[-1], 1.0, spills_gradients=True)
 
     def _depths(self) -> list[Depth]:
         """The depths to try, deepest first: see the rule in `zero.plan.depth`."""
-        explicit, budget, free = self._soft_live_numel(), self.device_budget, self.machine.device_bytes
-        deep, *less = depths(self.uses, self.largest.numel if self.largest else 0)
+        explicit, budget, free = self._live_numel_limit(), self.device_budget, self.machine.device_bytes
+        deep, *less = depths(self.uses, self.largest_unit.numel if self.largest_unit else 0)
         if explicit is not None:
             deep = replace(deep, live_numel=explicit)
-        found = [deep, *(depth.within(explicit) for depth in less)]
+        found = [deep, *(depth.limit_to(explicit) for depth in less)]
         spare = 0
         if budget is not None:
             found = [depth for depth in found if self._device_bytes(depth) <= budget]
             if not found:
-                raise self._device_refusal(less[-1].within(explicit))
+                raise self._device_refusal(less[-1].limit_to(explicit))
             spare = budget - self._device_bytes(found[0])
         elif free is not None:
             passing = {depth: self._device_bytes(depth) - self._fixed_device_bytes() for depth in found}
-            share = FREE_SHARE if explicit is None else PASSING_SHARE
+            share = FREE_SHARE if explicit is None else POOL_SHARE
             spare = int(free * share) - passing[found[0]]
-            modest = [depth for depth in found[1:-1] if passing[depth] <= int(free * PASSING_SHARE)]
+            modest = [depth for depth in found[1:-1] if passing[depth] <= int(free * POOL_SHARE)]
             found = [*(found[:1] if spare >= 0 else []), *modest, found[-1]]
         if spare > 0 and explicit is None and (budget is not None or not self.on_cpu):
             width = max((unit.dtype.itemsize for unit in self.movable), default=2) * (1 + copies_to_bind(self.device))
-            found[0] = found[0].deeper(spare // PAGE_BYTES * PAGE_BYTES // width)  # pools are whole pages
+            found[0] = found[0].add_live(spare // PAGE_BYTES * PAGE_BYTES // width)  # pools are whole pages
         return found
 
-    def _soft_live_numel(self) -> int | None:
+    def _live_numel_limit(self) -> int | None:
         """`stage3_max_live_parameters`, but at least the elements of one call; None: it is not set."""
         explicit = self.config.zero_optimization.stage3_max_live_parameters
-        if explicit is not None and explicit < self.uses.peak and self.largest is not None:
+        if explicit is not None and explicit < self.uses.peak and self.largest_unit is not None:
             logger.warning(
                 "zero_optimization.stage3_max_live_parameters: %s elements are fewer than one call of the model uses, "
                 "so %s are gathered for it (largest unit: %s, %s elements). Only weights of nn.Linear and "
                 "nn.Embedding are split into tiles; for other modules see zero.TiledLinear",
-                *(f"{explicit:,}", f"{self.uses.peak:,}", self.largest.name, f"{self.largest.numel:,}"),
+                *(f"{explicit:,}", f"{self.uses.peak:,}", self.largest_unit.name, f"{self.largest_unit.numel:,}"),
             )
             return self.uses.peak
         return explicit
 
     def _device_bytes(self, depth: Depth) -> int:
         """Device memory of a plan with that depth, before spare memory is used for states."""
-        in_place = {unit.index for unit in self.movable if not unit.numel or self._used_at_home(self.param_tier)}
-        pools = self.pools.units(self.movable, in_place, depth) + self.pools.gradients(depth.gradients)
-        pools += self.pools.copies(self.movable, depth)
-        return self._fixed_device_bytes() + pools + self.pools.exchange() + self._passing_bytes()
+        in_place = {unit.index for unit in self.movable if not unit.numel or self._is_used_in_place(self.param_tier)}
+        pools = self.pools.unit_pool_bytes(self.movable, in_place, depth) + self.pools.gradient_pool_bytes(
+            depth.gradients
+        )
+        pools += self.pools.unit_copy_bytes(self.movable, depth)
+        return self._fixed_device_bytes() + pools + self.pools.collective_bytes() + self._transient_device_bytes()
 
     def _fixed_device_bytes(self) -> int:
         """Device memory that does not depend on the depth."""
@@ -297,45 +299,45 @@ class Planner:
         fixed = sum(map(self.sizes.weight_bytes, units)) + self._deferred_bytes()
         if self.state_tier == DEVICE:
             fixed += sum(self.sizes.gradient_bytes(unit) for unit in self.trained)
-        fixed += self.kept.small_bytes
-        return fixed + int(self._device_share() * self.sizes.records_bytes(self._full_sub_group_numel()))
+        fixed += self.rule_states.small_bytes
+        return fixed + int(self._device_share() * self.sizes.all_states_bytes(self._full_sub_group_numel()))
 
     def _device_refusal(self, least: Depth) -> BudgetError:
-        name, numel = (self.largest.name, self.largest.numel) if self.largest else ("none", 0)
+        name, numel = (self.largest_unit.name, self.largest_unit.numel) if self.largest_unit else ("none", 0)
         return BudgetError(
             f"memory_budget.device: {self.device_budget:,} bytes cannot hold the largest unit ({name}, {numel:,} "
             "elements) and its gradient in addition to what stays on the device; raise it to at least "
             f"{self._device_bytes(least):,}, or lower zero_optimization.stage3_max_live_parameters for smaller units"
         )
 
-    def _staged_on_device(self, bounded: bool) -> int:
+    def _staged_element_bytes(self, bounded: bool) -> int:
         widened = self.wide or (bounded and self._uses_disk())
-        return self.pools.staged_width(self.param_tier != DEVICE, self.state_tier != DEVICE, widened)
+        return self.pools.staged_element_bytes(self.param_tier != DEVICE, self.state_tier != DEVICE, widened)
 
-    def _passing_bytes(self) -> int:
+    def _transient_device_bytes(self) -> int:
         """The most device memory of updates and of the stand-in, and the weights for neighbours (hpZ)."""
         on_device = self.state_tier == DEVICE or self._device_share() > 0 or self.device_budget is not None
         groups = self.layout.sub_groups(self._full_sub_group_numel())
-        near_bytes = sum(self.pools.near_parts(self.movable).values())
+        near_bytes = sum(self.pools.secondary_shard_bytes(self.movable).values())
         tiers = [DEVICE if on_device else self.state_tier] * len(groups)
-        work_bytes = 0 if self.on_cpu else self.pools.whole_parameters()
-        return near_bytes + work_bytes + self.pools.stand_in() + self._update_pool_bytes(groups, tiers)
+        work_bytes = 0 if self.on_cpu else self.pools.whole_parameter_bytes()
+        return near_bytes + work_bytes + self.pools.placeholder_bytes() + self._update_pool_bytes(groups, tiers)
 
     def _update_pool_bytes(
-        self, groups: Sequence[SubGroup], record_tiers: Sequence[str], plan: Plan | None = None
+        self, groups: Sequence[SubGroup], state_tiers: Sequence[str], plan: Plan | None = None
     ) -> int:
         """Device memory for planes that updates on a GPU use and that live elsewhere; without a plan: the maximum."""
-        staged = self._staged_on_device(plan is None or plan.host_bounded)
-        in_flight = RECORDS_IN_FLIGHT if plan is None else plan.records_in_flight
-        placed = list(zip(groups, record_tiers, strict=True))
-        here = self.pools.updates((group for group, tier in placed if tier == DEVICE), staged, in_flight)
+        staged = self._staged_element_bytes(plan is None or plan.is_host_bounded)
+        in_flight = SUB_GROUPS_IN_FLIGHT if plan is None else plan.sub_groups_in_flight
+        placed = list(zip(groups, state_tiers, strict=True))
+        here = self.pools.update_pool_bytes((group for group, tier in placed if tier == DEVICE), staged, in_flight)
         # Updates of whole parameters are computed on the device, independently of the tier of their record.
         whole = (
             g
             for g, tier in placed
             if self.layout.spaces[g.space].needs_whole_parameters and (plan is None or tier != DEVICE)
         )
-        return max(here, self.pools.updates(whole, staged, in_flight, self.sizes.record_bytes))
+        return max(here, self.pools.update_pool_bytes(whole, staged, in_flight, self.sizes.state_bytes))
 
     def _deferred_bytes(self) -> int:
         """Bytes of whole gradients that are added up before they are reduced."""
@@ -344,47 +346,49 @@ class Planner:
 
     def _size_pools(self, plan: Plan, depth: Depth) -> None:
         in_place = {
-            unit.index for unit in self.movable if not unit.numel or self._used_at_home(plan.weight_tiers[unit.index])
+            unit.index
+            for unit in self.movable
+            if not unit.numel or self._is_used_in_place(plan.weight_tiers[unit.index])
         }
-        plan.unit_pool_bytes = self.pools.units(self.movable, in_place, depth)
-        plan.copied_bytes = self.pools.copies(self.movable, depth)
+        plan.unit_pool_bytes = self.pools.unit_pool_bytes(self.movable, in_place, depth)
+        plan.unit_copy_bytes = self.pools.unit_copy_bytes(self.movable, depth)
         # For gradients that cannot be collected in place; a second backward always needs it.
-        plan.gradient_pool_bytes = self.pools.gradients(depth.gradients)
-        plan.exchange_bytes = self.pools.exchange()
-        plan.near_parts = self.pools.near_parts(self.movable)
+        plan.gradient_pool_bytes = self.pools.gradient_pool_bytes(depth.gradients)
+        plan.collective_bytes = self.pools.collective_bytes()
+        plan.secondary_shard_bytes = self.pools.secondary_shard_bytes(self.movable)
         plan.deferred_bytes = self._deferred_bytes()
 
-    def _lies_whole(self, unit: Unit, plan: Plan) -> bool:
+    def _is_unsharded(self, unit: Unit, plan: Plan) -> bool:
         several = unit.shard_numel != unit.numel
-        return several and (unit.persistent or self._used_at_home(plan.weight_tiers[unit.index]))
+        return several and (unit.persistent or self._is_used_in_place(plan.weight_tiers[unit.index]))
 
-    def _used_at_home(self, tier: str) -> bool:
+    def _is_used_in_place(self, tier: str) -> bool:
         """True if whole units are stored on that tier and used in place."""
         return (
             self.in_place
-            and self._addressable(tier)
+            and self._is_addressable(tier)
             and (self.placement.is_single_rank or self.placement.shares_memory)
         )
 
-    def _addressable(self, tier: str) -> bool:
+    def _is_addressable(self, tier: str) -> bool:
         """True if the compute device can read that tier's memory in place."""
         return tier == DEVICE or (tier == HOST and self.on_cpu)
 
     # ---- host ---------------------------------------------------------------------------------
 
-    def _place_host(self, plan: Plan, effort: Effort) -> int | None:
+    def _place_host(self, plan: Plan, attempt: PlanAttempt) -> int | None:
         """Distribute host memory: first what must be there, then the working set, then caches in a fixed order.
 
         Without a budget only gradients are cached: they are in host memory unless it is short.
 
         Returns the bytes left for state records; None without a budget.
         """
-        limit = plan.host_limit_bytes = self._host_limit_bytes(effort)
+        limit = plan.host_limit_bytes = self._host_limit_bytes(attempt)
         gradient_home = DEVICE if self.state_tier == DEVICE else HOST
         plan.gradient_tiers = {unit.index: gradient_home for unit in self.trained}
         can_spill = gradient_home == HOST and self._uses_disk()
-        fixed = self.pools.sums() + plan.activations.host_bytes
-        fixed += self.pools.whole_parameters() if self.on_cpu else 0
+        fixed = self.pools.block_sum_bytes() + plan.activations.host_bytes
+        fixed += self.pools.whole_parameter_bytes() if self.on_cpu else 0
         if self.param_tier == HOST:
             fixed += sum(self.sizes.weight_bytes(unit) for unit in self.movable)
         gradients = sum(self.sizes.gradient_bytes(unit) for unit in self.trained) if gradient_home == HOST else 0
@@ -392,13 +396,13 @@ class Planner:
         rest = None if limit is None else limit - fixed - (0 if spill else gradients)
         numel, full = self._sub_group_numel(plan, rest, spill)
         plan.sub_groups = self.layout.sub_groups(numel)
-        plan.arena_bytes = self._arena_bytes(plan, numel, spill)
+        plan.host_pool_bytes = self._host_pool_bytes(plan, numel, spill)
         if rest is not None and limit is not None:
             rest -= self._working_bytes(plan, numel, spill)
             if rest < 0:
-                raise self._host_refusal(effort.depth, limit - rest)
+                raise self._host_refusal(attempt.depth, limit - rest)
         if rest is not None and (
-            not full or (effort.spills and effort.host_share == 1.0)
+            not full or (attempt.spills_gradients and attempt.host_share == 1.0)
         ):  # with the last bytes nothing is cached
             rest = 0
         budgeted = self.host_budget is not None
@@ -407,11 +411,11 @@ class Planner:
             left = self._cache_gradients(plan, (left if budgeted else rest) or 0)
         return left if budgeted else None
 
-    def _host_limit_bytes(self, effort: Effort) -> int | None:
+    def _host_limit_bytes(self, attempt: PlanAttempt) -> int | None:
         """The host memory that the plan may take; None: only the finished plan is checked."""
-        if not effort.spills:
+        if not attempt.spills_gradients:
             return self.host_budget
-        free = self._free_host_bytes(effort.host_share) - (self._device_bytes(effort.depth) if self.on_cpu else 0)
+        free = self._free_host_bytes(attempt.host_share) - (self._device_bytes(attempt.depth) if self.on_cpu else 0)
         return free if self.host_budget is None else min(self.host_budget, free)
 
     def _free_host_bytes(self, host_share: float) -> int:
@@ -420,23 +424,27 @@ class Planner:
         beside = max(parameters, default=0) if self.on_cpu and host_share < 1.0 else 0
         return int(self.machine.available_bytes * host_share) - beside
 
-    def _host_refusal(self, depth: Depth, need: int) -> _Short:
+    def _host_refusal(self, depth: Depth, need: int) -> _PlanDoesNotFit:
         """The error for a plan that takes at least `need` bytes of host memory, too many for budget or machine."""
         where = f"with offload_param {self.param_tier} and offload_optimizer {self.state_tier}"
         if self.host_budget is not None and need > self.host_budget:
             budget = f"memory_budget.host: {self.host_budget:,} bytes are too few"
-            return _Short(f"{budget}; this model needs at least {need:,} {where}; {self._what_fits_a_budget()}", need)
-        return self._host_short(need + (self._device_bytes(depth) if self.on_cpu else 0))
+            return _PlanDoesNotFit(
+                f"{budget}; this model needs at least {need:,} {where}; {self._budget_advice()}", need
+            )
+        return self._host_shortage(need + (self._device_bytes(depth) if self.on_cpu else 0))
 
-    def _host_short(self, need: int, table: str = "") -> _Short:
+    def _host_shortage(self, need: int, table: str = "") -> _PlanDoesNotFit:
         """The error for a machine with less than `need` bytes of host memory."""
         have = f"{self.machine.available_source} leaves {self.machine.available_bytes:,}"
-        advice = self._what_could_move(on_host=True)
-        return _Short(f"the plan needs at least {need:,} bytes of host memory, {have}; {advice}\n{table}".strip(), need)
+        advice = self._move_advice(on_host=True)
+        return _PlanDoesNotFit(
+            f"the plan needs at least {need:,} bytes of host memory, {have}; {advice}\n{table}".strip(), need
+        )
 
-    def _what_fits_a_budget(self) -> str:
+    def _budget_advice(self) -> str:
         """Advice if the host's budget is too small. Smaller units would not help: they take device memory."""
-        if away := self._to_nvme({HOST}):
+        if away := self._nvme_advice({HOST}):
             return f"raise it, or {away}"
         chunks = self._staging_bytes()
         if chunks <= STAGING_CHUNKS_MIN * STAGING_CHUNK_BYTES:
@@ -444,9 +452,9 @@ class Planner:
         keys = "offload_param.buffer_count times buffer_size (elements)"
         return f"raise it, or reduce the {chunks:,} bytes of I/O chunks with {keys}"
 
-    def _what_could_move(self, *, on_host: bool) -> str:
+    def _move_advice(self, *, on_host: bool) -> str:
         """Advice how to need less memory of the host, or else of the device."""
-        if away := self._to_nvme({DEVICE, HOST} if on_host and self.on_cpu else {HOST if on_host else DEVICE}):
+        if away := self._nvme_advice({DEVICE, HOST} if on_host and self.on_cpu else {HOST if on_host else DEVICE}):
             return away
         if on_host and not self.on_cpu:
             return (
@@ -458,7 +466,7 @@ class Planner:
             "zero_optimization.stage3_max_live_parameters for smaller units"
         )
 
-    def _to_nvme(self, tiers: set[str]) -> str:
+    def _nvme_advice(self, tiers: set[str]) -> str:
         """Advice which keys to set so that no planes are on these tiers; empty: none are."""
         blocks = (("offload_param", self.param_tier), ("offload_optimizer", self.state_tier))
         away = [f'{block}.device "{NVME}"' for block, tier in blocks if tier in tiers]
@@ -490,7 +498,7 @@ class Planner:
 
     def _full_sub_group_numel(self) -> int:
         """Elements of a sub-group if there is enough memory."""
-        fair = align_up(-(-self._largest_space_numel() // RECORDS_IN_FLIGHT), BLOCK_NUMEL)
+        fair = align_up(-(-self._largest_space_numel() // SUB_GROUPS_IN_FLIGHT), BLOCK_NUMEL)
         full = min(self._sub_group_numel_max(), fair)
         explicit = self.config.zero_optimization.sub_group_size
         if explicit is not None:
@@ -506,26 +514,26 @@ class Planner:
             return SUB_GROUP_NUMEL_IN_PLACE
         # Spare memory of a device budget is used for states; their updates copy weights and gradients to the device.
         passes = tiers != {HOST} or self._device_share() > 0 or self.device_budget is not None
-        passes = passes or any(self._staged_weights(space, space.numel) > SUB_GROUP_NUMEL_MAX for space in spaces)
+        passes = passes or any(self._staged_weight_numel(space, space.numel) > SUB_GROUP_NUMEL_MAX for space in spaces)
         return SUB_GROUP_NUMEL_MAX if passes else SUB_GROUP_NUMEL_IN_PLACE
 
-    def _staged_bytes(self, numel: int, spill: bool, bounded: bool) -> int:
+    def _staged_bytes(self, numel: int, spill: bool, is_host_bounded: bool) -> int:
         """Arena bytes of a sub-group of `numel` elements in flight: all of its planes that may not be in memory."""
         needs = [0]
         for index, space in enumerate(self.layout.spaces):
             if space.trainable:
                 longest = self.layout.longest_sub_group(index, numel)
-                nbytes = self.sizes.format(space).nbytes(longest) if self.state_tier == NVME else 0
-                nbytes += self._staged_weights(space, longest) * space.dtype.itemsize
+                nbytes = self.sizes.state_format(space).nbytes(longest) if self.state_tier == NVME else 0
+                nbytes += self._staged_weight_numel(space, longest) * space.dtype.itemsize
                 # A second backward that was not announced widens the gradient; with a memory budget it is then on disk.
-                nbytes += 4 * longest if spill or (bounded and self._uses_disk()) else 0
+                nbytes += 4 * longest if spill or (is_host_bounded and self._uses_disk()) else 0
                 needs.append(nbytes)
         return max(needs)
 
     def _uses_disk(self) -> bool:
         return NVME in (self.param_tier, self.state_tier)
 
-    def _staged_weights(self, space: AddressSpace, numel: int) -> int:
+    def _staged_weight_numel(self, space: AddressSpace, numel: int) -> int:
         """Elements of a sub-group's weights that an update copies: on NVMe, or on a GPU if the states are not there."""
         if self.param_tier == NVME:
             return numel
@@ -551,15 +559,15 @@ class Planner:
             wanted = max(wanted, 2 * min(SUM_CHUNK_BYTES, longest))
         return wanted
 
-    def _arena_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
+    def _host_pool_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
         # One page per leased part: a record, its weights and its gradients are leased apart.
-        slot = align_up(self._staged_bytes(numel, spill, plan.host_bounded), 4096)
-        return plan.records_in_flight * (slot + 3 * 4096 if slot else 0) + self._staging_bytes()
+        slot = align_up(self._staged_bytes(numel, spill, plan.is_host_bounded), 4096)
+        return plan.sub_groups_in_flight * (slot + 3 * 4096 if slot else 0) + self._staging_bytes()
 
     def _working_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
         """Host bytes that depend on the size of sub-groups: the arena, and records in host memory."""
         share = 1 - self._device_share() if self.state_tier == HOST else 0.0
-        return self._arena_bytes(plan, numel, spill) + int(share * self.sizes.records_bytes(numel))
+        return self._host_pool_bytes(plan, numel, spill) + int(share * self.sizes.all_states_bytes(numel))
 
     def _cache_weights(self, plan: Plan, rest: int | None) -> int | None:
         cap_numel = self.config.zero_optimization.offload_param.max_in_cpu
@@ -581,19 +589,19 @@ class Planner:
             plan.gradient_tiers[unit.index] = NVME
         return rest
 
-    def _cache_records(self, plan: Plan, rest: int | None, on_device: int) -> None:
+    def _cache_states(self, plan: Plan, rest: int | None, on_device: int) -> None:
         groups = plan.sub_groups[on_device:]
         count = 0
         if self.state_tier == NVME and rest is not None:
-            count, _ = prefix_that_fits(map(self.sizes.record_bytes, groups), rest)
+            count, _ = prefix_that_fits(map(self.sizes.state_bytes, groups), rest)
         # Records of an optimizer without states may have 0 bytes: then none is on disk.
         rest_tier = (
-            HOST if self.state_tier == NVME and not any(map(self.sizes.record_bytes, groups)) else self.state_tier
+            HOST if self.state_tier == NVME and not any(map(self.sizes.state_bytes, groups)) else self.state_tier
         )
         tiers = [DEVICE] * on_device + [HOST] * count + [rest_tier] * (len(groups) - count)
-        plan.record_tiers = tuple(tiers)
+        plan.state_tiers = tuple(tiers)
 
-    def _states_on_device(self, plan: Plan) -> int:
+    def _device_sub_group_count(self, plan: Plan) -> int:
         """Number of sub-groups that keep their states on the device: the first ones that the next forward needs.
 
         `ratio` is the offloaded share (DeepSpeed's Twin-Flow); without it, spare memory of a device budget is used.
@@ -601,12 +609,12 @@ class Planner:
         if self.state_tier == DEVICE:
             return 0
         if self.config.origin("zero_optimization.offload_optimizer.ratio") == "user":
-            share_bytes = int(self._device_share() * sum(map(self.sizes.record_bytes, plan.sub_groups)))
-            return prefix_that_fits(map(self.sizes.record_bytes, plan.sub_groups), share_bytes)[0]
+            share_bytes = int(self._device_share() * sum(map(self.sizes.state_bytes, plan.sub_groups)))
+            return prefix_that_fits(map(self.sizes.state_bytes, plan.sub_groups), share_bytes)[0]
         if self.device_budget is None or self.on_cpu:
             return 0
-        used = plan.unit_pool_bytes + plan.copied_bytes + plan.gradient_pool_bytes
-        used += self._passing_bytes() + self.kept.small_bytes
+        used = plan.unit_pool_bytes + plan.unit_copy_bytes + plan.gradient_pool_bytes
+        used += self._transient_device_bytes() + self.rule_states.small_bytes
         used += sum(self.sizes.weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == DEVICE)
         spare = max(self.device_budget - used, 0)
-        return prefix_that_fits(map(self.sizes.record_bytes, plan.sub_groups), spare)[0]
+        return prefix_that_fits(map(self.sizes.state_bytes, plan.sub_groups), spare)[0]

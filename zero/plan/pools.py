@@ -38,7 +38,7 @@ class PoolSizes:
         device: units are computed there.
         on_gpu: the device's memory is not the host's.
         wide: gradients are accumulated in fp32 from the start.
-        together: gradients of several micro-batches are added up before they are stored or reduced.
+        sums_micro_batches: gradients of several micro-batches are added up before they are stored or reduced.
         placement: which ranks share each unit.
     """
 
@@ -49,28 +49,28 @@ class PoolSizes:
         *,
         on_gpu: bool,
         wide: bool,
-        together: bool = False,
+        sums_micro_batches: bool = False,
         placement: Placement = ONE_RANK,
     ) -> None:
         self._layout, self._device, self.on_gpu = layout, device, on_gpu
         self._wide, self._placement = wide, placement
-        self._together = together and wide
+        self._sums_micro_batches = sums_micro_batches and wide
         self._trained = [unit for unit in layout.units if unit.trainable]
 
-    def stand_in(self) -> int:
+    def placeholder_bytes(self) -> int:
         """Device memory of the poison that released parameters are views of."""
         return poison_bytes(max((unit.nbytes for unit in self._layout.units), default=0), self._device)
 
-    def sums(self) -> int:
+    def block_sum_bytes(self) -> int:
         """Host bytes of all block sums; pinned with a GPU, which can write only to pinned host memory."""
         return sum(map(gradient_sums_bytes, self._trained))
 
-    def whole_parameters(self) -> int:
+    def whole_parameter_bytes(self) -> int:
         """The most memory, besides planes, for the update of one whole parameter; 0 if no rule needs such."""
         numels = (slot.numel for unit in self._trained if unit.needs_whole_parameters for slot in unit.slots)
         return WHOLE_BYTES_PER_ELEMENT * max(numels, default=0)
 
-    def units(self, movable: Sequence[Unit], in_place: Collection[int], depth: Depth) -> int:
+    def unit_pool_bytes(self, movable: Sequence[Unit], in_place: Collection[int], depth: Depth) -> int:
         """Room for gathered units and for rows of experts.
 
         Args:
@@ -85,7 +85,7 @@ class PoolSizes:
         rows = 2 * max((unit.nbytes for unit in movable if unit.expert_rows and unit.index in in_place), default=0)
         return align_up(numel * width, PAGE_BYTES) + rows
 
-    def copies(self, movable: Sequence[Unit], depth: Depth) -> int:
+    def unit_copy_bytes(self, movable: Sequence[Unit], depth: Depth) -> int:
         """What parameters see of live and of persistent units, where that is not the memory of their values."""
         if not copies_to_bind(self._device):
             return 0
@@ -93,12 +93,14 @@ class PoolSizes:
         persistent = sum(unit.nbytes for unit in self._layout.units if unit.persistent)
         return min(depth.live_numel, sum(unit.numel for unit in movable)) * width + persistent
 
-    def gradients(self, count: int) -> int:
+    def gradient_pool_bytes(self, count: int) -> int:
         """Room for `count` flat gradients of the largest unit and for the gradients of persistent units.
 
         On a GPU it includes their sums and the chunks that are widened there.
         """
-        sizes = [(unit.numel * 4 if self._together else unit.nbytes, unit.persistent) for unit in self._trained]
+        sizes = [
+            (unit.numel * 4 if self._sums_micro_batches else unit.nbytes, unit.persistent) for unit in self._trained
+        ]
         largest = max((nbytes for nbytes, _ in sizes), default=0)
         # Two neighbouring persistent units may be open together, because gradients arrive in reverse model order.
         small = 2 * max((nbytes for nbytes, stays in sizes if stays and nbytes < largest), default=0)
@@ -111,33 +113,33 @@ class PoolSizes:
         longest = max(unit.numel for unit in self._trained)
         return flat + (count + 2) * sums + (min(WIDE_CHUNK_NUMEL, longest) * 4 if self._wide else 0)
 
-    def near_parts(self, movable: Iterable[Unit]) -> dict[int, int]:
+    def secondary_shard_bytes(self, movable: Iterable[Unit]) -> dict[int, int]:
         """Index of each unit -> bytes of this rank's part of it in the second plane of weights (hpZ)."""
         size = self._placement.secondary_size
         return {unit.index: unit.nbytes // size for unit in movable} if size > 1 else {}
 
-    def exchange(self) -> int:
+    def collective_bytes(self) -> int:
         """Room for data from other ranks while the largest gradient is reduced, or for slices that they read."""
         if self._placement.is_single_rank:
             return 0
         if self._placement.shares_memory:  # slices of persistent units, readable by the others
             several = [unit for unit in self._layout.units if unit.persistent and unit.shard_numel != unit.numel]
             return sum(unit.shard_numel * unit.dtype.itemsize for unit in several)
-        deferred = self._together or (self._placement.gradients_deferred and self._wide)
+        deferred = self._sums_micro_batches or (self._placement.gradients_deferred and self._wide)
         width = 4 if deferred else max((unit.dtype.itemsize for unit in self._trained), default=0)
         return width * max((unit.numel for unit in self._trained), default=0)
 
-    def staged_width(self, weights: bool, gradients: bool, widened: bool) -> int:
+    def staged_element_bytes(self, weights: bool, gradients: bool, widened: bool) -> int:
         """Bytes per element that an update on a GPU copies there: of weights, and of gradients, which may be fp32."""
         width = max((unit.dtype.itemsize for unit in self._trained), default=0)
         return (width if weights else 0) + ((4 if widened else width) if gradients else 0)
 
-    def updates(
+    def update_pool_bytes(
         self,
         groups: Iterable[SubGroup],
         staged_bytes_per_element: int,
         in_flight: int,
-        record_bytes: Callable[[SubGroup], int] = lambda group: 0,
+        state_bytes: Callable[[SubGroup], int] = lambda group: 0,
     ) -> int:
         """Room for planes that updates on a GPU use and that live elsewhere.
 
@@ -145,13 +147,13 @@ class PoolSizes:
             groups: sub-groups updated on the GPU.
             staged_bytes_per_element: sum of the widths of the weights and gradients that are copied there.
             in_flight: number of sub-groups at a time.
-            record_bytes: bytes of a sub-group's state record, if it is copied there too.
+            state_bytes: bytes of a sub-group's state record, if it is copied there too.
         """
         if not self.on_gpu:
             return 0
         most = 0
         for group in groups:
-            passing = (group.end - group.begin) * staged_bytes_per_element + align_up(record_bytes(group), PAGE_BYTES)
+            passing = (group.end - group.begin) * staged_bytes_per_element + align_up(state_bytes(group), PAGE_BYTES)
             # Each unit's part of a plane begins on a new page.
             pages = 2 * (len(list(self._layout.units_in(group))) + 1)
             most = max(most, passing and passing + pages * PAGE_BYTES)

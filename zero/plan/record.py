@@ -20,13 +20,13 @@ ADAM_STATES = ("exp_avg", "exp_avg_sq")
 class RuleStates:
     """The states that the update rules of an optimizer keep for parameters."""
 
-    planes: tuple[tuple[str, ...], ...]
+    names_by_rule: tuple[tuple[str, ...], ...]
     """Names of the state planes of each rule."""
     small_bytes: int = 0
     """Bytes of states whose shape differs from their parameter's, on the rank with the most; they are in no plane."""
 
 
-OF_ADAM = RuleStates((ADAM_STATES,))
+ADAM_RULE_STATES = RuleStates((ADAM_STATES,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +34,31 @@ class States:
     """The optimizer's state planes of N elements.
 
     Attributes:
-        planes: (N,) fp32 each, as they are stored; empty if they are stored in fewer bits.
+        tensors: (N,) fp32 each, as they are stored; empty if they are stored in fewer bits.
         moments: Adam's two planes, as its kernel takes them; None for other optimizers.
     """
 
-    planes: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
     moments: Moments | None = None
 
     def part(self, begin: int, end: int) -> States:
         """Elements [begin, end); whole blocks if there are scales."""
         moments = None if self.moments is None else self.moments.view_range(begin, end)
-        return replace(self, planes=tuple(plane[begin:end] for plane in self.planes), moments=moments)
+        return replace(self, tensors=tuple(plane[begin:end] for plane in self.tensors), moments=moments)
 
     def load(self, begin: int, end: int) -> tuple[Tensor, ...]:
         """Elements [begin, end) of each plane as new fp32 tensors."""
-        if self.planes or self.moments is None:
-            return tuple(plane[begin:end].clone() for plane in self.planes)
+        if self.tensors or self.moments is None:
+            return tuple(plane[begin:end].clone() for plane in self.tensors)
         first, last = begin // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL, align_up(end, MOMENTS_BLOCK_NUMEL)
         loaded = kernels.moments_load(self.moments.view_range(first, last))
         return tuple(values[begin - first : end - first] for values in loaded)
 
-    def put(self, which: int, begin: int, values: Tensor) -> None:
+    def write(self, which: int, begin: int, values: Tensor) -> None:
         """Write fp32 values of one plane from element `begin` on, rounded to nearest."""
         end = begin + values.numel()
-        if self.planes or self.moments is None:
-            self.planes[which][begin:end].copy_(values)
+        if self.tensors or self.moments is None:
+            self.tensors[which][begin:end].copy_(values)
             return
         first, last = begin // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL, align_up(end, MOMENTS_BLOCK_NUMEL)
         both = self.load(first, last)
@@ -67,8 +67,8 @@ class States:
 
     def store(self, values: Sequence[Tensor]) -> None:
         """Write (N,) fp32 values of each plane, rounded to nearest."""
-        if self.planes or self.moments is None:
-            for plane, given in zip(self.planes, values, strict=True):
+        if self.tensors or self.moments is None:
+            for plane, given in zip(self.tensors, values, strict=True):
                 plane.copy_(given)
         else:
             exp_avg, exp_avg_sq = values
@@ -76,7 +76,7 @@ class States:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class SubGroupState:
     """Views into one sub-group's state record."""
 
     remainder: Tensor | None
@@ -85,58 +85,60 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordFormat:
+class StateFormat:
     """The parts of a record, one after the other: remainder (if there is one), state planes, scales (if any)."""
 
     remainder: torch.dtype | None
     """Dtype of the remainders from weights to fp32 masters; None: the weights are the masters."""
     state_dtype: torch.dtype
     """Dtype of the states: fp32; for Adam also bf16, or uint8 for 8-bit codes with scales."""
-    names: tuple[str, ...] = ADAM_STATES
+    state_names: tuple[str, ...] = ADAM_STATES
     """Names of the state planes."""
 
     def nbytes(self, numel: int) -> int:
         """Bytes of a record of `numel` elements, whole pages."""
-        states = Moments.nbytes(self.state_dtype, numel) if self._of_adam else 4 * numel * len(self.names)
+        states = Moments.nbytes(self.state_dtype, numel) if self._is_adam else 4 * numel * len(self.state_names)
         return align_up(self._remainder_bytes(numel) + states, PAGE_BYTES)
 
-    def over(self, data: Tensor, begin: int, end: int, step: int = 0) -> Record:
+    def view(self, data: Tensor, begin: int, end: int, step: int = 0) -> SubGroupState:
         """The record of coordinates [begin, end) in `data` (uint8); only updates need `step`."""
         numel = end - begin
-        return self.of([data[first : first + nbytes] for first, nbytes in self.runs(numel, 0, numel)], begin, step)
+        return self.from_parts(
+            [data[first : first + nbytes] for first, nbytes in self.byte_ranges(numel, 0, numel)], begin, step
+        )
 
-    def runs(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
+    def byte_ranges(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
         """(first byte, bytes) in a record of `numel` elements of each part's elements [begin, end), whole blocks."""
         found, first = [], 0
-        for nbytes, per in self._widths:
+        for nbytes, per in self._part_widths:
             found.append((first + begin // per * nbytes, (end - begin) // per * nbytes))
             first += numel // per * nbytes
         return found
 
-    def of(self, parts: Sequence[Tensor], begin: int, step: int = 0) -> Record:
+    def from_parts(self, parts: Sequence[Tensor], begin: int, step: int = 0) -> SubGroupState:
         """The record of coordinates from `begin` on whose parts are these (uint8), in order; see `over`."""
         remainder = None if self.remainder is None else parts[0].view(self.remainder)
         planes = parts[0 if remainder is None else 1 :]
-        if not self._of_adam:
-            return Record(remainder, States(tuple(plane.view(torch.float32) for plane in planes)))
+        if not self._is_adam:
+            return SubGroupState(remainder, States(tuple(plane.view(torch.float32) for plane in planes)))
         held = tuple(plane.view(self.state_dtype) for plane in planes[:2])
         moments = Moments(held[0], held[1], origin=begin, step=step)
         if len(planes) > len(held):
             scales = [plane.view(torch.float32) for plane in planes[2:]]
             moments = replace(moments, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
-        return Record(remainder, States(held if self.state_dtype == torch.float32 else (), moments))
+        return SubGroupState(remainder, States(held if self.state_dtype == torch.float32 else (), moments))
 
     @property
-    def _of_adam(self) -> bool:
-        return self.names == ADAM_STATES
+    def _is_adam(self) -> bool:
+        return self.state_names == ADAM_STATES
 
     @property
-    def _widths(self) -> list[tuple[int, int]]:
+    def _part_widths(self) -> list[tuple[int, int]]:
         """(bytes, elements that they are for) of each part."""
-        state_bytes = self.state_dtype.itemsize if self._of_adam else 4
+        state_bytes = self.state_dtype.itemsize if self._is_adam else 4
         widths = [] if self.remainder is None else [(self.remainder.itemsize, 1)]
-        widths += [(state_bytes, 1)] * len(self.names)
-        return widths + [(4, MOMENTS_BLOCK_NUMEL)] * (2 if self._of_adam and self.state_dtype == torch.uint8 else 0)
+        widths += [(state_bytes, 1)] * len(self.state_names)
+        return widths + [(4, MOMENTS_BLOCK_NUMEL)] * (2 if self._is_adam and self.state_dtype == torch.uint8 else 0)
 
     def _remainder_bytes(self, numel: int) -> int:
         return 0 if self.remainder is None else self.remainder.itemsize * numel

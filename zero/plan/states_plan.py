@@ -16,11 +16,11 @@ from zero.config import Config
 from zero.params.layout import AddressSpace, Layout, Slot, SubGroup, Unit
 from zero.plan.machine import Machine
 from zero.plan.plan import HOST, NVME, Limits, Plan, PlanRow, tier_of
-from zero.plan.plane_sizes import PlaneSizes
-from zero.plan.planner import RECORDS_IN_FLIGHT, STATE_DTYPES, SUB_GROUP_NUMEL_MAX
+from zero.plan.plane_sizes import ArraySizes
+from zero.plan.planner import STATE_DTYPES, SUB_GROUP_NUMEL_MAX, SUB_GROUPS_IN_FLIGHT
 
 
-def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]], *, whole: bool = False) -> Layout:
+def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]], *, whole_parameters: bool = False) -> Layout:
     """Each tensor is a unit without padding; units of one dtype are a space. Empty tensors are left out.
 
     Coordinates begin at whole blocks of moments, so that neighbours share no scale. If parameters are updated whole,
@@ -28,9 +28,9 @@ def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]], *, whole: 
 
     Args:
         tensors: (index of the parameter, name, tensor).
-        whole: the rule needs whole parameters.
+        whole_parameters: the rule needs whole parameters.
     """
-    align = BLOCK_NUMEL if whole else MOMENTS_BLOCK_NUMEL
+    align = BLOCK_NUMEL if whole_parameters else MOMENTS_BLOCK_NUMEL
     ends: dict[torch.dtype, int] = {}
     units: list[Unit] = []
     for index, name, tensor in tensors:
@@ -41,7 +41,7 @@ def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]], *, whole: 
         ends[tensor.dtype] = align_up(begin + numel, align)
         slot = Slot((name,), tensor.shape, numel, 0, index)
         unit = Unit(len(units), name, (slot,), numel, numel, tensor.dtype, True, True, begin)
-        units.append(replace(unit, remainder=remainder_dtype(tensor.dtype), needs_whole_parameters=whole))
+        units.append(replace(unit, remainder=remainder_dtype(tensor.dtype), needs_whole_parameters=whole_parameters))
     spaces = (AddressSpace(dtype, True, tuple(unit for unit in units if unit.dtype == dtype)) for dtype in ends)
     return Layout(tuple(spaces), tuple(units))
 
@@ -62,30 +62,31 @@ def plan_states(
         BudgetError: the host has no room.
     """
     offload = config.zero_optimization.offload_optimizer
-    sizes = PlaneSizes(layout, STATE_DTYPES[offload.state_dtype], states, wide=False)
+    sizes = ArraySizes(layout, STATE_DTYPES[offload.state_dtype], states, wide=False)
     groups = _sub_groups(layout, config.zero_optimization.sub_group_size)
-    records = [sizes.record_bytes(group) for group in groups]
+    records = [sizes.state_bytes(group) for group in groups]
     tier = tier_of(offload.device) if any(records) else HOST  # without states nothing is on a disk
     passing = [
-        (record if tier == NVME else 0) + (0 if shares_host_memory(device) else _both_bytes(layout, group))
+        (record if tier == NVME else 0)
+        + (0 if shares_host_memory(device) else _weight_and_gradient_bytes(layout, group))
         for group, record in zip(groups, records, strict=True)
     ]
     slot = align_up(max(passing, default=0), PAGE_BYTES)
-    in_flight = offload.buffer_count or RECORDS_IN_FLIGHT
+    in_flight = offload.buffer_count or SUB_GROUPS_IN_FLIGHT
     plan = Plan(
         Limits(live_numel_max=0, prefetch_numel=0, reuse_numel_max=0),
         sub_groups=groups,
-        record_tiers=(tier,) * len(groups),
+        state_tiers=(tier,) * len(groups),
         state_dtype=STATE_DTYPES[offload.state_dtype],
         states=states,
         states_only=True,
-        records_in_flight=in_flight,
-        arena_bytes=min(in_flight, len(groups)) * slot,
+        sub_groups_in_flight=in_flight,
+        host_pool_bytes=min(in_flight, len(groups)) * slot,
         baseline_bytes=machine.rss_bytes,
     )
     rows = (
         PlanRow(tier, "optimizer states", sum(records)),
-        PlanRow(HOST, "arena: records in flight", plan.arena_bytes),
+        PlanRow(HOST, "arena: records in flight", plan.host_pool_bytes),
     )
     plan.rows = tuple(row for row in rows if row.nbytes)
     need = plan.tier_bytes(HOST)
@@ -99,14 +100,14 @@ def plan_states(
     return plan
 
 
-def _sub_groups(layout: Layout, wish: int | None) -> tuple[SubGroup, ...]:
+def _sub_groups(layout: Layout, numel_max: int | None) -> tuple[SubGroup, ...]:
     largest = max((space.numel for space in layout.spaces), default=0)
-    full = min(SUB_GROUP_NUMEL_MAX, align_up(-(-largest // RECORDS_IN_FLIGHT), BLOCK_NUMEL))
-    found = layout.sub_groups(full if wish is None else min(full, wish))
+    full = min(SUB_GROUP_NUMEL_MAX, align_up(-(-largest // SUB_GROUPS_IN_FLIGHT), BLOCK_NUMEL))
+    found = layout.sub_groups(full if numel_max is None else min(full, numel_max))
     # The last sub-group of a space is extended to whole blocks too, because each block has its scales.
     return tuple(replace(group, end=align_up(group.end, BLOCK_NUMEL)) for group in found)
 
 
-def _both_bytes(layout: Layout, group: SubGroup) -> int:
+def _weight_and_gradient_bytes(layout: Layout, group: SubGroup) -> int:
     """Bytes of the weights and gradients in a sub-group."""
     return 2 * (group.end - group.begin) * layout.spaces[group.space].dtype.itemsize

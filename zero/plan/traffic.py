@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zero.params.layout import Layout, Unit
 from zero.plan.plan import DEVICE, NVME, Plan
-from zero.plan.plane_sizes import PlaneSizes
+from zero.plan.plane_sizes import ArraySizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ def step_traffic(plan: Plan, layout: Layout, *, on_gpu: bool) -> StepTraffic:
         layout: the layout that the plan was made for.
         on_gpu: the device has memory of its own.
     """
-    sizes = PlaneSizes(layout, plan.state_dtype, plan.states, wide=plan.gradient_wide)
+    sizes = ArraySizes(layout, plan.state_dtype, plan.states, wide=plan.gradient_wide)
     trained = [unit for unit in layout.units if unit.trainable]
     movable = [unit for unit in layout.units if not unit.persistent]
     on_disk = {unit.index for unit in layout.units if plan.weight_tiers[unit.index] == NVME}
-    until_backward = _kept_at_the_end(plan, movable)
-    until_forward = _kept_at_the_end(plan, movable[::-1])  # of the next pass, where the step comes later
-    groups = list(zip(plan.sub_groups, plan.record_tiers, strict=True))
-    records = sum(sizes.record_bytes(group) for group, tier in groups if tier == NVME)
+    until_backward = _units_left_cached(plan, movable)
+    until_forward = _units_left_cached(plan, movable[::-1])  # of the next pass, where the step comes later
+    groups = list(zip(plan.sub_groups, plan.state_tiers, strict=True))
+    records = sum(sizes.state_bytes(group) for group, tier in groups if tier == NVME)
     trained_weights = sum(_shard_bytes(unit) for unit in trained if unit.index in on_disk)
     fetched = gathered = 0
     for unit in movable:
@@ -77,14 +77,14 @@ def step_traffic(plan: Plan, layout: Layout, *, on_gpu: bool) -> StepTraffic:
     )
 
 
-def _kept_at_the_end(plan: Plan, order: list[Unit]) -> set[int]:
+def _units_left_cached(plan: Plan, units: list[Unit]) -> set[int]:
     """Units that stay when they have been used in this order, and the reverse order follows.
 
     As `is_reused_soon` decides (zero/schedule/policy.py): their next use is near, and the units in between fit too.
     """
     kept: set[int] = set()
     after_numel = 0
-    for unit in reversed(order):
+    for unit in reversed(units):
         if 2 * after_numel > plan.limits.reuse_numel_max or after_numel + unit.numel > plan.limits.live_numel_max:
             break
         kept.add(unit.index)

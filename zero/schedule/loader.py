@@ -124,7 +124,9 @@ class Loader:
         self._coming: list[IoFuture[Any]] = []  # Transfers of persistent units, begun ahead.
         self._copied = [one for one in bound if one.unit.persistent and one.binds_copy]
         self._stepped_on: Any = None  # The stream of the last step.
-        self._partial = set(storage.plan.whole)  # Their home has room for all slices, but only this rank's is current.
+        self._partial = set(
+            storage.plan.unsharded_units
+        )  # Their home has room for all slices, but only this rank's is current.
 
     def begin(self, unit: Unit) -> Arrival | None:
         """Start to fetch the unit; None if no block is free."""
@@ -149,7 +151,9 @@ class Loader:
     def step_taken(self) -> None:
         """Trained units are about to change on every rank."""
         self._stepped_on = self._storage.streams.wait_stream(None)
-        self._partial.update(index for index in self._storage.plan.whole if self._layout.units[index].trainable)
+        self._partial.update(
+            index for index in self._storage.plan.unsharded_units if self._layout.units[index].trainable
+        )
         self._near.invalidate(unit.index for unit in self._layout.units if unit.trainable)
         self._exchange.on_step_decided(lambda index: not self._updates.is_stored(index))
 
@@ -160,7 +164,7 @@ class Loader:
         """
         indices = range(len(self._layout.units)) if indices is None else indices
         self._near.invalidate(indices)
-        self._partial |= self._storage.plan.whole.intersection(indices)
+        self._partial |= self._storage.plan.unsharded_units.intersection(indices)
         self._exchange.on_weights_rewritten(unstored)
 
     def begin_persistent(self) -> None:

@@ -28,7 +28,7 @@ from offload.memory.pinned import trim_heap
 from offload.planes.copies import CHUNK_BYTES, copy_single_threaded, zero_single_threaded
 from offload.planes.planes import await_all
 from zero.params.layout import AddressSpace, Layout, Slot, SubGroup, Unit
-from zero.plan.record import Record
+from zero.plan.record import SubGroupState
 from zero.ranks import world
 from zero.store.staging import Staged, StagedGroup, Staging
 from zero.store.storage import Storage
@@ -233,8 +233,8 @@ class Adoption:
             remainder = None if record.remainder is None else record.remainder[shift + at : shift + at + numel]
             finite = _store_weight(target, remainder, piece)
             self._note(slot, finite or piece.states is not None)
-            if piece.states is not None and record.states.planes:
-                for plane, given in zip(record.states.planes, piece.states, strict=True):
+            if piece.states is not None and record.states.tensors:
+                for plane, given in zip(record.states.tensors, piece.states, strict=True):
                     copy_single_threaded(plane[shift + at : shift + at + numel], given)
             elif piece.states is not None:
                 if states is None:  # states of the whole run are stored together, so load those of others unchanged
@@ -319,7 +319,7 @@ class Adoption:
                     self._done(unit, slot)
 
 
-def _front_for(piece: Piece, staged: StagedGroup, record: Record, front_bytes: int) -> int:
+def _front_for(piece: Piece, staged: StagedGroup, record: SubGroupState, front_bytes: int) -> int:
     """Extend the record's front in memory for the nonzero parts of a piece; returns its new length."""
     needed_bytes = 0
     if piece.states is not None:

@@ -11,7 +11,7 @@ from offload.memory.arena import Block
 from offload.planes.planes import await_all
 from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up
 from zero.params.layout import Layout, SubGroup
-from zero.plan.record import Record
+from zero.plan.record import SubGroupState
 from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 
@@ -35,8 +35,8 @@ class RecordPart:
         first = (begin - group.begin) // BLOCK_NUMEL * BLOCK_NUMEL
         last = min(align_up(end - group.begin, BLOCK_NUMEL), group.end - group.begin)
         self.begin, self.end = group.begin + first, group.begin + last
-        self._format = storage.plan.record_format(layout.spaces[group.space])
-        self._runs = self._format.runs(group.end - group.begin, first, last)
+        self._format = storage.plan.state_format(layout.spaces[group.space])
+        self._runs = self._format.byte_ranges(group.end - group.begin, first, last)
         self._pages = _pages_of(self._runs)
         self.nbytes = sum(hi - lo for lo, hi in self._pages)
         self._block: Block | None = None
@@ -55,7 +55,7 @@ class RecordPart:
         plane, group = self._plane, self._group
         await await_all([plane.write_part(group.begin, group.end, at, data) for at, data in self._staged()])
 
-    def record(self) -> Record:
+    def record(self) -> SubGroupState:
         """The record of the blocks, in the memory of this object."""
         staged = list(self._staged())
 
@@ -63,7 +63,7 @@ class RecordPart:
             at, data = next((at, data) for at, data in staged if at <= first < at + data.numel())
             return data[first - at : first - at + nbytes]
 
-        return self._format.of([part(*run) for run in self._runs], self.begin)
+        return self._format.from_parts([part(*run) for run in self._runs], self.begin)
 
     def release(self) -> None:
         """Give the memory back. Idempotent."""

@@ -13,7 +13,7 @@ from offload.planes.planes import TieredArray, await_all
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Streams
 from zero.params.layout import Layout, SubGroup, Unit
-from zero.plan.record import Record
+from zero.plan.record import SubGroupState
 from zero.store.storage import Storage
 
 
@@ -238,10 +238,10 @@ class StagedGroup:
         """Write the record back. Raises StorageError."""
         await self.state.write()
 
-    def record(self, step: int = 0) -> Record:
+    def record(self, step: int = 0) -> SubGroupState:
         """The record; `step` matters only if the caller updates it."""
-        layout = self._storage.plan.record_format(self.space)
-        return layout.over(self.state.bytes, self.group.begin, self.group.end, step)
+        layout = self._storage.plan.state_format(self.space)
+        return layout.view(self.state.bytes, self.group.begin, self.group.end, step)
 
     async def compute(self, work: Callable[[], None]) -> None:
         """Run `work` where the sub-group is addressable; on a device this only queues it."""

@@ -78,7 +78,7 @@ class Storage:
         self._open_snapshot, self._slices = open_snapshot, slices
         self._flats: dict[int, torch.Tensor] = {}
         self._pinned = is_accelerator(device) and wants_pinning(config)
-        tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
+        tiers = zip(plan.sub_groups, plan.state_tiers, strict=True)
         self._on_device = frozenset(group for group, tier in tiers if tier == DEVICE)
         self._regions: list[LinearPool] = []
         self._planes: list[TieredArray] = []
@@ -96,7 +96,7 @@ class Storage:
             raise
         try:
             self.arena = BlockPool(
-                *("host", plan.arena_bytes, "memory_budget.host", torch.device("cpu")),
+                *("host", plan.host_pool_bytes, "memory_budget.host", torch.device("cpu")),
                 pinned=self._pinned,
                 register=aio.register_memory if aio else None,
             )
@@ -109,8 +109,12 @@ class Storage:
             self.weights = [self._weight_plane(space) for space in layout.spaces]
             self.records = [self._record_plane(i, s) if s.trainable else None for i, s in enumerate(layout.spaces)]
             self.gradients = [self._gradient_plane(space) for space in layout.spaces]
-            near = self._region(DEVICE, sum(plan.near_parts.values())) if plan.near_parts else None
-            self.near = {index: near.allocate(nbytes) for index, nbytes in plan.near_parts.items()} if near else {}
+            near = (
+                self._region(DEVICE, sum(plan.secondary_shard_bytes.values())) if plan.secondary_shard_bytes else None
+            )
+            self.near = (
+                {index: near.allocate(nbytes) for index, nbytes in plan.secondary_shard_bytes.items()} if near else {}
+            )
             self.activations = open_activations(
                 plan, device, (self.disk, self.mover, self.streams), pinned=self._pinned
             )
@@ -331,7 +335,7 @@ class Storage:
         pieces = [(begin, end, NVME) for begin, end, _ in runs]
         if self.plan.snapshots and space.trainable:
             runs, pieces = (list(self._cut_at_sub_groups(space, uncut)) for uncut in (runs, pieces))
-        whole = [unit for unit in space.units if unit.index in self.plan.whole]
+        whole = [unit for unit in space.units if unit.index in self.plan.unsharded_units]
         homes = {unit.begin: unit.shard_of(self._whole_home(unit, whole)) for unit in whole}
         return self._plane(f"weights ({space.dtype})", width, runs, homes, pieces, shared=self._slices)
 
@@ -365,11 +369,11 @@ class Storage:
     def _record_plane(self, index: int, space: AddressSpace) -> TieredArray:
         runs = [
             (group.begin, group.end, tier)
-            for group, tier in zip(self.plan.sub_groups, self.plan.record_tiers, strict=True)
+            for group, tier in zip(self.plan.sub_groups, self.plan.state_tiers, strict=True)
             if group.space == index
         ]
         return self._plane(
-            *(f"optimizer states ({space.dtype})", self.plan.record_format(space).nbytes, runs),
+            *(f"optimizer states ({space.dtype})", self.plan.state_format(space).nbytes, runs),
             pieces=runs,
             travels=space.needs_whole_parameters,  # the host itself updates all other records that it keeps
         )

@@ -71,7 +71,7 @@ class WholeGradients:
     def arriving(self, nbytes: int) -> torch.Tensor:
         """Device memory, uint8, for parts of gradients that other ranks send; the same memory in all calls."""
         if self._arriving is None or self._arriving.numel() < nbytes:  # more than planned, if a sum is wider
-            total = max(nbytes, self._plan.exchange_bytes)
+            total = max(nbytes, self._plan.collective_bytes)
             self._arriving = self._taken(total)
         return self._arriving[:nbytes]
 

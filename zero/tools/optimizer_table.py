@@ -16,7 +16,7 @@ from zero.optim.kernel_rules import KernelRule
 from zero.optim.make_rule import make_trained_parameters
 from zero.optim.rules import AdamRule, Rule
 from zero.plan.planner import STATE_DTYPES
-from zero.plan.record import RecordFormat
+from zero.plan.record import StateFormat
 
 HEAD = """# Optimizers in one table
 
@@ -73,10 +73,10 @@ def _rows(kind: str) -> Iterator[str]:
             of_two = [f"{rule.name}'s part"] if len(trained.rules.each) > 1 else []
             name = ", ".join([f"`{kind}`", *filter(None, (words, *of_two))])
             remainder = None if config.bf16_masters else remainder_dtype(torch.bfloat16)
-            yield _row(name, rule, RecordFormat(remainder, STATE_DTYPES[state_dtype], rule.states))
+            yield _row(name, rule, StateFormat(remainder, STATE_DTYPES[state_dtype], rule.states))
 
 
-def _row(name: str, rule: Rule, record: RecordFormat) -> str:
+def _row(name: str, rule: Rule, record: StateFormat) -> str:
     weight = torch.bfloat16.itemsize
     stored = weight + record.nbytes(NUMEL) / NUMEL
     named = [", ".join(f"`{state}`" for state in states) for states in (rule.states, rule.small)]

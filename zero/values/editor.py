@@ -19,7 +19,7 @@ from zero.exchange.exchange import Collectives, gather_on_host
 from zero.params.binding import UnitBinding, recapture_all
 from zero.params.layout import Layout, Unit
 from zero.plan.machine import read_machine
-from zero.plan.record import Record
+from zero.plan.record import SubGroupState
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
 from zero.store.adoption import ReadSource
@@ -29,9 +29,9 @@ from zero.store.stored_values import Places, StoredValues
 from zero.values.gathered_values import GatheredValues
 
 # (record of a sub-group, first of the visited elements in it, which of them these are) -> was the record changed?
-Visit = Callable[[Record, int, slice], bool]
+Visit = Callable[[SubGroupState, int, slice], bool]
 
-Put = Callable[[Record, int, torch.Tensor], None]  # (record, first element in it, values) for the record.
+Put = Callable[[SubGroupState, int, torch.Tensor], None]  # (record, first element in it, values) for the record.
 EDIT = "an edit of values"
 """The name that `check_open` gets before an edit."""
 
@@ -273,7 +273,7 @@ class UnitEditor:
         first, last = _ends_of(edited)
         edited, own = edited[first:last], after.view(unit.dtype)[first:last]
 
-        def visit(record: Record, lo: int, part: slice) -> bool:
+        def visit(record: SubGroupState, lo: int, part: slice) -> bool:
             mask, weights = edited[part], own[part]
             if record.remainder is None or not bool(mask.any()):
                 return False
@@ -300,7 +300,7 @@ class UnitEditor:
             put: changes a record.
         """
 
-        def visit(record: Record, lo: int, part: slice) -> bool:
+        def visit(record: SubGroupState, lo: int, part: slice) -> bool:
             put(record, lo, values[part])
             return True
 

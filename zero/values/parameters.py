@@ -20,7 +20,7 @@ from zero.optim.small_states import SmallStates, gather_small_states
 from zero.params.gathering import GatheredParameters
 from zero.params.layout import Slot, Unit
 from zero.params.released import name_of
-from zero.plan.record import Record
+from zero.plan.record import SubGroupState
 from zero.values.collected_gradients import GradientValues
 from zero.values.editor import Put
 from zero.values.gathered_values import join_runs, runs_of
@@ -182,8 +182,8 @@ class ParameterValues:
             return
         number = self._number(key)
 
-        def put(record: Record, lo: int, values: torch.Tensor) -> None:
-            record.states.put(number, lo, values)
+        def put(record: SubGroupState, lo: int, values: torch.Tensor) -> None:
+            record.states.write(number, lo, values)
 
         self._rewrite(value.detach().float().cpu().reshape(-1), put)
 
@@ -249,6 +249,6 @@ def _joined(parts: Sequence[torch.Tensor | None], numels: Sequence[int]) -> torc
     return torch.cat([zero if part is None else part for zero, part in zip(zeros, (None, *parts), strict=True)])
 
 
-def _put_remainder(record: Record, lo: int, values: torch.Tensor) -> None:
+def _put_remainder(record: SubGroupState, lo: int, values: torch.Tensor) -> None:
     if record.remainder is not None:
         record.remainder[lo : lo + values.numel()].copy_(values)
