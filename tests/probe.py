@@ -247,7 +247,7 @@ def deaf_while_waiting() -> Iterator[None]:
     urge = SharedMemoryCollectives._request_update
 
     def deaf(exchange: Any, *wanted: Any) -> None:
-        with mock.patch.object(Comm, "check", lambda comm: None):
+        with mock.patch.object(Comm, "raise_if_failed", lambda comm: None):
             urge(exchange, *wanted)
 
     with mock.patch.object(SharedMemoryCollectives, "_request_update", deaf):

@@ -31,10 +31,10 @@ from zero.compat.accelerator_names import get_accelerator
 from zero.flops_profiler import _now
 from zero.launch.job import _pool
 from zero.plan.machine import read_machine
-from zero.ranks.failure import Fate
-from zero.ranks.sequence import Log
+from zero.ranks.failure import FailureState
+from zero.ranks.sequence import OperationLog
 from zero.ranks.status import StatusBoard
-from zero.ranks.watch import Watch
+from zero.ranks.watch import Watchdog
 
 THIRD = torch.device("cuda", 3)
 
@@ -283,19 +283,19 @@ class Broken:
 def test_a_watch_lives_on_its_device_and_ends_the_fate_of_a_rank_whose_device_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    chosen, fate, told = on_the_third(monkeypatch), Fate(), Future[BaseException]()
+    chosen, fate, told = on_the_third(monkeypatch), FailureState(), Future[BaseException]()
 
     class Listener:
         def end(self, error: BaseException) -> None:
             told.set_result(error)
 
     listener = Listener()
-    fate.tell(listener.end)
-    watch = Watch(StatusBoard(HashStore(), 0, 2), Log(), fate, 0, 2, 0.3, lambda: None)
+    fate.add_listener(listener.end)
+    watch = Watchdog(StatusBoard(HashStore(), 0, 2), OperationLog(), fate, 0, 2, 0.3, lambda: None)
     try:
         with watch.waiting(0, "gather of unit 4") as wait:
-            wait.fence = Broken()
+            wait.event = Broken()
         assert "rank 0: gather of unit 4: its device failed: RuntimeError: an illegal" in str(told.result(30))
-        assert chosen == ["zero-watch"] and not watch.under_way
+        assert chosen == ["zero-watch"] and not watch.is_waiting
     finally:
         watch.stop()

@@ -59,16 +59,16 @@ def every_kind(numels: list[int]) -> list[str]:
                 parts = [values(numel, dtype, seed) for seed in range(comm.world_size)]
                 flat = torch.zeros(comm.world_size * numel, dtype=dtype)
                 flat[comm.rank * numel : (comm.rank + 1) * numel] = parts[comm.rank]
-                mover.run("gather", comm.all_gather(comm.ticket("gather", 0, "a"), flat, group))
+                mover.run("gather", comm.all_gather(comm.enqueue("gather", 0, "a"), flat, group))
                 if not torch.equal(flat, torch.cat(parts)):
                     wrong.append(f"gather {dtype} {numel}")
                 wholes = [values(comm.world_size * numel, dtype, 10 + seed) for seed in range(comm.world_size)]
-                reduce = comm.reduce_scatter(comm.ticket("reduce", 0, "a"), wholes[comm.rank], group)
+                reduce = comm.reduce_scatter(comm.enqueue("reduce", 0, "a"), wholes[comm.rank], group)
                 expected = [whole[comm.rank * numel : (comm.rank + 1) * numel] for whole in wholes]
                 if not all(map(torch.equal, mover.run("reduce", reduce), expected)):
                     wrong.append(f"reduce {dtype} {numel}")
         calls = len(DTYPES) * len(numels)
-        counted = {kind: (payload.calls, payload.numel) for kind, payload in comm.payload.items()}
+        counted = {kind: (payload.calls, payload.numel) for kind, payload in comm.traffic.items()}
         total = len(DTYPES) * sum(numels)
         whole = (calls, total * comm.world_size)
         if counted != {"gather": whole, "reduce": whole}:
@@ -87,7 +87,7 @@ def kept_after_gathering(numel: int, times: int) -> int:
         group, flat = comm.group(range(comm.world_size)), torch.ones(comm.world_size * numel, dtype=torch.uint8)
 
         def gathered(flat: torch.Tensor) -> int:
-            mover.run("gather", comm.all_gather(comm.ticket("gather", 0, "a"), flat, group))
+            mover.run("gather", comm.all_gather(comm.enqueue("gather", 0, "a"), flat, group))
             trim_heap()
             return int(psutil.Process().memory_info().rss)
 
@@ -110,7 +110,7 @@ def shuffled(seeds: list[int]) -> list[str]:
             jobs = []
             for index in range(20):
                 numel, gathers = plan.choice([1, 64, 1000]), plan.random() < 0.5
-                ticket = comm.ticket("gather" if gathers else "reduce", index, f"layer{index}")
+                ticket = comm.enqueue("gather" if gathers else "reduce", index, f"layer{index}")
                 if gathers:
                     flat = torch.full((size, numel), -1.0)
                     flat[comm.rank] = index * 10 + comm.rank
@@ -127,7 +127,7 @@ def shuffled(seeds: list[int]) -> list[str]:
                 for rank, part in enumerate(arrived):
                     if not torch.all(part == index * 10 + rank):
                         wrong.append(f"{name} from {rank}: {part}")
-            comm.agree("round")
+            comm.all_gather_bytes("round")
     return wrong
 
 
@@ -145,7 +145,7 @@ def in_pairs() -> list[Any]:
         for group in (across, beside, alone):
             flat = torch.full((group.size,), -1.0)
             flat[group.index] = comm.rank
-            mover.run("gather", comm.all_gather(comm.ticket("gather", 0, "x"), flat, group))
+            mover.run("gather", comm.all_gather(comm.enqueue("gather", 0, "x"), flat, group))
             told.append(flat.tolist())
         assert comm.group([comm.rank % 2, comm.rank % 2 + 2]) is across
         return told
@@ -161,7 +161,7 @@ def test_groups_divide_the_ranks(rank_pool: Pool) -> None:
 
 def agreeing(lengths: list[int]) -> list[list[bytes]]:
     with opened() as (comm, _):
-        return [comm.agree(f"round {n}", bytes([comm.rank + 1]) * (n * (comm.rank + 1))) for n in lengths]
+        return [comm.all_gather_bytes(f"round {n}", bytes([comm.rank + 1]) * (n * (comm.rank + 1))) for n in lengths]
 
 
 def test_every_rank_gets_every_payload(rank_pool: Pool) -> None:
@@ -185,7 +185,7 @@ def travelling(lengths: list[int]) -> tuple[bool, int, int]:
 
     with opened() as (comm, _), counted("all_gather"), counted("broadcast"):
         payloads = [bytes([rank + 1]) * length for rank, length in enumerate(lengths)]
-        arrive = comm.agree("payloads", payloads[comm.rank]) == payloads
+        arrive = comm.all_gather_bytes("payloads", payloads[comm.rank]) == payloads
         return arrive, sum(messages), len(messages)
 
 
@@ -237,10 +237,10 @@ def test_one_rank_needs_no_torch_distributed() -> None:
     with opened() as (comm, mover):
         assert (comm.rank, comm.world_size) == (0, 1)
         group, flat = comm.group([0]), torch.arange(4.0)
-        late = comm.ticket("gather", 0, "a")
-        assert mover.run("reduce", comm.reduce_scatter(comm.ticket("reduce", 0, "a"), flat, group))[0] is flat
+        late = comm.enqueue("gather", 0, "a")
+        assert mover.run("reduce", comm.reduce_scatter(comm.enqueue("reduce", 0, "a"), flat, group))[0] is flat
         assert mover.run("gather", comm.all_gather(late, flat, group)) is None
-        assert comm.agree("anything", b"mine") == [b"mine"]
+        assert comm.all_gather_bytes("anything", b"mine") == [b"mine"]
         comm.broadcast([flat], 0)
         assert flat.tolist() == [0, 1, 2, 3]
     assert not dist.is_initialized()
@@ -250,7 +250,7 @@ def test_a_closed_one_says_so() -> None:
     with opened() as (comm, _):
         comm.close()
         with pytest.raises(StateError, match="closed"):
-            comm.ticket("gather", 0, "a")
+            comm.enqueue("gather", 0, "a")
 
 
 def test_slices_have_to_be_equal(rank_pool: Pool) -> None:
@@ -261,5 +261,5 @@ def unequal_slices() -> str:
     with opened() as (comm, mover):
         group = comm.group([0, 1])
         with pytest.raises(ConfigError, match="2 equal slices") as refusal:
-            mover.run("gather", comm.all_gather(comm.ticket("gather", 3, "block"), torch.zeros(5), group))
+            mover.run("gather", comm.all_gather(comm.enqueue("gather", 3, "block"), torch.zeros(5), group))
         return str(refusal.value).split(":")[0]

@@ -20,7 +20,7 @@ from ranks import RankError, RankPool, join_group
 from offload.mover import IoLoop
 from offload.streams import Streams
 from zero.ranks.comm import Comm
-from zero.ranks.process_groups import Lines
+from zero.ranks.process_groups import ProcessGroups
 
 Pool = Callable[[int], RankPool]
 DEADLINE_SECONDS = 5.0
@@ -38,7 +38,7 @@ def opened(deadline_seconds: float = DEADLINE_SECONDS) -> Any:
 
     def gather(unit: int, numel: int = 64, job: Any = None) -> Any:
         flat = torch.zeros(numel * comm.world_size)
-        ticket = comm.ticket("gather", unit, f"blocks.{unit}")
+        ticket = comm.enqueue("gather", unit, f"blocks.{unit}")
         return mover.submit("gather", comm.all_gather(ticket, flat, group))
 
     try:
@@ -68,9 +68,9 @@ def skipping(culprit: int, units: list[int], skipped: int, then: str) -> list[tu
                 if not (comm.rank == culprit and unit == skipped):
                     gather(unit).result()
             if then == "agree":
-                comm.agree("norm")
+                comm.all_gather_bytes("norm")
 
-        told = [caught(work), caught(lambda: comm.agree("again")), caught(lambda: gather(0).result())]
+        told = [caught(work), caught(lambda: comm.all_gather_bytes("again")), caught(lambda: gather(0).result())]
         return told
 
 
@@ -110,7 +110,7 @@ def counting(more: int) -> tuple[str, str]:
         def work() -> None:
             for unit in range(3 + more * comm.rank):
                 gather(unit).result()
-            comm.agree("step")
+            comm.all_gather_bytes("step")
 
         return caught(work)
 
@@ -125,10 +125,10 @@ def unnoticed_by_messages() -> tuple[str, str]:
     """Ranks that wait for nobody compare digests all the same."""
     with opened() as (comm, _, _gather):
         for unit in range(100):
-            comm.ticket("gather", unit + (comm.rank == 1 and unit == 30), "x")
+            comm.enqueue("gather", unit + (comm.rank == 1 and unit == 30), "x")
         end = time.monotonic() + 40
         while time.monotonic() < end:
-            told = caught(lambda: comm.ticket("gather", 0, "y"))
+            told = caught(lambda: comm.enqueue("gather", 0, "y"))
             if told[0]:
                 return told
             time.sleep(0.1)
@@ -151,13 +151,13 @@ def leaving(how: str, where: str) -> tuple[str, str]:
             comm.close()
             return "", ""
         if comm.rank == 1 and how == "cannot read":
-            comm.cancel(comm.ticket("gather", 1, "blocks.1"), OSError(5, "disk is gone"))
-            return caught(lambda: comm.agree("step"))
+            comm.cancel(comm.enqueue("gather", 1, "blocks.1"), OSError(5, "disk is gone"))
+            return caught(lambda: comm.all_gather_bytes("step"))
         if comm.rank == 1 and how == "dies":
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
         if where == "agree":
-            return caught(lambda: comm.agree("step"))
+            return caught(lambda: comm.all_gather_bytes("step"))
         return caught(lambda: gather(1).result())
 
 
@@ -187,15 +187,15 @@ def test_a_rank_that_is_killed_is_named(rank_pool: Pool, where: str) -> None:
 
 
 def dying_while_opening(groups_before: int) -> tuple[str, str]:
-    opens = Lines.open
+    opens = ProcessGroups.new_group
 
-    def opened_or_dead(lines: Lines, *args: Any) -> Any:
+    def opened_or_dead(lines: ProcessGroups, *args: Any) -> Any:
         if dist.get_rank() == 1 and len(lines._handles) == groups_before:
             os.kill(os.getpid(), signal.SIGKILL)
         return opens(lines, *args)
 
     join_group()
-    Lines.open = opened_or_dead  # type: ignore[method-assign]
+    ProcessGroups.new_group = opened_or_dead  # type: ignore[method-assign]
     if dist.get_rank() == 1 and groups_before < 0:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -206,7 +206,7 @@ def dying_while_opening(groups_before: int) -> tuple[str, str]:
     try:
         return caught(work)
     finally:
-        Lines.open = opens  # type: ignore[method-assign]
+        ProcessGroups.new_group = opens  # type: ignore[method-assign]
 
 
 @pytest.mark.broad
@@ -224,7 +224,7 @@ def test_a_rank_that_dies_while_the_engine_is_made_is_named(rank_pool: Pool, gro
 def failing_job() -> tuple[str, str]:
     with opened() as (comm, mover, _):
         group = comm.group(range(comm.world_size))
-        ticket = comm.ticket("gather", 7, "blocks.7")
+        ticket = comm.enqueue("gather", 7, "blocks.7")
 
         async def job() -> None:
             if comm.rank == 1:
@@ -255,7 +255,7 @@ def waiting_by_other_means() -> tuple[str, str]:
         end = time.monotonic() + HANG_SECONDS
         with comm.waiting("the slice of blocks.3"):
             while time.monotonic() < end:
-                told = caught(comm.check)
+                told = caught(comm.raise_if_failed)
                 if told[0]:
                     return told
                 time.sleep(0.01)
@@ -285,7 +285,7 @@ def slow(seconds: float) -> list[str]:
             gather(unit).result()
         if comm.rank == 0:
             time.sleep(seconds)
-        comm.agree("step")
+        comm.all_gather_bytes("step")
     return told
 
 

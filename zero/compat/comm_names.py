@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from offload.accelerator import compute_device
 from zero.compat import comm_log
-from zero.ranks.environment import find_place, variables
+from zero.ranks.environment import find_place, torchrun_variables
 from zero.ranks.joining import PORT, TIMEOUT_MINUTES
 from zero.ranks.joining import init_distributed as init_distributed
 
@@ -124,7 +124,7 @@ def mpi_discovery(distributed_port: int = PORT, verbose: bool = True) -> None:
     """Set torchrun's variables from MPI's. Raises ConfigError: these are incomplete."""
     place = find_place(os.environ, distributed_port)
     if not place.alone:
-        os.environ.update(variables(place))
+        os.environ.update(torchrun_variables(place))
 
 
 def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:

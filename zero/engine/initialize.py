@@ -93,12 +93,12 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         raise ConfigError("initialize: mesh_param is not available; leave it out")
     if pipeline is not None and mpu is not None:
         raise ConfigError("initialize: mpu: expected None with a PipelineModule, which has its own; leave it out")
-    world.check_mpu(mpu, "initialize", *world.SHARES_A_SAMPLE)
+    world.check_mpu(mpu, "initialize", *world.SAME_SAMPLE_SIZES)
     check_scheduler(lr_scheduler)
     show_log()
     if dist_init_required is not False:
         join_or_stay_alone(distributed_port)
-    world.check_samples_of(mpu)
+    world.check_data_parallel(mpu)
     replicas = None if pipeline is None else pipeline.data_place[1]
     loaded = _read_config(args, config if config is not None else config_params, replicas)
     loaded = _without_autos(loaded, read_facts(model, optimizer, training_data))

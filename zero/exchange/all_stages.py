@@ -53,21 +53,21 @@ class PipelineCollectives(Collectives):
     def stage_comm(self, streams: Streams, *, fixed_order: bool) -> Comm:
         """The collectives of this rank's stage. Collective over all ranks."""
         rank = world.rank()
-        handles = [backend.default_group(ranks) for ranks in self._stage_ranks]
+        handles = [backend.new_default_group(ranks) for ranks in self._stage_ranks]
         own = next(index for index, ranks in enumerate(self._stage_ranks) if rank in ranks)
         self._stage_groups.append(handles[own])
         comm = Comm(self.device, streams, process_group=handles[own], fixed_order=fixed_order, teams=self._stage_ranks)
-        comm.ends_with(self._comm)
+        comm.fail_with(self._comm)
         return comm
 
     def all_gather_bytes(self, what: str, payload: bytes) -> list[bytes]:
-        return self._comm.agree(what, payload)
+        return self._comm.all_gather_bytes(what, payload)
 
     def ended_ranks(self, ranks: Sequence[int]) -> dict[int, str]:
-        return self._comm.gone(ranks)
+        return self._comm.ended_ranks(ranks)
 
     def gather_over_stages(self, what: str, payload: bytes) -> list[bytes]:
-        answers = self._comm.agree(what, payload)
+        answers = self._comm.all_gather_bytes(what, payload)
         return [answers[rank] for rank in self.column.ranks]
 
     def is_saved_here(self, name: str) -> bool:
@@ -78,7 +78,7 @@ class PipelineCollectives(Collectives):
 
     def group(self, stages: Sequence[int]) -> Group:
         """This column's ranks of some stages; a rank of another stage is alone. Collective, with the same stages."""
-        return self._comm.group_among([[column[stage] for stage in stages] for column in self._columns])
+        return self._comm.group_from_list([[column[stage] for stage in stages] for column in self._columns])
 
     def all_gather(self, group: Group, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Every rank's `flat` (1-D, host, of one size on all), in the order of the group."""
@@ -88,10 +88,10 @@ class PipelineCollectives(Collectives):
         own = whole[group.index * flat.numel() : (group.index + 1) * flat.numel()]
         own.copy_(flat)
         try:
-            backend.finish(backend.all_gather(whole, own, group.handle), self._comm.check)
+            backend.wait_for_work(backend.all_gather(whole, own, group.handle), self._comm.raise_if_failed)
         except RuntimeError as error:
             raise RankLostError(f"a message between pipeline stages failed: {error}") from error
-        return backend.slices(whole.cpu(), flat.numel())
+        return backend.split_flat(whole.cpu(), flat.numel())
 
     def begin_step(self) -> None:
         """Forget the gradients that another stage has too."""
@@ -103,15 +103,15 @@ class PipelineCollectives(Collectives):
 
     def raise_if_failed(self) -> None:
         """Raise the error that has ended the pipeline, if any."""
-        self._comm.check()
+        self._comm.raise_if_failed()
 
     @contextmanager
     def failing_together(self, what: str) -> Iterator[None]:
         """The stages run together inside; see `Comm.all_of`."""
-        with self._comm.all_of(what):
+        with self._comm.failing_together(what):
             yield
 
     def close(self, error: BaseException | None = None) -> None:
         self._comm.close(error)
         while self._stage_groups:
-            backend.end_group(self._stage_groups.pop())
+            backend.destroy_group(self._stage_groups.pop())

@@ -22,7 +22,7 @@ from offload.streams import MaybeEvent
 from offload.timeline import Timeline
 from zero.params.layout import Layout, Unit
 from zero.params.placement import ONE_RANK, Placement
-from zero.ranks.comm import Comm, Payload
+from zero.ranks.comm import Comm, TrafficCounts
 from zero.store.storage import Storage
 from zero.store.whole_gradients import SharedPlaces
 
@@ -141,7 +141,7 @@ class Collectives:
         """Those of these other ranks that have ended or closed their engine, and what is known of it. Any thread."""
         return {}
 
-    def traffic(self) -> Mapping[str, Payload]:
+    def traffic(self) -> Mapping[str, TrafficCounts]:
         """The amounts that collectives have handled so far, by purpose."""
         return {}
 
@@ -193,10 +193,10 @@ class MultiRankCollectives(Collectives):
         self._comm.timeline = timeline
 
     def all_gather_bytes(self, what: str, payload: bytes) -> list[bytes]:
-        return self._comm.agree(what, payload)
+        return self._comm.all_gather_bytes(what, payload)
 
     def ended_ranks(self, ranks: Sequence[int]) -> dict[int, str]:
-        return self._comm.gone(ranks)
+        return self._comm.ended_ranks(ranks)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
         self._comm.broadcast(tensors, source_rank)
@@ -231,7 +231,7 @@ class TorchCollectives(MultiRankCollectives):
         else:
             kinds = ["reduce"] * (self._shard.size > 1)
             kinds += ["reduce over replicas", "gather over replicas"] * (self._replicas.size > 1)
-        return tuple(self._comm.ticket(kind, unit.index, unit.name) for kind in kinds)
+        return tuple(self._comm.enqueue(kind, unit.index, unit.name) for kind in kinds)
 
     def cancel(self, work: PendingWork, error: BaseException) -> None:
         for ticket in work:
@@ -286,8 +286,8 @@ class TorchCollectives(MultiRankCollectives):
             return None
         return self._allocate_receive(flat.nbytes).view(flat.dtype)
 
-    def traffic(self) -> Mapping[str, Payload]:
-        return self._comm.payload
+    def traffic(self) -> Mapping[str, TrafficCounts]:
+        return self._comm.traffic
 
     def clone(self) -> TorchCollectives:
         return TorchCollectives(self._comm, self.placement, self._reduce_options, self._world)

@@ -26,7 +26,7 @@ from zero.exchange.exchange import PendingWork, ReduceOptions, TorchCollectives
 from zero.exchange.shared_memory import SharedMemoryCollectives, is_within
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
-from zero.ranks.comm import Comm, Payload
+from zero.ranks.comm import Comm, TrafficCounts
 from zero.store.storage import Storage
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class HostGatherCollectives(SharedMemoryCollectives):
     def can_reduce_from(self, flat: torch.Tensor) -> bool:
         return True
 
-    def traffic(self) -> Mapping[str, Payload]:
+    def traffic(self) -> Mapping[str, TrafficCounts]:
         return self._collectives.traffic()
 
     def clone(self) -> HostGatherCollectives:

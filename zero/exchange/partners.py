@@ -84,7 +84,10 @@ def _can_share_memory(comm: Comm, config: Config, device: torch.device, stages: 
     # One copy has one owner: the groups of `mics_shard_size` would each update it.
     together = config.zero_optimization.mics_shard_size in (-1, comm.world_size)
     possible = (
-        device.type == "cpu" and uses_weights_in_place() and same_node(partial(comm.agree, "one node")) and together
+        device.type == "cpu"
+        and uses_weights_in_place()
+        and same_node(partial(comm.all_gather_bytes, "one node"))
+        and together
     )
     if stages is not None:  # stages open their groups together, so all need the same ones
         possible = all(answer == b"\1" for answer in stages.all_gather_bytes("shared memory", bytes([possible])))
@@ -111,13 +114,13 @@ def uses_host_gathers(comm: Comm, config: Config, device: torch.device, placemen
         )
     if not fits:
         return False
-    one_node = same_node(partial(comm.agree, "one node"))
+    one_node = same_node(partial(comm.all_gather_bytes, "one node"))
     if wish is True and not one_node:
         raise ConfigError(
             "zero_optimization.shared_host_memory: needs ranks on one node; got ranks that do not share memory; set it "
             'to "auto" or false'
         )
-    reads_peers = b"1" in comm.agree("GPUs that read each other", b"%d" % accelerator.can_read_peers())
+    reads_peers = b"1" in comm.all_gather_bytes("GPUs that read each other", b"%d" % accelerator.can_read_peers())
     chosen = wish is True or (one_node and not reads_peers)
     if comm.rank == 0 and one_node:
         logger.info(

@@ -36,7 +36,7 @@ from zero.exchange.exchange import Collectives, MultiRankCollectives, PendingWor
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
 from zero.ranks.comm import Comm
-from zero.ranks.failure import ranks_named
+from zero.ranks.failure import naming_ranks
 from zero.store.storage import Storage
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class SharedRegions:
             self._regions.pop().close()
 
     def _share(self, mine: SharedHostMemory) -> list[SharedHostMemory]:
-        share = partial(self._comm.agree, f"sharing memory for {mine.what}")
-        with ranks_named(f"sharing memory for {mine.what}"):
+        share = partial(self._comm.all_gather_bytes, f"sharing memory for {mine.what}")
+        with naming_ranks(f"sharing memory for {mine.what}"):
             regions = map_peer_memory(self._comm.rank, self._comm.world_size, share, mine)
         self._regions += regions
         return regions
@@ -108,10 +108,10 @@ class SharedMemoryCollectives(MultiRankCollectives):
         """Find the other ranks' slices. Collective, after every rank has made its storage."""
         comm, placement = self._comm, self.placement
         share = self._join_board(layout, storage, updates)
-        with ranks_named("sharing memory for collectives"):
+        with naming_ranks("sharing memory for collectives"):
             board = NodeBoard.join(comm.rank, comm.world_size, NodeCollectives.columns(), share)
         part = placement.shard_index, placement.shard_size
-        self._reducer = NodeCollectives(board, self._regions.pools, part, comm.timeout_seconds, comm.check)
+        self._reducer = NodeCollectives(board, self._regions.pools, part, comm.timeout_seconds, comm.raise_if_failed)
         self._allocate_copies()
         self._publish_slots()
         if storage.disk is not None:  # all ranks have the same plan, so all have a disk or none has
@@ -120,11 +120,11 @@ class SharedMemoryCollectives(MultiRankCollectives):
     def _join_board(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> AllGatherBytes:
         """Make the board; from now on this rank publishes its slices there."""
         comm = self._comm
-        share = partial(comm.agree, "sharing")
+        share = partial(comm.all_gather_bytes, "sharing")
         self._request_column = len(layout.units)
         self._closed_column = self._request_column + comm.world_size
         self._layout, self._storage, self._updates = layout, storage, updates
-        with ranks_named("sharing a board"):
+        with naming_ranks("sharing a board"):
             self._board = NodeBoard.join(comm.rank, comm.world_size, self._closed_column + 1, share)
         storage.at_end.append(self._stop_serving)
         storage.at_rest.append(
@@ -140,7 +140,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         if what == "gather":
             return (self._epoch,)
         self._reductions += 1
-        return (self._reductions, self._comm.ticket(what, unit.index, unit.name))
+        return (self._reductions, self._comm.enqueue(what, unit.index, unit.name))
 
     def cancel(self, work: PendingWork, error: BaseException) -> None:
         if len(work) > 1:  # a reduction; a slice needs no report: its readers get it when it is there
@@ -183,7 +183,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         except PeerError as error:
             ranks = ", ".join(f"rank {peer}" for peer in error.peers)
             why = RuntimeError(f"it will not come because of {ranks}: {error}")
-            raise await self._comm.explained(why, f"an exchange of {what}") from error
+            raise await self._comm.explain(why, f"an exchange of {what}") from error
 
     @asynccontextmanager
     async def reduce(
@@ -255,7 +255,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
     def _open_peer_swaps(self, own: Disk, share: AllGatherBytes) -> None:
         comm = self._comm
         given = [SwapGeometry(*json.loads(answer)) for answer in share(json.dumps(astuple(own.swap.geometry)).encode())]
-        with ranks_named("sharing swap files"):
+        with naming_ranks("sharing swap files"):
             received = exchange_descriptors(comm.rank, comm.world_size, share, own.swap.descriptors)
         for rank, (descriptors, geometry) in enumerate(zip(received, given, strict=True)):
             if rank == comm.rank:
@@ -319,7 +319,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         self._attached_board.publish(index, self._epoch)
 
     def _request_update(self, rank: int, unit: Unit, epoch: int) -> None:
-        self._comm.check()
+        self._comm.raise_if_failed()
         board = self._attached_board
         board.publish(self._request_column + rank, epoch)
         if board.read(rank, self._closed_column) and board.read(rank, unit.index) < epoch:

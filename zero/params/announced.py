@@ -47,7 +47,7 @@ def broadcast_values(source_rank: int, parameters: Iterable[torch.Tensor]) -> No
         if parameter.is_meta:
             continue  # it has no values yet
         values = parameter.detach().contiguous().view(-1).view(torch.uint8)
-        if values.is_cpu and not backend.has_cpu(None):
+        if values.is_cpu and not backend.has_cpu_backend(None):
             values = values.to(compute_device())
         if values.numel():
             backend.broadcast(values, source_rank, None).wait()

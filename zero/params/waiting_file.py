@@ -13,7 +13,7 @@ from offload.errors import StateError
 from offload.node.common_file import SharedInitFile
 from offload.system.descriptors import node_identity, same_node
 from zero.ranks import backend, world
-from zero.ranks.failure import ranks_named
+from zero.ranks.failure import naming_ranks
 
 InitialValuesFile: TypeAlias = InitFile | SharedInitFile
 _file_numbers = itertools.count()
@@ -45,7 +45,7 @@ def open_initial_values_file(folders: Sequence[str]) -> tuple[InitialValuesFile 
         return (InitFile.on_disk(folders) if folders else None), False
     own = InitFile.on_disk(folders) if folders else InitFile.in_memory()
     index = neighbours.index(world.rank())
-    with ranks_named("sharing initial values", neighbours):
+    with naming_ranks("sharing initial values", neighbours):
         return SharedInitFile.join(own, index, len(neighbours), share), len(neighbours) == world_size
 
 

@@ -54,7 +54,7 @@ class PipelineParallelGrid:
     def _open_group(self, groups: list[list[int]]) -> tuple[list[int], Any]:
         own: tuple[list[int], Any] = ([self.global_rank], None)
         for ranks in groups:
-            handle = backend.default_group(ranks) if world.is_distributed() else None
+            handle = backend.new_default_group(ranks) if world.is_distributed() else None
             if self.global_rank in ranks:
                 own = ranks, handle
         return own
@@ -109,7 +109,7 @@ class PipelineParallelGrid:
         """End the groups. Idempotent."""
         for handle in (self.pp_proc_group, self.dp_proc_group, self._slice_proc_group):
             if handle is not None:  # which would be the default group
-                backend.end_group(handle)
+                backend.destroy_group(handle)
         self.pp_proc_group = self.dp_proc_group = self._slice_proc_group = None
 
     # DeepSpeed's model-parallel ranks are all that share a replica of the model: here those of a column.

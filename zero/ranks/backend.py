@@ -28,7 +28,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "al
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
 
-def in_a_group() -> bool:
+def is_initialized() -> bool:
     """True when torch's default group exists."""
     return dist.is_available() and dist.is_initialized()
 
@@ -50,12 +50,12 @@ def uses_nccl(device: torch.device, group: Handle | None) -> bool:
     )
 
 
-def name_for(device: torch.device) -> str:
+def backend_name(device: torch.device) -> str:
     """The backend whose collectives run on a stream of the device: NCCL, or the equivalent library of its kind."""
     return KINDS[device.type].collective_backend
 
 
-def default_group(ranks: Sequence[int]) -> Handle:
+def new_default_group(ranks: Sequence[int]) -> Handle:
     """A process group of global ranks with the default group's backend; every rank calls this in the same order."""
     return dist.new_group(list(ranks))
 
@@ -110,7 +110,7 @@ def timeout_of(group: Handle | None) -> timedelta | None:
     return None
 
 
-def has_cpu(group: Handle | None) -> bool:
+def has_cpu_backend(group: Handle | None) -> bool:
     """True when the group's collectives work on host tensors."""
     handle: Any = group if group is not None else dist.group.WORLD
     try:
@@ -120,13 +120,13 @@ def has_cpu(group: Handle | None) -> bool:
     return True
 
 
-def keys_of(store: Any, prefix: str) -> Any:
+def with_prefix(store: Any, prefix: str) -> Any:
     """The store with a prefix for all keys."""
     c10d: Any = dist.distributed_c10d
     return c10d.PrefixStore(prefix, store)
 
 
-def own_connection(store: Any, seconds: float) -> Any:
+def clone_store(store: Any, seconds: float) -> Any:
     """The store through a separate connection, so that a thread that waits for a key does not block others.
 
     `store`: any; one that cannot be cloned is returned unchanged. `seconds`: timeout of the connection.
@@ -148,7 +148,7 @@ def abort(handle: Handle, device: torch.device) -> None:
             handle._get_backend(device).abort()
 
 
-def end_group(handle: Handle) -> None:
+def destroy_group(handle: Handle) -> None:
     """Destroy a group, if torch still has it."""
     with contextlib.suppress(Exception):
         dist.destroy_process_group(handle)
@@ -159,26 +159,27 @@ def store_of(group: Handle | None) -> Any:
     return c10d._get_default_store() if group is None else c10d._get_process_group_store(group)
 
 
-def all_gather(whole: Tensor, own: Tensor, handle: Handle) -> Work:
-    """Launch an all-gather; `own` may be a slice of `whole`."""
-    return _all_gather(whole, own, group=handle, async_op=True)
+def all_gather(gathered: Tensor, own: Tensor, handle: Handle) -> Work:
+    """Launch an all-gather; `own` may be a slice of `gathered`."""
+    return _all_gather(gathered, own, group=handle, async_op=True)
 
 
-def fill_slices(whole: Tensor, own: Tensor, handle: Handle) -> list[Work]:
-    """Like `all_gather`, where `own` is this rank's slice of `whole`; the caller waits for all the returned work."""
+def all_gather_shards(gathered: Tensor, own: Tensor, handle: Handle) -> list[Work]:
+    """Like `all_gather`, where `own` is this rank's slice of `gathered`; the caller waits for all the returned work."""
     if own.device.type != "cpu" or own.nbytes < BROADCAST_BYTES_MIN:
-        return [all_gather(whole, own, handle)]
+        return [all_gather(gathered, own, handle)]
     return [
-        broadcast(each, rank, handle) for each, rank in zip(slices(whole, own.numel()), ranks_of(handle), strict=True)
+        broadcast(each, rank, handle)
+        for each, rank in zip(split_flat(gathered, own.numel()), ranks_of(handle), strict=True)
     ]
 
 
-def reduce_scatter(own: Tensor, whole: Tensor, handle: Handle) -> Work:
+def reduce_scatter(own: Tensor, flat: Tensor, handle: Handle) -> Work:
     """Launch a reduce-scatter that sums."""
-    return _reduce_scatter(own, whole, group=handle, async_op=True)
+    return _reduce_scatter(own, flat, group=handle, async_op=True)
 
 
-def exchange(received: Tensor, sent: Tensor, handle: Handle) -> Work:
+def all_to_all(received: Tensor, sent: Tensor, handle: Handle) -> Work:
     """Launch an all-to-all: slice r of `sent` is sent to rank r, slice r of `received` is received from it."""
     return dist.all_to_all_single(received, sent, group=handle, async_op=True)
 
@@ -188,16 +189,16 @@ def broadcast(tensor: Tensor, source: int, handle: Handle) -> Work:
     return dist.broadcast(tensor, source, group=handle, async_op=True)
 
 
-def when_done(work: Work, then: Callable[[], None]) -> None:
-    """Call `then` once, from any thread, when the work has ended or failed."""
+def add_done_callback(work: Work, callback: Callable[[], None]) -> None:
+    """Call `callback` once, from any thread, when the work has ended or failed."""
 
     def ended(future: Any) -> None:
-        then()
+        callback()
 
     work.get_future().add_done_callback(ended)
 
 
-def completion(work: Work) -> asyncio.Future[None]:
+def as_future(work: Work) -> asyncio.Future[None]:
     """A future of the running loop, settled when the work has ended on the host or failed."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -210,21 +211,21 @@ def completion(work: Work) -> asyncio.Future[None]:
         with contextlib.suppress(RuntimeError):  # the loop has been closed: no task waits
             loop.call_soon_threadsafe(settle)
 
-    when_done(work, tell)
+    add_done_callback(work, tell)
     return done
 
 
-def finish(work: Work, check: Callable[[], None]) -> None:
+def wait_for_work(work: Work, check: Callable[[], None]) -> None:
     """Block until the work has ended on the host; `check` is called regularly and may raise."""
     done = threading.Event()
-    when_done(work, done.set)
+    add_done_callback(work, done.set)
     while not done.wait(POLL_SECONDS):
         deferring_interrupts.deliver_overdue()
         check()
     work.wait()
 
 
-def slices(flat: Tensor, numel: int) -> tuple[Tensor, ...]:
+def split_flat(flat: Tensor, numel: int) -> tuple[Tensor, ...]:
     """Views of `numel` elements each; the last one may be shorter."""
     parts: tuple[Tensor, ...] = torch.split(flat, numel)
     return parts

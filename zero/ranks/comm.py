@@ -30,11 +30,11 @@ from offload.errors import ConfigError, RankDivergenceError, RankLostError
 from offload.streams import MaybeEvent, Streams
 from offload.timeline import Timeline, external_wait
 from zero.ranks import backend
-from zero.ranks.control_plane import Meeting
-from zero.ranks.failure import Fate, again
-from zero.ranks.process_groups import Lines, open_lines
-from zero.ranks.sequence import Log, Order, Ticket, pack_header
-from zero.ranks.watch import Wait, Watch
+from zero.ranks.control_plane import ControlPlane
+from zero.ranks.failure import FailureState, copy_error
+from zero.ranks.process_groups import ProcessGroups, open_process_groups
+from zero.ranks.sequence import LaunchOrder, OperationLog, QueuedWork, pack_header
+from zero.ranks.watch import Wait, Watchdog
 
 TIMEOUT_SECONDS = 1800.0  # torch's default.
 GIVE_UP_SECONDS = 10.0  # Time for work in flight to end once its connections are shut.
@@ -52,7 +52,7 @@ class Group:
 
 
 @dataclass(slots=True)
-class Payload:
+class TrafficCounts:
     """Totals of one kind of collectives on this rank, counted as whole flat tensors, before slicing."""
 
     calls: int = 0
@@ -89,30 +89,46 @@ class Comm:
     ) -> None:
         self.device = device
         self.streams, self.timeline = streams, Timeline()
-        self._members = backend.ranks_of(process_group) if backend.in_a_group() else [0]
+        self._members = backend.ranks_of(process_group) if backend.is_initialized() else [0]
         self.world_size = len(self._members)
         self.rank = self._members.index(backend.own_rank()) if self.world_size > 1 else 0
-        self._log, self._order, self._fate = Log(), Order(), Fate()
-        self._fate.tell(self._ended)
+        self._operation_log, self._launch_order, self._failure_state = OperationLog(), LaunchOrder(), FailureState()
+        self._failure_state.add_listener(self._on_failure)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._moving: set[asyncio.Future[None]] = set()
+        self._in_flight: set[asyncio.Future[None]] = set()
         self._groups: dict[tuple[int, ...], Group] = {(self.rank,): Group((self.rank,), 0)}
-        self.payload: dict[str, Payload] = {}
+        self.traffic: dict[str, TrafficCounts] = {}
         timeout = backend.timeout_of(process_group) if self.world_size > 1 else None
         self.timeout_seconds = TIMEOUT_SECONDS if timeout is None else timeout.total_seconds()
         self._nccl = self.world_size > 1 and backend.uses_nccl(device, process_group)
-        self._name = backend.name_for(device) if self._nccl else "gloo"
+        self._backend_name = backend.backend_name(device) if self._nccl else "gloo"
         self.fixed_order = fixed_order or not self._nccl
-        self._lines: Lines | None = None
-        self._watch: Watch | None = None
+        self._process_groups: ProcessGroups | None = None
+        self._watchdog: Watchdog | None = None
         control = None
         if self.world_size > 1:
-            self._lines, self._watch, control = open_lines(
-                *(self._log, self._fate, self._members, device, process_group, deadline_seconds, teams)
+            self._process_groups, self._watchdog, control = open_process_groups(
+                *(
+                    self._operation_log,
+                    self._failure_state,
+                    self._members,
+                    device,
+                    process_group,
+                    deadline_seconds,
+                    teams,
+                )
             )
-        self._leave = weakref.finalize(self, _leave, os.getpid(), self._watch, self._lines, self._fate)
-        self._meeting = Meeting(
-            self._members, self.rank, control, self._log, self._fate, self._waiting, self._explained
+        self._leave = weakref.finalize(
+            self, _leave, os.getpid(), self._watchdog, self._process_groups, self._failure_state
+        )
+        self._control_plane = ControlPlane(
+            self._members,
+            self.rank,
+            control,
+            self._operation_log,
+            self._failure_state,
+            self._waiting_at,
+            self._explain_blocking,
         )
 
     def group(self, ranks: Sequence[int]) -> Group:
@@ -126,7 +142,7 @@ class Comm:
                 f"group: expected distinct ranks below {self.world_size} that include {self.rank}, got {key}"
             )
         if key not in self._groups:
-            told = self.agree("groups", struct.pack(f"<{len(key)}q", *key))
+            told = self.all_gather_bytes("groups", struct.pack(f"<{len(key)}q", *key))
             wanted = [struct.unpack(f"<{len(text) // 8}q", text) for text in told]
             for member in key:
                 if wanted[member] != key:
@@ -134,31 +150,31 @@ class Comm:
                         f"group: the ranks ask for different groups: rank {self.rank} for {key}, rank {member} "
                         f"for {wanted[member]}"
                     )
-            self._groups[key] = self.group_among(sorted(set(wanted)))
+            self._groups[key] = self.group_from_list(sorted(set(wanted)))
         return self._groups[key]
 
-    def group_among(self, groups: Sequence[Sequence[int]]) -> Group:
+    def group_from_list(self, groups: Sequence[Sequence[int]]) -> Group:
         """This rank's group in a list that is equal on all ranks; a group of one if it is in none. No overlaps."""
         own = Group((self.rank,), 0)
         for ranks in map(tuple, groups):
-            handle = self._open(ranks)
+            handle = self._open_group(ranks)
             if self.rank in ranks:
                 own = Group(ranks, ranks.index(self.rank), handle)
         return own
 
-    def _open(self, ranks: tuple[int, ...]) -> Any:
-        if len(ranks) == 1 or self._lines is None:
+    def _open_group(self, ranks: tuple[int, ...]) -> Any:
+        if len(ranks) == 1 or self._process_groups is None:
             return None
         what = f"opening the group of ranks {ranks}"
-        with self._waiting(self._log.count - 1, what):
+        with self._waiting_at(self._operation_log.count - 1, what):
             try:
-                return self._lines.open([self._members[rank] for rank in ranks], self._name)
+                return self._process_groups.new_group([self._members[rank] for rank in ranks], self._backend_name)
             except BaseException as error:
-                raise self._explained(error, what) from error
+                raise self._explain_blocking(error, what) from error
 
     # ---- run by the mover ---------------------------------------------------------------------
 
-    def ticket(self, kind: str, unit: int, name: str) -> Ticket:
+    def enqueue(self, kind: str, unit: int, name: str) -> QueuedWork:
         """A place in the agreed order, taken by the deciding thread: all ranks make the same calls in the same order.
 
         Args:
@@ -166,10 +182,10 @@ class Comm:
             unit: index of the unit; -1: none.
             name: of the unit's module, for messages.
         """
-        self._fate.check()
-        return self._log.ticket(kind, unit, name)
+        self._failure_state.raise_if_failed()
+        return self._operation_log.add_queued(kind, unit, name)
 
-    async def all_gather(self, ticket: Ticket, flat: Tensor, group: Group, *after: MaybeEvent) -> MaybeEvent:
+    async def all_gather(self, queued: QueuedWork, flat: Tensor, group: Group, *after: MaybeEvent) -> MaybeEvent:
         """Fill `flat` with every rank's slice.
 
         Returns a fence that is passed after the gather. Raises RankDivergenceError: the ranks do not do the same; this
@@ -180,14 +196,14 @@ class Comm:
             after: fences after which `flat` may be read and written.
         """
         if group.size == 1:
-            return self._alone(ticket, after)
-        own = self._slices(ticket, flat, group)[group.index]
+            return self._finish_alone(queued, after)
+        own = self._split(queued, flat, group)[group.index]
         whole = backend.as_bytes(flat)
-        start = partial(backend.fill_slices, whole, backend.as_bytes(own), group.handle)
-        return await self._run(ticket, group, flat, after, start)
+        start = partial(backend.all_gather_shards, whole, backend.as_bytes(own), group.handle)
+        return await self._run_collective(queued, group, flat, after, start)
 
     async def reduce_scatter(
-        self, ticket: Ticket, flat: Tensor, group: Group, *after: MaybeEvent, into: Tensor | None = None
+        self, queued: QueuedWork, flat: Tensor, group: Group, *after: MaybeEvent, into: Tensor | None = None
     ) -> list[Tensor]:
         """The summands of this rank's slice of the sum over the group; the caller adds them in this order.
 
@@ -200,37 +216,37 @@ class Comm:
             into: (size * N,) of the same dtype to receive into; None allocates. With `fixed_order` False: its first N.
         """
         if group.size == 1:
-            self.streams.wait_events(self._alone(ticket, after))
+            self.streams.wait_events(self._finish_alone(queued, after))
             return [flat]
-        numel = self._slices(ticket, flat, group)[0].numel()
+        numel = self._split(queued, flat, group)[0].numel()
         arrived = into if into is not None else flat.new_empty(flat.numel() if self.fixed_order else numel)
         if not self.fixed_order:
             arrived = arrived[:numel]
             begin = partial(backend.reduce_scatter, arrived, flat, group.handle)
         else:
-            begin = partial(backend.exchange, backend.as_bytes(arrived), backend.as_bytes(flat), group.handle)
+            begin = partial(backend.all_to_all, backend.as_bytes(arrived), backend.as_bytes(flat), group.handle)
         self.streams.wait_events(
-            await self._run(ticket, group, flat, (*after, self.streams.record_event()), lambda: [begin()])
+            await self._run_collective(queued, group, flat, (*after, self.streams.record_event()), lambda: [begin()])
         )
-        return list(backend.slices(arrived, numel))
+        return list(backend.split_flat(arrived, numel))
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise if the ranks no longer work together, or the engine is closed."""
-        self._fate.check()
+        self._failure_state.raise_if_failed()
 
-    def gone(self, ranks: Sequence[int]) -> dict[int, str]:
+    def ended_ranks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Those of these ranks that will do nothing any more, and why. Any thread."""
-        return {} if self._watch is None else self._watch.gone(ranks)
+        return {} if self._watchdog is None else self._watchdog.ended_ranks(ranks)
 
     def waiting(self, what: str) -> AbstractContextManager[Any]:
         """A context in which this rank waits for others by other means, such as shared memory.
 
         Inside, if a rank fails or leaves, `check` raises on all ranks, so call it while waiting.
         """
-        return self._waiting(self._log.count, what)
+        return self._waiting_at(self._operation_log.count, what)
 
     @contextmanager
-    def all_of(self, kind: str) -> Iterator[None]:
+    def failing_together(self, kind: str) -> Iterator[None]:
         """A context in which ranks exchange their own messages, in parts of this group: a failure on one ends all.
 
         A RankLostError raised inside means that such a message failed: the error that leaves the context says why.
@@ -238,164 +254,169 @@ class Comm:
 
         `kind`: the same words on every rank.
         """
-        ticket = self.ticket(kind, -1, "all stages")
+        ticket = self.enqueue(kind, -1, "all stages")
         try:
-            with self._waiting(ticket.place, str(ticket)):
+            with self._waiting_at(ticket.place, str(ticket)):
                 yield
         except RankLostError as error:  # the rank that caused it is not known yet
-            raise self._explained(RuntimeError(str(error)), str(ticket)) from error
+            raise self._explain_blocking(RuntimeError(str(error)), str(ticket)) from error
         except BaseException as error:
-            self._failed(error, ticket)
+            self._fail_work(error, ticket)
             raise
         finally:
-            self._order.passed(ticket.number)
+            self._launch_order.advance_past(ticket.number)
 
-    def end(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Ranks outside this group no longer work together with it: end the waits in this group too. Any thread."""
-        self._fate.end(again(error))
+        self._failure_state.fail(copy_error(error))
 
-    def ends_with(self, other: Comm) -> None:
+    def fail_with(self, other: Comm) -> None:
         """An error that ends `other` ends this too."""
-        other._fate.tell(self.end)
+        other._failure_state.add_listener(self.fail)
 
-    def cancel(self, ticket: Ticket, error: BaseException) -> None:
-        """This rank cannot take part in `ticket`: report the reason to the ranks that wait for it. Any thread."""
-        self._failed(error, ticket)
+    def cancel(self, queued: QueuedWork, error: BaseException) -> None:
+        """This rank cannot take part in `queued`: report the reason to the ranks that wait for it. Any thread."""
+        self._fail_work(error, queued)
 
-    def _alone(self, ticket: Ticket, after: tuple[MaybeEvent, ...]) -> MaybeEvent:
-        self._order.passed(ticket.number)
+    def _finish_alone(self, queued: QueuedWork, after: tuple[MaybeEvent, ...]) -> MaybeEvent:
+        self._launch_order.advance_past(queued.number)
         waiting = [fence for fence in after if fence is not None]
         if len(waiting) < 2:
             return waiting[0] if waiting else None
         self.streams.wait_events(*waiting)
         return self.streams.record_event()
 
-    def _slices(self, ticket: Ticket, flat: Tensor, group: Group) -> tuple[Tensor, ...]:
+    def _split(self, queued: QueuedWork, flat: Tensor, group: Group) -> tuple[Tensor, ...]:
         if flat.dim() != 1 or not flat.is_contiguous() or flat.numel() % group.size:
             raise ConfigError(
-                f"{ticket}: expected a contiguous flat tensor of {group.size} equal slices, got shape "
+                f"{queued}: expected a contiguous flat tensor of {group.size} equal slices, got shape "
                 f"{tuple(flat.shape)}, strides {flat.stride()}"
             )
-        return backend.slices(flat, flat.numel() // group.size)
+        return backend.split_flat(flat, flat.numel() // group.size)
 
-    async def _run(
-        self, ticket: Ticket, group: Group, flat: Tensor, after: tuple[MaybeEvent, ...], start: Callable[[], list[Any]]
+    async def _run_collective(
+        self,
+        queued: QueuedWork,
+        group: Group,
+        flat: Tensor,
+        after: tuple[MaybeEvent, ...],
+        start: Callable[[], list[Any]],
     ) -> MaybeEvent:
         """Launch all works of `start` at the ticket's turn, and wait. Returns a fence after them."""
         self._loop = asyncio.get_running_loop()
         try:
             if not self._nccl:
                 await self.streams.synchronize(*after)
-            await self._order.turn(ticket.number)
-            self._fate.check()
-            with self._waiting(ticket.place, str(ticket)) as wait:
+            await self._launch_order.wait_until_next(queued.number)
+            self._failure_state.raise_if_failed()
+            with self._waiting_at(queued.place, str(queued)) as wait:
                 if not self._nccl:
-                    await self._compare(ticket, group)
+                    await self._compare_headers(queued, group)
                 with self.streams.collective_stream(*after):
                     works = start()
-                self._order.passed(ticket.number)
-                self._count(ticket.kind, flat)
+                self._launch_order.advance_past(queued.number)
+                self._count_traffic(queued.kind, flat)
                 if not self._nccl:
-                    with self.timeline.span("collectives", str(ticket), flat.nbytes):
-                        await self._done(works, str(ticket))
+                    with self.timeline.span("collectives", str(queued), flat.nbytes):
+                        await self._wait_for_works(works, str(queued))
                 with self.streams.collective_stream():
                     for work in works:
                         work.wait()  # with NCCL the current stream waits, not this thread
                     fence = self.streams.record_event()
                 if self._nccl:
-                    wait.fence = fence
+                    wait.event = fence
                 return fence
         except BaseException as error:
-            self._failed(error, ticket)
+            self._fail_work(error, queued)
             raise
 
-    async def _compare(self, ticket: Ticket, group: Group) -> None:
+    async def _compare_headers(self, queued: QueuedWork, group: Group) -> None:
         """Return if the group's ranks are about to launch the same collective; else raise."""
-        own = pack_header(ticket.place, ticket.digest)
+        own = pack_header(queued.place, queued.digest)
         whole = torch.empty(group.size * len(own), dtype=torch.uint8, device="cpu")
         mine = whole[group.index * len(own) : (group.index + 1) * len(own)]
         mine.copy_(bytes_tensor(own))
-        await self._done([backend.all_gather(whole, mine, group.handle)], str(ticket))
+        await self._wait_for_works([backend.all_gather(whole, mine, group.handle)], str(queued))
         if bytes_of(whole) != own * group.size:
             parted = RankDivergenceError("the ranks have run different operations so far")
-            raise await self.explained(parted, str(ticket))
+            raise await self.explain(parted, str(queued))
 
-    async def _done(self, works: list[Any], what: str) -> None:
-        ended = [backend.completion(work) for work in works]
-        self._moving.update(ended)
+    async def _wait_for_works(self, works: list[Any], what: str) -> None:
+        ended = [backend.as_future(work) for work in works]
+        self._in_flight.update(ended)
         try:
             await asyncio.gather(*ended)
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise await self.explained(error, what) from error
+            raise await self.explain(error, what) from error
         finally:
-            self._moving.difference_update(ended)
+            self._in_flight.difference_update(ended)
 
-    def _count(self, kind: str, flat: Tensor) -> None:
-        counter = self.payload.setdefault(kind, Payload())
+    def _count_traffic(self, kind: str, flat: Tensor) -> None:
+        counter = self.traffic.setdefault(kind, TrafficCounts())
         counter.calls += 1
         counter.numel += flat.numel()
         counter.nbytes += flat.nbytes
 
     # ---- blocking calls -----------------------------------------------------------------------
 
-    def agree(self, what: str, payload: bytes = b"") -> list[bytes]:
+    def all_gather_bytes(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Every rank's payload, in rank order. Blocks; any thread but the mover's; all ranks call it at the same place.
 
         Raises RankDivergenceError: the decisions of the ranks up to here differ.
 
         `what`: the same words on every rank; `payload`: any bytes, up to a few hundred at the price of one message.
         """
-        return self._meeting.agree(what, payload)
+        return self._control_plane.all_gather_bytes(what, payload)
 
     def broadcast(self, tensors: Sequence[Tensor], source_rank: int) -> None:
         """Copy the values of tensors from `source_rank` to every rank, in few messages. Blocks, like `agree`.
 
         `tensors`: of any device, dtype and shape, which must be equal on all ranks.
         """
-        self._meeting.broadcast(tensors, source_rank)
+        self._control_plane.broadcast(tensors, source_rank)
 
     @contextmanager
-    def _waiting(self, place: int, what: str) -> Iterator[Any]:
-        known = nullcontext(Wait(place, what, 0.0)) if self._watch is None else self._watch.waiting(place, what)
+    def _waiting_at(self, place: int, what: str) -> Iterator[Any]:
+        known = nullcontext(Wait(place, what, 0.0)) if self._watchdog is None else self._watchdog.waiting(place, what)
         with external_wait(), known as wait:
             yield wait
 
-    def _explained(self, error: BaseException, what: str) -> BaseException:
+    def _explain_blocking(self, error: BaseException, what: str) -> BaseException:
         """The error to raise instead of `error`. Blocks until the watch has asked the other ranks."""
-        if self._fate.failure is None and self._watch is not None:
-            self._watch.ask(error, what).result()
-        return again(self._fate.end(error))
+        if self._failure_state.failure is None and self._watchdog is not None:
+            self._watchdog.find_cause(error, what).result()
+        return copy_error(self._failure_state.fail(error))
 
-    async def explained(self, error: BaseException, what: str) -> BaseException:
+    async def explain(self, error: BaseException, what: str) -> BaseException:
         """The error to raise instead of `error`, which ended `what`; on the mover."""
-        if self._fate.failure is None and self._watch is not None:
-            await asyncio.wrap_future(self._watch.ask(error, what))
-        return again(self._fate.end(error))
+        if self._failure_state.failure is None and self._watchdog is not None:
+            await asyncio.wrap_future(self._watchdog.find_cause(error, what))
+        return copy_error(self._failure_state.fail(error))
 
-    def _failed(self, error: BaseException, ticket: Ticket) -> None:
+    def _fail_work(self, error: BaseException, queued: QueuedWork) -> None:
         if not isinstance(error, RankDivergenceError):
             error = RankDivergenceError(
-                f"rank {self.rank} could not take part in {ticket}: {type(error).__name__}: {error}"
+                f"rank {self.rank} could not take part in {queued}: {type(error).__name__}: {error}"
             )
-        self._fate.end(error)
+        self._failure_state.fail(error)
 
-    def _ended(self, error: BaseException) -> None:
+    def _on_failure(self, error: BaseException) -> None:
         """The ranks no longer work together: notify the other threads."""
-        if self._watch is not None:
-            self._watch.tell_soon()
+        if self._watchdog is not None:
+            self._watchdog.wake()
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._give_up, error)
+            self._loop.call_soon_threadsafe(self._fail_queued, error)
 
-    def _give_up(self, error: BaseException) -> None:
-        self._order.fail(error)
+    def _fail_queued(self, error: BaseException) -> None:
+        self._launch_order.fail(error)
         # The connections are shut, so work in flight ends and no longer uses its memory. If it does not end, its waits
         # are abandoned.
-        asyncio.get_running_loop().call_later(GIVE_UP_SECONDS, self._abandon, error)
+        asyncio.get_running_loop().call_later(GIVE_UP_SECONDS, self._fail_in_flight, error)
 
-    def _abandon(self, error: BaseException) -> None:
-        for ended in self._moving:
+    def _fail_in_flight(self, error: BaseException) -> None:
+        for ended in self._in_flight:
             if not ended.done():
                 ended.set_exception(RuntimeError(str(error)))
 
@@ -405,20 +426,24 @@ class Comm:
         Idempotent.
         """
         if error is not None:
-            self._fate.end(RankLostError(f"rank {self.rank} has failed: {type(error).__name__}: {error}"))
+            self._failure_state.fail(RankLostError(f"rank {self.rank} has failed: {type(error).__name__}: {error}"))
         self._leave()
         self._groups.clear()
         self.streams.close()
 
 
-def _leave(pid: int, watch: Watch | None, lines: Lines | None, fate: Fate) -> None:
+def _leave(
+    pid: int, watchdog: Watchdog | None, process_groups: ProcessGroups | None, failure_state: FailureState
+) -> None:
     """Runs when an engine is closed or dropped, or when its process ends."""
     if os.getpid() != pid:
         return  # a forked child, such as a data loader's worker: it must not touch its parent's groups
-    fate.closed = True
-    if watch is not None and lines is not None:
-        watch.stop()
-        if watch.under_way:
-            lines.cut()
-            watch.wait(GIVE_UP_SECONDS)  # the process may be about to end: gloo's threads must not outlive Python
-        lines.close()
+    failure_state.is_closed = True
+    if watchdog is not None and process_groups is not None:
+        watchdog.stop()
+        if watchdog.is_waiting:
+            process_groups.abort()
+            watchdog.wait_until_idle(
+                GIVE_UP_SECONDS
+            )  # the process may be about to end: gloo's threads must not outlive Python
+        process_groups.close()

@@ -19,8 +19,8 @@ from torch import Tensor
 from offload.archives import bytes_of, bytes_tensor
 from offload.errors import RankDivergenceError
 from zero.ranks import backend
-from zero.ranks.failure import Fate
-from zero.ranks.sequence import HEADER, Log, pack_header
+from zero.ranks.failure import FailureState
+from zero.ranks.sequence import HEADER, OperationLog, pack_header
 
 CHUNK_BYTES = 64 << 20  # Largest message of a broadcast.
 INLINE_BYTES = 480  # A payload of `agree` up to this size is sent with its header.
@@ -30,13 +30,13 @@ LENGTH = struct.Struct("<q")
 Explain: TypeAlias = Callable[[BaseException, str], BaseException]
 
 
-class Meeting:
+class ControlPlane:
     """One rank's side. Called on any thread that may block; all ranks make the same calls in the same order.
 
     Args:
         handle: a gloo group of the members; None for one rank.
         log: gets an entry for each exchange.
-        fate: checked before and while waiting.
+        failure_state: checked before and while waiting.
         waiting: makes the context for a wait at a place of the log, with words for messages.
         explain: see `Explain`.
     """
@@ -46,48 +46,52 @@ class Meeting:
         members: Sequence[int],
         rank: int,
         handle: Any,
-        log: Log,
-        fate: Fate,
+        log: OperationLog,
+        failure_state: FailureState,
         waiting: Callable[[int, str], AbstractContextManager[Any]],
         explain: Explain,
     ) -> None:
         self._members, self._rank, self._handle = members, rank, handle
-        self._log, self._fate, self._waiting, self._explain = log, fate, waiting, explain
+        self._log, self._failure_state, self._waiting, self._explain = log, failure_state, waiting, explain
         self._lock = threading.Lock()
 
-    def agree(self, what: str, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, what: str, payload: bytes) -> list[bytes]:
         """Every rank's payload, in rank order."""
-        self._fate.check()
+        self._failure_state.raise_if_failed()
         if len(self._members) == 1:
             return [payload]
         with self._lock:
-            return self._exchange("agree", what, payload)
+            return self._gather_payloads("agree", what, payload)
 
     def broadcast(self, tensors: Sequence[Tensor], source_rank: int) -> None:
         """Give tensors the values of `source_rank`; their shapes and dtypes are equal on all ranks."""
-        self._fate.check()
+        self._failure_state.raise_if_failed()
         if len(self._members) == 1:
             return
         with self._lock, torch.no_grad():
             shapes = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
-            self._exchange("broadcast", f"from rank {source_rank}: {shapes}", b"")
+            self._gather_payloads("broadcast", f"from rank {source_rank}: {shapes}", b"")
             for batch in _batches(tensors):
-                self._spread(batch, source_rank)
+                self._broadcast_batch(batch, source_rank)
 
-    def _exchange(self, kind: str, what: str, payload: bytes) -> list[bytes]:
+    def _gather_payloads(self, kind: str, what: str, payload: bytes) -> list[bytes]:
         place, digest = self._log.add(kind, -1, what)
         said = f"{kind} ({what if len(what) < 100 else what[:100] + '...'})"
         fits = len(payload) <= INLINE_BYTES
         head = pack_header(place, digest) + LENGTH.pack(len(payload))
         with self._waiting(place, said):
-            told = self._all_told(said, head + (payload if fits else b"").ljust(INLINE_BYTES, b"\0"))
+            told = self._gather_messages(said, head + (payload if fits else b"").ljust(INLINE_BYTES, b"\0"))
             if any(message[: HEADER.size] != head[: HEADER.size] for message in told):
                 raise self._explain(RankDivergenceError("the ranks have run different operations so far"), said)
             lengths = [LENGTH.unpack_from(message, HEADER.size)[0] for message in told]
             inline = [message[len(head) : len(head) + length] for message, length in zip(told, lengths, strict=True)]
-            return inline if max(lengths) <= INLINE_BYTES else self._long_told(said, payload, inline, lengths)
+            return (
+                inline if max(lengths) <= INLINE_BYTES else self._gather_long_payloads(said, payload, inline, lengths)
+            )
 
-    def _long_told(self, said: str, payload: bytes, inline: list[bytes], lengths: list[int]) -> list[bytes]:
+    def _gather_long_payloads(
+        self, description: str, payload: bytes, inline: list[bytes], lengths: list[int]
+    ) -> list[bytes]:
         """All payloads, of which some did not fit beside their headers: `inline` has the others.
 
         Each of these is broadcast: often one rank has all the bytes, and a gather would make all of them send as many.
@@ -95,40 +99,42 @@ class Meeting:
         """
         longest = max(lengths)
         if longest < backend.BROADCAST_BYTES_MIN and 2 * sum(lengths) > longest * len(lengths):
-            told = self._all_told(said, payload.ljust(longest, b"\0"))
+            told = self._gather_messages(description, payload.ljust(longest, b"\0"))
             return [message[:length] for message, length in zip(told, lengths, strict=True)]
         held = {
             rank: bytes_tensor(payload) if rank == self._rank else torch.empty(length, dtype=torch.uint8, device="cpu")
             for rank, length in enumerate(lengths)
             if length > INLINE_BYTES
         }
-        parts = [(part, rank) for rank, whole in held.items() for part in backend.slices(whole, CHUNK_BYTES)]
-        self._finish(said, partial(self._launch, parts))
+        parts = [(part, rank) for rank, whole in held.items() for part in backend.split_flat(whole, CHUNK_BYTES)]
+        self._run_works(description, partial(self._start_broadcasts, parts))
         return [bytes_of(held[rank]) if rank in held else message for rank, message in enumerate(inline)]
 
-    def _all_told(self, said: str, message: bytes) -> list[bytes]:
+    def _gather_messages(self, description: str, message: bytes) -> list[bytes]:
         """Messages of one size, in rank order."""
         own = bytes_tensor(message)
         whole = torch.empty(len(self._members) * len(message), dtype=torch.uint8, device="cpu")
-        self._finish(said, lambda: [backend.all_gather(whole, own, self._handle)])
-        return [bytes_of(part) for part in backend.slices(whole, len(message))]
+        self._run_works(description, lambda: [backend.all_gather(whole, own, self._handle)])
+        return [bytes_of(part) for part in backend.split_flat(whole, len(message))]
 
-    def _launch(self, parts: Sequence[tuple[Tensor, int]]) -> list[Any]:
+    def _start_broadcasts(self, parts: Sequence[tuple[Tensor, int]]) -> list[Any]:
         """Begin a broadcast of each tensor, from the rank beside it."""
         return [backend.broadcast(part, self._members[rank], self._handle) for part, rank in parts]
 
-    def _finish(self, said: str, start: Callable[[], list[Any]]) -> None:
+    def _run_works(self, description: str, start: Callable[[], list[Any]]) -> None:
         try:
             for work in start():
-                backend.finish(work, self._fate.check)
+                backend.wait_for_work(work, self._failure_state.raise_if_failed)
         except BaseException as error:
-            raise self._explain(error, said) from error
+            raise self._explain(error, description) from error
 
-    def _spread(self, batch: list[Tensor], source_rank: int) -> None:
+    def _broadcast_batch(self, batch: list[Tensor], source_rank: int) -> None:
         message = torch.cat([backend.as_bytes(tensor.contiguous()).cpu() for tensor in batch])
         with self._waiting(self._log.count - 1, f"broadcast (from rank {source_rank})"):
-            for part in backend.slices(message, CHUNK_BYTES):
-                self._finish(f"broadcast from rank {source_rank}", partial(self._launch, [(part, source_rank)]))
+            for part in backend.split_flat(message, CHUNK_BYTES):
+                self._run_works(
+                    f"broadcast from rank {source_rank}", partial(self._start_broadcasts, [(part, source_rank)])
+                )
         if self._rank == source_rank:
             return
         position = 0

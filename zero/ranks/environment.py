@@ -37,7 +37,7 @@ class RankPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class LauncherVariables:
     launcher: str
     rank: str
     world_size: str
@@ -45,14 +45,16 @@ class Names:
     local_world_size: str
 
 
-TORCHRUN = Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-SLURM = Names("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
+TORCHRUN = LauncherVariables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SLURM = LauncherVariables("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
 MPI = (
     *(
-        Names(launcher, *(f"{begin}_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+        LauncherVariables(
+            launcher, *(f"{begin}_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+        )
         for launcher, begin in (("Open MPI", "OMPI"), ("MVAPICH", "MV2"))
     ),
-    Names("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    LauncherVariables("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
 
@@ -84,7 +86,7 @@ def find_place(environ: Mapping[str, str], port: int, *, mpi: bool = True) -> Ra
     return RankPlace("")
 
 
-def variables(place: RankPlace) -> dict[str, str]:
+def torchrun_variables(place: RankPlace) -> dict[str, str]:
     """The environment variables that torchrun would have set, for code that reads them."""
     found: dict[str, object] = {"RANK": place.rank, "WORLD_SIZE": place.world_size}
     if place.local_rank is not None:
@@ -111,7 +113,7 @@ def _node_list(environ: Mapping[str, str]) -> str:
     return next((environ[name] for name in names if environ.get(name)), "")
 
 
-def _read(environ: Mapping[str, str], names: Names) -> RankPlace:
+def _read(environ: Mapping[str, str], names: LauncherVariables) -> RankPlace:
     problems: list[str] = []
     rank, world_size = (_number(environ, name, problems, required=True) for name in (names.rank, names.world_size))
     local_rank = _number(environ, names.local_rank, problems)

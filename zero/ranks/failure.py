@@ -10,40 +10,40 @@ from contextlib import contextmanager
 from offload.errors import PeerError, RankDivergenceError, StateError
 
 
-class Fate:
+class FailureState:
     """The state of one engine's collectives on this rank: working, failed or closed. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._told: list[weakref.WeakMethod[Callable[[BaseException], None]]] = []
+        self._listeners: list[weakref.WeakMethod[Callable[[BaseException], None]]] = []
         self.failure: BaseException | None = None  # The error that ended it.
-        self.closed = False
+        self.is_closed = False
 
-    def tell(self, listener: Callable[[BaseException], None]) -> None:
+    def add_listener(self, listener: Callable[[BaseException], None]) -> None:
         """Register a bound method to call at the end, on the thread that ends it. Its object is not kept alive."""
-        self._told.append(weakref.WeakMethod(listener))
+        self._listeners.append(weakref.WeakMethod(listener))
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise if it has failed, or is closed."""
         if self.failure is not None:
-            raise again(self.failure)
-        if self.closed:
+            raise copy_error(self.failure)
+        if self.is_closed:
             raise StateError("collectives: the engine is closed")
 
-    def end(self, error: BaseException) -> BaseException:
+    def fail(self, error: BaseException) -> BaseException:
         """End it with `error`, unless it has ended before; returns the error that has ended it."""
         with self._lock:
             first = self.failure is None
             if first:
                 self.failure = error
         if first:
-            for reference in self._told:
+            for reference in self._listeners:
                 if (listener := reference()) is not None:
                     listener(error)
         return self.failure or error
 
 
-def again(error: BaseException) -> BaseException:
+def copy_error(error: BaseException) -> BaseException:
     """A copy of the error for another caller, since an exception object carries only one traceback."""
     if isinstance(error, RankDivergenceError):
         return type(error)(*error.args)
@@ -53,7 +53,7 @@ def again(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def ranks_named(what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
+def naming_ranks(what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
     """Inside, an error that names peers is raised again with their ranks.
 
     `what`: the common operation; `ranks`: peer -> its rank; None: the numbers of peers are ranks.

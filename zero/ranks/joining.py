@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from offload.accelerator import KINDS, chosen_kind, device_count, set_device
 from offload.errors import ConfigError, StateError
-from zero.ranks.environment import LOOPBACK, MPI, RankPlace, find_place, variables
+from zero.ranks.environment import LOOPBACK, MPI, RankPlace, find_place, torchrun_variables
 
 logger = logging.getLogger("zero")
 
@@ -67,12 +67,12 @@ def init_distributed(  # noqa: PLR0913 - the signature is DeepSpeed's
         )
     place = find_place(os.environ, distributed_port, mpi=auto_mpi_discovery)
     if not place.alone:
-        os.environ.update(variables(place))
-    place = _given(place, rank, world_size, distributed_port)
+        os.environ.update(torchrun_variables(place))
+    place = _apply_arguments(place, rank, world_size, distributed_port)
     if place.alone and init_method is None:
         place = dataclasses.replace(place, local_rank=0)
     backend = choose_backend(dist_backend)
-    _take_gpu(place, backend)
+    _select_gpu(place, backend)
     _join(place, backend, init_method, timeout or _default_timeout())
     if verbose and place.rank == 0:
         ranks = f"{place.world_size} ranks" if place.world_size > 1 else "one rank"
@@ -133,7 +133,7 @@ def parts_of(name: str) -> list[str]:
     return [part.rpartition(":")[2] for part in name.split(",")]
 
 
-def _given(place: RankPlace, rank: int, world_size: int, port: int) -> RankPlace:
+def _apply_arguments(place: RankPlace, rank: int, world_size: int, port: int) -> RankPlace:
     """Take the caller's rank and world size into account."""
     if rank < 0 and world_size < 0:
         return place
@@ -152,7 +152,7 @@ def _given(place: RankPlace, rank: int, world_size: int, port: int) -> RankPlace
     return place
 
 
-def _take_gpu(place: RankPlace, backend: str) -> None:
+def _select_gpu(place: RankPlace, backend: str) -> None:
     """Make the GPU of this local rank the current one."""
     kind = chosen_kind()
     if kind is None:
@@ -181,8 +181,8 @@ def _join(place: RankPlace, backend: str, init_method: str | None, timeout: time
             world_size=1,
             timeout=timeout,
         )
-        atexit.unregister(_leave_alone)
-        atexit.register(_leave_alone, os.getpid())
+        atexit.unregister(_destroy_single_group)
+        atexit.register(_destroy_single_group, os.getpid())
         return
     where = init_method or f"tcp://{place.master_addr}:{place.master_port}"
     if init_method is None:
@@ -201,7 +201,7 @@ def _join(place: RankPlace, backend: str, init_method: str | None, timeout: time
         ) from error
 
 
-def _leave_alone(pid: int) -> None:
+def _destroy_single_group(pid: int) -> None:
     """Destroy a group of one at exit: NCCL warns of groups that still exist, and here no other rank must be awaited."""
     if os.getpid() == pid and dist.is_initialized() and dist.get_world_size() == 1:
         dist.destroy_process_group()

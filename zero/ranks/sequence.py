@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zero.ranks.failure import again
+from zero.ranks.failure import copy_error
 
-ENTRIES_KEPT = 2048
+ENTRIES_MAX = 2048
 DIGEST_EVERY = 64  # Every so many entries the digest is kept, so that ranks can compare them while none waits.
-DIGESTS_KEPT = 32
+DIGESTS_MAX = 32
 DIGEST_BYTES = 8
 
 
@@ -36,7 +36,7 @@ class SequenceEntry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ticket:
+class QueuedWork:
     """The place of one collective in the agreed order."""
 
     number: int  # Among the collectives of the mover; they are launched in this order.
@@ -50,32 +50,32 @@ class Ticket:
         return str(SequenceEntry(self.kind, self.unit, self.name))
 
 
-class Log:
+class OperationLog:
     """The decisions of this rank so far. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: deque[SequenceEntry] = deque(maxlen=ENTRIES_KEPT)
+        self._entries: deque[SequenceEntry] = deque(maxlen=ENTRIES_MAX)
         self.count, self._digest = 0, b"\0" * DIGEST_BYTES
-        self._digests: deque[tuple[int, str]] = deque(maxlen=DIGESTS_KEPT)
-        self._tickets = 0
+        self._digests: deque[tuple[int, str]] = deque(maxlen=DIGESTS_MAX)
+        self._queued_count = 0
 
     def add(self, kind: str, unit: int, name: str) -> tuple[int, bytes]:
         """Add an entry; returns its place and the digest of all entries up to it, inclusive."""
         with self._lock:
             return self._add(SequenceEntry(kind, unit, name))
 
-    def ticket(self, kind: str, unit: int, name: str) -> Ticket:
+    def add_queued(self, kind: str, unit: int, name: str) -> QueuedWork:
         """Add a collective of the mover."""
         with self._lock:
             place, digest = self._add(SequenceEntry(kind, unit, name))
-            number, self._tickets = self._tickets, self._tickets + 1
-            return Ticket(number, kind, unit, name, place, digest)
+            number, self._queued_count = self._queued_count, self._queued_count + 1
+            return QueuedWork(number, kind, unit, name, place, digest)
 
-    def last(self) -> str:
+    def describe_last(self) -> str:
         """The last entry in words, with its place."""
         with self._lock:
-            return f"number {self.count - 1}, {self._kept[-1]}" if self._kept else "nothing"
+            return f"number {self.count - 1}, {self._entries[-1]}" if self._entries else "nothing"
 
     def digests(self) -> list[tuple[int, str]]:
         """(count, digest of the first `count` entries) at regular places, and at the end."""
@@ -85,31 +85,31 @@ class Log:
     def tail(self) -> tuple[int, list[SequenceEntry]]:
         """The last ENTRIES_KEPT entries, as (place of the first of them, entries)."""
         with self._lock:
-            return self.count - len(self._kept), list(self._kept)
+            return self.count - len(self._entries), list(self._entries)
 
     def _add(self, entry: SequenceEntry) -> tuple[int, bytes]:
         text = f"{entry.kind}\0{entry.unit}\0{entry.name}".encode()
         self._digest = hashlib.blake2b(self._digest + text, digest_size=DIGEST_BYTES).digest()
-        self._kept.append(entry)
+        self._entries.append(entry)
         self.count += 1
         if self.count % DIGEST_EVERY == 0:
             self._digests.append((self.count, self._digest.hex()))
         return self.count - 1, self._digest
 
 
-class Order:
+class LaunchOrder:
     """The next number to be launched, and the tasks that wait for their turn. The mover's loop only."""
 
     def __init__(self) -> None:
         self.next = 0
-        self._passed: set[int] = set()
+        self._finished: set[int] = set()
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._failure: BaseException | None = None
 
-    async def turn(self, number: int) -> None:
+    async def wait_until_next(self, number: int) -> None:
         """Return once every smaller number has passed. Raises RankDivergenceError: the error given to `fail`."""
         if self._failure is not None:
-            raise again(self._failure)
+            raise copy_error(self._failure)
         if number == self.next:
             return
         self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -118,11 +118,11 @@ class Order:
         finally:
             del self._waiting[number]
 
-    def passed(self, number: int) -> None:
+    def advance_past(self, number: int) -> None:
         """Mark a number as launched, or as one that will never be launched."""
-        self._passed.add(number)
-        while self.next in self._passed:
-            self._passed.discard(self.next)
+        self._finished.add(number)
+        while self.next in self._finished:
+            self._finished.discard(self.next)
             self.next += 1
         follower = self._waiting.get(self.next)
         if follower is not None and not follower.done():
@@ -133,7 +133,7 @@ class Order:
         self._failure = error
         for follower in self._waiting.values():
             if not follower.done():
-                follower.set_exception(again(error))
+                follower.set_exception(copy_error(error))
 
 
 HEADER = struct.Struct(f"<q{DIGEST_BYTES}s")
@@ -144,7 +144,7 @@ def pack_header(place: int, digest: bytes) -> bytes:
     return HEADER.pack(place, digest)
 
 
-def difference(tails: Mapping[int, tuple[int, Sequence[SequenceEntry]]]) -> str | None:
+def describe_difference(tails: Mapping[int, tuple[int, Sequence[SequenceEntry]]]) -> str | None:
     """Where the logs of ranks first differ, in words; None while their common entries are equal.
 
     `tails`: rank -> result of its `Log.tail`.
@@ -157,18 +157,18 @@ def difference(tails: Mapping[int, tuple[int, Sequence[SequenceEntry]]]) -> str 
         did = {rank: tails[rank][1][place - tails[rank][0]] for rank in tails if place < ends[rank]}
         if len(set(did.values())) > 1:
             behind = [rank for rank in tails if rank not in did]
-            lines = [f"{ranks_in_words(ranks)}: {entry}" for entry, ranks in _inverted(did).items()]
-            lines += [f"{ranks_in_words(behind)}: not that far yet"] if behind else []
+            lines = [f"{format_ranks(ranks)}: {entry}" for entry, ranks in _ranks_by_entry(did).items()]
+            lines += [f"{format_ranks(behind)}: not that far yet"] if behind else []
             return f"they differ at number {place}: " + "; ".join(lines)
     return None
 
 
-def _inverted(did: Mapping[int, SequenceEntry]) -> dict[SequenceEntry, list[int]]:
+def _ranks_by_entry(did: Mapping[int, SequenceEntry]) -> dict[SequenceEntry, list[int]]:
     by_entry: dict[SequenceEntry, list[int]] = {}
     for rank, entry in sorted(did.items()):
         by_entry.setdefault(entry, []).append(rank)
     return by_entry
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -31,7 +31,7 @@ class Position:
     # (place, what, seconds so far) of the collectives it is in, the oldest first.
     waits: list[tuple[int, str, float]] = field(default_factory=list)
     beat: int = 0  # Grows while the process lives.
-    home: str = ""  # Host and PID namespace, in which `pid` is valid.
+    process_namespace: str = ""  # Host and PID namespace, in which `pid` is valid.
     pid: int = 0
 
     def __str__(self) -> str:
@@ -56,63 +56,67 @@ class StatusBoard:
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store = store
         self._rank, self._world_size = rank, world_size
-        self._many = bool(getattr(store, "has_extended_api", lambda: False)())
-        self._silence: Exception | None = None
+        self._has_multi_get = bool(getattr(store, "has_extended_api", lambda: False)())
+        self._error: Exception | None = None
 
-    def tell(self, position: Position) -> None:
-        self._ask("set", f"zero/position/{self._rank}", json.dumps(asdict(position)))
+    def publish_position(self, position: Position) -> None:
+        self._call_store("set", f"zero/position/{self._rank}", json.dumps(asdict(position)))
 
     def positions(self, ranks: Sequence[int] | None = None) -> dict[int, Position]:
         """Positions of other ranks; None: of all others."""
         wanted = [rank for rank in (range(self._world_size) if ranks is None else ranks) if rank != self._rank]
-        told = self._read([f"zero/position/{rank}" for rank in wanted])
+        told = self._read_keys([f"zero/position/{rank}" for rank in wanted])
         return {rank: Position(**json.loads(text)) for rank, text in zip(wanted, told, strict=True) if text is not None}
 
-    def call(self) -> int:
+    def request_logs(self) -> int:
         """Ask every rank for its log; returns the number of this call."""
-        return int(self._ask("add", "zero/call", 1))
+        return int(self._call_store("add", "zero/call", 1))
 
-    def called(self) -> int:
+    def last_request(self) -> int:
         """The number of the last call; 0: none yet."""
-        return int(self._ask("add", "zero/call", 0))
+        return int(self._call_store("add", "zero/call", 0))
 
-    def tell_log(self, call: int, first: int, entries: Sequence[SequenceEntry]) -> None:
+    def publish_log(self, request: int, first: int, entries: Sequence[SequenceEntry]) -> None:
         """Publish the last entries of this rank's log, as an answer to that call."""
-        text = json.dumps([call, first, entries])
-        self._ask("set", f"zero/log/{self._rank}", zlib.compress(text.encode()))
+        text = json.dumps([request, first, entries])
+        self._call_store("set", f"zero/log/{self._rank}", zlib.compress(text.encode()))
 
     def logs(self) -> dict[int, tuple[int, int, list[SequenceEntry]]]:
         """Rank -> (call, place of the first entry, entries), including this rank."""
-        told = self._read([f"zero/log/{rank}" for rank in range(self._world_size)])
+        told = self._read_keys([f"zero/log/{rank}" for rank in range(self._world_size)])
         logs = {rank: json.loads(zlib.decompress(text)) for rank, text in enumerate(told) if text is not None}
         return {
             rank: (call, first, [SequenceEntry(*e) for e in entries]) for rank, (call, first, entries) in logs.items()
         }
 
-    def tell_ends(self, name: str, ends: Sequence[tuple[str, str]]) -> None:
-        self._ask("set", f"zero/ends/{name}/{self._rank}", json.dumps(ends))
+    def publish_connections(self, name: str, ends: Sequence[tuple[str, str]]) -> None:
+        self._call_store("set", f"zero/ends/{name}/{self._rank}", json.dumps(ends))
 
-    def ends(self, name: str) -> set[tuple[str, str]]:
-        told = self._read([f"zero/ends/{name}/{rank}" for rank in range(self._world_size) if rank != self._rank])
+    def connections(self, name: str) -> set[tuple[str, str]]:
+        told = self._read_keys([f"zero/ends/{name}/{rank}" for rank in range(self._world_size) if rank != self._rank])
         return {tuple(pair) for text in told if text is not None for pair in json.loads(text)}
 
-    def _read(self, keys: list[str]) -> list[bytes | None]:
-        if keys and self._ask("check", keys):
-            return self._ask("multi_get", keys) if self._many else [self._ask("get", key) for key in keys]
-        return [self._ask("get", key) if self._ask("check", [key]) else None for key in keys]
+    def _read_keys(self, keys: list[str]) -> list[bytes | None]:
+        if keys and self._call_store("check", keys):
+            return (
+                self._call_store("multi_get", keys)
+                if self._has_multi_get
+                else [self._call_store("get", key) for key in keys]
+            )
+        return [self._call_store("get", key) if self._call_store("check", [key]) else None for key in keys]
 
-    def _ask(self, operation: str, *arguments: Any) -> Any:
+    def _call_store(self, operation: str, *arguments: Any) -> Any:
         """One call of the store. After a failure no further call is made: each would print the library's own errors."""
-        if self._silence is not None:
-            raise self._silence
+        if self._error is not None:
+            raise self._error
         try:
             return getattr(self._store, operation)(*arguments)
         except Exception as error:
-            self._silence = error
+            self._error = error
             raise
 
 
-def home() -> str:
+def process_namespace() -> str:
     """Boot of a kernel and PID namespace: equal for processes that can see each other by process id.
 
     Not the host's name: nodes may have equal ones, and each kernel's first PID namespace has the same number.
@@ -126,7 +130,7 @@ def home() -> str:
 
 def has_died(position: Position) -> bool:
     """True when the process has certainly ended. False: it is not known."""
-    if not position.home or position.home != home():
+    if not position.home or position.home != process_namespace():
         return False
     try:
         return bool(psutil.Process(position.pid).status() == psutil.STATUS_ZOMBIE)

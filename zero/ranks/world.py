@@ -9,7 +9,7 @@ from offload.errors import ConfigError
 from zero.ranks import backend
 
 TENSOR_SIZES = ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
-SHARES_A_SAMPLE = (
+SAME_SAMPLE_SIZES = (
     TENSOR_SIZES,
     ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"),
     ("get_sequence_parallel_world_size",),
@@ -21,7 +21,7 @@ LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun's name for the rank
 
 def is_distributed() -> bool:
     """True once torch.distributed has its default group."""
-    return backend.in_a_group()
+    return backend.is_initialized()
 
 
 def world_size() -> int:
@@ -62,7 +62,7 @@ def check_mpu(mpu: Any, what: str, *kinds: tuple[str, ...]) -> None:
             )
 
 
-def check_samples_of(mpu: Any) -> None:
+def check_data_parallel(mpu: Any) -> None:
     """Raise ConfigError if not all ranks average gradients in `mpu`, once torch.distributed has its default group."""
     size = getattr(mpu, "get_data_parallel_world_size", world_size)()
     if size != world_size():
