@@ -132,7 +132,7 @@ def test_a_cpu_that_is_slow_in_bf16_is_said_once_and_only_of_models_that_are_wor
 ) -> None:
     monkeypatch.setattr(precision_table, "bf16_slowdown", lambda device: slowdown)
     monkeypatch.setattr(precision_table, "WORTH_MEASURING_NUMEL", numel_min)
-    monkeypatch.setattr(precision_table, "_warned", [])
+    monkeypatch.setattr(precision_table, "_warned_devices", [])
     wide = make_config(("cpu", "cpu"), nvme_path)
     wide.pop("bf16", None)
     for config in (wide, *2 * [make_config(("cpu", "cpu"), nvme_path, bf16={"enabled": True})]):

@@ -92,7 +92,7 @@ class Run:
         if first:
             self.tracer = Tracer(parts.storage)
         else:
-            self.tracer.move_to(parts.storage)
+            self.tracer.set_storage(parts.storage)
         self.activations.attach(parts.storage.activations, parts.model, parts.bound, parts.backward_watch.tear)
         if self.generations:
             parts.coordinator.begin_generation()

@@ -49,7 +49,7 @@ from zero.optim.scheduling import scheduler_for
 from zero.params.initialisation import open_initial_store
 from zero.params.layout import Unit
 from zero.plan.plan import Plan
-from zero.reports.tracing import traced
+from zero.reports.tracing import trace_calls
 from zero.schedule.compiling import apart
 from zero.schedule.events import Events
 
@@ -184,7 +184,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
 
     # ---- the training loop --------------------------------------------------------------------
 
-    @traced("forward")
+    @trace_calls("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; arguments are passed on untouched, unless `fp16.auto_cast` is set.
 
@@ -208,7 +208,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
             run.parts.hooks.reset()
             raise
 
-    @traced("backward")
+    @trace_calls("backward")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward of one micro-batch; divides the loss by the accumulation steps if `scale_wrt_gas`.
 
@@ -246,7 +246,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
                 yield
 
     @atomic
-    @traced("step")
+    @trace_calls("step")
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """On an accumulation boundary: norm, clipping, and the update of every sub-group. Else it only counts.
 
@@ -325,7 +325,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         return loss.detach()
 
     @atomic
-    @traced("step")
+    @trace_calls("step")
     def _optimizer_step(self) -> None:
         self.steps.step_now()
         self.reports.report_step()
@@ -363,11 +363,11 @@ class ZeroEngine(ConfigGetters, nn.Module):
             ConfigError: `path` cannot be written.
             StateError: another recording is running.
         """
-        self.run.tracer.begin(path, self.run.global_steps)
+        self.run.tracer.start_recording(path, self.run.global_steps)
         try:
             yield
         finally:
-            self.run.tracer.finish()
+            self.run.tracer.finish_recording()
 
     def inject(self, fault: Any) -> None:
         """Inject I/O faults (an `offload.disk.aio.AioFault`, None to stop), for tests."""

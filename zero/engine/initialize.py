@@ -32,7 +32,7 @@ from zero.params.initialisation import pause_init, refuse_without_values
 from zero.pipe.module import PipelineModule
 from zero.ranks import world
 from zero.ranks.joining import join_or_stay_alone
-from zero.reports.log import NOTICE, follow, show_log
+from zero.reports.log import NOTICE, set_log_level, show_log
 
 logger = logging.getLogger("zero")
 
@@ -171,7 +171,7 @@ def _read_config(
             "deepspeed_config"
         )
     loaded = load_config(source, world_size=world_size)
-    follow(loaded)
+    set_log_level(loaded)
     if loaded.inactive:
         logger.log(
             NOTICE, "zero: these keys have no effect: %s; `zero config show` says why", ", ".join(loaded.inactive)

@@ -31,7 +31,7 @@ from zero.forward_profiler import FlopsProfiler
 from zero.optim.optimizer import learning_rates, momentum_of
 from zero.ranks import world
 from zero.reports.log import NOTICE
-from zero.reports.monitors import Event, Monitors
+from zero.reports.monitors import MonitorEvent, Monitors
 from zero.reports.statistics import Statistics
 
 logger = logging.getLogger("zero")
@@ -93,7 +93,7 @@ class Reporter:
         self.times = {name: now[name] - self._seconds[name] for name in TIMES}
         self._seconds = now
 
-    def _events(self, run: Run, loss: torch.Tensor | None) -> list[Event]:
+    def _events(self, run: Run, loss: torch.Tensor | None) -> list[MonitorEvent]:
         samples = run.global_samples
         values: dict[str, Any] = {"lr": learning_rates(run.updater)[0]}
         if loss is not None:

@@ -40,7 +40,7 @@ _levels_before: list[int] = []
 """The logger's own level, while the level of a configuration is in effect; at most one."""
 
 
-def follow(config: Config) -> None:
+def set_log_level(config: Config) -> None:
     """Set `log_level`; it stays in effect until an engine is made whose configuration has none.
 
     Without it, ranks other than the first log errors only, since they would repeat the first rank's lines.
@@ -56,7 +56,7 @@ def follow(config: Config) -> None:
 
 
 def start_line(
-    config: Config, layout: Layout, plan: Plan, storage: Storage, exchange: Collectives, coded: Mapping[int, int]
+    config: Config, layout: Layout, plan: Plan, storage: Storage, collectives: Collectives, coded: Mapping[int, int]
 ) -> str:
     """The line at the start: parameters, bytes on each tier of this rank, I/O backend and kernels.
 
@@ -72,7 +72,7 @@ def start_line(
         parts.append("none of them trained")
     elif trained < total:
         parts.append(f"{format_count(trained)} of them trained")
-    ranks = exchange.placement.world_size
+    ranks = collectives.placement.world_size
     if ranks > 1:
         parts.append(f"each of {ranks} ranks")
     names = {NVME: "NVMe", HOST: "host", DEVICE: "device"}

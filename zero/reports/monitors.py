@@ -14,13 +14,13 @@ from offload.errors import ConfigError
 from offload.system.regular_files import open_regular
 from zero.config.logging_block import Comet, CsvMonitor, TensorBoard, Wandb
 
-Event = tuple[str, float, int]  # (tag, value, number of samples that steps have used so far).
+MonitorEvent = tuple[str, float, int]  # (tag, value, number of samples that steps have used so far).
 
 
 class Monitor(Protocol):
     """One monitor."""
 
-    def write_events(self, events: Sequence[Event]) -> None:
+    def write_events(self, events: Sequence[MonitorEvent]) -> None:
         """Write events permanently."""
 
     def close(self) -> None:
@@ -34,7 +34,7 @@ class CsvFiles(Monitor):
         self.folder = Path(block.output_path) / block.job_name
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def write_events(self, events: Sequence[Event]) -> None:
+    def write_events(self, events: Sequence[MonitorEvent]) -> None:
         for tag, value, samples in events:
             path = self.folder / f"{tag.replace('/', '_').replace(' ', '_')}.csv"
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # others may write to the folder, too
@@ -50,7 +50,7 @@ class TensorBoardFiles(Monitor):
         tensorboard = importlib.import_module("torch.utils.tensorboard")
         self.writer = tensorboard.SummaryWriter(log_dir=str(Path(block.output_path) / block.job_name))
 
-    def write_events(self, events: Sequence[Event]) -> None:
+    def write_events(self, events: Sequence[MonitorEvent]) -> None:
         for event in events:
             self.writer.add_scalar(*event)
         self.writer.flush()
@@ -70,7 +70,7 @@ class WandbRun(Monitor):
         if self.wandb.run is None:
             self.wandb.init(project=block.project, group=block.group, entity=block.team)
 
-    def write_events(self, events: Sequence[Event]) -> None:
+    def write_events(self, events: Sequence[MonitorEvent]) -> None:
         for tag, value, samples in events:
             self.wandb.log({tag: value}, step=samples)
 
@@ -86,7 +86,7 @@ class CometExperiment(Monitor):
             self.experiment.set_name(block.experiment_name)
         self.interval, self.last = block.samples_log_interval, dict[str, int]()
 
-    def write_events(self, events: Sequence[Event]) -> None:
+    def write_events(self, events: Sequence[MonitorEvent]) -> None:
         for tag, value, samples in events:
             if tag not in self.last or samples - self.last[tag] >= self.interval:
                 self.last[tag] = samples
@@ -130,7 +130,7 @@ class Monitors:
         for name, block in wanted.items() if writes else ():
             self.writers[name] = KINDS[name][1](block)
 
-    def write_events(self, event_list: Sequence[Event]) -> None:
+    def write_events(self, event_list: Sequence[MonitorEvent]) -> None:
         """Write (tag, value, samples) to all monitors; does nothing on ranks that do not write."""
         for writer in self.writers.values():
             writer.write_events(event_list)

@@ -24,7 +24,7 @@ WORTH_MEASURING_NUMEL = 10_000_000
 
 logger = logging.getLogger("zero")
 
-_warned: list[torch.device] = []
+_warned_devices: list[torch.device] = []
 """Devices with a warning that they are slow: one warning for each process, for any number of engines."""
 
 
@@ -61,7 +61,7 @@ def dtype_table(
 
 def warn_of_slow_matmuls(layout: Layout, config: Config, device: torch.device) -> None:
     """Warn once in a process if the CPU is much slower in a training's 16-bit matmuls than in fp32 ones."""
-    if device.type != "cpu" or _warned or not any(space.trainable for space in layout.spaces):
+    if device.type != "cpu" or _warned_devices or not any(space.trainable for space in layout.spaces):
         return
     everything = autocast_dtype(config, device) is not None
     units = [unit for unit in layout.units if everything or unit.dtype in (torch.bfloat16, torch.float16)]
@@ -70,7 +70,7 @@ def warn_of_slow_matmuls(layout: Layout, config: Config, device: torch.device) -
     slowdown = bf16_slowdown(device)
     if slowdown <= CLEARLY_SLOWER:
         return
-    _warned.append(device)
+    _warned_devices.append(device)
     logger.warning(
         "zero: this CPU has no fast bf16 matmuls: bf16 takes about %.0f times as long as fp32; to train in fp32, "
         "leave out bf16, fp16 and torch_autocast (a Trainer: bf16=False) and load the model with dtype=torch.float32",
@@ -92,13 +92,13 @@ def _row(
     added = torch.float32 if plan.accumulation == torch.float32 or plan.gradient_wide else space.dtype
     summed = plan.deferred_bytes or plan.passes < (config.gradient_accumulation_steps or 1)  # before the exchange
     sent = not (placement.is_single_rank or placement.shares_memory)
-    travel = _between(kept if summed else space.dtype, config) if sent else NOTHING
+    travel = _collective_dtype(kept if summed else space.dtype, config) if sent else NOTHING
     narrow = plan.states_of(space) == ADAM_STATES
     states = _name(plan.state_dtype if narrow else torch.float32) if plan.states_of(space) else NOTHING
     return ("trained", numel, weights, master, _name(kept), _name(added), travel, states)
 
 
-def _between(dtype: torch.dtype, config: Config) -> str:
+def _collective_dtype(dtype: torch.dtype, config: Config) -> str:
     wish = config.communication_data_type
     return _name(dtype if wish is None or DTYPES[wish].itemsize > dtype.itemsize else DTYPES[wish])
 

@@ -31,7 +31,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def traced(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+def trace_calls(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
     """Decorator of an engine's method: each call is a span of the compute lane, and may end a step."""
 
     def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
@@ -39,10 +39,10 @@ def traced(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[C
         def call(engine: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
             run = engine.run
             tracer: Tracer = run.tracer
-            tracer.reached(run.global_steps)
+            tracer.on_engine_call(run.global_steps)
             with tracer.storage.timeline.span(COMPUTE, what):
                 result = method(engine, *args, **kwargs)
-            tracer.reached(run.global_steps)
+            tracer.on_engine_call(run.global_steps)
             return result
 
         return call
@@ -51,7 +51,7 @@ def traced(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[C
 
 
 @dataclass(frozen=True, slots=True)
-class _Trace:
+class _Recording:
     path: Path
     steps_before: int
     counters: dict[str, float]  # Values at the begin of the recording.
@@ -67,54 +67,58 @@ class Tracer:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._trace: _Trace | None = None
+        self._recording: _Recording | None = None
         self._steps = 0
         path = os.environ.get(PATH_VARIABLE)
-        self._wanted = None if not path else (check_target(path), *wanted_steps(os.environ.get(STEPS_VARIABLE, STEPS)))
-        self._before: int | None = None  # Steps before the first call: a run that goes on from a checkpoint has some.
-        storage.at_end.append(self.finish)
+        self._requested = (
+            None if not path else (check_target(path), *parse_steps(os.environ.get(STEPS_VARIABLE, STEPS)))
+        )
+        self._first_steps: int | None = (
+            None  # Steps before the first call: a run that goes on from a checkpoint has some.
+        )
+        storage.at_end.append(self.finish_recording)
 
-    def move_to(self, storage: Storage) -> None:
+    def set_storage(self, storage: Storage) -> None:
         """The engine continues with another storage: a running recording ends, later ones are made there."""
-        self.finish()
+        self.finish_recording()
         self.storage = storage
-        storage.at_end.append(self.finish)
+        storage.at_end.append(self.finish_recording)
 
-    def begin(self, path: str | os.PathLike[str], steps: int, *, by_environment: bool = False) -> None:
+    def start_recording(self, path: str | os.PathLike[str], steps: int, *, by_environment: bool = False) -> None:
         """Start recording. Raises ConfigError: `path` cannot be written; StateError: a recording is already running."""
         target, rank = check_target(path), world.rank()
         if rank and by_environment:  # which is the same on all ranks
             target = target.with_name(f"{target.stem}.rank{rank}{target.suffix}")
-        if self._trace is not None:
-            raise StateError(f"trace: a trace is already being recorded to {self._trace.path}; end it first")
-        _, traffic = self._on_mover("starting a trace", self.storage.timeline.start)
+        if self._recording is not None:
+            raise StateError(f"trace: a trace is already being recorded to {self._recording.path}; end it first")
+        _, traffic = self._run_on_io_loop("starting a trace", self.storage.timeline.start)
         self._steps = steps
-        self._trace = _Trace(
+        self._recording = _Recording(
             target, steps, self._counters(traffic, self.storage.mover.exposed_wait.seconds), by_environment
         )
 
-    def reached(self, steps: int) -> None:
+    def on_engine_call(self, steps: int) -> None:
         """Called before and after each engine call, after `steps` steps: begin or end the environment's recording."""
         self._steps = steps
-        if self._wanted is None:
+        if self._requested is None:
             return
-        path, first, last = self._wanted
-        self._before = steps if self._before is None else self._before
-        done = steps - self._before
+        path, first, last = self._requested
+        self._first_steps = steps if self._first_steps is None else self._first_steps
+        done = steps - self._first_steps
         if done >= last:
-            self._wanted = None
-            if self._trace is not None and self._trace.by_environment:
-                self.finish()
-        elif done >= first - 1 and self._trace is None:
-            self.begin(path, steps, by_environment=True)
+            self._requested = None
+            if self._recording is not None and self._recording.by_environment:
+                self.finish_recording()
+        elif done >= first - 1 and self._recording is None:
+            self.start_recording(path, steps, by_environment=True)
 
-    def finish(self) -> None:
+    def finish_recording(self) -> None:
         """End the recording and write its file; does nothing if none is running. A failure only causes a warning."""
-        trace, self._trace = self._trace, None
+        trace, self._recording = self._recording, None
         if trace is None:
             return
         exposed_seconds = self.storage.mover.exposed_wait.seconds
-        recording, traffic = self._on_mover("ending a trace", self.storage.timeline.stop)
+        recording, traffic = self._run_on_io_loop("ending a trace", self.storage.timeline.stop)
         after = self._counters(traffic, exposed_seconds)
         if recording.dropped:
             logger.warning(
@@ -130,7 +134,7 @@ class Tracer:
         else:
             logger.log(NOTICE, "trace of %d steps: %s", self._steps - trace.steps_before, trace.path)
 
-    def _facts(self, trace: _Trace, after: dict[str, float]) -> dict[str, Any]:
+    def _facts(self, trace: _Recording, after: dict[str, float]) -> dict[str, Any]:
         disk = self.storage.disk
         return {
             "steps_before": trace.steps_before,
@@ -139,7 +143,7 @@ class Tracer:
             "aio_backend": disk.aio.backend if disk else "none",
         }
 
-    def _on_mover(self, what: str, act: Callable[[], T]) -> tuple[T, Traffic]:
+    def _run_on_io_loop(self, what: str, act: Callable[[], T]) -> tuple[T, Traffic]:
         """What `act` returns, and the bytes that were moved by then."""
         disk, mover = self.storage.disk, self.storage.mover
 
@@ -162,7 +166,7 @@ class Tracer:
         }
 
 
-def wanted_steps(text: str) -> tuple[int, int]:
+def parse_steps(text: str) -> tuple[int, int]:
     """First and last step, counted from 1: "3-5", or "4" for a single one. Raises ConfigError: it is neither."""
     first, dash, last = text.partition("-")
     try:
