@@ -136,7 +136,7 @@ def coordinator_of(engine: Any) -> Any:
 def units_in_use(engine: Any) -> list[str]:
     """Names of the units that a call or a backward uses."""
     units = zip(layout_of(engine).units, coordinator_of(engine)._units, strict=True)
-    return [unit.name for unit, one in units if one.used]
+    return [unit.name for unit, one in units if one.is_in_use]
 
 
 def history(trace: Any) -> tuple[list[int], list[int]]:
@@ -287,7 +287,7 @@ def move_step(stepper: Any, state: StepState) -> None:
 
 def is_torn(engine: Any) -> bool:
     """True if a transfer failed inside the last backward."""
-    return bool(engine.run.parts.backward_watch.torn)
+    return bool(engine.run.parts.backward_watch.is_torn)
 
 
 def is_waiting(engine: Any) -> bool:
@@ -328,7 +328,7 @@ def in_forward_use(engine: Any, index: int) -> bool:
 
 def lent_rows_numel(engine: Any) -> int:
     """Number of elements of packed experts that were fetched as rows and not released."""
-    return int(engine.run.parts.coordinator._lent_numel)
+    return int(engine.run.parts.coordinator._expert_rows_numel)
 
 
 def flat_gradient(engine: Any, unit: Any) -> Tensor:

@@ -349,10 +349,10 @@ class FakeModule:
 
         def record() -> None:
             module.now += 250.0
-            event.at = module.now
+            event.in_state = module.now
 
         event.record = record
-        event.elapsed_time = lambda later: later.at - event.at
+        event.elapsed_time = lambda later: later.in_state - event.in_state
         return event
 
 

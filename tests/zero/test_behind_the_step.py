@@ -441,7 +441,7 @@ def test_what_forward_modifies_outlasts_a_disk_that_fails(open_engine: Open, nvm
         engine(tokens(2))
     engine.synchronize()
     assert not any(stranded_in(plane) for plane in storage_of(engine).weights)
-    coordinator_of(engine).release_all()
+    coordinator_of(engine).evict_all()
     assert used_bytes(engine, "unit_pool") == 0
     assert torch.equal(engine.full_parameter(name), before * 0.5)
 

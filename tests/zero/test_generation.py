@@ -206,61 +206,61 @@ def test_what_is_kept_leaves_room_for_what_is_streamed(numels: list[int], extra:
     limit = max(numels) + extra
     numel = dict(enumerate(numels))
     hot = HotUnits(numel)
-    hot.begin(limit)
+    hot.begin_generation(limit)
     for use in uses:
         unit = use % len(numels)
-        hot.used(unit)
-        leave = hot.offer(unit, nothing)
-        assert leave is None or unit in hot.kept
-        assert not set(leave or ()) & hot.kept
-        rest = sorted((n for u, n in numel.items() if u not in hot.kept), reverse=True)
+        hot.note_use(unit)
+        leave = hot.try_pin(unit, nothing)
+        assert leave is None or unit in hot.pinned
+        assert not set(leave or ()) & hot.pinned
+        rest = sorted((n for u, n in numel.items() if u not in hot.pinned), reverse=True)
         room = min(STREAMED_AT_ONCE * rest[0], sum(rest)) if rest else 0
-        assert not hot.kept or sum(numel[u] for u in hot.kept) + room <= limit
-    assert hot.end() is not None and not hot.kept
+        assert not hot.pinned or sum(numel[u] for u in hot.pinned) + room <= limit
+    assert hot.end_generation() is not None and not hot.pinned
 
 
 @given(st.integers(3, 12), st.integers(1, 12), st.integers(2, 5))
 def test_of_a_cycle_of_equal_units_as_many_stay_as_fit(units: int, fitting: int, rounds: int) -> None:
     hot = HotUnits(dict.fromkeys(range(units), 1))
-    hot.begin(fitting)
+    hot.begin_generation(fitting)
     kept: list[set[int]] = []
     for _ in range(rounds):
         for unit in range(units):
-            hot.used(unit)
-            hot.offer(unit, nothing)
-        kept.append(set(hot.kept))
+            hot.note_use(unit)
+            hot.try_pin(unit, nothing)
+        kept.append(set(hot.pinned))
     assert len(kept[0]) == (units if fitting >= units else max(fitting - STREAMED_AT_ONCE, 0))
     assert all(k == kept[0] for k in kept), "a cycle gains nothing from exchanging one unit for another"
 
 
 def test_a_unit_used_far_more_often_takes_the_place_of_another() -> None:
     hot = HotUnits(dict.fromkeys(range(6), 1))
-    hot.begin(4)
+    hot.begin_generation(4)
     for encoder in (0, 1):
-        hot.used(encoder)
-        assert hot.offer(encoder, nothing) == ()
+        hot.note_use(encoder)
+        assert hot.try_pin(encoder, nothing) == ()
     for _ in range(3):
         for decoder in (2, 3):
-            hot.used(decoder)
-            hot.offer(decoder, nothing)
-    assert hot.kept == {2, 3}
+            hot.note_use(decoder)
+            hot.try_pin(decoder, nothing)
+    assert hot.pinned == {2, 3}
 
 
 def test_nothing_is_kept_outside_a_generation() -> None:
     hot = HotUnits({0: 1})
-    hot.used(0)
-    assert hot.offer(0, nothing) is None and not hot.kept
+    hot.note_use(0)
+    assert hot.try_pin(0, nothing) is None and not hot.pinned
 
 
 def test_a_large_unit_takes_the_place_of_smaller_ones_where_more_stays_then() -> None:
     """Eight layers and a table that is used last: while it is streamed, twice its size has to be free."""
     numel = {**dict.fromkeys(range(8), 10), 8: 25}
     hot = HotUnits(numel)
-    hot.begin(90)
+    hot.begin_generation(90)
     for _ in range(3):
         for unit in numel:
-            hot.used(unit)
-            hot.offer(unit, nothing)
-        kept = set(hot.kept)
+            hot.note_use(unit)
+            hot.try_pin(unit, nothing)
+        kept = set(hot.pinned)
     assert 8 in kept and sum(numel[unit] for unit in kept) == 65
-    assert kept == hot.kept
+    assert kept == hot.pinned

@@ -53,7 +53,7 @@ import offload.mover
 import offload.planes.copies
 import zero
 from offload.errors import WatchdogError
-from zero.schedule.hooks import calls_of
+from zero.schedule.hooks import count_open_calls
 
 # ---- interrupts -----------------------------------------------------------------------------------------------------
 
@@ -75,10 +75,10 @@ GOING_ON: dict[str, Callable[[Any], Any]] = {
 def test_calls_on_the_stack_are_counted_once() -> None:
     class Again(nn.Module):
         def forward(self, depth: int) -> list[int]:
-            return [calls_of(self), *(self(depth - 1) if depth else ())]
+            return [count_open_calls(self), *(self(depth - 1) if depth else ())]
 
     module = Again()
-    assert (module(2), calls_of(module)) == ([1, 2, 3], 0)
+    assert (module(2), count_open_calls(module)) == ([1, 2, 3], 0)
     threads = ThreadPoolExecutor(1)
     assert threads.submit(module, 0).result() == [1]
 
@@ -275,12 +275,12 @@ def test_an_interrupt_while_a_unit_is_let_go_loses_no_memory(open_engine: Open, 
     train(engine, 0)
     engine.synchronize()
     for _ in range(5):  # the pool holds fewer units than this
-        coordinator_of(engine).release_all()
+        coordinator_of(engine).evict_all()
         engine.inject(HELD)
         coordinator_of(engine).expect_forward()
         with interrupted_in_hold(engine):
-            coordinator_of(engine).release_all()
-    coordinator_of(engine).release_all()
+            coordinator_of(engine).evict_all()
+    coordinator_of(engine).evict_all()
     assert used_bytes(engine, "unit_pool") == 0
     assert unequal(train(engine, 1), reference) == []
 

@@ -239,7 +239,7 @@ def test_no_row_stays_live_after_a_step_and_the_limit_holds(open_engine: Open, n
     train(engine)
     assert engine.statistics().live_numel_peak <= LIMITS["stage3_max_live_parameters"]
     engine.synchronize()
-    coordinator_of(engine).release_all()
+    coordinator_of(engine).evict_all()
     assert used_bytes(engine, "unit_pool") == 0
 
 
@@ -299,5 +299,5 @@ def test_memory_that_rows_still_come_to_is_nobody_elses_after_an_interrupt(open_
     assert all(bool((block.data == 7).all()) for block in blocks)
     for block in blocks:
         block.free()
-    coordinator_of(engine).release_all()
+    coordinator_of(engine).evict_all()
     assert used_bytes(engine, "unit_pool") == 0

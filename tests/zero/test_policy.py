@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero.plan.plan import Limits
-from zero.schedule.policy import Moves, is_reused_soon, make_room, plan_prefetch
+from zero.schedule.policy import PrefetchPlan, is_reused_soon, make_room, plan_prefetch
 
 UNITS = range(7)
 units = st.sampled_from(list(UNITS))
@@ -29,8 +29,8 @@ def situations(draw: Any) -> tuple[list[int], set[int], list[int], dict[int, int
     )  # fmt: skip
 
 
-def after(resident: list[int], moves: Moves) -> list[int]:
-    return [unit for unit in resident if unit not in moves.evict] + list(moves.load)
+def after(resident: list[int], moves: PrefetchPlan) -> list[int]:
+    return [unit for unit in resident if unit not in moves.evict] + list(moves.fetch)
 
 
 def first_use(unit: int, upcoming: list[int]) -> int:
@@ -48,11 +48,11 @@ def test_prefetching_never_exceeds_the_live_limit(situation: Any) -> None:
 def test_prefetching_moves_each_unit_once_and_only_where_it_can(situation: Any) -> None:
     resident, pinned, upcoming, numel, limits = situation
     moves = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
-    assert len(set(moves.evict)) == len(moves.evict) and len(set(moves.load)) == len(moves.load)
+    assert len(set(moves.evict)) == len(moves.evict) and len(set(moves.fetch)) == len(moves.fetch)
     assert set(moves.evict) <= set(resident) - pinned
-    assert set(moves.load) <= set(upcoming)
-    assert not set(moves.load) & (set(resident) - set(moves.evict))
-    assert not set(moves.load) & set(moves.evict), "what is wanted back at once must not be evicted"
+    assert set(moves.fetch) <= set(upcoming)
+    assert not set(moves.fetch) & (set(resident) - set(moves.evict))
+    assert not set(moves.fetch) & set(moves.evict), "what is wanted back at once must not be evicted"
 
 
 @given(situations())
@@ -60,8 +60,8 @@ def test_nothing_is_evicted_for_something_needed_later(situation: Any) -> None:
     resident, pinned, upcoming, numel, limits = situation
     moves = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
     if moves.evict:
-        assert moves.load
-        latest = max(first_use(unit, upcoming) for unit in moves.load)
+        assert moves.fetch
+        latest = max(first_use(unit, upcoming) for unit in moves.fetch)
         assert all(first_use(unit, upcoming) > latest for unit in moves.evict)
 
 
@@ -70,7 +70,7 @@ def test_units_are_loaded_in_the_order_of_their_use_and_none_is_skipped(situatio
     resident, pinned, upcoming, numel, limits = situation
     moves = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
     absent = [u for u in dict.fromkeys(upcoming) if u not in resident]
-    assert list(moves.load) == absent[: len(moves.load)]
+    assert list(moves.fetch) == absent[: len(moves.fetch)]
 
 
 @given(situations())
@@ -79,12 +79,12 @@ def test_one_unit_is_always_in_flight_if_it_fits(situation: Any) -> None:
     moves = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
     absent = [u for u in dict.fromkeys(upcoming) if u not in resident]
     if not absent:
-        assert moves == Moves(complete=True)
+        assert moves == PrefetchPlan(is_complete=True)
         return
     wanted = absent[0]
     sooner = {u for u in resident if first_use(u, upcoming) < first_use(wanted, upcoming)}
     must_stay = sum(numel[u] for u in pinned | sooner)
-    assert (wanted in moves.load) is (must_stay + numel[wanted] <= limits.live_numel_max)
+    assert (wanted in moves.fetch) is (must_stay + numel[wanted] <= limits.live_numel_max)
 
 
 @given(situations())
@@ -92,14 +92,14 @@ def test_a_plan_is_complete_if_every_unit_of_the_forecast_is_there_then(situatio
     resident, pinned, upcoming, numel, limits = situation
     moves = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
     if not moves.evict:
-        assert moves.complete is (set(upcoming) <= set(after(resident, moves)))
+        assert moves.is_complete is (set(upcoming) <= set(after(resident, moves)))
 
 
 @given(situations())
 def test_the_look_ahead_beyond_the_next_unit_is_bounded(situation: Any) -> None:
     resident, pinned, upcoming, numel, limits = situation
     moves = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
-    assert sum(numel[u] for u in moves.load[1:]) <= limits.prefetch_numel
+    assert sum(numel[u] for u in moves.fetch[1:]) <= limits.prefetch_numel
 
 
 @given(situations())
@@ -107,7 +107,9 @@ def test_a_wider_look_ahead_loads_the_same_and_more(situation: Any) -> None:
     resident, pinned, upcoming, numel, limits = situation
     wide = Limits(live_numel_max=limits.live_numel_max, prefetch_numel=10**9, reuse_numel_max=limits.reuse_numel_max)
     narrow = plan_prefetch(resident, pinned.__contains__, upcoming, numel, limits)
-    assert plan_prefetch(resident, pinned.__contains__, upcoming, numel, wide).load[: len(narrow.load)] == narrow.load
+    assert (
+        plan_prefetch(resident, pinned.__contains__, upcoming, numel, wide).fetch[: len(narrow.fetch)] == narrow.fetch
+    )
 
 
 @given(situations(), units)
@@ -203,7 +205,7 @@ def test_work_grows_with_the_number_of_units_and_not_with_its_square() -> None:
     numel = dict.fromkeys(range(600), 1)
     Compared.count = 0
     moves = plan_prefetch(resident, set[int]().__contains__, [*upcoming, Compared(550)], numel, MANY)
-    assert moves == Moves((), (550,), complete=True) and Compared.count < 20 * len(resident)
+    assert moves == PrefetchPlan((), (550,), is_complete=True) and Compared.count < 20 * len(resident)
 
 
 @given(st.integers(0, 20), st.booleans())
@@ -215,5 +217,5 @@ def test_the_forecast_is_read_up_to_the_first_unit_that_finds_no_room(ahead: int
     read: list[int] = []
     forecast = (read.append(unit) or unit for unit in range(80))  # type: ignore[func-returns-value]
     moves = plan_prefetch(resident, {90}.__contains__, forecast, numel, limits)
-    assert moves == Moves((), (ahead, ahead + 1) if roomy else ())
+    assert moves == PrefetchPlan((), (ahead, ahead + 1) if roomy else ())
     assert len(read) == ahead + (3 if roomy else 1)

@@ -45,7 +45,7 @@ class Run:
             ahead = uses[position + 1 :]
             moves = plan_prefetch(self.resident, {unit}.__contains__, ahead, self.numel, self.limits)
             assert unit not in moves.evict
-            self._move(moves.evict, moves.load)
+            self._move(moves.evict, moves.fetch)
             if not is_reused_soon(unit, ahead, self.numel, self.limits):
                 self._move([unit], [])
         return self

@@ -7,13 +7,13 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.schedule.trace import Trace
+from zero.schedule.trace import AccessTrace
 
 GATE, NEXT, LAST = 100, 101, 102
 EXPERTS = 64
 
 
-def forward(trace: Trace, uses: list[int], phase: str = "train") -> tuple[int, int]:
+def forward(trace: AccessTrace, uses: list[int], phase: str = "train") -> tuple[int, int]:
     """(uses foretold just before they came, units foretold that this forward never used)."""
     trace.begin_forward(phase)
     hits, wasted = 0, set()
@@ -39,7 +39,7 @@ def experts(count: int = EXPERTS) -> dict[int, int]:
 
 @given(st.integers(1, 20), st.integers(0, 1000))
 def test_routed_experts_are_never_fetched_ahead_while_routing_is_random(top_k: int, seed: int) -> None:
-    trace, generator = Trace(experts()), random.Random(seed)
+    trace, generator = AccessTrace(experts()), random.Random(seed)
     wasted = [forward(trace, mixture(generator.sample(range(EXPERTS), top_k)))[1] for _ in range(60)]
     # An expert that chance has favoured may be guessed for a while.
     assert sum(wasted) <= 0.1 * 60 * top_k
@@ -47,7 +47,7 @@ def test_routed_experts_are_never_fetched_ahead_while_routing_is_random(top_k: i
 
 @given(st.integers(0, 1000))
 def test_what_follows_the_experts_is_foretold_from_the_second_forward_on(seed: int) -> None:
-    trace, generator = Trace(experts()), random.Random(seed)
+    trace, generator = AccessTrace(experts()), random.Random(seed)
     forward(trace, mixture(generator.sample(range(EXPERTS), 2)))
     for _ in range(10):
         hits, _ = forward(trace, mixture(generator.sample(range(EXPERTS), 2)))
@@ -55,14 +55,14 @@ def test_what_follows_the_experts_is_foretold_from_the_second_forward_on(seed: i
 
 
 def test_experts_that_are_always_used_are_foretold_after_a_while() -> None:
-    trace, generator = Trace(experts()), random.Random(3)
+    trace, generator = AccessTrace(experts()), random.Random(3)
     for _ in range(40):
         hits, wasted = forward(trace, mixture([5, 9, generator.randrange(10, EXPERTS)]))
     assert hits == 5 and wasted == 0
 
 
 def test_two_branches_in_one_list_are_both_foretold() -> None:
-    trace = Trace({0: 0, 1: 0, 2: 0})
+    trace = AccessTrace({0: 0, 1: 0, 2: 0})
     passes = [[0, 1, NEXT, LAST], [0, 2, NEXT, LAST]]
     for step in range(10):
         forward(trace, passes[step % 2])
@@ -71,7 +71,7 @@ def test_two_branches_in_one_list_are_both_foretold() -> None:
 
 
 def test_siblings_that_are_all_used_are_a_sequence_like_any_other() -> None:
-    trace = Trace(experts(8))
+    trace = AccessTrace(experts(8))
     uses = [GATE, *range(8), NEXT]
     forward(trace, uses)
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_siblings_that_are_all_used_are_a_sequence_like_any_other() -> None:
 
 
 def test_a_sequence_that_broke_off_once_is_foretold_again_soon() -> None:
-    trace = Trace(experts(8))
+    trace = AccessTrace(experts(8))
     uses = [GATE, *range(8), NEXT]
     forward(trace, uses)
     forward(trace, uses[:4])
@@ -90,7 +90,7 @@ def test_a_sequence_that_broke_off_once_is_foretold_again_soon() -> None:
 
 
 def test_backward_is_the_reverse_of_the_experts_that_ran() -> None:
-    trace, generator = Trace(experts()), random.Random(1)
+    trace, generator = AccessTrace(experts()), random.Random(1)
     for _ in range(5):
         uses = mixture(generator.sample(range(EXPERTS), 3))
         trace.begin_forward("train")
@@ -102,7 +102,7 @@ def test_backward_is_the_reverse_of_the_experts_that_ran() -> None:
 
 
 def test_phases_have_experts_of_their_own() -> None:
-    trace = Trace(experts(8))
+    trace = AccessTrace(experts(8))
     for _ in range(20):
         forward(trace, mixture([0, 1]))
         forward(trace, mixture([6, 7]), "eval")

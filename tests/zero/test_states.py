@@ -12,7 +12,7 @@ from probe import move_step
 
 from offload.errors import StateError
 from zero.optim.step import STEP_MOVES, Stepper, StepState
-from zero.schedule.residency import MOVES, Residency, UnitState
+from zero.schedule.residency import TRANSITIONS, Residency, UnitState
 
 
 def units(*persistent: bool) -> Residency:
@@ -30,8 +30,8 @@ def ways(moves: dict[Any, set[Any]], begin: Any) -> dict[Any, list[Any]]:
 
 
 def unit_in(state: UnitState) -> Residency:
-    table = units(state == UnitState.HOME)
-    for each in ways(MOVES, table[0].state)[state]:
+    table = units(state == UnitState.PERSISTENT)
+    for each in ways(TRANSITIONS, table[0].state)[state]:
         table.move(table[0], each)
     return table
 
@@ -39,7 +39,7 @@ def unit_in(state: UnitState) -> Residency:
 @pytest.mark.parametrize(("state", "after"), list(product(UnitState, UnitState)), ids=lambda s: s.name)
 def test_a_unit_makes_the_moves_of_the_table_and_no_other(state: UnitState, after: UnitState) -> None:
     table = unit_in(state)
-    if after in MOVES[state]:
+    if after in TRANSITIONS[state]:
         table.move(table[0], after)
         assert table[0].state == after
     else:
@@ -49,23 +49,23 @@ def test_a_unit_makes_the_moves_of_the_table_and_no_other(state: UnitState, afte
 
 
 def test_every_state_of_a_unit_that_comes_and_goes_is_reached_and_left() -> None:
-    reached = ways(MOVES, UnitState.AWAY).keys()
-    assert reached == set(UnitState) - {UnitState.HOME}
-    assert all(UnitState.AWAY in ways(MOVES, state) for state in reached)
+    reached = ways(TRANSITIONS, UnitState.EVICTED).keys()
+    assert reached == set(UnitState) - {UnitState.PERSISTENT}
+    assert all(UnitState.EVICTED in ways(TRANSITIONS, state) for state in reached)
 
 
 def test_units_are_listed_in_the_order_in_which_they_came() -> None:
     table = units(False, False, False, True)
     for index in (2, 0, 1):
-        table.move(table[index], UnitState.COMING)
+        table.move(table[index], UnitState.IN_FLIGHT)
     for index in (1, 2):
-        table.move(table[index], UnitState.LIVE)
-    assert table.resident() == [1, 2, 0]
-    assert [one.index for one in table.at(UnitState.HOME)] == [3]
+        table.move(table[index], UnitState.BOUND)
+    assert table.resident_units() == [1, 2, 0]
+    assert [one.index for one in table.in_state(UnitState.PERSISTENT)] == [3]
     table[2].forward_uses += 1
-    table[1].seen = True
+    table[1].is_read_for_backward = True
     table[0].backward_uses += 1  # it is on its way, so it can be let go
-    assert table.in_use() == {1, 2}
+    assert table.pinned_units() == {1, 2}
 
 
 @pytest.fixture

@@ -11,32 +11,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from probe import history
 
-from zero.schedule.trace import GENERATE, USES_MAX, Trace
+from zero.schedule.trace import GENERATE, USES_MAX, AccessTrace
 
 orders = st.permutations(range(8)).flatmap(lambda order: st.integers(1, 8).map(lambda n: list(order)[:n]))
 walks = st.lists(st.integers(0, 5), min_size=1, max_size=14)
 
 
-def forward(trace: Trace, uses: list[int], phase: str = "train", backward_follows: bool = True) -> None:
+def forward(trace: AccessTrace, uses: list[int], phase: str = "train", backward_follows: bool = True) -> None:
     trace.begin_forward(phase)
     for unit in uses:
         trace.use_forward(unit, backward_follows=backward_follows)
     trace.end_forward()
 
 
-def backward(trace: Trace, uses: list[int]) -> None:
+def backward(trace: AccessTrace, uses: list[int]) -> None:
     for unit in reversed(uses):
         trace.use_backward(unit)
     trace.end_backward()
 
 
-def foretold(trace: Trace, *, with_backward: bool = False) -> list[int]:
+def foretold(trace: AccessTrace, *, with_backward: bool = False) -> list[int]:
     return list(trace.upcoming_in_forward(with_backward=with_backward))
 
 
 @given(orders)
 def test_after_one_pass_the_next_is_foretold_from_every_point_on(uses: list[int]) -> None:
-    trace = Trace()
+    trace = AccessTrace()
     forward(trace, uses)
     backward(trace, uses)
     trace.begin_forward("train")
@@ -49,7 +49,7 @@ def test_after_one_pass_the_next_is_foretold_from_every_point_on(uses: list[int]
 
 @given(orders)
 def test_without_backward_nothing_is_foretold_after_the_forward(uses: list[int]) -> None:
-    trace = Trace()
+    trace = AccessTrace()
     for _ in range(2):
         forward(trace, uses, "eval", backward_follows=False)
     trace.begin_forward("eval")
@@ -62,7 +62,7 @@ def test_without_backward_nothing_is_foretold_after_the_forward(uses: list[int])
 
 @given(walks)
 def test_backward_is_the_reverse_of_what_ran_whatever_ran_before(uses: list[int]) -> None:
-    trace = Trace()
+    trace = AccessTrace()
     forward(trace, uses[::-1])
     backward(trace, uses[::-1])
     forward(trace, uses)
@@ -74,7 +74,7 @@ def test_backward_is_the_reverse_of_what_ran_whatever_ran_before(uses: list[int]
 
 def test_a_unit_that_others_are_used_inside_of_comes_first_in_backward_and_they_follow() -> None:
     """A model's own parameters: gradients reach the model before its blocks."""
-    trace = Trace()
+    trace = AccessTrace()
     trace.begin_forward("train")
     for unit in (9, 0, 1, 2):
         trace.use_forward(unit, backward_follows=True)
@@ -91,7 +91,7 @@ def test_a_unit_that_others_are_used_inside_of_comes_first_in_backward_and_they_
 
 @given(walks)
 def test_a_retained_graph_is_foretold_for_its_second_backward_too(uses: list[int]) -> None:
-    trace = Trace()
+    trace = AccessTrace()
     forward(trace, uses)
     for _ in range(2):
         assert list(trace.upcoming_in_backward(forward_follows=False)) == uses[::-1]
@@ -100,7 +100,7 @@ def test_a_retained_graph_is_foretold_for_its_second_backward_too(uses: list[int
 
 @given(walks, walks)
 def test_several_forwards_before_one_backward_are_reversed_together(first: list[int], second: list[int]) -> None:
-    trace = Trace()
+    trace = AccessTrace()
     forward(trace, first)
     forward(trace, second)
     assert list(trace.upcoming_in_backward(forward_follows=False)) == (first + second)[::-1]
@@ -111,14 +111,14 @@ def test_several_forwards_before_one_backward_are_reversed_together(first: list[
 
 @given(orders)
 def test_with_accumulation_the_next_forward_follows_the_backward(uses: list[int]) -> None:
-    trace = Trace()
+    trace = AccessTrace()
     forward(trace, uses)
     assert list(trace.upcoming_in_backward(forward_follows=True)) == uses[::-1] + uses
 
 
 @given(walks)
 def test_predictions_end_however_often_units_are_repeated(uses: list[int]) -> None:
-    trace = Trace()
+    trace = AccessTrace()
     for _ in range(3):
         forward(trace, uses)
         backward(trace, uses)
@@ -130,7 +130,7 @@ def test_predictions_end_however_often_units_are_repeated(uses: list[int]) -> No
 
 
 def test_a_unit_used_again_and_again_is_foretold_once_more_each_time() -> None:
-    trace = Trace()
+    trace = AccessTrace()
     uses = [0, *[1] * 20, 2]
     forward(trace, uses)
     backward(trace, uses)
@@ -142,7 +142,7 @@ def test_a_unit_used_again_and_again_is_foretold_once_more_each_time() -> None:
 
 def accuracy(passes: list[list[int]], known: int) -> float:
     """Share of uses, after the first `known` passes, that were among the foretold next ones."""
-    trace = Trace()
+    trace = AccessTrace()
     hits = total = 0
     for number, uses in enumerate(passes):
         trace.begin_forward("train")
@@ -179,7 +179,7 @@ def test_once_all_branches_are_known_at_least_95_percent_of_uses_are_foretold() 
 
 @given(st.integers(2, 4), st.integers(1, 3))
 def test_branches_taken_in_turn_are_foretold_each_with_the_first_guess(count: int, known: int) -> None:
-    trace = Trace()
+    trace = AccessTrace()
     passes = [[0, 1, 2 + number, 9] for number in range(count)]
     for number in range(count * (known + 1)):
         uses = passes[number % count]
@@ -197,7 +197,7 @@ def test_branches_taken_in_turn_are_foretold_each_with_the_first_guess(count: in
 @given(orders)
 def test_a_use_that_encloses_others_comes_first_in_backward(uses: list[int]) -> None:
     """A root with parameters of its own: its use begins first and ends last, so backward meets it first."""
-    trace = Trace()
+    trace = AccessTrace()
     trace.begin_forward("train")
     for unit in (100, *uses):
         trace.use_forward(unit, backward_follows=True)
@@ -213,7 +213,7 @@ def test_a_use_that_encloses_others_comes_first_in_backward(uses: list[int]) -> 
 @given(orders)
 def test_what_runs_without_gradients_and_is_recomputed_is_foretold_from_the_second_step_on(uses: list[int]) -> None:
     """Reentrant checkpointing: forward shows a unit under no_grad, backward uses it all the same."""
-    trace = Trace()
+    trace = AccessTrace()
     for step in range(2):
         forward(trace, uses, backward_follows=False)
         assert list(trace.upcoming_in_backward(forward_follows=False)) == (uses[::-1] if step else [])
@@ -227,7 +227,7 @@ def test_what_runs_without_gradients_and_is_recomputed_is_foretold_from_the_seco
 
 @given(orders, walks)
 def test_evaluation_and_training_do_not_disturb_each_other(trained: list[int], evaluated: list[int]) -> None:
-    trace = Trace()
+    trace = AccessTrace()
     forward(trace, trained)
     backward(trace, trained)
     forward(trace, evaluated, "eval", backward_follows=False)
@@ -239,7 +239,7 @@ def test_evaluation_and_training_do_not_disturb_each_other(trained: list[int], e
 def test_an_evaluation_between_forward_and_backward_leaves_the_backward_foretold(
     trained: list[int], evaluated: list[int]
 ) -> None:
-    trace = Trace()
+    trace = AccessTrace()
     forward(trace, trained)
     forward(trace, evaluated, "eval", backward_follows=False)
     assert list(trace.upcoming_in_backward(forward_follows=False)) == trained[::-1]
@@ -247,7 +247,7 @@ def test_an_evaluation_between_forward_and_backward_leaves_the_backward_foretold
 
 @given(walks, walks)
 def test_forgotten_forwards_are_expected_in_no_backward(first: list[int], second: list[int]) -> None:
-    trace = Trace()
+    trace = AccessTrace()
     forward(trace, first)
     trace.forget_forwards()
     assert list(trace.upcoming_in_backward(forward_follows=False)) == []
@@ -257,7 +257,7 @@ def test_forgotten_forwards_are_expected_in_no_backward(first: list[int], second
 
 @given(orders, st.integers(0, 7))
 def test_a_forward_that_broke_off_is_followed_by_one_foretold_as_far_as_known(uses: list[int], done: int) -> None:
-    trace = Trace()
+    trace = AccessTrace()
     forward(trace, uses)
     backward(trace, uses)
     trace.begin_forward("train")
@@ -271,14 +271,14 @@ def test_a_forward_that_broke_off_is_followed_by_one_foretold_as_far_as_known(us
 
 
 def test_a_use_in_backward_that_no_forward_announced_moves_nothing() -> None:
-    trace = Trace()
+    trace = AccessTrace()
     forward(trace, [0, 1, 2])
     trace.use_backward(7)
     assert list(trace.upcoming_in_backward(forward_follows=False)) == [2, 1, 0]
 
 
 def test_calls_of_parts_alone_leave_no_more_behind_than_a_bound() -> None:
-    trace = Trace()
+    trace = AccessTrace()
     for index in range(3 * USES_MAX):
         trace.use_forward(index % 7, backward_follows=True)
         assert max(map(len, history(trace))) <= USES_MAX
@@ -305,9 +305,9 @@ def with_checkpoints(reentrant: bool) -> list[tuple[str, int]]:
     return [*events, ("gradient", 0), ("passed", 0)]
 
 
-def go_back(trace: Trace, event: str, unit: int) -> None:
+def go_back(trace: AccessTrace, event: str, unit: int) -> None:
     if event == "passed":
-        trace.passed_in_backward(unit)
+        trace.end_backward_use(unit)
     else:
         trace.use_backward(unit, recomputes=event == "recompute")
 
@@ -319,7 +319,7 @@ def needed(events: list[tuple[str, int]]) -> list[int]:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_parts_are_foretold_in_the_order_of_the_last_backward(reentrant: bool) -> None:
-    trace, events = Trace(), with_checkpoints(reentrant)
+    trace, events = AccessTrace(), with_checkpoints(reentrant)
     for step in range(4):
         forward(trace, [unit for part in PARTS for unit in part])
         for position, event in enumerate(events):
@@ -337,7 +337,7 @@ def test_recomputed_parts_are_foretold_in_the_order_of_the_last_backward(reentra
 
 def test_what_was_recomputed_is_needed_until_gradients_have_passed_it() -> None:
     """A part may be larger than the room: units that wait for gradients leave, and come back in this order."""
-    trace = Trace()
+    trace = AccessTrace()
     forward(trace, [unit for part in PARTS for unit in part])
     go_back(trace, "gradient", 10)
     for unit in PARTS[3]:
@@ -351,7 +351,7 @@ def test_what_was_recomputed_is_needed_until_gradients_have_passed_it() -> None:
 
 def test_a_recomputation_out_of_turn_changes_the_order_of_nothing_else() -> None:
     """A module that later layers share, for example; and the next backward does not expect it."""
-    trace = Trace()
+    trace = AccessTrace()
     for _ in range(2):
         forward(trace, list(range(10)))
         assert list(trace.upcoming_in_backward(forward_follows=False)) == list(range(9, -1, -1))
@@ -365,7 +365,7 @@ def test_a_recomputation_out_of_turn_changes_the_order_of_nothing_else() -> None
 
 
 def test_a_part_that_is_no_longer_recomputed_is_foretold_in_reverse_again() -> None:
-    trace, uses = Trace(), [unit for part in PARTS for unit in part]
+    trace, uses = AccessTrace(), [unit for part in PARTS for unit in part]
     forward(trace, uses)
     for event in with_checkpoints(reentrant=True):
         go_back(trace, *event)
@@ -396,7 +396,7 @@ def stories(draw: Any) -> list[tuple[str, Any]]:
     return events
 
 
-def tell(trace: Trace, event: str, what: Any) -> None:
+def tell(trace: AccessTrace, event: str, what: Any) -> None:
     if event == "begin":
         trace.begin_forward(what, backward_follows=what == "train")
     elif event == "use":
@@ -409,7 +409,7 @@ def tell(trace: Trace, event: str, what: Any) -> None:
         backward(trace, what)
 
 
-def answers(trace: Trace) -> list[list[int]]:
+def answers(trace: AccessTrace) -> list[list[int]]:
     return [
         list(trace.upcoming_in_forward(with_backward=False)),
         list(trace.upcoming_in_forward(with_backward=True)),
@@ -420,10 +420,10 @@ def answers(trace: Trace) -> list[list[int]]:
 
 @given(stories(), st.sampled_from([{}, {0: 0, 1: 0, 2: 0}, {0: 0, 1: 0, 3: 1, 4: 1}]))
 def test_what_was_asked_before_changes_no_answer(story: list[tuple[str, Any]], groups: dict[int, int]) -> None:
-    asked = Trace(groups)
+    asked = AccessTrace(groups)
     for position, event in enumerate(story):
         tell(asked, *event)
-        silent = Trace(groups)
+        silent = AccessTrace(groups)
         for earlier in story[: position + 1]:
             tell(silent, *earlier)
         assert answers(asked) == answers(silent)
@@ -432,7 +432,7 @@ def test_what_was_asked_before_changes_no_answer(story: list[tuple[str, Any]], g
 @given(stories(), st.sampled_from([{}, {0: 0, 1: 0, 2: 0}, {0: 0, 1: 0, 3: 1, 4: 1}]))
 def test_without_a_surprise_nothing_new_is_foreseen(story: list[tuple[str, Any]], groups: dict[int, int]) -> None:
     """So a forecast whose units are all there need not be read again."""
-    trace, before, surprises = Trace(groups), answers(Trace(groups)), -1
+    trace, before, surprises = AccessTrace(groups), answers(AccessTrace(groups)), -1
     for event, what in story:
         for part in [(event, what)] if event != "backward" else [("gradient", unit) for unit in what[::-1]]:
             if part[0] == "gradient":
@@ -440,31 +440,31 @@ def test_without_a_surprise_nothing_new_is_foreseen(story: list[tuple[str, Any]]
             else:
                 tell(trace, *part)
             after = answers(trace)
-            if trace.surprises == surprises:
+            if trace.prediction_changes == surprises:
                 used = {part[1]} if part[0] in ("use", "gradient") else set()
                 assert [set(new) - set(old) - used for new, old in zip(after, before, strict=True)] == [set()] * 4
-            before, surprises = after, trace.surprises
+            before, surprises = after, trace.prediction_changes
         if event == "backward":
             trace.end_backward()
 
 
 def test_a_fork_that_is_foreseen_is_no_surprise() -> None:
-    trace, branches = Trace(), ([0, 1, 2, 5], [0, 3, 4, 5])
+    trace, branches = AccessTrace(), ([0, 1, 2, 5], [0, 3, 4, 5])
     for step in range(10):
         uses = branches[step % 2]
         trace.begin_forward("train")
         foretold(trace)
-        surprises = trace.surprises
+        surprises = trace.prediction_changes
         for unit in uses:
             trace.use_forward(unit, backward_follows=True)
-        assert step < 5 or trace.surprises == surprises
+        assert step < 5 or trace.prediction_changes == surprises
         trace.end_forward()
         backward(trace, uses)
 
 
 def test_a_unit_that_is_recomputed_twice_is_still_expected_by_gradients() -> None:
     """A checkpoint inside a checkpoint, whose outer part is larger than the room."""
-    trace = Trace()
+    trace = AccessTrace()
     forward(trace, [unit for part in PARTS for unit in part])
     go_back(trace, "gradient", 10)
     for unit in (*PARTS[3], 8):

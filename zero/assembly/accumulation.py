@@ -72,7 +72,7 @@ class Accumulation:
         # A gradient beside a batch of one micro-batch, of a penalty for example, is added to the batch's.
         beside = run.config.gradient_accumulation_steps == 1 and not self.micro_step_index
         # A backward has torn on one of several ranks: all of them refuse the step together.
-        agreed = run.parts.backward_watch.torn and not run.parts.collectives.placement.is_single_rank
+        agreed = run.parts.backward_watch.is_torn and not run.parts.collectives.placement.is_single_rank
         if self.collected_micro_batches and not beside and not agreed:
             raise StateError(
                 f"{what}: {self.collected_micro_batches} micro-batches of this step have already been run one by one with forward "
@@ -95,7 +95,7 @@ class Accumulation:
                 with suppress(StorageError):  # the next call raises it again
                     discard_gradients()
             else:
-                self._run.parts.backward_watch.torn |= self._run.parts.has_gradients
+                self._run.parts.backward_watch.is_torn |= self._run.parts.has_gradients
             raise
 
     @contextmanager

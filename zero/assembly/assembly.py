@@ -43,11 +43,11 @@ from zero.reports.log import NOTICE, start_line
 from zero.reports.precision_table import dtype_table, warn_of_slow_matmuls
 from zero.schedule.backward import BackwardWatch
 from zero.schedule.coordinator import Coordinator
-from zero.schedule.events import Events
+from zero.schedule.events import EngineCallbacks
 from zero.schedule.hooks import ModuleHooks, in_backward
-from zero.schedule.loader import Loader
-from zero.schedule.rows import RowLender
-from zero.schedule.turns import Turns
+from zero.schedule.loader import UnitFetcher
+from zero.schedule.rows import ExpertRowFetcher
+from zero.schedule.turns import MicroBatchScheduler
 from zero.snapshots.commit import open_snapshots
 from zero.store.adoption import Adoption, Piece, read_parameter
 from zero.store.storage import Storage
@@ -80,7 +80,7 @@ class EngineParts:
     def __init__(
         self,
         run: Run,
-        callbacks: Events,
+        callbacks: EngineCallbacks,
         collectives: Collectives,
         trainable: Mapping[int, int],
         previous: EngineParts | None = None,
@@ -151,17 +151,19 @@ class EngineParts:
             needs_all=not self._config.zero_optimization.ignore_unused_parameters,
         )
         self.gradients.apply_update = self.stepper.update_unit
-        loader = Loader(layout, self.bound, storage, updates, owner.in_place, events, exchange)
-        self.scheduler = Turns(device)
-        self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader, self.scheduler.relieve)
+        loader = UnitFetcher(layout, self.bound, storage, updates, owner.in_place, events, exchange)
+        self.scheduler = MicroBatchScheduler(device)
+        self.coordinator = Coordinator(
+            layout, self.bound, storage, self.plan.limits, loader, self.scheduler.unpin_for_room
+        )
         self.backward_watch = BackwardWatch(self.coordinator, self.gradients, events)
         self.hooks = ModuleHooks(
             *(self.model, self._scopes(), self.bound, self.coordinator, self.backward_watch, self.scheduler),
             storage.timeline,
         )
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, events, exchange)
-        rows = RowLender(self.bound, storage, self.coordinator, updates, self.backward_watch, self.scheduler)
-        self.backward_watch.on_end(rows.end_backward)
+        rows = ExpertRowFetcher(self.bound, storage, self.coordinator, updates, self.backward_watch, self.scheduler)
+        self.backward_watch.add_end_callback(rows.end_backward)
         sharded = self._config.zero_optimization.stage == 3
         self.parameter_store = EngineKeeper(
             *(events, self.bound, self.coordinator, self.hooks, editor, rows, self.parameters()), partitions=sharded
@@ -297,7 +299,7 @@ class EngineParts:
     def install(self) -> None:
         """Put hooks on the model; from now on its forward and backward use the parts."""
         self.collectives.set_timeline(self.storage.timeline)
-        self.hooks.at_install.append(lambda: fetch_experts_by_rows(self.model))
+        self.hooks.install_callbacks.append(lambda: fetch_experts_by_rows(self.model))
         self.hooks.install()
         move_buffers(self.model, self._run.device, self._config.buffer_dtype)
         self.buffers.broadcast(new_only=True)
@@ -311,7 +313,7 @@ class EngineParts:
 
     def wait_until_idle(self) -> None:
         """Wait until no transfer of the planes is in flight and no update is due. Raises StorageError."""
-        self.backward_watch.end_stray()
+        self.backward_watch.end_failed_backward()
         self.stepper.finish_updates()
         self.gradients.flush_all()
         self.gradients.wait_until_stored()

@@ -96,7 +96,7 @@ class DeviceMemory:
         if (
             needs is None or not needs <= NEEDED_BY_FORWARD
         ):  # a generation may have left units in the room, for the next one
-            self._run.parts.coordinator.end_rest()
+            self._run.parts.coordinator.end_paused_generation()
         self._reload(kinds)
         if not self.offloaded_kinds:
             trim_heap()

@@ -39,7 +39,7 @@ from zero.params.initialisation import refuse_without_values
 from zero.params.kept import set_torch_gradient, torch_gradient
 from zero.params.opaque import is_wrapper
 from zero.params.units import Leaf
-from zero.schedule.events import Events
+from zero.schedule.events import EngineCallbacks
 from zero.schedule.hooks import in_backward
 from zero.values.gathered_values import agree_on_change
 
@@ -118,7 +118,7 @@ def _ids_in_groups(optimizer: ZeroOptimizer | None) -> set[int]:
 class ModelChanges:
     """Changes of one engine's model. `callbacks`: passed to all parts."""
 
-    def __init__(self, run: Run, steps: EngineSteps, callbacks: Events) -> None:
+    def __init__(self, run: Run, steps: EngineSteps, callbacks: EngineCallbacks) -> None:
         self._run, self._steps, self._callbacks = run, steps, callbacks
         self._inventory = ParameterInventory(run.module, run.updater)
         self._inventory.exclude_ungrouped()
@@ -264,7 +264,10 @@ def _switch_parts(old: EngineParts, new: EngineParts, leaving: list[tuple[Leaf, 
         old.parameter_store.release(leaf.parameter, value)
     new.take_over_parameters()
     new.parameter_store.inherit(old.parameter_store)
-    new.backward_watch.generation, new.backward_watch.torn = old.backward_watch.generation, old.backward_watch.torn
+    new.backward_watch.graph_version, new.backward_watch.is_torn = (
+        old.backward_watch.graph_version,
+        old.backward_watch.is_torn,
+    )
     new.stepper.norm = old.stepper.norm
     new.install()
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from zero.params.released import is_managed, store_of
 from zero.params.units import packed_experts
-from zero.schedule.rows import RowLender
+from zero.schedule.rows import ExpertRowFetcher
 from zero.values.access import EngineKeeper
 
 PREFIX = "zero:"  # Ours are called "zero:eager", "zero:grouped_mm" and so on; the second part names the wrapped one.
@@ -84,7 +84,7 @@ def _routed_implementation(inner: str, functions: Any) -> Callable[..., torch.Te
         # dict.items, not module.weight: reading the attribute would fetch the whole parameter.
         parameters = {name: p for name, p in self._parameters.items() if p is not None}
         lender = _row_fetcher_of(parameters)
-        lent = {name: p for name, p in parameters.items() if lender is not None and lender.lends(p)}
+        lent = {name: p for name, p in parameters.items() if lender is not None and lender.can_fetch(p)}
         if lender is None or not lent:
             result: torch.Tensor = compute(self, hidden_states, top_k_index, top_k_weights)
             return result
@@ -101,12 +101,12 @@ def _routed_implementation(inner: str, functions: Any) -> Callable[..., torch.Te
             output: torch.Tensor = compute(experts, hidden_states, place[top_k_index.clamp(max=count)], top_k_weights)
             return output
 
-        return lender.call(lent, rows, with_rows)  # type: ignore[no-any-return]
+        return lender.run_with_rows(lent, rows, with_rows)  # type: ignore[no-any-return]
 
     return routed
 
 
-def _row_fetcher_of(parameters: dict[str, nn.Parameter]) -> RowLender | None:
+def _row_fetcher_of(parameters: dict[str, nn.Parameter]) -> ExpertRowFetcher | None:
     """The engine's lender of these parameters' rows; None outside an engine."""
     for parameter in parameters.values():
         keeper = store_of(parameter) if is_managed(parameter) else None

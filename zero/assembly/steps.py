@@ -136,7 +136,7 @@ class EngineSteps:
     @atomic
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated since the last step."""
-        torn = not self._run.closed and self._run.parts.backward_watch.torn
+        torn = not self._run.closed and self._run.parts.backward_watch.is_torn
         if torn and self._accumulation.micro_step_index:
             warnings.warn(
                 "zero_grad() discards the gradients of the micro-batches before the backward that was interrupted too: "
@@ -161,14 +161,14 @@ class EngineSteps:
         run = self._run
         if not run.closed:
             self._complete_pending()
-            run.parts.backward_watch.end_stray()
+            run.parts.backward_watch.end_failed_backward()
             run.parts.gradients.clear()
             self._device_memory.discard_gradients()
             self._accumulation.restart_collection()
             self._notify_discarded(forwards=forwards)
             for parameter in self._parameters_with_grad():
                 set_torch_gradient(parameter, None)
-            run.parts.backward_watch.torn = False
+            run.parts.backward_watch.is_torn = False
 
     def _notify_discarded(self, *, forwards: bool) -> None:
         self._backwards = 0
@@ -189,9 +189,9 @@ class EngineSteps:
                 "step: called inside GatheredParameters, where it would change the weights but not the gathered "
                 "copy; call it outside"
             )
-        parts.backward_watch.end_stray()
+        parts.backward_watch.end_failed_backward()
         if (
-            parts.backward_watch.torn and parts.collectives.placement.is_single_rank
+            parts.backward_watch.is_torn and parts.collectives.placement.is_single_rank
         ):  # with several ranks all must raise: see `fix`
             raise InterruptedBackward.on_ranks()
         parts.coordinator.check_idle()
@@ -227,7 +227,7 @@ class EngineSteps:
         if stepper.state == StepState.REQUESTED:
             for listener in self._listeners:
                 listener.on_step_begin()
-            run.parts.coordinator.release_all()
+            run.parts.coordinator.evict_all()
             for listener in self._listeners:
                 listener.on_units_evicted()
             if run.parts.gradients.factors:
@@ -238,10 +238,10 @@ class EngineSteps:
                 stepper.decide(
                     *(number, optimizer, run.parts.index_of, run.config.gradient_clipping),
                     loss_is_finite=self._scaling.losses_were_finite,
-                    backward_interrupted=run.parts.backward_watch.torn,
+                    backward_interrupted=run.parts.backward_watch.is_torn,
                 )
             except InterruptedBackward:
-                run.parts.backward_watch.torn = True  # on all ranks: none of them may begin a batch before zero_grad
+                run.parts.backward_watch.is_torn = True  # on all ranks: none of them may begin a batch before zero_grad
                 raise
             except (UnusedParameters, LossScaleError) as error:
                 optimizer.overflow = isinstance(error, LossScaleError)
@@ -255,9 +255,9 @@ class EngineSteps:
     def _count_step(self, optimizer: ZeroOptimizer, number: int) -> None:
         """Count the decided step. The scheduler is stepped only if the step changes weights."""
         run, parts, applied = self._run, self._run.parts, self._run.parts.stepper.changes_weights
-        parts.coordinator.step_taken()
+        parts.coordinator.on_step()
         parts.stepper.on_counted()
-        parts.backward_watch.generation += 1
+        parts.backward_watch.graph_version += 1
         self._was_applied, optimizer.overflow = applied, not applied
         try:
             if applied:
@@ -331,7 +331,7 @@ class EngineSteps:
                 ParameterValues(parts, parts.collectives, parameters[index], run.updater).apply_factor()
             except BaseException as error:  # a part of it is multiplied, so no second attempt could be right
                 gradients, alone = parts.gradients, parts.collectives.placement.is_single_rank
-                gradients.has_lost, parts.backward_watch.torn = True, parts.backward_watch.torn or alone
+                gradients.has_lost, parts.backward_watch.is_torn = True, parts.backward_watch.is_torn or alone
                 factors.clear()
                 if alone or not isinstance(error, StorageError):  # such as an interrupt
                     raise
@@ -358,7 +358,7 @@ class EngineSteps:
         self._complete_pending()
         self._device_memory.reload(what, needs)
         parts = self._run.parts
-        if not parts.coordinator.persistent_bound and not self._device_memory.offloaded_kinds & NEEDED_BY_FORWARD:
+        if not parts.coordinator.is_persistent_bound and not self._device_memory.offloaded_kinds & NEEDED_BY_FORWARD:
             parts.stepper.update_persistent_units()
             for listener in self._listeners:
                 listener.on_persistent_updated()
@@ -391,7 +391,7 @@ class EngineSteps:
         parts = self._run.parts
         parts.stepper.finish_updates()
         parts.gradients.wait_until_stored()
-        parts.coordinator.settle()
+        parts.coordinator.wait_for_prefetches()
         streams = parts.storage.streams  # updates may be queued on the GPU and not be done yet
         parts.storage.mover.run("waiting for the device", streams.synchronize(streams.record_update_event()))
 
@@ -417,8 +417,8 @@ class EngineSteps:
         parts.wait_until_idle()
         for listener in self._listeners:
             listener.on_rewrite_begin()
-        parts.coordinator.release_all()
-        parts.backward_watch.generation += 1
+        parts.coordinator.evict_all()
+        parts.backward_watch.graph_version += 1
         # A forward that is still queued on the device reads the weights in place, or copies of them: wait for it.
         streams = parts.storage.streams
         used = streams.synchronize(streams.record_event(), streams.record_copy_event(), streams.record_update_event())
@@ -429,7 +429,7 @@ class EngineSteps:
         """Release every unit, also the persistent ones; `ready` binds these again."""
         for listener in self._listeners:
             listener.on_persistent_unbind()
-        self._run.parts.coordinator.release_all()
+        self._run.parts.coordinator.evict_all()
 
     def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
         """A parameter's exact values, states and gradient after the last step, for `zero.utils.safe_get_full_grad` etc.

@@ -474,7 +474,7 @@ class LoadCheckpoints:
             try:
                 together.run_on_all("loading a checkpoint", fill)
             finally:
-                parts.coordinator.rewritten()
+                parts.coordinator.on_rewrite()
         if updater is not None:
             for key, saved in numbers.items():
                 updater.set_numbers(key, saved)

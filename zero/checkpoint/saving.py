@@ -246,8 +246,8 @@ class SaveCheckpoints:
     def _is_backward_torn(self) -> bool:
         """True, with a warning, if gradients are missing: they are not saved, so that no later step can use them."""
         watch, everyone = self._run.parts.backward_watch, self._run.collectives.world
-        watch.end_stray()
-        mine = watch.torn or self._run.parts.gradients.has_lost
+        watch.end_failed_backward()
+        mine = watch.is_torn or self._run.parts.gradients.has_lost
         torn = any(everyone.all_gather_bytes("a backward that was broken off", b"torn" if mine else b""))
         if torn:
             logger.warning(

@@ -221,7 +221,7 @@ class ExportWeights:
         """A reader of the planes, which are at rest inside the context. No value changes: old graphs stay valid."""
         parts = self._run.parts
         parts.stepper.finish_updates()
-        parts.coordinator.release_all()  # this stores weights that forward has modified in place
+        parts.coordinator.evict_all()  # this stores weights that forward has modified in place
         streams = parts.storage.streams
         streams.wait_events(streams.record_copy_event(), streams.record_update_event())
         stored = parts.values_reader()

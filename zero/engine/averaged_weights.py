@@ -210,7 +210,7 @@ class AveragedWeights:
             try:
                 together.run_on_all("averaged weights", lambda: self._swap(parts, averaged=averaged))
             finally:
-                parts.coordinator.rewritten()
+                parts.coordinator.on_rewrite()
         finally:
             self._guard.is_swapping = False
             trim_heap()  # else the C library keeps the memory that held the masters of a sub-group

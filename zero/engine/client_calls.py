@@ -111,7 +111,7 @@ class ClientCalls:
         Raises StateError: the engine is closed, or a forward or backward is running.
         """
         self._steps.make_ready("empty_partition_cache", frozenset())
-        self._run.parts.coordinator.release_all()
+        self._run.parts.coordinator.evict_all()
         self._steps.make_ready("empty_partition_cache", frozenset())
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:

@@ -50,8 +50,8 @@ from zero.params.initialisation import open_initial_store
 from zero.params.layout import Unit
 from zero.plan.plan import Plan
 from zero.reports.tracing import trace_calls
-from zero.schedule.compiling import apart
-from zero.schedule.events import Events
+from zero.schedule.compiling import outside_transforms
+from zero.schedule.events import EngineCallbacks
 
 logger = logging.getLogger("zero")
 
@@ -126,25 +126,25 @@ class ZeroEngine(ConfigGetters, nn.Module):
         self.module = model
         self.train(model.training)
 
-    def _make_callbacks(self) -> Events:
+    def _make_callbacks(self) -> EngineCallbacks:
         steps, accumulation = self.steps, self.accumulation
-        return Events(
+        return EngineCallbacks(
             check_open=steps.check_open,
-            ready_to_run=steps.make_ready_to_run,
-            module_called=self._device_memory.on_module_call,
-            take_written=steps.take_user_gradients,
-            backward_begins=steps.make_ready_to_train,
-            states_are_away=lambda: bool(self._device_memory.offloaded_kinds),
-            current=steps.complete_updates,
-            changed=steps.on_weights_change,
-            modified=steps.on_forward_modify,
-            edit_begins=steps.on_edit_begin,
-            reduces=accumulation.should_reduce,
-            parts_of_backward=self.scaling.gradient_divisor,
+            make_ready_to_run=steps.make_ready_to_run,
+            on_module_call=self._device_memory.on_module_call,
+            take_user_gradients=steps.take_user_gradients,
+            on_backward_begin=steps.make_ready_to_train,
+            has_offloaded_states=lambda: bool(self._device_memory.offloaded_kinds),
+            complete_updates=steps.complete_updates,
+            on_weights_change=steps.on_weights_change,
+            on_forward_modify=steps.on_forward_modify,
+            on_edit_begin=steps.on_edit_begin,
+            should_reduce=accumulation.should_reduce,
+            gradient_divisor=self.scaling.gradient_divisor,
             loss_scale=lambda: float(self.run.scaler.cur_scale),
             values_of=steps.values_of,
-            gradients=lambda: self.run.parts.gradients,
-            rest=self._prepare_load,
+            get_gradients=lambda: self.run.parts.gradients,
+            prepare_load=self._prepare_load,
             loading=self.checkpoint_state.loading,
             close=self.close,
         )
@@ -153,7 +153,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         with self.checkpoint_state.allow_loading():
             return self.model_changes.prepare_rewrite()
 
-    def _build(self, callbacks: Events, collectives: Collectives, trained: TrainedParameters) -> None:
+    def _build(self, callbacks: EngineCallbacks, collectives: Collectives, trained: TrainedParameters) -> None:
         """Build the parts and shard the model in place. If that fails, the model is unchanged."""
         run = self.run
         parts = EngineParts(run, callbacks, collectives, trained.rules.numbers(trained.groups))
@@ -169,7 +169,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
             self.reports.monitor.close()
             raise
 
-    def _add_collaborators(self, callbacks: Events) -> None:
+    def _add_collaborators(self, callbacks: EngineCallbacks) -> None:
         run, steps, state = self.run, self.steps, self.checkpoint_state
         changes = self.model_changes = ModelChanges(run, steps, callbacks)
         self.averages = AveragedWeights(run, steps, changes, self._averages_guard)
@@ -193,7 +193,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         run, reports, scaling = self.run, self.reports, self.scaling
         if self.training:
             kwargs.update(self.schedules.forward_arguments(run.global_steps))
-        with deferring_interrupts, apart():
+        with deferring_interrupts, outside_transforms():
             self.steps.make_ready_to_run("forward")
             self.model_changes.apply_pending()
             self.accumulation.share_buffers()
@@ -241,8 +241,8 @@ class ZeroEngine(ConfigGetters, nn.Module):
             self.steps.take_user_gradients()  # this backward adds its gradients to the written ones
         parts = self.run.parts
         with self.reports.backward.running():
-            parts.coordinator.accumulating = not self.accumulation.is_gradient_accumulation_boundary()
-            with parts.backward_watch.outermost(together=interleaved):
+            parts.coordinator.is_accumulating = not self.accumulation.is_gradient_accumulation_boundary()
+            with parts.backward_watch.outermost_backward(interleaved=interleaved):
                 yield
 
     @atomic
@@ -407,8 +407,8 @@ class ZeroEngine(ConfigGetters, nn.Module):
             parts.gradients.clear()
             parts.hooks.reset()
             parts.coordinator.end_backward()
-            parts.coordinator.release_all()
-            parts.coordinator.leave_device()
+            parts.coordinator.evict_all()
+            parts.coordinator.free_device_memory()
         finally:
             with ExitStack() as ends:  # last first; each runs even if another raises
                 ends.callback(trim_heap)

@@ -117,7 +117,7 @@ class AdapterLayer(NamedTuple):
 def _copy_of(run: Run, weight: nn.Parameter) -> torch.Tensor:
     """Its values; out of the unit that the generation keeps, if it does."""
     place = run.parts.parameter_store.bound_at(weight)
-    if place is not None and run.parts.coordinator.is_kept(place[0].unit.index):
+    if place is not None and run.parts.coordinator.is_pinned_for_generation(place[0].unit.index):
         bound, slot = place
         return bound.flat.data[slot.offset_numel : slot.end_numel].view(slot.shape).clone()
     with GatheredParameters([weight]), torch.no_grad():
@@ -153,7 +153,7 @@ def _fuse_layer(run: Run, adapter_layer: AdapterLayer, delta_inputs: list[DeltaI
     with GatheredParameters(adapter_layer.weights):
         delta_inputs.append(adapter_layer.inputs(run))
         delta = _delta_of(layer, names, adapter_layer.weights)
-    if not run.parts.coordinator.alter(bound.unit.index, partial(_unfuse_layer, layer)):
+    if not run.parts.coordinator.fetch_to_alter(bound.unit.index, partial(_unfuse_layer, layer)):
         return False
     weight = bound.flat.data[slot.offset_numel : slot.end_numel].view(slot.shape)
     weight.add_(delta.to(weight))

@@ -92,7 +92,7 @@ class Generation:
             run.generations -= 1
             if not run.generations:
                 coordinator = run.parts.coordinator
-                coordinator.rest_generation() if keep_for_next else coordinator.end_generation()
+                coordinator.pause_generation() if keep_for_next else coordinator.end_generation()
 
     def _room_bytes(self, tokens: int, sequences: int) -> int:
         """Device memory that units may take now in addition to the plan; equal on ranks that fetch together."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError, StateError
-from zero.schedule.turns import Turns
+from zero.schedule.turns import MicroBatchScheduler
 
 LossOf = Callable[[Any], torch.Tensor]
 
@@ -52,7 +52,7 @@ def loss_by_call(model: Callable[..., Any], batch: Any) -> torch.Tensor:
 
 
 def run_interleaved(
-    scheduler: Turns,
+    scheduler: MicroBatchScheduler,
     forwards: Sequence[Callable[[], torch.Tensor]],
     backward: Callable[[torch.Tensor], None],
     backward_context: AbstractContextManager[None],

@@ -107,7 +107,7 @@ def _load_parameters(folder: str, leaves: list[Leaf], sources: dict[int, FileLoc
 
 
 def _load_engine(folder: str, keeper: EngineKeeper, sources: dict[int, FileLocation]) -> None:
-    parts = keeper.events.rest()
+    parts = keeper.events.prepare_load()
     together = AllRanks(parts.collectives)
     together.run_on_all("load_pretrained", lambda: None)  # no rank uses this rank's slices any more
     indices = {parts.index_of[key] for key in sources if key in parts.index_of}
@@ -120,8 +120,8 @@ def _load_engine(folder: str, keeper: EngineKeeper, sources: dict[int, FileLocat
         try:
             together.run_on_all("load_pretrained", adoption.run)
         finally:
-            parts.coordinator.rewritten()
-    keeper.events.ready_to_run("load_pretrained")  # what only all ranks can gather; later one may evaluate alone
+            parts.coordinator.on_rewrite()
+    keeper.events.make_ready_to_run("load_pretrained")  # what only all ranks can gather; later one may evaluate alone
 
 
 def _fill(tensor: torch.Tensor, source: FileLocation) -> None:

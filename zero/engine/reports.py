@@ -245,7 +245,7 @@ class Reports(StepListener):
         """
         run, exchange = self._run, self._run.collectives
         if not run.closed:
-            run.parts.coordinator.settle()  # transfers in flight may be counted on one rank and not yet on another
+            run.parts.coordinator.wait_for_prefetches()  # transfers in flight may be counted on one rank and not yet on another
         block, moved = run.config.comms_logger, exchange.traffic()
         names = sorted(moved) if block is None or block.prof_all else [n for n in block.prof_ops if n in moved]
         summary = {

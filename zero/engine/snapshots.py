@@ -138,7 +138,7 @@ class SnapshotCalls:
         if state is None:
             return None
         parts.stepper.norm = restore(run, state)
-        parts.coordinator.rewritten()
+        parts.coordinator.on_rewrite()
         self._accumulation.mark_buffers_different()
         self._steps.make_ready("load_snapshot")  # what only all ranks can gather; later one may evaluate alone
         logger.log(NOTICE, "continuing from the snapshot of step %d", run.global_steps)

@@ -18,9 +18,9 @@ from zero.params.kept import set_torch_gradient, torch_gradient
 from zero.params.layout import Slot, Unit
 from zero.params.tiles import ENGINE_HOOK
 from zero.schedule.coordinator import Coordinator
-from zero.schedule.events import Events
+from zero.schedule.events import EngineCallbacks
 
-_UNDER_WAY: dict[int, tuple[float, int | None]] = {}
+_RUNNING_BACKWARDS: dict[int, tuple[float, int | None]] = {}
 """id(watch) -> (loss scale, None) for each backward that an engine of this process has begun. If the engine has only
 scaled the loss, torch's graph task id replaces None: such a backward may raise without notice, and its entry stays."""
 
@@ -29,22 +29,22 @@ class BackwardWatch:
     """Receives gradients and the events of the module hooks.
 
     Attributes:
-        generation: steps taken so far; a graph made before the last one is stale.
-        torn: since the gradients were last cleared, a backward was aborted, and some of its gradients are missing.
-        scaled: the engine has scaled and divided the loss of the backward that runs or is about to run.
+        graph_version: steps taken so far; a graph made before the last one is stale.
+        is_torn: since the gradients were last cleared, a backward was aborted, and some of its gradients are missing.
+        is_scaled: the engine has scaled and divided the loss of the backward that runs or is about to run.
     """
 
-    def __init__(self, coordinator: Coordinator, gradients: Gradients, events: Events) -> None:
-        self._coordinator, self._gradients, self._events = coordinator, gradients, events
-        self._at_end: list[Callable[[], None]] = []
-        self._running = self._arrived = False  # Does a backward run, and has it produced a gradient?
+    def __init__(self, coordinator: Coordinator, gradients: Gradients, callbacks: EngineCallbacks) -> None:
+        self._coordinator, self._gradients, self._callbacks = coordinator, gradients, callbacks
+        self._end_callbacks: list[Callable[[], None]] = []
+        self._is_running = self._has_gradient = False  # Does a backward run, and has it produced a gradient?
         self._handles: list[RemovableHandle] = []
-        self.generation = 0
-        self.torn = self.scaled = False
-        self._parts = 1.0  # Divisor of the gradients of the backward that runs.
+        self.graph_version = 0
+        self.is_torn = self.is_scaled = False
+        self._gradient_divisor = 1.0  # Divisor of the gradients of the backward that runs.
 
-    def on_end(self, hear: Callable[[], None]) -> None:
-        self._at_end.append(hear)
+    def add_end_callback(self, callback: Callable[[], None]) -> None:
+        self._end_callbacks.append(callback)
 
     def install(self, bound: list[UnitBinding], in_tiles: Mapping[int, nn.Parameter]) -> None:
         """Receive the gradient of every parameter.
@@ -56,17 +56,17 @@ class BackwardWatch:
         pieces: dict[int, list[tuple[Unit, Slot]]] = {}
         for unit in bound:
             for slot, parameter in zip(unit.unit.slots, unit.parameters, strict=True):
-                self._hear(parameter, [(unit.unit, slot)], unit.unit.trainable)
+                self._register_grad_hook(parameter, [(unit.unit, slot)], unit.unit.trainable)
                 pieces.setdefault(slot.index, []).append((unit.unit, slot))
         for index, parameter in in_tiles.items():
-            self._hear(parameter, pieces[index], pieces[index][0][0].trainable)
+            self._register_grad_hook(parameter, pieces[index], pieces[index][0][0].trainable)
 
-    def _hear(self, parameter: nn.Parameter, pieces: list[tuple[Unit, Slot]], trainable: bool) -> None:
+    def _register_grad_hook(self, parameter: nn.Parameter, pieces: list[tuple[Unit, Slot]], trainable: bool) -> None:
         trained = parameter.requires_grad
         if trained or trainable:
             parameter.requires_grad_(True)  # torch requires it for the hook; a frozen parameter may be thawed later
             with torch._C.DisableTorchFunctionSubclass():
-                handle = parameter.register_post_accumulate_grad_hook(self._receiver(pieces))  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(self._make_grad_hook(pieces))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
             parameter.requires_grad_(trained)
 
@@ -76,31 +76,31 @@ class BackwardWatch:
         self._handles.clear()
 
     @contextmanager
-    def outermost(self, *, together: bool = False) -> Iterator[None]:
+    def outermost_backward(self, *, interleaved: bool = False) -> Iterator[None]:
         """The engine runs a backward inside this context; at its end the backward is over, failed or not.
 
-        `together`: the backward of several micro-batches, which pass each unit one after the other.
+        `interleaved`: the backward of several micro-batches, which pass each unit one after the other.
         """
-        self.end_stray()
-        self._parts, broken_off = 1.0, together
+        self.end_failed_backward()
+        self._gradient_divisor, broken_off = 1.0, interleaved
         with deferring_interrupts:
-            self._begin(together=together)
-            _UNDER_WAY[id(self)] = self._events.loss_scale(), None
+            self._begin_backward(interleaved=interleaved)
+            _RUNNING_BACKWARDS[id(self)] = self._callbacks.loss_scale(), None
         try:
             with self.tearing():
                 yield
             broken_off = False
         except BaseException:
-            self.torn |= self._arrived
+            self.is_torn |= self._has_gradient
             raise
         finally:
             with deferring_interrupts:
-                self._running = False
-                self._end(broken_off=broken_off)
+                self._is_running = False
+                self._end_backward(aborted=broken_off)
 
-    def tear(self) -> None:
+    def mark_torn(self) -> None:
         """A backward cannot get something it needs: the gradients it has not reached will be missing."""
-        self.torn = True
+        self.is_torn = True
 
     @contextmanager
     def tearing(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ class BackwardWatch:
         try:
             yield
         except (StorageError, BudgetError, torch.OutOfMemoryError):
-            self.torn = True
+            self.is_torn = True
             raise
 
     def begin_scaled(self) -> None:
@@ -116,89 +116,91 @@ class BackwardWatch:
 
         It is noted here, in the outermost graph: a backward inside a reentrant checkpoint ends with the checkpoint.
         """
-        self.scaled = True
-        self._announce()
+        self.is_scaled = True
+        self._note_backward()
 
-    def before_backward(self, generation: int) -> None:
-        """Gradients reach a graph that was made in step `generation`.
+    def before_backward(self, graph_version: int) -> None:
+        """Gradients reach a graph that was made in step `graph_version`.
 
         Raises StateError: the graph is stale, or the engine is closed.
         """
-        self._events.check_open("backward")
-        if generation != self.generation:
+        self._callbacks.check_open("backward")
+        if graph_version != self.graph_version:
             raise StateError(
                 "backward: this graph was made before the last step() or change of the model, and its weights have "
                 "changed since; run the forward again"
             )
-        self._announce()
+        self._note_backward()
 
-    def unit_passed(self, index: int) -> None:
+    def on_unit_passed(self, index: int) -> None:
         """Gradients have passed a whole call that uses the unit: this call needs the unit no longer."""
         with self.tearing():
             if self._coordinator.end_backward_use(index):
                 self._gradients.on_unit_backward_end(index)
 
-    def forward_begins(self) -> None:
+    def on_forward_begin(self) -> None:
         """The root is called outside any backward, so no backward can be running, even if the last one raised.
 
         Exception: with micro-batches side by side the backward of another micro-batch may have begun.
         """
         if not self._gradients.is_interleaved:
-            self.end_stray()
-        self._events.ready_to_run("forward")
+            self.end_failed_backward()
+        self._callbacks.make_ready_to_run("forward")
         if torch.is_grad_enabled():
-            self._events.take_written()  # gradients of a `loss.backward()` are added to the written ones
+            self._callbacks.take_user_gradients()  # gradients of a `loss.backward()` are added to the written ones
 
     @atomic
-    def end_stray(self) -> None:
+    def end_failed_backward(self) -> None:
         """End a backward that raised: torch drops the callback that would have ended it, and the error."""
-        if self._running and torch._C._current_graph_task_id() < 0:
-            self._running = False
-            self.torn |= self._arrived
-            self._end()
+        if self._is_running and torch._C._current_graph_task_id() < 0:
+            self._is_running = False
+            self.is_torn |= self._has_gradient
+            self._end_backward()
 
-    def _announce(self) -> None:
+    def _note_backward(self) -> None:
         """Note a backward that the engine did not start (`loss.backward()`), and queue a callback for its end."""
-        if self._running:
+        if self._is_running:
             return
-        self._events.take_written()  # a second backward of one forward adds to it too
+        self._callbacks.take_user_gradients()  # a second backward of one forward adds to it too
         walk = torch._C._current_graph_task_id()
-        others = [scale for watch, (scale, of) in _UNDER_WAY.items() if watch != id(self) and of in (None, walk)]
-        if others and not self.scaled:  # another engine has divided the loss, and uses its own loss scale
-            self._parts = others[-1] / self._events.loss_scale()
+        others = [
+            scale for watch, (scale, of) in _RUNNING_BACKWARDS.items() if watch != id(self) and of in (None, walk)
+        ]
+        if others and not self.is_scaled:  # another engine has divided the loss, and uses its own loss scale
+            self._gradient_divisor = others[-1] / self._callbacks.loss_scale()
         else:
-            self._parts = self._events.parts_of_backward(self.scaled)
-        self._begin()
-        if self.scaled:
-            _UNDER_WAY[id(self)] = self._events.loss_scale(), walk
+            self._gradient_divisor = self._callbacks.gradient_divisor(self.is_scaled)
+        self._begin_backward()
+        if self.is_scaled:
+            _RUNNING_BACKWARDS[id(self)] = self._callbacks.loss_scale(), walk
 
         @atomic
         def finished() -> None:
-            self._running = False
-            self._end()
+            self._is_running = False
+            self._end_backward()
 
         torch.autograd.Variable._execution_engine.queue_callback(finished)
 
-    def _begin(self, *, together: bool = False) -> None:
-        self._running, self._arrived = True, False
-        self._events.backward_begins()
-        self._gradients.begin_backward(boundary=self._events.reduces(), interleaved=together)
+    def _begin_backward(self, *, interleaved: bool = False) -> None:
+        self._is_running, self._has_gradient = True, False
+        self._callbacks.on_backward_begin()
+        self._gradients.begin_backward(boundary=self._callbacks.should_reduce(), interleaved=interleaved)
 
-    def _end(self, *, broken_off: bool = False) -> None:
-        """`broken_off`: the gradients will be dropped, and other ranks are not asked for theirs."""
-        self.scaled, self._parts = False, 1.0
-        _UNDER_WAY.pop(id(self), None)
+    def _end_backward(self, *, aborted: bool = False) -> None:
+        """`aborted`: the gradients will be dropped, and other ranks are not asked for theirs."""
+        self.is_scaled, self._gradient_divisor = False, 1.0
+        _RUNNING_BACKWARDS.pop(id(self), None)
         try:
-            if broken_off:
+            if aborted:
                 self._gradients.abort_backward()
             else:
                 self._gradients.end_backward()
         finally:
             self._coordinator.end_backward()
-            for heard in self._at_end:
+            for heard in self._end_callbacks:
                 heard()
 
-    def _receiver(self, pieces: list[tuple[Unit, Slot]]) -> Callable[[nn.Parameter], None]:
+    def _make_grad_hook(self, pieces: list[tuple[Unit, Slot]]) -> Callable[[nn.Parameter], None]:
         # Weak: torch keeps these hooks where Python's collector does not look; they must not keep the engine alive.
         watching = weakref.ref(self)
 
@@ -225,14 +227,14 @@ class BackwardWatch:
         """Take the gradient of some rows of a parameter; the other rows have gradient zero, as autograd makes it."""
         self._receive(unit, position, gradient, rows)
 
-    def rows_passed(self, index: int) -> None:
+    def on_rows_passed(self, index: int) -> None:
         """Gradients have passed a call that used rows of the unit."""
         with self.tearing():
             self._gradients.on_unit_backward_end(index)
 
     def _receive(self, unit: Unit, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        self._announce()
-        self._arrived = True
+        self._note_backward()
+        self._has_gradient = True
         with self.tearing():
-            if self._gradients.add_gradient(unit.index, position, gradient, rows, self._parts):
+            if self._gradients.add_gradient(unit.index, position, gradient, rows, self._gradient_divisor):
                 self._gradients.on_unit_backward_end(unit.index)

@@ -29,10 +29,10 @@ class BackwardOrder:
         self._jumped_over: list[int] = []  # Units of the part that are recomputed next, in forward order.
         self._to_pass: list[int] = []  # Then gradients pass these.
         self._first_of: dict[int, int] = {}  # Of a part that is recomputed: symbol of its last unit -> of its first.
-        self._consumed = False
+        self._had_backward = False
 
     def begin_forward(self) -> None:
-        if self._consumed:
+        if self._had_backward:
             self.forget_forwards()
         self._starts.append(len(self._uses))
         if len(self._starts) > FORWARDS_MAX:
@@ -41,7 +41,7 @@ class BackwardOrder:
             self._uses = self._uses[oldest:]
             self._starts = [start - oldest for start in self._starts[1:]]
 
-    def append(self, unit: int) -> None:
+    def append_use(self, unit: int) -> None:
         """A forward uses the unit."""
         self._uses.append(unit)
         if len(self._uses) > USES_MAX:  # parts of the model are called alone, and no forward begins
@@ -85,7 +85,7 @@ class BackwardOrder:
         self._position, self._part = position, [*part]
         self._jumped_over, self._to_pass = self._part[1:], self._part[::-1]
 
-    def passed(self, unit: int) -> None:
+    def end_backward_use(self, unit: int) -> None:
         """Gradients have passed the unit."""
         if unit in self._to_pass:
             self._to_pass.remove(unit)
@@ -97,12 +97,12 @@ class BackwardOrder:
     def end_backward(self) -> None:
         """A backward is over. Its graph may have been retained, so its forward is remembered until the next forward."""
         self.restart()
-        self._consumed = True
+        self._had_backward = True
 
     def forget_forwards(self) -> None:
         """Forget the forwards so far: they have had their backward, or never will."""
         self._uses, self._starts = [], []
-        self._consumed = False
+        self._had_backward = False
         self.restart()
 
     def upcoming(self) -> Iterator[int]:

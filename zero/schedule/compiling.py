@@ -22,30 +22,30 @@ from offload.system.interrupts import atomic
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
-def transformed() -> bool:
+def is_in_transform() -> bool:
     """True inside `torch.func.grad`, `vmap` and similar transforms."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def apart() -> AbstractContextManager[bool]:
+def outside_transforms() -> AbstractContextManager[bool]:
     """Inside this context tensors are plain: a transform would wrap the engine's own. Yields whether one runs.
 
     Nor does a dispatch mode of the user's see them: selective checkpointing would save what moves the weights.
     """
-    return _cleared() if transformed() or torch._C._len_torch_dispatch_stack() else _PLAIN
+    return _without_transforms() if is_in_transform() or torch._C._len_torch_dispatch_stack() else _NO_TRANSFORM
 
 
-_PLAIN = nullcontext(False)
+_NO_TRANSFORM = nullcontext(False)
 
 
 @contextmanager
-def _cleared() -> Iterator[bool]:
-    inside = transformed()
+def _without_transforms() -> Iterator[bool]:
+    inside = is_in_transform()
     with temporarily_clear_interpreter_stack() if inside else nullcontext(), _disable_current_modes():
         yield inside
 
 
-def edge(hook: Hook) -> Hook:
+def graph_break_hook(hook: Hook) -> Hook:
     """A hook at which a compiled region ends: the hook and everything it calls run as plain Python.
 
     It runs to its end before any signal handler, because it changes which units are bound.
@@ -54,9 +54,9 @@ def edge(hook: Hook) -> Hook:
     return disabled
 
 
-def inside(hook: Callable[..., Any]) -> Callable[..., Any]:
+def skip_when_compiling(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that does nothing inside a compiled region."""
-    plain = edge(hook)
+    plain = graph_break_hook(hook)
 
     def call(*arguments: Any) -> Any:
         return None if torch.compiler.is_compiling() else plain(*arguments)
@@ -64,7 +64,9 @@ def inside(hook: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def register(registration: Callable[..., RemovableHandle], hook: Callable[..., Any], number: int, **how: Any) -> Any:
+def register_numbered(
+    registration: Callable[..., RemovableHandle], hook: Callable[..., Any], number: int, **how: Any
+) -> Any:
     """Register a hook under a number that equal modules share: graphs are guarded by the numbers of hooks.
 
     Blocks of one class then share one graph, as they do without hooks.

@@ -21,17 +21,25 @@ from zero.params.binding import UnitBinding
 from zero.params.layout import Layout, Unit, sibling_group
 from zero.plan.plan import Limits
 from zero.schedule.altered import AlteredCopies
-from zero.schedule.loader import Arrival, Loader
-from zero.schedule.policy import HORIZON, HotUnits, first_positions, is_reused_soon, make_room, plan_prefetch, until
-from zero.schedule.residency import FetchCounters, Residency, UnitOnDevice, UnitState
-from zero.schedule.trace import GENERATE, Trace
+from zero.schedule.loader import Arrival, UnitFetcher
+from zero.schedule.policy import (
+    HORIZON,
+    HotUnits,
+    first_positions,
+    is_reused_soon,
+    make_room,
+    plan_prefetch,
+    take_until,
+)
+from zero.schedule.residency import FetchCounters, Residency, UnitEntry, UnitState
+from zero.schedule.trace import GENERATE, AccessTrace
 from zero.store.storage import Storage
 
 
 class Coordinator(AlteredCopies):
     """Owner of residency on the device.
 
-    `relieve`: called when there is no room; ends uses that are held only because further uses may follow. False: none.
+    `unpin_for_room`: called when there is no room; ends uses that are held only because further uses may follow. False: none.
     """
 
     def __init__(
@@ -40,27 +48,27 @@ class Coordinator(AlteredCopies):
         bound: list[UnitBinding],
         storage: Storage,
         limits: Limits,
-        loader: Loader,
-        relieve: Callable[[], bool],
+        fetcher: UnitFetcher,
+        unpin_for_room: Callable[[], bool],
     ) -> None:
-        self.trace = Trace(sibling_group(layout.units))
+        self.trace = AccessTrace(sibling_group(layout.units))
         self.counters = FetchCounters()
         # True while the weights will not change after this backward: so its prefetch may cross the boundary.
-        self.accumulating = False
-        self.persistent_bound = False  # False between `release_all` and `bind_persistent`.
-        self._layout, self._bound, self._storage, self._limits = layout, bound, storage, limits
-        self._loader, self._relieve = loader, relieve
+        self.is_accumulating = False
+        self.is_persistent_bound = False  # False between `release_all` and `bind_persistent`.
+        self._layout, self._bound_units, self._storage, self._limits = layout, bound, storage, limits
+        self._fetcher, self._unpin_for_room = fetcher, unpin_for_room
         self._numel = {unit.index: unit.numel for unit in layout.units}
         movable = {unit.index: unit.numel for unit in layout.units if not unit.persistent}
         self._hot = HotUnits(movable)
         self._units = Residency(layout.units)
         self._in_backward = False
-        self._complete: tuple[int, ...] = ()  # The forecast whose units are all there, or on their way.
-        self._lent_numel = 0  # Elements of the rows of packed experts that are in use.
-        self._more_numel = 0  # Elements that a generation may hold beyond the limit, in memory of its own.
+        self._prefetched_key: tuple[int, ...] = ()  # The forecast whose units are all there, or on their way.
+        self._expert_rows_numel = 0  # Elements of the rows of packed experts that are in use.
+        self._extra_numel = 0  # Elements that a generation may hold beyond the limit, in memory of its own.
         self._undo: dict[int, list[Callable[[], None]]] = {}  # For units whose copies were altered.
         self._parked: set[int] = set()  # COMING units with altered copies, which only `resume_altered` may show.
-        self._generation_rests = False  # The generation is over, and the units it kept stay for the next one.
+        self._is_generation_paused = False  # The generation is over, and the units it kept stay for the next one.
 
     @property
     def device(self) -> torch.device:
@@ -70,8 +78,8 @@ class Coordinator(AlteredCopies):
         """The root's forward begins: prefetch the units it uses first."""
         self._in_backward = False
         if backward_follows:
-            self.end_rest()
-        phase = GENERATE if self._hot.on else "train" if training else "eval"
+            self.end_paused_generation()
+        phase = GENERATE if self._hot.is_active else "train" if training else "eval"
         self.trace.begin_forward(phase, backward_follows=backward_follows)
         self._prefetch(with_backward=backward_follows)
 
@@ -80,45 +88,45 @@ class Coordinator(AlteredCopies):
 
         `room_bytes`: device memory that it may take beyond the plan's. Not taken if a resting generation has some.
         """
-        resumed, self._generation_rests = self._generation_rests, False
-        had_numel = self._more_numel
+        resumed, self._is_generation_paused = self._is_generation_paused, False
+        had_numel = self._extra_numel
         if not had_numel:
-            self._more_numel = self._loader.open_room(room_bytes)
-        if not resumed or self._more_numel != had_numel:
-            self._hot.begin(self._live_numel_max)
-        self._expect(GENERATE, with_backward=False)
+            self._extra_numel = self._fetcher.allocate_extra_memory(room_bytes)
+        if not resumed or self._extra_numel != had_numel:
+            self._hot.begin_generation(self._live_numel_max)
+        self._expect_forward(GENERATE, with_backward=False)
 
-    def rest_generation(self) -> None:
+    def pause_generation(self) -> None:
         """The generation is over; units it kept stay for the next one, until a forward with gradients or new values."""
-        self._generation_rests = True
+        self._is_generation_paused = True
 
     def end_generation(self) -> None:
         """Release the units that the generation kept, except those in use."""
-        self._generation_rests = False
-        for index in self._hot.end():
-            if not self._units[index].used:
+        self._is_generation_paused = False
+        for index in self._hot.end_generation():
+            if not self._units[index].is_in_use:
                 self._evict(self._units[index])
-        self._leave_room()
+        self._free_extra_memory()
 
-    def end_rest(self) -> None:
+    def end_paused_generation(self) -> None:
         """Release the units that the last generation has kept for the next one."""
-        if self._generation_rests:
+        if self._is_generation_paused:
             self.end_generation()
 
-    def _leave_room(self) -> None:
+    def _free_extra_memory(self) -> None:
         """Give the generation's own memory back, and evict all units that may be in it."""
-        if not self._more_numel:
+        if not self._extra_numel:
             return
-        self._more_numel = 0
+        self._extra_numel = 0
         self._hot.shrink(self._live_numel_max)
-        for one in (*self._units.at(UnitState.COMING), *self._units.at(UnitState.LIVE)):
-            if not one.stays:
+        for one in (*self._units.in_state(UnitState.IN_FLIGHT), *self._units.in_state(UnitState.BOUND)):
+            if not one.is_pinned:
                 self._evict(one)
-        self._loader.close_room()
+        self._fetcher.free_extra_memory()
 
     @property
     def _live_numel_max(self) -> int:
-        return self._limits.live_numel_max + self._more_numel - self._lent_numel
+        return self._limits.live_numel_max + self._extra_numel - self._expert_rows_numel
 
     @property
     def _limits_now(self) -> Limits:
@@ -128,37 +136,37 @@ class Coordinator(AlteredCopies):
         """A module that uses the unit is called. True if this is the outermost such call."""
         one = self._units[index]
         one.forward_uses += 1
-        if one.forward_uses > 1 or one.state == UnitState.HOME:
-            self.follow(index)
+        if one.forward_uses > 1 or one.state == UnitState.PERSISTENT:
+            self.use_on_current_stream(index)
         if one.forward_uses > 1:
             return False
-        if one.state != UnitState.HOME:
+        if one.state != UnitState.PERSISTENT:
             self._in_backward = False
             self.trace.use_forward(index, backward_follows=backward_follows)
-            self._hot.used(index)
+            self._hot.note_use(index)
             try:
-                self._bring(one)
+                self._fetch_and_bind(one)
             except BaseException:
                 one.forward_uses -= 1  # the call does not begin, so nothing will end this use
-                self._hot.forget(index)
+                self._hot.unpin(index)
                 raise
             self._prefetch(with_backward=self.trace.expects_backward(index, backward_follows))
         return True
 
-    def follow(self, index: int) -> None:
+    def use_on_current_stream(self, index: int) -> None:
         """A bound unit is used by the current stream from here on; its values may have come there for another one."""
         one = self._units[index]
-        if one.state == UnitState.HOME:
-            self._loader.follow_persistent()
-        elif one.state == UnitState.LIVE and one.arrival is not None:
-            self._loader.follow(one.arrival)
+        if one.state == UnitState.PERSISTENT:
+            self._fetcher.use_persistent_on_stream()
+        elif one.state == UnitState.BOUND and one.arrival is not None:
+            self._fetcher.use_on_current_stream(one.arrival)
         elif one.state == UnitState.EDITED:
-            for memory in self._bound[index].flat_buffers:
-                self._storage.streams.wait_and_record_stream(memory, one.shown)
+            for memory in self._bound_units[index].flat_buffers:
+                self._storage.streams.wait_and_record_stream(memory, one.edit_event)
 
     def is_used(self, index: int) -> bool:
         """True while a call or a backward uses the unit, and always for a persistent unit."""
-        return self._units[index].used or self._units[index].state == UnitState.HOME
+        return self._units[index].is_in_use or self._units[index].state == UnitState.PERSISTENT
 
     def is_last_use(self, index: int) -> bool:
         """True while exactly one forward call uses the unit."""
@@ -171,9 +179,9 @@ class Coordinator(AlteredCopies):
         if one.forward_uses:
             return False
         self.trace.end_use(index)
-        if one.state != UnitState.HOME and not one.backward_uses:
+        if one.state != UnitState.PERSISTENT and not one.backward_uses:
             with_backward = self.trace.expects_backward(index, backward_follows)
-            self._keep_or_release(one, self.trace.upcoming_in_forward(with_backward=with_backward))
+            self._keep_or_evict(one, self.trace.upcoming_in_forward(with_backward=with_backward))
         return True
 
     def begin_backward_use(self, index: int) -> None:
@@ -189,31 +197,31 @@ class Coordinator(AlteredCopies):
         self._use_in_backward(self._units[index], recomputes=True if by_call else None)
         self._units[index].recomputing += by_call
 
-    def _use_in_backward(self, one: UnitOnDevice, *, recomputes: bool | None) -> None:
+    def _use_in_backward(self, entry: UnitEntry, *, recomputes: bool | None) -> None:
         """`recomputes`: see `Trace.use_backward`; None: code outside any call reads it, out of order."""
-        present = one.state == UnitState.HOME or one.backward_uses or one.recomputed
+        present = entry.state == UnitState.PERSISTENT or entry.backward_uses or entry.is_recomputed
         if present:
-            self.follow(one.index)
-            one.returned &= recomputes is not None
-        if one.state == UnitState.HOME:
+            self.use_on_current_stream(entry.index)
+            entry.has_recompute_returned &= recomputes is not None
+        if entry.state == UnitState.PERSISTENT:
             return
-        one.recomputing += 1  # until the prefetch has ended, which may evict units that wait for gradients
+        entry.recomputing += 1  # until the prefetch has ended, which may evict units that wait for gradients
         try:
             if not present:
                 self._in_backward = True
                 if recomputes is not None:
-                    self.trace.use_backward(one.index, recomputes=recomputes)
-                self._bring(one)
-                one.recomputed, one.returned = True, False
+                    self.trace.use_backward(entry.index, recomputes=recomputes)
+                self._fetch_and_bind(entry)
+                entry.is_recomputed, entry.has_recompute_returned = True, False
             self._prefetch(with_backward=True)  # gradients may have passed units since the last one
         finally:
-            one.recomputing -= 1
+            entry.recomputing -= 1
 
     def end_recompute(self, indices: Iterable[int]) -> None:
         """A recomputing call returned: until gradients reach it, its units may be evicted for others."""
         for index in indices:
             self._units[index].recomputing = max(self._units[index].recomputing - 1, 0)
-            self._units[index].returned = True
+            self._units[index].has_recompute_returned = True
 
     def end_backward_use(self, index: int) -> bool:
         """Gradients have passed a call that uses the unit. True if that was the last open use; ignored if none was."""
@@ -223,28 +231,30 @@ class Coordinator(AlteredCopies):
         one.backward_uses -= 1
         if one.backward_uses or one.recomputing:  # another micro-batch may still be recomputing it
             return False
-        one.recomputed = False
-        self.trace.passed_in_backward(index)
-        if not one.forward_uses and one.state != UnitState.HOME:
-            self._keep_or_release(one, self.trace.upcoming_in_backward(forward_follows=self.accumulating))
+        one.is_recomputed = False
+        self.trace.end_backward_use(index)
+        if not one.forward_uses and one.state != UnitState.PERSISTENT:
+            self._keep_or_evict(one, self.trace.upcoming_in_backward(forward_follows=self.is_accumulating))
         return True
 
-    def look(self, index: int) -> None:
+    def note_read(self, index: int) -> None:
         """A bound unit is read outside any call; a graph may need its values in the next backward."""
         one = self._units[index]
-        self.follow(index)
-        one.seen = one.seen or (torch.is_grad_enabled() and one.state == UnitState.LIVE)
+        self.use_on_current_stream(index)
+        one.is_read_for_backward = one.is_read_for_backward or (
+            torch.is_grad_enabled() and one.state == UnitState.BOUND
+        )
 
     def end_backward(self) -> None:
         """The outermost backward is over: no use is open, even if hooks have missed its end."""
-        open_uses = [one for one in self._units if one.backward_uses or one.recomputed or one.seen]
+        open_uses = [one for one in self._units if one.backward_uses or one.is_recomputed or one.is_read_for_backward]
         # Clear all units before the first release: whether a unit may stay depends on which others are in use.
         for one in self._units:
             one.backward_uses = one.recomputing = 0
-            one.recomputed = one.seen = False
+            one.is_recomputed = one.is_read_for_backward = False
         for one in open_uses:
-            if not one.forward_uses and one.state != UnitState.HOME:
-                self._keep_or_release(one, self.trace.upcoming_in_backward(forward_follows=self.accumulating))
+            if not one.forward_uses and one.state != UnitState.PERSISTENT:
+                self._keep_or_evict(one, self.trace.upcoming_in_backward(forward_follows=self.is_accumulating))
         self.trace.end_backward()
 
     def end_forward(self, next_phase: str | None = None) -> None:
@@ -257,51 +267,51 @@ class Coordinator(AlteredCopies):
         for one in open_uses:
             one.forward_uses = 0
         for one in open_uses:
-            if not (one.used or one.edited):
-                self._release(one)
+            if not (one.is_in_use or one.is_edited):
+                self._evict_bound(one)
         if next_phase is not None:
-            self._expect(GENERATE if self._hot.on else next_phase, with_backward=False)
+            self._expect_forward(GENERATE if self._hot.is_active else next_phase, with_backward=False)
 
-    def bound(self, index: int) -> bool:
+    def is_bound(self, index: int) -> bool:
         """True while the unit's parameters see their values."""
-        return self._bound[index].is_bound
+        return self._bound_units[index].is_bound
 
     def bind_persistent(self) -> None:
         """Bind the units that never leave the device to their home, if they are not bound."""
-        self._loader.bind_persistent()
-        self.persistent_bound = True
+        self._fetcher.bind_persistent()
+        self.is_persistent_bound = True
 
-    def step_taken(self) -> None:
+    def on_step(self) -> None:
         """A step is fixed: units fetched from now on must have the values of that step. A training forward is next."""
-        self.end_rest()
-        self._loader.step_taken()
+        self.end_paused_generation()
+        self._fetcher.on_step()
 
     def expect_forward(self) -> None:
         """A training forward comes next: begin to fetch the units it uses first."""
-        self._loader.begin_persistent()
-        self._expect("train", with_backward=True)
+        self._fetcher.prefetch_persistent()
+        self._expect_forward("train", with_backward=True)
 
-    def _expect(self, phase: str, *, with_backward: bool) -> None:
+    def _expect_forward(self, phase: str, *, with_backward: bool) -> None:
         self._in_backward = False
         self.trace.expect_forward(phase)
         self._prefetch(with_backward=with_backward)
 
-    def settle(self) -> None:
+    def wait_for_prefetches(self) -> None:
         """Wait until all prefetches have ended, failed or not."""
-        for one in self._units.at(UnitState.COMING):
-            if one.arrival is not None and one.arrival.transfer is not None:
-                one.arrival.transfer.wait()
+        for one in self._units.in_state(UnitState.IN_FLIGHT):
+            if one.arrival is not None and one.arrival.future is not None:
+                one.arrival.future.wait()
 
     def check_idle(self) -> None:
         """Raise StateError if a unit is in use: a step or a close was called inside forward or backward."""
-        busy = [one.unit.name for one in self._units.at(UnitState.LIVE) if one.used]
+        busy = [one.unit.name for one in self._units.in_state(UnitState.BOUND) if one.is_in_use]
         if busy:
             raise StateError(
                 f"step: units {', '.join(busy)} are in use, because step() was called inside forward or backward; "
                 "call it after backward"
             )
 
-    def release_all(self) -> None:
+    def evict_all(self) -> None:
         """Release every unit: its values are about to change, or the engine closes.
 
         Persistent units stay on the device, but their parameters are unbound until `bind_persistent`: where torch
@@ -309,66 +319,66 @@ class Coordinator(AlteredCopies):
         shape; it keeps its values.
         """
         self.check_idle()
-        self.persistent_bound = False
+        self.is_persistent_bound = False
         self.trace.forget_forwards()
         for one in self._units:
-            one.seen = False
-        for one in (*self._units.at(UnitState.COMING), *self._units.at(UnitState.LIVE)):
+            one.is_read_for_backward = False
+        for one in (*self._units.in_state(UnitState.IN_FLIGHT), *self._units.in_state(UnitState.BOUND)):
             self._evict(one)
-        self._loader.drain()
-        self._leave_room()  # after `drain`: until then transfers may use this memory
+        self._fetcher.drain()
+        self._free_extra_memory()  # after `drain`: until then transfers may use this memory
         refused: list[str] = []
-        self._loader.follow_persistent()  # what they see may have been copied there on another stream
-        persistent = [bound for bound in self._bound if bound.unit.persistent and bound.is_bound]
+        self._fetcher.use_persistent_on_stream()  # what they see may have been copied there on another stream
+        persistent = [bound for bound in self._bound_units if bound.unit.persistent and bound.is_bound]
         for bound in persistent:
             refused += bound.recapture()
             bound.unbind()
         if persistent:
-            self._loader.written()
+            self._fetcher.order_io_after_writes()
         if refused:
             raise StateError("; ".join(refused))
 
-    def leave_device(self) -> None:
+    def free_device_memory(self) -> None:
         """Called after `release_all`, when the engine closes: a model that lives on must keep no device memory.
 
         Code that reads its parameters past torch's dispatch sees NaN, now in host memory.
         """
         if is_accelerator(self.device):
             poison = Poison(max((unit.nbytes for unit in self._layout.units), default=1), HOST)
-            for bound in self._bound:
+            for bound in self._bound_units:
                 bound.leave_device(poison)
 
-    def let_go(self, index: int) -> None:
+    def evict_if_unused(self, index: int) -> None:
         """Release the unit if no use of it is open, so that an editor may bind it to memory of its own."""
-        self._loader.drain()
-        if index not in self._units.in_use():
+        self._fetcher.drain()
+        if index not in self._units.pinned_units():
             self._evict(self._units[index])
 
-    def hold(self, index: int) -> None:
+    def begin_edit(self, index: int) -> None:
         """An editor shows the unit, in memory of its own or where it is: uses find it present and do not release it."""
         one = self._units[index]
-        one.edited = one.state == UnitState.LIVE
-        if one.state == UnitState.AWAY:
+        one.is_edited = one.state == UnitState.BOUND
+        if one.state == UnitState.EVICTED:
             self._units.move(one, UnitState.EDITED)
-            one.shown = self._storage.streams.record_event()
+            one.edit_event = self._storage.streams.record_event()
 
-    def held(self, index: int) -> bool:
+    def is_edited(self, index: int) -> bool:
         """True between `hold` and `unhold`, if the editor has bound the unit to memory of its own."""
         return self._units[index].state == UnitState.EDITED
 
-    def unhold(self, index: int) -> None:
+    def end_edit(self, index: int) -> None:
         """The editor is done; a unit that nothing uses any more is released."""
         one = self._units[index]
-        one.edited = False
+        one.is_edited = False
         if one.state == UnitState.EDITED:
-            self._units.move(one, UnitState.AWAY)
-        elif one.state == UnitState.AWAY and one.used:
-            self._bring(one)  # a use began meanwhile, and goes on
-        elif not one.stays:
-            self._release(one)
+            self._units.move(one, UnitState.EVICTED)
+        elif one.state == UnitState.EVICTED and one.is_in_use:
+            self._fetch_and_bind(one)  # a use began meanwhile, and goes on
+        elif not one.is_pinned:
+            self._evict_bound(one)
 
-    def rewritten(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
-        self._loader.rewritten(indices, unstored)
+    def on_rewrite(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
+        self._fetcher.on_rewrite(indices, unstored)
 
     # ---- rows of packed experts, fetched and released apart from their unit ---------------------
 
@@ -380,202 +390,216 @@ class Coordinator(AlteredCopies):
         nbytes, block = numel * unit.dtype.itemsize, None
         limit_numel = self._live_numel_max - numel
         while block is None:
-            candidates = self._units.movable()
+            candidates = self._units.evictable_units()
             if self._units.resident_numel <= limit_numel:
-                block = self._loader.lease(nbytes)
+                block = self._fetcher.lease_block(nbytes)
             elif not candidates:
-                if self._relieve():
+                if self._unpin_for_room():
                     continue
-                raise self._no_room(f"experts of {unit.name}", numel)
+                raise self._no_room_error(f"experts of {unit.name}", numel)
             if block is None and candidates:
                 self._evict_furthest(candidates)
             elif block is None:
                 block = self._storage.unit_pool.allocate(nbytes, f"rows of {unit.name}")
-        self._lent_numel += numel
-        self.counters.note_fetch(block.data.numel(), self._units.resident_numel + self._lent_numel)
+        self._expert_rows_numel += numel
+        self.counters.note_fetch(block.data.numel(), self._units.resident_numel + self._expert_rows_numel)
         self.counters.expert_row_bytes += block.data.numel()
         return block
 
-    def return_rows_later(self, unit: Unit, block: Block, numel: int, transfer: IoFuture[MaybeEvent]) -> None:
-        """As `return_rows`, for memory that `transfer` may still write to."""
-        self._lent_numel -= numel
-        self._loader.return_later(unit, block, transfer)
+    def free_rows_after(self, unit: Unit, block: Block, numel: int, future: IoFuture[MaybeEvent]) -> None:
+        """As `return_rows`, for memory that `future` may still write to."""
+        self._expert_rows_numel -= numel
+        self._fetcher.free_after(unit, block, future)
 
-    def return_rows(self, block: Block, numel: int) -> None:
-        self._lent_numel -= numel
+    def free_rows(self, block: Block, numel: int) -> None:
+        self._expert_rows_numel -= numel
         block.free(self._storage.streams.record_event())
 
-    def _bring(self, one: UnitOnDevice) -> None:
+    def _fetch_and_bind(self, one: UnitEntry) -> None:
         """Bind the unit now; wait for its values if they are not here yet."""
         counters, arrival = self.counters, one.arrival
-        if one.state == UnitState.COMING and arrival is not None and (arrival.outdated or one.index in self._parked):
-            self._discard(one)  # its failure was already reported: this call tries again; or the values are altered
+        if (
+            one.state == UnitState.IN_FLIGHT
+            and arrival is not None
+            and (arrival.has_reported_failure or one.index in self._parked)
+        ):
+            self._drop_arrival(
+                one
+            )  # its failure was already reported: this call tries again; or the values are altered
             arrival = None
         if one.state == UnitState.EDITED:
             counters.hits += 1
-            self.follow(one.index)
+            self.use_on_current_stream(one.index)
             return
         if arrival is None:
             counters.misses += 1
-            arrival = self._load(one)
-        elif one.state == UnitState.LIVE:
+            arrival = self._start_fetch(one)
+        elif one.state == UnitState.BOUND:
             counters.hits += 1
-            self._bound[one.index].mark_present()
-            self._loader.follow(arrival)
+            self._bound_units[one.index].mark_present()
+            self._fetcher.use_on_current_stream(arrival)
             return
-        elif arrival.settled:
+        elif arrival.is_done:
             counters.hits += 1
         else:
             counters.late += 1
         try:
-            self._loader.await_values(arrival)
+            self._fetcher.await_values(arrival)
         except BaseException as error:
             mark_reported(error)
-            self._discard(one)
+            self._drop_arrival(one)
             raise
-        self._loader.bind(self._bound[one.index], arrival)
-        self._units.move(one, UnitState.LIVE, arrival)
+        self._fetcher.bind(self._bound_units[one.index], arrival)
+        self._units.move(one, UnitState.BOUND, arrival)
 
-    def _load(self, one: UnitOnDevice) -> Arrival:
+    def _start_fetch(self, entry: UnitEntry) -> Arrival:
         """Start to fetch the unit; evict others if needed. Raises BudgetError: units in use now leave no room."""
-        unit, evict = one.unit, self._room_for(one)
+        unit, evict = entry.unit, self._choose_evictions(entry)
         if evict is None:
-            if self._relieve():
-                return self._load(one)
-            raise self._no_room(f"unit {unit.name}", unit.numel)
+            if self._unpin_for_room():
+                return self._start_fetch(entry)
+            raise self._no_room_error(f"unit {unit.name}", unit.numel)
         for other in evict:
             self._evict(self._units[other])
-        arrival = self._loader.begin(unit)
+        arrival = self._fetcher.fetch(unit)
         while arrival is None:
             # Enough memory is free, but in fragments: evict the unit needed last to get a contiguous run.
-            candidates = self._units.movable()
+            candidates = self._units.evictable_units()
             if not candidates:
-                self._loader.lease_error(unit).free()
+                self._fetcher.lease_or_raise(unit).free()
             self._evict_furthest(candidates)
-            arrival = self._loader.begin(unit)
-        self._note_coming(one, arrival)
+            arrival = self._fetcher.fetch(unit)
+        self._on_fetch_start(entry, arrival)
         return arrival
 
-    def _room_for(self, one: UnitOnDevice) -> tuple[int, ...] | None:
+    def _choose_evictions(self, entry: UnitEntry) -> tuple[int, ...] | None:
         """Units to evict for a unit that is needed now; None: units in use leave no room."""
-        if self._units.resident_numel + one.unit.numel <= self._live_numel_max:
+        if self._units.resident_numel + entry.unit.numel <= self._live_numel_max:
             return ()
-        units, kept = self._units, self._hot.kept
+        units, kept = self._units, self._hot.pinned
         # It evicts units that a generation keeps, and if necessary recomputed units that only wait for gradients.
         # A unit in use is never evicted.
         pins: tuple[Callable[[int], bool], ...] = (
-            lambda i: units[i].stays or i in kept,
-            lambda i: units[i].stays,
-            lambda i: units[i].stays and not units[i].waits,
+            lambda i: units[i].is_pinned or i in kept,
+            lambda i: units[i].is_pinned,
+            lambda i: units[i].is_pinned and not units[i].awaits_gradients,
         )
-        resident, upcoming = units.resident(), [*self._horizon()]
-        choices = (make_room(one.index, resident, p, upcoming, self._numel, self._live_numel_max) for p in pins)
+        resident, upcoming = units.resident_units(), [*self._horizon()]
+        choices = (make_room(entry.index, resident, p, upcoming, self._numel, self._live_numel_max) for p in pins)
         return next((choice for choice in choices if choice is not None), None)
 
-    def _note_coming(self, one: UnitOnDevice, arrival: Arrival) -> None:
-        self._units.move(one, UnitState.COMING, arrival)
-        self.counters.note_fetch(one.unit.nbytes, self._units.resident_numel + self._lent_numel)
-        self.counters.whole_experts.update([one.index] if one.unit.expert_rows else [])
+    def _on_fetch_start(self, entry: UnitEntry, arrival: Arrival) -> None:
+        self._units.move(entry, UnitState.IN_FLIGHT, arrival)
+        self.counters.note_fetch(entry.unit.nbytes, self._units.resident_numel + self._expert_rows_numel)
+        self.counters.whole_experts.update([entry.index] if entry.unit.expert_rows else [])
 
     def _evict_furthest(self, candidates: list[int]) -> None:
         """Evict the unit whose next use is furthest away; units that a generation keeps are evicted last."""
         next_use = first_positions(self._horizon())
         last = {i: next_use.get(i, math.inf) for i in candidates}
-        self._evict(self._units[max(candidates, key=lambda i: (i not in self._hot.kept, last[i]))])
+        self._evict(self._units[max(candidates, key=lambda i: (i not in self._hot.pinned, last[i]))])
 
     def _prefetch(self, *, with_backward: bool) -> None:
         # A forecast whose units are all there only gets shorter, until a surprise comes or a unit leaves.
-        forecast = with_backward, self._in_backward, self.accumulating, self.trace.surprises, self._units.departures
-        if forecast == self._complete:
+        forecast = (
+            with_backward,
+            self._in_backward,
+            self.is_accumulating,
+            self.trace.prediction_changes,
+            self._units.evictions,
+        )
+        if forecast == self._prefetched_key:
             return
-        upcoming = self._foreseen(with_backward=with_backward)
-        moves = plan_prefetch(self._units.resident(), self._is_pinned, upcoming, self._numel, self._limits_now)
+        upcoming = self._predicted_uses(with_backward=with_backward)
+        moves = plan_prefetch(self._units.resident_units(), self._is_pinned, upcoming, self._numel, self._limits_now)
         for index in moves.evict:
             self._evict(self._units[index])
-        for index in moves.load:
+        for index in moves.fetch:
             one = self._units[index]
             if one.state == UnitState.EDITED:
                 continue
-            arrival = self._loader.begin(one.unit)
+            arrival = self._fetcher.fetch(one.unit)
             if arrival is None:  # no memory is free, and no use needs the unit yet
                 return
-            self._note_coming(one, arrival)
-        if moves.complete and not moves.evict:
-            self._complete = forecast
+            self._on_fetch_start(one, arrival)
+        if moves.is_complete and not moves.evict:
+            self._prefetched_key = forecast
 
     def _is_pinned(self, index: int) -> bool:
         """A prefetch must not evict it: it is in use, kept, or in flight (ranks in step: even if it has arrived)."""
         one, arrival = self._units[index], self._units[index].arrival
-        if one.state == UnitState.COMING and index not in self._parked:
-            return self._loader.in_step or arrival is None or not arrival.settled
-        return (one.stays and not (one.waits and one.returned)) or index in self._hot.kept
+        if one.state == UnitState.IN_FLIGHT and index not in self._parked:
+            return self._fetcher.in_step or arrival is None or not arrival.is_done
+        return (
+            one.is_pinned and not (one.awaits_gradients and one.has_recompute_returned)
+        ) or index in self._hot.pinned
 
-    def _no_room(self, what: str, numel: int) -> BudgetError:
-        in_use = [self._layout.units[i] for i in sorted(self._units.in_use())]
+    def _no_room_error(self, what: str, numel: int) -> BudgetError:
+        in_use = [self._layout.units[i] for i in sorted(self._units.pinned_units())]
         names = [f"{unit.name} ({unit.numel:,})" for unit in in_use]
-        names += [f"rows of experts ({self._lent_numel:,})"] if self._lent_numel else []
+        names += [f"rows of experts ({self._expert_rows_numel:,})"] if self._expert_rows_numel else []
         return BudgetError(
             f"{what} ({numel:,} elements) is needed while {', '.join(names) or 'nothing'} is in use: together they "
             f"exceed {self._limits.live_numel_max:,} live elements; raise "
             "zero_optimization.stage3_max_live_parameters or memory_budget.device"
         )
 
-    def _foreseen(self, *, with_backward: bool) -> Iterator[int]:
+    def _predicted_uses(self, *, with_backward: bool) -> Iterator[int]:
         if self._in_backward:
-            return self.trace.upcoming_in_backward(forward_follows=self.accumulating)
+            return self.trace.upcoming_in_backward(forward_follows=self.is_accumulating)
         return self.trace.upcoming_in_forward(with_backward=with_backward, to_fetch=True)
 
     def _horizon(self) -> Iterator[int]:
         """Predicted uses, as far ahead as an eviction can depend on them."""
-        return until(self._foreseen(with_backward=True), HORIZON * self._live_numel_max, self._numel)
+        return take_until(self._predicted_uses(with_backward=True), HORIZON * self._live_numel_max, self._numel)
 
-    def _keep_or_release(self, one: UnitOnDevice, upcoming: Iterator[int]) -> None:
-        if one.edited:
+    def _keep_or_evict(self, one: UnitEntry, upcoming: Iterator[int]) -> None:
+        if one.is_edited:
             return
-        live = one.state == UnitState.LIVE
+        live = one.state == UnitState.BOUND
         if live:
-            self._bound[one.index].mark_released()
-        if one.seen:
+            self._bound_units[one.index].mark_released()
+        if one.is_read_for_backward:
             return
-        colder = self._hot.offer(one.index, lambda other: self._units[other].stays) if live else None
+        colder = self._hot.try_pin(one.index, lambda other: self._units[other].is_pinned) if live else None
         if colder is not None:
             for other in colder:
                 self._evict(self._units[other])
             return
         if not is_reused_soon(one.index, upcoming, self._numel, self._limits_now):
-            self._release(one)
+            self._evict_bound(one)
 
-    def _evict(self, one: UnitOnDevice) -> None:
-        if one.state == UnitState.LIVE:
-            self._release(one)
+    def _evict(self, entry: UnitEntry) -> None:
+        if entry.state == UnitState.BOUND:
+            self._evict_bound(entry)
         else:
-            self._discard(one)
+            self._drop_arrival(entry)
 
-    def _release(self, one: UnitOnDevice) -> None:
+    def _evict_bound(self, one: UnitEntry) -> None:
         arrival = one.arrival
-        if one.state != UnitState.LIVE or arrival is None:
+        if one.state != UnitState.BOUND or arrival is None:
             return
-        self._units.move(one, UnitState.AWAY)  # first: if code below raises, the unit must not seem to be present
-        self._hot.forget(one.index)
+        self._units.move(one, UnitState.EVICTED)  # first: if code below raises, the unit must not seem to be present
+        self._hot.unpin(one.index)
         for undo in self._undo.pop(one.index, ()):
             undo()
-        one.recomputed = False
-        bound = self._bound[one.index]
+        one.is_recomputed = False
+        bound = self._bound_units[one.index]
         refused = bound.recapture()
         modified = bound.is_modified
-        self._loader.unbind(bound, arrival, modified=modified)
+        self._fetcher.unbind(bound, arrival, modified=modified)
         self.counters.releases[one.index] += 1
-        self._loader.end(one.unit, arrival, modified=modified)
+        self._fetcher.evict(one.unit, arrival, modified=modified)
         if refused:
             raise StateError(f"unit {one.unit.name}: {'; '.join(refused)}")
 
-    def _discard(self, one: UnitOnDevice) -> None:
+    def _drop_arrival(self, entry: UnitEntry) -> None:
         """Drop values that are in flight and were never bound; waits until their transfer has ended."""
-        arrival = one.arrival
-        if one.state != UnitState.COMING or arrival is None:
+        arrival = entry.arrival
+        if entry.state != UnitState.IN_FLIGHT or arrival is None:
             return
-        self._units.move(one, UnitState.AWAY)
-        if one.index in self._parked:
-            self._parked.discard(one.index)
-            self._hot.forget(one.index)
-        self._loader.end(one.unit, arrival, modified=False)
+        self._units.move(entry, UnitState.EVICTED)
+        if entry.index in self._parked:
+            self._parked.discard(entry.index)
+            self._hot.unpin(entry.index)
+        self._fetcher.evict(entry.unit, arrival, modified=False)

@@ -16,65 +16,65 @@ Key = tuple[int, int]  # The last two symbols: a unit, or a number that stands f
 
 
 @dataclass(slots=True)
-class Course:
+class PredictedUses:
     """Attributes:
     symbols: what is likely to be used, in order; END is among them if another forward follows.
-    others: position in `symbols` -> what else is known to have followed there; it may be the position after the last.
-    loops: the table leads back to where it has been: the course ends early, and cannot be followed.
+    alternatives: position in `symbols` -> what else is known to have followed there; it may be the position after the last.
+    is_cyclic: the table leads back to where it has been: the course ends early, and cannot be followed.
     """
 
     symbols: list[int] = field(default_factory=list)
-    others: dict[int, list[int]] = field(default_factory=dict)
-    loops: bool = False
-    _at: int = 0
+    alternatives: dict[int, list[int]] = field(default_factory=dict)
+    is_cyclic: bool = False
+    _position: int = 0
 
     @classmethod
     def find(
-        cls, key: Key, table: Mapping[Key, list[int]], likely: Callable[[Key, list[int]], int], *, again: bool = False
-    ) -> Course:
+        cls, key: Key, table: Mapping[Key, list[int]], choose: Callable[[Key, list[int]], int], *, repeats: bool = False
+    ) -> PredictedUses:
         """The course from `key` on.
 
         Args:
             table: key -> what has followed it, the most recent one last.
-            likely: chooses among what has followed a key.
-            again: the next forward is a part of the course.
+            choose: chooses among what has followed a key.
+            repeats: the next forward is a part of the course.
         """
         course = cls()
         symbols, seen = course.symbols, {key}
         while successors := table.get(key):
-            symbol = likely(key, successors)
+            symbol = choose(key, successors)
             if len(successors) > 1:
-                course.others[len(symbols)] = [other for other in successors if other not in (symbol, END)]
-            if symbol == END and not again:
+                course.alternatives[len(symbols)] = [other for other in successors if other not in (symbol, END)]
+            if symbol == END and not repeats:
                 break
             symbols.append(symbol)
             if symbol == END:
-                again, key = False, (START, START)
+                repeats, key = False, (START, START)
                 seen.clear()
             else:
                 key = (key[1], symbol)
             if key in seen:
-                course.loops = True
+                course.is_cyclic = True
                 break
             seen.add(key)
         return course
 
-    def follow(self, symbol: int) -> bool:
+    def advance(self, symbol: int) -> bool:
         """`symbol` is used now. False: it was not expected, and what follows is not known here."""
-        if self.loops or self._at >= len(self.symbols) or self.symbols[self._at] != symbol:
+        if self.is_cyclic or self._position >= len(self.symbols) or self.symbols[self._position] != symbol:
             return False
-        self._at += 1
+        self._position += 1
         return True
 
-    def ahead(self) -> Iterator[int]:
+    def upcoming(self) -> Iterator[int]:
         """What may follow: at each place the likely symbol, then the others."""
-        if not self.others:
-            yield from self.symbols[self._at :]
+        if not self.alternatives:
+            yield from self.symbols[self._position :]
             return
-        for position in range(self._at, len(self.symbols) + 1):
+        for position in range(self._position, len(self.symbols) + 1):
             yield from self.symbols[position : position + 1]
-            yield from self.others.get(position, ())
+            yield from self.alternatives.get(position, ())
 
     def likely(self) -> list[int]:
         """What is likely to follow, in order."""
-        return self.symbols[self._at :]
+        return self.symbols[self._position :]

@@ -24,9 +24,9 @@ class _Sentinel(torch.autograd.Function):
     """The oldest node of a call; its backward runs when gradients have passed the call."""
 
     @staticmethod
-    def forward(ctx: Any, passed: Callable[[], None], token: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, on_passed: Callable[[], None], token: torch.Tensor) -> torch.Tensor:
         """Return the token, an empty tensor on the compute device, so that all nodes are in one queue, in one order."""
-        ctx.passed = passed
+        ctx.passed = on_passed
         return token.detach()
 
     @staticmethod
@@ -41,10 +41,10 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, reached: Callable[[], None], sentinel: torch.Tensor, *outputs: torch.Tensor
+        ctx: Any, on_reached: Callable[[], None], sentinel: torch.Tensor, *outputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Pass the outputs on; detached ones share memory and may be modified in place."""
-        ctx.reached = reached
+        ctx.reached = on_reached
         ctx.set_materialize_grads(False)  # an unused output must pass no gradient on, not even zeros
         return tuple(output.detach() for output in outputs)
 
@@ -60,14 +60,14 @@ class _Join(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-def open_frame(passed: Callable[[], None], device: torch.device) -> torch.Tensor:
-    """Make a call's sentinel; `passed` is called once the call's backward is over."""
-    sentinel: torch.Tensor = _Sentinel.apply(passed, _token(device))  # type: ignore[no-untyped-call]
+def make_sentinel(on_passed: Callable[[], None], device: torch.device) -> torch.Tensor:
+    """Make a call's sentinel; `on_passed` is called once the call's backward is over."""
+    sentinel: torch.Tensor = _Sentinel.apply(on_passed, _shared_token(device))  # type: ignore[no-untyped-call]
     return sentinel
 
 
 @functools.cache
-def _token(device: torch.device) -> torch.Tensor:
+def _shared_token(device: torch.device) -> torch.Tensor:
     """One for all calls: selective checkpointing counts operations, and a recompute has frames that its forward lacks.
 
     A unit that an outer call holds in forward is held by the inner calls in the recompute.
@@ -76,13 +76,13 @@ def _token(device: torch.device) -> torch.Tensor:
         return torch.empty(0, device=device, requires_grad=True, dtype=torch.float32)
 
 
-def close_frame(sentinel: torch.Tensor, output: Any, reached: Callable[[], None]) -> Any:
-    """Return `output` with its tensors joined; `reached` is called before the call's backward begins."""
+def join_outputs(sentinel: torch.Tensor, output: Any, on_reached: Callable[[], None]) -> Any:
+    """Return `output` with its tensors joined; `on_reached` is called before the call's backward begins."""
     tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not tensors:
         return output
-    joined = _Join.apply(reached, sentinel, *tensors)  # type: ignore[no-untyped-call]
-    return exchange(output, {id(old): new for old, new in zip(tensors, joined, strict=True)})
+    joined = _Join.apply(on_reached, sentinel, *tensors)  # type: ignore[no-untyped-call]
+    return replace_tensors(output, {id(old): new for old, new in zip(tensors, joined, strict=True)})
 
 
 def tensors_in(tree: Any, depth: int = 6) -> list[torch.Tensor]:
@@ -90,27 +90,27 @@ def tensors_in(tree: Any, depth: int = 6) -> list[torch.Tensor]:
     return list(_walk(tree, depth, {}))
 
 
-def exchange(tree: Any, new_of: dict[int, torch.Tensor], depth: int = 6) -> Any:
+def replace_tensors(tree: Any, new_of: dict[int, torch.Tensor], depth: int = 6) -> Any:
     """Return `tree` with tensors exchanged by id. Lists, mappings and objects change in place; tuples are rebuilt."""
     if isinstance(tree, torch.Tensor):
         return new_of.get(id(tree), tree)
     if depth == 0 or _is_leaf(tree):
         return tree
     if isinstance(tree, tuple):
-        values = [exchange(value, new_of, depth - 1) for value in tree]
+        values = [replace_tensors(value, new_of, depth - 1) for value in tree]
         if all(new is old for new, old in zip(values, tree, strict=True)):
             return tree
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     if isinstance(tree, (set, frozenset)):
-        return type(tree)(exchange(value, new_of, depth - 1) for value in tree)
-    for place, old in _places(tree):
-        new = exchange(old, new_of, depth - 1)
+        return type(tree)(replace_tensors(value, new_of, depth - 1) for value in tree)
+    for place, old in _items(tree):
+        new = replace_tensors(old, new_of, depth - 1)
         if new is not old:
-            _put(tree, place, new)
+            _set_item(tree, place, new)
     return tree
 
 
-def _places(tree: Any) -> list[tuple[Any, Any]]:
+def _items(tree: Any) -> list[tuple[Any, Any]]:
     if isinstance(tree, MutableMapping):
         return list(tree.items())
     if isinstance(tree, list):
@@ -120,7 +120,7 @@ def _places(tree: Any) -> list[tuple[Any, Any]]:
     return list(vars(tree).items()) if hasattr(tree, "__dict__") else []
 
 
-def _put(tree: Any, place: Any, value: Any) -> None:
+def _set_item(tree: Any, place: Any, value: Any) -> None:
     if isinstance(tree, (MutableMapping, list)):
         tree[place] = value
     else:
@@ -138,6 +138,6 @@ def _walk(tree: Any, depth: int, seen: dict[int, Any]) -> Iterator[torch.Tensor]
     if isinstance(tree, torch.Tensor):
         yield tree
     elif depth > 0 and not _is_leaf(tree):
-        inside: Iterable[Any] = tree if isinstance(tree, (tuple, set, frozenset)) else [v for _, v in _places(tree)]
+        inside: Iterable[Any] = tree if isinstance(tree, (tuple, set, frozenset)) else [v for _, v in _items(tree)]
         for value in inside:
             yield from _walk(value, depth - 1, seen)

@@ -27,10 +27,16 @@ from offload.timeline import COMPUTE, Timeline
 from zero.params.binding import UnitBinding
 from zero.params.units import can_root
 from zero.schedule.backward import BackwardWatch
-from zero.schedule.compiling import apart, edge, inside, register, transformed
+from zero.schedule.compiling import (
+    graph_break_hook,
+    is_in_transform,
+    outside_transforms,
+    register_numbered,
+    skip_when_compiling,
+)
 from zero.schedule.coordinator import Coordinator
-from zero.schedule.frame import close_frame, exchange, open_frame, tensors_in
-from zero.schedule.turns import OpenCall, OpenCalls, Turns
+from zero.schedule.frame import join_outputs, make_sentinel, replace_tensors, tensors_in
+from zero.schedule.turns import MicroBatchScheduler, OpenCall, OpenCalls
 
 FORWARD, BACKWARD = "forward", "backward"
 """Why a round of micro-batches holds a unit."""
@@ -41,7 +47,7 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def calls_of(module: nn.Module) -> int:
+def count_open_calls(module: nn.Module) -> int:
     """How many calls of the module are on the stacks of this process's threads."""
     found = 0
     for frame in sys._current_frames().values():
@@ -56,14 +62,14 @@ def calls_of(module: nn.Module) -> int:
 class _WatchedParameters(dict[str, nn.Parameter | None]):
     """A module's `_parameters` that reports each read of a parameter."""
 
-    def __init__(self, given: dict[str, nn.Parameter | None], read: Callable[[nn.Parameter], None]) -> None:
-        super().__init__(given)
-        self._read = read
+    def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(parameters)
+        self._on_read = on_read
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
         if parameter is not None and not torch.compiler.is_compiling():
-            self._read(parameter)
+            self._on_read(parameter)
         return parameter
 
     def __reduce__(self) -> Any:
@@ -71,7 +77,7 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
         return dict, (dict(self),)
 
 
-def _outside(root: nn.Module, fetched: dict[nn.Module, set[int]]) -> set[nn.Module]:
+def _modules_around_units(root: nn.Module, fetched: dict[nn.Module, set[int]]) -> set[nn.Module]:
     """Modules around fetched units or next to them: units that such a module borrows are in use until it returns.
 
     `fetched`: scope -> its units that are fetched and released.
@@ -108,37 +114,39 @@ class ModuleHooks:
         scopes: dict[nn.Module, list[int]],
         bound: list[UnitBinding],
         coordinator: Coordinator,
-        events: BackwardWatch,
-        turns: Turns,
+        backward_watch: BackwardWatch,
+        scheduler: MicroBatchScheduler,
         timeline: Timeline,
     ) -> None:
-        self._root, self._bound, self._turns = root, bound, turns
+        self._root, self._bound, self._scheduler = root, bound, scheduler
         fetched = {module: {i for i in units if not bound[i].unit.persistent} for module, units in scopes.items()}
-        outside = _outside(root, fetched)
+        outside = _modules_around_units(root, fetched)
         self._scopes = {root: [], **{module: [] for module in outside}, **scopes}
         # Modules inside a fetched one that have only persistent units: their hooks matter when they are called alone.
-        self._quiet = {module for module, units in fetched.items() if not units} - outside - {root}
-        self._coordinator, self._events, self._timeline = coordinator, events, timeline
+        self._persistent_only = {module for module, units in fetched.items() if not units} - outside - {root}
+        self._coordinator, self._backward_watch, self._timeline = coordinator, backward_watch, timeline
         self._names = {module: name or type(module).__name__ for name, module in root.named_modules()}
         self._unit_of = {id(p): unit.unit.index for unit in bound for p in unit.parameters}
         self._handles: list[RemovableHandle] = []
-        self._watched: list[nn.Module] = []  # Modules whose parameters are watched; some may have left the tree since.
-        self.at_install: list[Callable[[], Callable[[], None]]] = []  # Each returns a function that undoes it.
+        self._watched_modules: list[
+            nn.Module
+        ] = []  # Modules whose parameters are watched; some may have left the tree since.
+        self.install_callbacks: list[Callable[[], Callable[[], None]]] = []  # Each returns a function that undoes it.
         self._undo: list[Callable[[], None]] = []
-        self._suspended = False
+        self._is_suspended = False
 
     @property
-    def _open(self) -> OpenCalls:
-        return self._turns.lane.open
+    def _open_calls(self) -> OpenCalls:
+        return self._scheduler.task.open_calls
 
     @property
     def _calls(self) -> list[OpenCall]:
-        return self._turns.lane.open.calls
+        return self._scheduler.task.open_calls.calls
 
     @property
     def in_forward(self) -> bool:
         self._forget_interrupted()
-        return self._turns.roots > 0
+        return self._scheduler.open_root_calls > 0
 
     @property
     def in_call(self) -> bool:
@@ -146,37 +154,37 @@ class ModuleHooks:
 
     def install(self) -> None:
         """Install the hooks. Before this call the model is unchanged."""
-        self._handles.append(self._root.register_forward_pre_hook(edge(self._begin_root), prepend=True))
+        self._handles.append(self._root.register_forward_pre_hook(graph_break_hook(self._begin_root), prepend=True))
         enclosed, number = self._enclosed(), RemovableHandle.next_id
         for module, units in self._scopes.items():
-            stand = inside if module in enclosed else edge
+            stand = skip_when_compiling if module in enclosed else graph_break_hook
             pre, post = stand(self._pre_forward(units)), stand(self._post_forward(units))
             first = module is not self._root  # the root's own hook above comes before
-            before = register(module.register_forward_pre_hook, pre, number, with_kwargs=True, prepend=first)
+            before = register_numbered(module.register_forward_pre_hook, pre, number, with_kwargs=True, prepend=first)
             # First, before users' hooks: outputs that they capture are joined then, so a loss on them gets the weights.
-            after = register(
+            after = register_numbered(
                 module.register_forward_hook, post, number, with_kwargs=True, prepend=True, always_call=True
             )
             self._handles += [before, after]
-        self._handles.append(self._root.register_forward_hook(edge(self._end_root), always_call=True))
+        self._handles.append(self._root.register_forward_hook(graph_break_hook(self._end_root), always_call=True))
         for module in self._root.modules():
             # Python code does not read the parameters of a ScriptModule, and its dict cannot be replaced.
             if module._parameters and not isinstance(module, torch.jit.ScriptModule):
-                module._parameters = _WatchedParameters(module._parameters, self._read)
-                self._watched.append(module)
-        self._undo += [install() for install in self.at_install]
+                module._parameters = _WatchedParameters(module._parameters, self._on_parameter_read)
+                self._watched_modules.append(module)
+        self._undo += [install() for install in self.install_callbacks]
 
     def suspend(self) -> None:
         """Remove every hook until `resume`. Idempotent."""
         if self._handles:
             self.reset()
             self.remove()
-            self._suspended = True
+            self._is_suspended = True
 
     def resume(self) -> None:
         """Install the hooks again if `suspend` removed them."""
-        if self._suspended:
-            self._suspended = False
+        if self._is_suspended:
+            self._is_suspended = False
             self.install()
 
     def _enclosed(self) -> set[nn.Module]:
@@ -192,33 +200,33 @@ class ModuleHooks:
         }
 
     def remove(self) -> None:
-        self._suspended = False
+        self._is_suspended = False
         while self._undo:
             self._undo.pop()()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for module in self._watched:
+        for module in self._watched_modules:
             if isinstance(module._parameters, _WatchedParameters):
                 module._parameters = dict(module._parameters)
-        self._watched.clear()
+        self._watched_modules.clear()
 
     @atomic
     def reset(self) -> None:
         """Forget the open calls: a forward was interrupted, so none is running."""
-        self._turns.roots = self._open.root_depth = 0
-        self._open.forget()
+        self._scheduler.open_root_calls = self._open_calls.root_depth = 0
+        self._open_calls.clear()
         self._coordinator.end_forward()
 
-    def _forget_interrupted(self, begun: int = 0) -> None:
+    def _forget_interrupted(self, uncounted_calls: int = 0) -> None:
         """Forget calls that an interrupt has ended: torch calls no hooks then, and a call past the engine tells nobody.
 
-        `begun`: calls of the root that are not counted yet.
+        `uncounted_calls`: calls of the root that are not counted yet.
         """
-        depth, calls = self._open.root_depth, self._calls
-        if self._turns.on or not (depth or calls):
+        depth, calls = self._open_calls.root_depth, self._calls
+        if self._scheduler.is_active or not (depth or calls):
             return
-        if depth > calls_of(self._root) - begun or not (depth or calls_of(calls[-1].module)):
+        if depth > count_open_calls(self._root) - uncounted_calls or not (depth or count_open_calls(calls[-1].module)):
             self.reset()
 
     @atomic
@@ -226,80 +234,84 @@ class ModuleHooks:
         """The innermost open call uses the unit although its module does not own it."""
         if in_backward():
             joined = [call for call in self._calls[-1:] if index not in call.units]
-            with apart(), self._events.tearing():
+            with outside_transforms(), self._backward_watch.tearing():
                 self._coordinator.begin_recompute(index, by_call=any(call.recompute for call in joined))
             for call in joined:  # it stays until gradients have passed this call
                 call.units.append(index)
-                self._open_frame_once(call)
-        elif self._calls and not self._uses(index):
-            self._use(index, self._calls[-1])
+                self._make_sentinel_once(call)
+        elif self._calls and not self._is_in_use(index):
+            self._begin_use_in_graph(index, self._calls[-1])
 
-    def _uses(self, index: int) -> bool:
+    def _is_in_use(self, index: int) -> bool:
         """True while an open call of this forward uses the unit, and always for a persistent unit."""
-        look = self._open.look
-        if self._bound[index].unit.persistent or (look is not None and index in look.begun):
+        look = self._open_calls.operation
+        if self._bound[index].unit.persistent or (look is not None and index in look.forward_uses):
             return True
-        return any(index in call.begun for call in self._calls)
+        return any(index in call.forward_uses for call in self._calls)
 
-    def _use(self, index: int, call: OpenCall) -> None:
+    def _begin_use_in_graph(self, index: int, call: OpenCall) -> None:
         """A forward use of the unit that ends with the call."""
         self._begin_use(index, call)
-        self._open_frame_once(call)
+        self._make_sentinel_once(call)
 
     def _begin_use(self, index: int, call: OpenCall) -> None:
         follows, end = torch.is_grad_enabled(), self._coordinator.end_forward_use
-        with apart() as inside_transform:
+        with outside_transforms() as inside_transform:
             self._coordinator.begin_forward_use(index, backward_follows=follows)
             comes = not self._bound[index].unit.persistent
-            if comes and self._turns.first((FORWARD, index), lambda: end(index, backward_follows=follows)):
+            if comes and self._scheduler.pin_once((FORWARD, index), lambda: end(index, backward_follows=follows)):
                 self._coordinator.begin_forward_use(index, backward_follows=follows)
             if inside_transform:
-                self._coordinator.look(index)
-        call.begun.append(index)
+                self._coordinator.note_read(index)
+        call.forward_uses.append(index)
         call.units.append(index)
 
     def _end_uses(self, call: OpenCall) -> None:
-        with apart():
-            for index in reversed(call.begun):  # the use that began first encloses the others
-                if self._turns.on and not self._turns.holds((FORWARD, index)) and self._coordinator.is_last_use(index):
-                    self._turns.let_go(FORWARD)  # uses that the round holds are inside this use, so they end first
+        with outside_transforms():
+            for index in reversed(call.forward_uses):  # the use that began first encloses the others
+                if (
+                    self._scheduler.is_active
+                    and not self._scheduler.is_pinned((FORWARD, index))
+                    and self._coordinator.is_last_use(index)
+                ):
+                    self._scheduler.unpin(FORWARD)  # uses that the round holds are inside this use, so they end first
                 self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
 
     @atomic
-    def begin_look(self, index: int) -> None:
+    def begin_operation(self, index: int) -> None:
         """An operation inside a call reads the unit without its owning module; `end_look` follows the operation."""
-        if in_backward() or self._uses(index):
+        if in_backward() or self._is_in_use(index):
             self.borrow(index)
             return
-        self._open.look = self._open.look or OpenCall(self._calls[-1].module, recompute=False)
-        self._use(index, self._open.look)
+        self._open_calls.operation = self._open_calls.operation or OpenCall(self._calls[-1].module, recompute=False)
+        self._begin_use_in_graph(index, self._open_calls.operation)
 
     @atomic
-    def end_look(self, given: list[Any], result: Any) -> Any:
+    def end_operation(self, inputs: list[Any], result: Any) -> Any:
         """The operation is over; returns its result, framed so that its gradients can be followed.
 
         The units are released, and fetched again for its backward. In some cases they stay until the innermost call
         returns: the result is a view of them, or the operation has changed its input, or it has no result.
         """
-        look, self._open.look = self._open.look, None
+        look, self._open_calls.operation = self._open_calls.operation, None
         if look is None:
             return result
         tensors = tensors_in(result)
         stays = result is None or any(
-            any(tensor is old for old in given) or self._holds(look.units, tensor) for tensor in tensors
+            any(tensor is old for old in inputs) or self._is_memory_of(look.units, tensor) for tensor in tensors
         )
         if look.sentinel is not None and not stays:
-            result = close_frame(look.sentinel, result, self._reached(look))
-        look.close()
-        for index in look.begun if stays else ():
-            self._use(index, self._calls[-1])  # before the operation's own use ends
+            result = join_outputs(look.sentinel, result, self._reached_callback(look))
+        look.drop_graph()
+        for index in look.forward_uses if stays else ():
+            self._begin_use_in_graph(index, self._calls[-1])  # before the operation's own use ends
         self._end_uses(look)
         return result
 
-    def _holds(self, units: list[int], tensor: torch.Tensor) -> bool:
-        return not transformed() and any(self._bound[index].contains(tensor) for index in units)
+    def _is_memory_of(self, units: list[int], tensor: torch.Tensor) -> bool:
+        return not is_in_transform() and any(self._bound[index].contains(tensor) for index in units)
 
-    def _read(self, parameter: nn.Parameter) -> None:
+    def _on_parameter_read(self, parameter: nn.Parameter) -> None:
         """`module.weight` was read; outside a forward this has no effect."""
         index = self._unit_of.get(id(parameter))
         if index is not None and self._calls:
@@ -308,140 +320,140 @@ class ModuleHooks:
     def _begin_root(self, module: nn.Module, args: Any) -> None:
         if in_backward() or module is not self._root:
             return
-        self._forget_interrupted(begun=1)
-        self._open.root_depth += 1
-        if self._open.root_depth == 1:
-            self._open.backward_follows = follows = torch.is_grad_enabled()
-            self._turns.roots += 1
-            if self._turns.roots > 1:
+        self._forget_interrupted(uncounted_calls=1)
+        self._open_calls.root_depth += 1
+        if self._open_calls.root_depth == 1:
+            self._open_calls.backward_follows = follows = torch.is_grad_enabled()
+            self._scheduler.open_root_calls += 1
+            if self._scheduler.open_root_calls > 1:
                 return
-            with apart():
-                self._events.forward_begins()
+            with outside_transforms():
+                self._backward_watch.on_forward_begin()
                 self._coordinator.begin_forward(training=module.training, backward_follows=follows)
 
     def _end_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward() or module is not self._root:
             return
-        self._open.root_depth = max(self._open.root_depth - 1, 0)
-        if self._open.root_depth == 0:
-            self._open.forget()
-            self._turns.roots = max(self._turns.roots - 1, 0)
-            if self._turns.roots:
+        self._open_calls.root_depth = max(self._open_calls.root_depth - 1, 0)
+        if self._open_calls.root_depth == 0:
+            self._open_calls.clear()
+            self._scheduler.open_root_calls = max(self._scheduler.open_root_calls - 1, 0)
+            if self._scheduler.open_root_calls:
                 return
             # A forward without gradients runs again soon, for the next token or batch.
-            with apart():
-                self._turns.let_go(FORWARD)
-                self._coordinator.end_forward(None if self._open.backward_follows or output is None else "eval")
+            with outside_transforms():
+                self._scheduler.unpin(FORWARD)
+                self._coordinator.end_forward(None if self._open_calls.backward_follows or output is None else "eval")
 
     def _pre_forward(self, units: list[int]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module not in self._scopes:
                 return  # a copy of one of our modules, with its hooks: it has parameters of its own
-            if self._calls and module in self._quiet:
+            if self._calls and module in self._persistent_only:
                 return
             call = OpenCall(module, in_backward())
-            self._take_turn(units)
+            self._yield_to_others(units)
             self._calls.append(call)
             for index in units:
                 if call.recompute:
-                    with apart(), self._events.tearing():
+                    with outside_transforms(), self._backward_watch.tearing():
                         self._coordinator.begin_recompute(index, by_call=True)
-                        self._hold_in_backward(index)
+                        self._pin_in_backward(index)
                     call.units.append(index)
                 else:
                     self._begin_use(index, call)
             call.forward_ns = time.perf_counter_ns()
-            if torch.is_grad_enabled() and units and not transformed():
+            if torch.is_grad_enabled() and units and not is_in_transform():
                 call.versions = [(t, version_of(t), t.grad_fn) for t in tensors_in((args, kwargs), 2)]
-                self._open_frame(call)
+                self._make_sentinel(call)
 
         return hook
 
-    def _take_turn(self, units: list[int]) -> None:
+    def _yield_to_others(self, units: list[int]) -> None:
         """Micro-batches side by side: before a unit that none of them uses is begun, the others take their turns."""
-        if self._turns.on and not all(self._coordinator.is_used(index) for index in units):
-            self._turns.take()
+        if self._scheduler.is_active and not all(self._coordinator.is_used(index) for index in units):
+            self._scheduler.yield_to_next()
 
-    def _hold_in_backward(self, index: int) -> None:
-        if self._turns.first((BACKWARD, index), lambda: self._events.unit_passed(index)):
+    def _pin_in_backward(self, index: int) -> None:
+        if self._scheduler.pin_once((BACKWARD, index), lambda: self._backward_watch.on_unit_passed(index)):
             self._coordinator.begin_backward_use(index)
 
-    def _open_frame_once(self, call: OpenCall) -> None:
-        if torch.is_grad_enabled() and call.sentinel is None and not transformed():
-            self._open_frame(call)
+    def _make_sentinel_once(self, call: OpenCall) -> None:
+        if torch.is_grad_enabled() and call.sentinel is None and not is_in_transform():
+            self._make_sentinel(call)
 
-    def _open_frame(self, call: OpenCall) -> None:
-        call.sentinel = open_frame(self._passed(call), self._coordinator.device)
+    def _make_sentinel(self, call: OpenCall) -> None:
+        call.sentinel = make_sentinel(self._passed_callback(call), self._coordinator.device)
 
     def _post_forward(self, units: list[int]) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if not self._calls or self._calls[-1].module is not module:
                 return None  # another hook raised before ours saw the call begin
             call = self._calls.pop()
-            self._record("recompute" if call.recompute else "forward", call, call.forward_ns)
+            self._add_span("recompute" if call.recompute else "forward", call, call.forward_ns)
             if output is not None:
-                output = self._own_memory(call, output)
+                output = self._clone_views(call, output)
             if call.sentinel is not None and torch.is_grad_enabled():
-                reached = self._reached(call)
+                reached = self._reached_callback(call)
                 if output is not None:
-                    output = close_frame(call.sentinel, output, reached)
-                self._watch_modified(call, reached)
-            call.close()
+                    output = join_outputs(call.sentinel, output, reached)
+                self._hook_modified_inputs(call, reached)
+            call.drop_graph()
             if call.recompute:
-                with apart():
+                with outside_transforms():
                     self._coordinator.end_recompute(call.units)
             self._end_uses(call)
             return output
 
         return hook
 
-    def _passed(self, call: OpenCall) -> Callable[[], None]:
+    def _passed_callback(self, call: OpenCall) -> Callable[[], None]:
         @atomic
         def passed() -> None:
-            self._record("backward", call, call.backward_ns)
+            self._add_span("backward", call, call.backward_ns)
             call.backward_ns = 0  # a retained graph may run backward again
-            with apart():
+            with outside_transforms():
                 for index in call.units:
-                    self._events.unit_passed(index)
+                    self._backward_watch.on_unit_passed(index)
 
         return passed
 
-    def _record(self, what: str, call: OpenCall, begin_ns: int) -> None:
+    def _add_span(self, what: str, call: OpenCall, begin_ns: int) -> None:
         if self._timeline.is_on and call.units and begin_ns:
             self._timeline.add(
                 COMPUTE, f"{what} {self._names.get(call.module) or self._bound[call.units[0]].unit.name}", begin_ns
             )
 
-    def _reached(self, call: OpenCall) -> Callable[[], None]:
-        generation, events, coordinator = self._events.generation, self._events, self._coordinator
+    def _reached_callback(self, call: OpenCall) -> Callable[[], None]:
+        generation, events, coordinator = self._backward_watch.graph_version, self._backward_watch, self._coordinator
 
         @atomic
         def reached() -> None:
             events.before_backward(generation)
-            self._take_turn(call.units)
-            with apart(), events.tearing():
+            self._yield_to_others(call.units)
+            with outside_transforms(), events.tearing():
                 for index in call.units:
                     coordinator.begin_backward_use(index)
-                    self._hold_in_backward(index)
+                    self._pin_in_backward(index)
             call.backward_ns = call.backward_ns or time.perf_counter_ns()
 
         return reached
 
-    def _own_memory(self, call: OpenCall, output: Any) -> Any:
+    def _clone_views(self, call: OpenCall, output: Any) -> Any:
         """Clone outputs that are (views of) parameters: they must outlive the unit's release."""
         units = [index for index in call.units if not self._bound[index].unit.persistent]
-        inside = [tensor for tensor in tensors_in(output) if self._holds(units, tensor)]
-        return exchange(output, {id(tensor): tensor.clone() for tensor in inside}) if inside else output
+        inside = [tensor for tensor in tensors_in(output) if self._is_memory_of(units, tensor)]
+        return replace_tensors(output, {id(tensor): tensor.clone() for tensor in inside}) if inside else output
 
-    def _watch_modified(self, call: OpenCall, reached: Callable[[], None]) -> None:
+    def _hook_modified_inputs(self, call: OpenCall, on_reached: Callable[[], None]) -> None:
         """Treat inputs that the call has modified in place as its outputs, returned or not."""
         changed = [(t, old) for t, version, old in call.versions if version_of(t) != version and t.grad_fn is not old]
         tensors = [tensor for tensor, _ in changed if tensor.grad_fn is not None]
         if not tensors:
             return
-        torch.autograd.graph.register_multi_grad_hook(tensors, lambda gradient: reached(), mode="any")
+        torch.autograd.graph.register_multi_grad_hook(tensors, lambda gradient: on_reached(), mode="any")
         older = next((old for _, old in changed if old is not None), None)
         if older is not None:
             # No join connects the sentinel to them; the node that made the input is the first one after the call.
-            passed = self._passed(call)
+            passed = self._passed_callback(call)
             older.register_prehook(lambda gradients: passed())

@@ -16,15 +16,15 @@ MUCH_HOTTER = 2  # A unit that is used more than this many times as often replac
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class PrefetchPlan:
     """Units to evict and units to load now: first evict, then load.
 
     `complete`: then every unit of the forecast is there.
     """
 
     evict: tuple[int, ...] = ()
-    load: tuple[int, ...] = ()
-    complete: bool = False
+    fetch: tuple[int, ...] = ()
+    is_complete: bool = False
 
 
 def make_room(
@@ -65,7 +65,7 @@ def plan_prefetch(
     upcoming: Iterable[int],
     numel: Mapping[int, int],
     limits: Limits,
-) -> Moves:
+) -> PrefetchPlan:
     """Loads worth starting now, and the evictions they need.
 
     If there is room, one unit is always in flight ahead of its use. Further units are loaded until the look-ahead is
@@ -91,7 +91,7 @@ def plan_prefetch(
             later = [u for u in there if next_use.get(u, math.inf) > next_use[unit] and not pinned(u)]
             if later:
                 # From now on `next_use` has every unit that matters.
-                uses = iter([*until(uses, HORIZON * limits.live_numel_max, numel)])
+                uses = iter([*take_until(uses, HORIZON * limits.live_numel_max, numel)])
                 later.sort(key=lambda u: next_use.get(u, math.inf), reverse=True)
             chosen = _enough(later, numel[unit] - free_numel, numel)
         if chosen is None:
@@ -105,7 +105,7 @@ def plan_prefetch(
         free_numel += sum(numel[u] for u in chosen) - numel[unit]
     else:
         complete = True
-    return Moves(tuple(evict), tuple(load), complete)
+    return PrefetchPlan(tuple(evict), tuple(load), complete)
 
 
 def _first_uses(upcoming: Iterable[int], next_use: dict[int, int]) -> Iterator[int]:
@@ -136,7 +136,7 @@ def is_reused_soon(unit: int, upcoming: Iterable[int], numel: Mapping[int, int],
     return False
 
 
-def until(upcoming: Iterable[int], numel_max: int, numel: Mapping[int, int]) -> Iterator[int]:
+def take_until(upcoming: Iterable[int], numel_max: int, numel: Mapping[int, int]) -> Iterator[int]:
     """The uses up to and including the one with which the sum of their elements exceeds `numel_max`."""
     total = 0
     for unit in upcoming:
@@ -169,89 +169,89 @@ class HotUnits:
         self._numel, self._live_numel_max = numel, 0
         self._uses: Counter[int] = Counter()
         self._coldest: list[tuple[int, int]] = []  # Heap of (uses, unit) of the kept units; uses may have grown since.
-        self.kept: set[int] = set()
-        self._open: set[int] = set()  # Units whose use has not ended.
-        self._held_numel = 0  # Elements of the units that are kept or open.
+        self.pinned: set[int] = set()
+        self._in_use: set[int] = set()  # Units whose use has not ended.
+        self._resident_numel = 0  # Elements of the units that are kept or open.
         self._streamed = Counter(numel.values())  # Elements of a unit -> how many such units are not held.
         self._sizes = sorted(self._streamed, reverse=True)
-        self._kept_of: dict[int, set[int]] = {size: set() for size in self._sizes}  # Elements -> kept units.
+        self._pinned_by_size: dict[int, set[int]] = {size: set() for size in self._sizes}  # Elements -> kept units.
         self._numel_of_all = sum(numel.values())
-        self.on = False  # Inside a generation.
+        self.is_active = False  # Inside a generation.
 
-    def begin(self, live_numel_max: int) -> None:
+    def begin_generation(self, live_numel_max: int) -> None:
         """`live_numel_max`: elements that may be on the device at once."""
         self._live_numel_max = live_numel_max
-        self.on = True
+        self.is_active = True
         self._uses.clear()
-        self._coldest = [(0, unit) for unit in sorted(self.kept)]
+        self._coldest = [(0, unit) for unit in sorted(self.pinned)]
 
     def shrink(self, live_numel_max: int) -> None:
         """There is less room from now on."""
         self._live_numel_max = live_numel_max
 
-    def end(self) -> frozenset[int]:
+    def end_generation(self) -> frozenset[int]:
         """The generation is over; returns the units that were kept."""
-        kept = frozenset(self.kept)
-        self.on = False
+        kept = frozenset(self.pinned)
+        self.is_active = False
         self._coldest = []
-        for unit in kept | self._open:
-            self.forget(unit)
+        for unit in kept | self._in_use:
+            self.unpin(unit)
         return kept
 
-    def used(self, unit: int) -> None:
+    def note_use(self, unit: int) -> None:
         """A use of the unit begins."""
-        if self.on:
+        if self.is_active:
             self._uses[unit] += 1
-            self._hold(unit, kept=unit in self.kept, used=True)
+            self._set_status(unit, pinned=unit in self.pinned, in_use=True)
 
-    def forget(self, unit: int) -> None:
-        self._hold(unit, kept=False, used=False)
+    def unpin(self, unit: int) -> None:
+        self._set_status(unit, pinned=False, in_use=False)
 
-    def _hold(self, unit: int, *, kept: bool, used: bool) -> None:
-        was = unit in self.kept or unit in self._open
-        for group in (self.kept, self._kept_of[self._numel[unit]]):
-            (group.add if kept else group.discard)(unit)
-        (self._open.add if used else self._open.discard)(unit)
-        more = (kept or used) - was
-        self._held_numel += more * self._numel[unit]
+    def _set_status(self, unit: int, *, pinned: bool, in_use: bool) -> None:
+        was = unit in self.pinned or unit in self._in_use
+        for group in (self.pinned, self._pinned_by_size[self._numel[unit]]):
+            (group.add if pinned else group.discard)(unit)
+        (self._in_use.add if in_use else self._in_use.discard)(unit)
+        more = (pinned or in_use) - was
+        self._resident_numel += more * self._numel[unit]
         self._streamed[self._numel[unit]] -= more
 
-    def offer(self, unit: int, in_use: Callable[[int], bool]) -> tuple[int, ...] | None:
+    def try_pin(self, unit: int, in_use: Callable[[int], bool]) -> tuple[int, ...] | None:
         """A use of the unit has ended. Returns the units to release so that it can stay; None: it does not stay.
 
         `in_use`: true for a unit that cannot be released now.
         """
-        if not self.on:
+        if not self.is_active:
             return None
-        if unit in self.kept:
-            self._hold(unit, kept=True, used=False)
+        if unit in self.pinned:
+            self._set_status(unit, pinned=True, in_use=False)
             return ()
-        self._hold(unit, kept=False, used=True)  # it is there, and needs its room until this is decided
+        self._set_status(unit, pinned=False, in_use=True)  # it is there, and needs its room until this is decided
         uses, numel = self._uses, self._numel
         colder: list[int] = []
         if MUCH_HOTTER * self._fewest_uses() < uses[unit]:
-            colder = [one for one in self.kept if MUCH_HOTTER * uses[one] < uses[unit] and not in_use(one)]
-        leave = self._to_make_room(sorted(colder, key=lambda one: (uses[one], one)))
+            colder = [one for one in self.pinned if MUCH_HOTTER * uses[one] < uses[unit] and not in_use(one)]
+        leave = self._choose_evictions(sorted(colder, key=lambda one: (uses[one], one)))
         if leave is None:
             # A large unit is worth more than smaller ones: the streamed units then need less room.
-            smaller = (one for size in self._sizes if size < numel[unit] for one in self._kept_of[size])
+            smaller = (one for size in self._sizes if size < numel[unit] for one in self._pinned_by_size[size])
             even = [one for one in smaller if uses[one] <= uses[unit] and not in_use(one)]
-            leave = self._to_make_room(sorted(even, key=lambda one: (numel[one], one)))
+            leave = self._choose_evictions(sorted(even, key=lambda one: (numel[one], one)))
             if leave is not None and sum(numel[one] for one in leave) >= numel[unit]:
                 leave = None
-        self._hold(unit, kept=leave is not None, used=False)
+        self._set_status(unit, pinned=leave is not None, in_use=False)
         if leave is None:
             return None
         heapq.heappush(self._coldest, (uses[unit], unit))
         for one in leave:
-            self._hold(one, kept=False, used=False)
+            self._set_status(one, pinned=False, in_use=False)
         return tuple(leave)
 
     def _fewest_uses(self) -> float:
         """Uses of the kept unit that has the fewest."""
         while self._coldest:
             uses, unit = self._coldest[0]
-            if unit not in self.kept:
+            if unit not in self.pinned:
                 heapq.heappop(self._coldest)
             elif uses < self._uses[unit]:
                 heapq.heapreplace(self._coldest, (self._uses[unit], unit))
@@ -259,12 +259,12 @@ class HotUnits:
                 return uses
         return math.inf
 
-    def _to_make_room(self, candidates: list[int]) -> list[int] | None:
+    def _choose_evictions(self, candidates: list[int]) -> list[int] | None:
         """The shortest list of first candidates whose release lets all others stay; None: releasing all is not enough.
 
         Units that are not held are streamed and need room too.
         """
-        held_numel, rest_numel = self._held_numel, self._numel_of_all - self._held_numel
+        held_numel, rest_numel = self._resident_numel, self._numel_of_all - self._resident_numel
         largest_numel = next((size for size in self._sizes if self._streamed[size]), 0)
         leave: list[int] = []
         while held_numel + min(STREAMED_AT_ONCE * largest_numel, rest_numel) > self._live_numel_max:

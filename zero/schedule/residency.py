@@ -20,26 +20,26 @@ from zero.schedule.loader import Arrival
 class UnitState(Enum):
     """State of a unit's values on the device."""
 
-    AWAY = "where its planes keep them"
-    COMING = "on their way, or waiting in a block"
-    LIVE = "in a block, and its parameters see them"
+    EVICTED = "where its planes keep them"
+    IN_FLIGHT = "on their way, or waiting in a block"
+    BOUND = "in a block, and its parameters see them"
     EDITED = "in memory of an editor, and its parameters see them"
-    HOME = "always there; its parameters look away while a step changes it"
+    PERSISTENT = "always there; its parameters look away while a step changes it"
 
 
 # State -> states that may follow.
-MOVES = {
-    UnitState.AWAY: {UnitState.COMING, UnitState.EDITED},
-    UnitState.COMING: {UnitState.LIVE, UnitState.AWAY},
-    UnitState.LIVE: {UnitState.AWAY},
-    UnitState.EDITED: {UnitState.AWAY},
-    UnitState.HOME: set[UnitState](),
+TRANSITIONS = {
+    UnitState.EVICTED: {UnitState.IN_FLIGHT, UnitState.EDITED},
+    UnitState.IN_FLIGHT: {UnitState.BOUND, UnitState.EVICTED},
+    UnitState.BOUND: {UnitState.EVICTED},
+    UnitState.EDITED: {UnitState.EVICTED},
+    UnitState.PERSISTENT: set[UnitState](),
 }
 
-RESIDENT = {UnitState.COMING, UnitState.LIVE}  # States that take memory of the pool.
+RESIDENT = {UnitState.IN_FLIGHT, UnitState.BOUND}  # States that take memory of the pool.
 
 
-class UnitOnDevice:
+class UnitEntry:
     """One unit: where it is, and who uses it.
 
     Attributes:
@@ -47,40 +47,40 @@ class UnitOnDevice:
         forward_uses: open calls of a forward.
         backward_uses: calls that gradients have reached and not passed.
         recomputing: open calls of a recomputation.
-        recomputed: a backward has fetched it: it stays until a backward use of it ends, or the whole backward.
-        returned: it was used by a recomputing call, and such a call has returned.
-        seen: it was read with gradients outside any call: it stays until a backward has ended.
-        edited: an editor shows its live values: it stays until the editor is done.
-        shown: after the work that has filled the memory of an editor.
+        is_recomputed: a backward has fetched it: it stays until a backward use of it ends, or the whole backward.
+        has_recompute_returned: it was used by a recomputing call, and such a call has returned.
+        is_read_for_backward: it was read with gradients outside any call: it stays until a backward has ended.
+        is_edited: an editor shows its live values: it stays until the editor is done.
+        edit_event: after the work that has filled the memory of an editor.
     """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.state = UnitState.HOME if unit.persistent else UnitState.AWAY
+        self.state = UnitState.PERSISTENT if unit.persistent else UnitState.EVICTED
         self.arrival: Arrival | None = None
         self.forward_uses = self.backward_uses = self.recomputing = 0
-        self.recomputed = self.returned = self.seen = self.edited = False
-        self.shown: MaybeEvent = None
+        self.is_recomputed = self.has_recompute_returned = self.is_read_for_backward = self.is_edited = False
+        self.edit_event: MaybeEvent = None
 
     @property
     def index(self) -> int:
         return self.unit.index
 
     @property
-    def used(self) -> bool:
+    def is_in_use(self) -> bool:
         """A call uses it, or a backward waits for it."""
-        return bool(self.forward_uses or self.backward_uses or self.recomputed)
+        return bool(self.forward_uses or self.backward_uses or self.is_recomputed)
 
     @property
-    def stays(self) -> bool:
+    def is_pinned(self) -> bool:
         """It cannot be evicted."""
-        return self.used or self.seen or self.edited
+        return self.is_in_use or self.is_read_for_backward or self.is_edited
 
     @property
-    def waits(self) -> bool:
+    def awaits_gradients(self) -> bool:
         """It was recomputed, and no open call uses it: if it is evicted, gradients will fetch it again."""
-        return self.recomputed and not (
-            self.forward_uses or self.backward_uses or self.recomputing or self.seen or self.edited
+        return self.is_recomputed and not (
+            self.forward_uses or self.backward_uses or self.recomputing or self.is_read_for_backward or self.is_edited
         )
 
 
@@ -88,48 +88,48 @@ class Residency:
     """All units of one engine. `units`: in model order."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = [UnitOnDevice(unit) for unit in units]
-        self._listed: dict[UnitState, dict[int, UnitOnDevice]] = {state: {} for state in UnitState}
+        self._units = [UnitEntry(unit) for unit in units]
+        self._by_state: dict[UnitState, dict[int, UnitEntry]] = {state: {} for state in UnitState}
         for one in self._units:
-            self._listed[one.state][one.index] = one
+            self._by_state[one.state][one.index] = one
         self.resident_numel = 0  # Elements of all units in RESIDENT states.
-        self.departures = 0  # How often a unit has gone away.
+        self.evictions = 0  # How often a unit has gone away.
 
-    def __getitem__(self, index: int) -> UnitOnDevice:
+    def __getitem__(self, index: int) -> UnitEntry:
         return self._units[index]
 
-    def __iter__(self) -> Iterator[UnitOnDevice]:
+    def __iter__(self) -> Iterator[UnitEntry]:
         return iter(self._units)
 
-    def move(self, one: UnitOnDevice, state: UnitState, arrival: Arrival | None = None) -> None:
+    def move(self, entry: UnitEntry, state: UnitState, arrival: Arrival | None = None) -> None:
         """The unit is in `state` from now on; `arrival` is given if the state is COMING or LIVE.
 
         Raises StateError: the table has no such move.
         """
-        if state not in MOVES[one.state]:
-            raise StateError(f"unit {one.unit.name}: cannot go from {one.state.name} to {state.name}")
-        del self._listed[one.state][one.index]
-        self._listed[state][one.index] = one
-        self.resident_numel += one.unit.numel * ((state in RESIDENT) - (one.state in RESIDENT))
-        self.departures += state == UnitState.AWAY
-        one.state, one.arrival = state, arrival
+        if state not in TRANSITIONS[entry.state]:
+            raise StateError(f"unit {entry.unit.name}: cannot go from {entry.state.name} to {state.name}")
+        del self._by_state[entry.state][entry.index]
+        self._by_state[state][entry.index] = entry
+        self.resident_numel += entry.unit.numel * ((state in RESIDENT) - (entry.state in RESIDENT))
+        self.evictions += state == UnitState.EVICTED
+        entry.state, entry.arrival = state, arrival
 
-    def at(self, state: UnitState) -> list[UnitOnDevice]:
+    def in_state(self, state: UnitState) -> list[UnitEntry]:
         """Units in this state, in the order in which they entered it."""
-        return list(self._listed[state].values())
+        return list(self._by_state[state].values())
 
-    def resident(self) -> list[int]:
+    def resident_units(self) -> list[int]:
         """Units in RESIDENT states: live ones, then coming ones."""
-        return [*self._listed[UnitState.LIVE], *self._listed[UnitState.COMING]]
+        return [*self._by_state[UnitState.BOUND], *self._by_state[UnitState.IN_FLIGHT]]
 
-    def in_use(self) -> set[int]:
+    def pinned_units(self) -> set[int]:
         """Live units that cannot be evicted."""
-        return {one.index for one in self._listed[UnitState.LIVE].values() if one.stays}
+        return {one.index for one in self._by_state[UnitState.BOUND].values() if one.is_pinned}
 
-    def movable(self) -> list[int]:
+    def evictable_units(self) -> list[int]:
         """Units that can be evicted: those not in use; if there are none, those that only wait for gradients."""
-        resident, in_use = self.resident(), self.in_use()
-        return [i for i in resident if i not in in_use] or [i for i in resident if self[i].waits]
+        resident, in_use = self.resident_units(), self.pinned_units()
+        return [i for i in resident if i not in in_use] or [i for i in resident if self[i].awaits_gradients]
 
 
 @dataclass(slots=True)

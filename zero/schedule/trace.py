@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from zero.schedule.backward_order import USES_MAX, BackwardOrder
-from zero.schedule.course import END, START, Course, Key
+from zero.schedule.course import END, START, Key, PredictedUses
 from zero.schedule.routing import Routing
 
 GENERATE = "generate"  # The phase in which a forward is followed by another forward.
 
 
-class Trace:
+class AccessTrace:
     """Successors of uses, per phase ("train", "eval", "generate"); units are ints.
 
     `group_of`: unit -> its group of siblings; None: no unit has any.
@@ -29,15 +29,17 @@ class Trace:
         self._routing = Routing(group_of or {})
         self._uses: list[int] = []  # Uses of the running forward, or of the last one.
         self._tables: dict[str, dict[Key, list[int]]] = {}
-        self._turns: dict[tuple[str, Key, int], int] = {}  # (phase, key, what followed) -> what followed next time.
+        self._next_choice: dict[
+            tuple[str, Key, int], int
+        ] = {}  # (phase, key, what followed) -> what followed next time.
         # Units that a backward has used although no forward with gradients used them: reentrant checkpointing.
-        self._recomputed: set[int] = set()
+        self._recomputed_units: set[int] = set()
         self._backward_follows = True
         self._phase = "train"
         self._key: Key = (START, START)
-        self._course: Course | None = None  # What follows `_key`, if somebody has asked.
-        self._next: Course | None = None  # The next forward while a backward runs, likewise.
-        self.surprises = 0  # Changes of the forecast other than that the uses foreseen first have come.
+        self._prediction: PredictedUses | None = None  # What follows `_key`, if somebody has asked.
+        self._next_forward: PredictedUses | None = None  # The next forward while a backward runs, likewise.
+        self.prediction_changes = 0  # Changes of the forecast other than that the uses foreseen first have come.
         self._backward = BackwardOrder(self._routing.symbol)
 
     def begin_forward(self, phase: str, *, backward_follows: bool = True) -> None:
@@ -50,7 +52,7 @@ class Trace:
     def expect_forward(self, phase: str) -> None:
         """A forward of the model is expected; it has not begun."""
         self._phase, self._key = phase, (START, START)
-        self._forget_course()
+        self._drop_prediction()
         self._backward.restart()
         self._routing.begin_forward()
 
@@ -60,13 +62,13 @@ class Trace:
         self._routing.use(unit)
         self._learn(unit)
         if self.expects_backward(unit, backward_follows):
-            self._backward.append(unit)
+            self._backward.append_use(unit)
         if len(self._uses) > USES_MAX:  # parts of the model are called alone, and no forward ends
             del self._uses[: -USES_MAX // 2]
 
     def expects_backward(self, unit: int, backward_follows: bool) -> bool:
         """True if a backward will use the unit too: it may recompute what runs without gradients now."""
-        return backward_follows or (self._backward_follows and unit in self._recomputed)
+        return backward_follows or (self._backward_follows and unit in self._recomputed_units)
 
     def end_use(self, unit: int) -> None:
         """The use of `unit` is over."""
@@ -74,11 +76,13 @@ class Trace:
 
     def end_forward(self) -> None:
         changed = self._routing.end_forward(self._phase)
-        self._forget_course()
+        self._drop_prediction()
         if not changed:
             self._learn(END)
             return
-        self._turns = {turn: unit for turn, unit in self._turns.items() if not changed.intersection((*turn[1], unit))}
+        self._next_choice = {
+            turn: unit for turn, unit in self._next_choice.items() if not changed.intersection((*turn[1], unit))
+        }
         for table in self._tables.values():
             for key in [key for key in table if changed.intersection(key)]:
                 del table[key]
@@ -91,15 +95,15 @@ class Trace:
     def use_backward(self, unit: int, *, recomputes: bool = False) -> None:
         """`unit` is used in backward now: gradients have reached it, or a forward inside the backward uses it."""
         if not self._backward.use(unit, recomputes=recomputes):
-            self._recomputed.add(unit)
+            self._recomputed_units.add(unit)
 
-    def passed_in_backward(self, unit: int) -> None:
+    def end_backward_use(self, unit: int) -> None:
         """Gradients have passed `unit`."""
-        self._backward.passed(unit)
+        self._backward.end_backward_use(unit)
 
     def end_backward(self) -> None:
         self._backward.end_backward()
-        self.surprises += 1
+        self.prediction_changes += 1
 
     def forget_forwards(self) -> None:
         """Forget the forwards so far: they have had their backward, or never will."""
@@ -115,14 +119,14 @@ class Trace:
                 come before it: they will need the room.
         """
         phase, symbol = self._phase, self._key[1]
-        if self._course is None:
-            self._course = self._find_course(phase, self._key)
-        course, routing = self._course, self._routing
+        if self._prediction is None:
+            self._prediction = self._predict(phase, self._key)
+        course, routing = self._prediction, self._routing
         now = routing.units(symbol, phase) if routing.is_routed(symbol) else ()
         yield from now
-        yield from self._units(course.ahead(), phase)
+        yield from self._units(course.upcoming(), phase)
         likely = course.likely() if with_backward else []
-        if with_backward and not (to_fetch and any(routing.in_the_dark(one, phase) for one in (symbol, *likely))):
+        if with_backward and not (to_fetch and any(routing.is_unpredictable(one, phase) for one in (symbol, *likely))):
             yield from reversed([*now, *self._units(likely, phase)])
             yield from self._backward.upcoming()
 
@@ -133,15 +137,15 @@ class Trace:
         """
         yield from self._backward.upcoming()
         if forward_follows:
-            if self._next is None:
-                self._next = self._find_course("train", (START, START))
-            yield from self._units(self._next.likely(), "train")
+            if self._next_forward is None:
+                self._next_forward = self._predict("train", (START, START))
+            yield from self._units(self._next_forward.likely(), "train")
 
-    def _find_course(self, phase: str, key: Key) -> Course:
+    def _predict(self, phase: str, key: Key) -> PredictedUses:
         def likely(key: Key, successors: list[int]) -> int:
-            return self._turns.get((phase, key, successors[-1]), successors[-1])
+            return self._next_choice.get((phase, key, successors[-1]), successors[-1])
 
-        return Course.find(key, self._tables.get(phase, {}), likely, again=phase == GENERATE)
+        return PredictedUses.find(key, self._tables.get(phase, {}), likely, repeats=phase == GENERATE)
 
     def _units(self, symbols: Iterable[int], phase: str) -> Iterator[int]:
         """The units that are worth fetching for these symbols."""
@@ -152,9 +156,9 @@ class Trace:
             elif routing.is_routed(symbol):
                 yield from routing.units(symbol, phase)
 
-    def _forget_course(self) -> None:
-        self._course = self._next = None
-        self.surprises += 1
+    def _drop_prediction(self) -> None:
+        self._prediction = self._next_forward = None
+        self.prediction_changes += 1
 
     def _learn(self, unit: int) -> None:
         symbol = self._routing.symbol(unit)
@@ -164,13 +168,13 @@ class Trace:
         # The course of a generation comes here again, in the next forward.
         as_known = self._phase != GENERATE or successors[-1:] == [symbol]
         if successors and unit != END:  # not for END: the forward may have been aborted here
-            self._turns[self._phase, self._key, successors[-1]] = symbol
+            self._next_choice[self._phase, self._key, successors[-1]] = symbol
         if symbol in successors:
             successors.remove(symbol)
         successors.append(symbol)  # the most recent one last
         # Beyond experts that we could not predict nothing was foreseen.
-        self.surprises += self._routing.in_the_dark(self._key[1], self._phase)
+        self.prediction_changes += self._routing.is_unpredictable(self._key[1], self._phase)
         self._key = (self._key[1], symbol)
-        self._next = None
-        if not (as_known and self._course is not None and self._course.follow(symbol)):
-            self._forget_course()
+        self._next_forward = None
+        if not (as_known and self._prediction is not None and self._prediction.advance(symbol)):
+            self._drop_prediction()

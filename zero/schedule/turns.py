@@ -31,8 +31,8 @@ from offload.errors import StateError
 from offload.system.interrupts import DEFER_SECONDS_MAX, deferring_interrupts
 
 T = TypeVar("T")
-LEFT = "train_batch: an interrupt left unfinished micro-batches behind; close the engine"
-Held = tuple[str, int]
+LEFTOVER_ERROR = "train_batch: an interrupt left unfinished micro-batches behind; close the engine"
+PinKey = tuple[str, int]
 """(why a unit is held, its index)."""
 
 
@@ -49,12 +49,12 @@ class OpenCall:
     units: list[int] = field(default_factory=list)  # Units that the call uses, borrowed ones included.
     forward_ns: int = 0  # The time when its units were there; `backward_ns`: the same for its backward.
     backward_ns: int = 0
-    begun: list[int] = field(default_factory=list)  # Forward uses that end with the call.
+    forward_uses: list[int] = field(default_factory=list)  # Forward uses that end with the call.
     sentinel: torch.Tensor | None = None
     # Inputs, their version counters and grad_fns, to see which the call modifies in place.
     versions: list[tuple[torch.Tensor, int, Any]] = field(default_factory=list)
 
-    def close(self) -> None:
+    def drop_graph(self) -> None:
         """Drop the references to the graph: its nodes refer to this object, and nothing would free that cycle."""
         self.sentinel = None
         self.versions = []
@@ -66,186 +66,190 @@ class OpenCalls:
 
     Attributes:
         calls: innermost last.
-        look: an operation that reads units which no open call uses.
+        operation: an operation that reads units which no open call uses.
         root_depth: open calls of the whole model.
     """
 
     calls: list[OpenCall] = field(default_factory=list)
-    look: OpenCall | None = None
+    operation: OpenCall | None = None
     root_depth: int = 0
     backward_follows: bool = True
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all open calls: they were interrupted."""
         for call in self.calls:
-            call.close()
+            call.drop_graph()
         self.calls.clear()
 
 
 @dataclass(slots=True, eq=False)
-class Lane(Generic[T]):
+class MicroBatchTask(Generic[T]):
     """One micro-batch.
 
     Attributes:
-        open: the open calls of its forward.
-        keeps: loans of rows that its backward has in memory that the others need too; until gradients have passed
+        open_calls: the open calls of its forward.
+        pinned_rows: loans of rows that its backward has in memory that the others need too; until gradients have passed
             them it does not hand over its turn.
-        random: states of its generators while others compute.
-        turn: a semaphore, released once for each turn; the lane acquires it and computes.
+        rng_states: states of its generators while others compute.
+        wakeup: a semaphore, released once for each turn; the lane acquires it and computes.
     """
 
-    random: list[torch.Tensor]
-    open: OpenCalls = field(default_factory=OpenCalls)
-    keeps: set[int] = field(default_factory=set)
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    over: bool = False
+    rng_states: list[torch.Tensor]
+    open_calls: OpenCalls = field(default_factory=OpenCalls)
+    pinned_rows: set[int] = field(default_factory=set)
+    wakeup: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    is_done: bool = False
     result: T | None = None
 
 
-class Turns:
+class MicroBatchScheduler:
     """The turns of one engine's micro-batches.
 
     Attributes:
-        lane: the lane whose turn it is; if nothing runs side by side, always the same one.
-        on: several lanes are running.
-        roots: open calls of the whole model, in all lanes.
+        task: the lane whose turn it is; if nothing runs side by side, always the same one.
+        is_active: several lanes are running.
+        open_root_calls: open calls of the whole model, in all lanes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._alone: Lane[Any] = Lane([])
-        self.lane, self.on, self.roots = self._alone, False, 0
-        self._lanes: list[Lane[Any]] = []
-        self._held: dict[Held, Callable[[], object]] = {}  # The values are called at the end of the round, to release.
+        self._default_task: MicroBatchTask[Any] = MicroBatchTask([])
+        self.task, self.is_active, self.open_root_calls = self._default_task, False, 0
+        self._tasks: list[MicroBatchTask[Any]] = []
+        self._pins: dict[
+            PinKey, Callable[[], object]
+        ] = {}  # The values are called at the end of the round, to release.
         self._error: BaseException | None = None  # The reason why all lanes stop.
-        self._finished = threading.Event()  # We wait for it: an interrupt must not end the join of a running thread.
+        self._all_done = threading.Event()  # We wait for it: an interrupt must not end the join of a running thread.
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run the jobs in turns and return their results. If one raises, raises its error; the others are aborted."""
-        if self.on:
-            raise StateError(LEFT)
-        lanes: list[Lane[T]] = [Lane(states) for states in _seeded_states(len(jobs), self._device)]
+        if self.is_active:
+            raise StateError(LEFTOVER_ERROR)
+        lanes: list[MicroBatchTask[T]] = [
+            MicroBatchTask(states) for states in _seeded_rng_states(len(jobs), self._device)
+        ]
         thread_state = _ThreadState(self._device)
         threads = [
             threading.Thread(
-                target=contextvars.copy_context().run, args=(self._work, lane, job, thread_state), daemon=True
+                target=contextvars.copy_context().run, args=(self._run_task, lane, job, thread_state), daemon=True
             )
             for lane, job in zip(lanes, jobs, strict=True)
         ]
-        self._lanes, self._error, self.on = list(lanes), None, True
-        self._finished.clear()
+        self._tasks, self._error, self.is_active = list(lanes), None, True
+        self._all_done.clear()
         try:
             with deferring_interrupts:
                 for thread in threads:
                     thread.start()
-                lanes[0].turn.release()
-            self._finished.wait()
+                lanes[0].wakeup.release()
+            self._all_done.wait()
         except BaseException as error:  # an interrupt: the lanes end at their next turn
             self._error = self._error or error
             raise
         finally:
             with deferring_interrupts:
-                self._end(lanes, threads)
+                self._join_threads(lanes, threads)
             failed, self._error = self._error, None
         if failed is not None:
             raise failed
         return [lane.result for lane in lanes]  # type: ignore[misc]  # None where T is
 
-    def _end(self, lanes: Sequence[Lane[Any]], threads: Sequence[threading.Thread]) -> None:
+    def _join_threads(self, tasks: Sequence[MicroBatchTask[Any]], threads: Sequence[threading.Thread]) -> None:
         """Wait for the threads. A second interrupt ends this wait; then only closing the engine helps (`LEFT`)."""
         if threads[-1].ident is None:  # it could not be started, and no lane has begun
-            for lane in lanes:
-                lane.turn.release()
+            for lane in tasks:
+                lane.wakeup.release()
         else:
-            while not self._finished.wait(DEFER_SECONDS_MAX):
+            while not self._all_done.wait(DEFER_SECONDS_MAX):
                 deferring_interrupts.deliver_overdue()
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
-        self.lane, self.on, self.roots, self._lanes = self._alone, False, 0, []
-        self._held.clear()
-        _set_states(lanes[0].random, self._device)
+        self.task, self.is_active, self.open_root_calls, self._tasks = self._default_task, False, 0, []
+        self._pins.clear()
+        _set_rng_states(tasks[0].rng_states, self._device)
 
-    def take(self) -> None:
+    def yield_to_next(self) -> None:
         """Give the other lanes their turns before a new unit is begun. Returns when it is this lane's turn again."""
-        lane = self.lane
+        lane = self.task
         if self._error is not None:
-            raise _Stopped(LEFT)
-        if lane.keeps:
+            raise _Stopped(LEFTOVER_ERROR)
+        if lane.pinned_rows:
             return
-        following = self._following(lane)
+        following = self._next_task(lane)
         if following is lane:
             return
-        lane.random = _states(self._device)
-        following.turn.release()
-        self._await_turn(lane)
+        lane.rng_states = _rng_states(self._device)
+        following.wakeup.release()
+        self._wait_for_wakeup(lane)
 
     def fail(self, error: BaseException) -> None:
         """A forward was aborted, and with it the uses that all lanes share: the others end at their next turn."""
-        if self.on:
+        if self.is_active:
             self._fail(error)
 
-    def first(self, what: Held, let_go: Callable[[], object]) -> bool:
-        """True if this round did not hold `what`. It does from now on, until `let_go` is called at the round's end."""
-        if not self.on or what in self._held:
+    def pin_once(self, key: PinKey, unpin: Callable[[], object]) -> bool:
+        """True if this round did not hold `key`. It does from now on, until `unpin` is called at the round's end."""
+        if not self.is_active or key in self._pins:
             return False
-        self._held[what] = let_go
+        self._pins[key] = unpin
         return True
 
-    def relieve(self) -> bool:
+    def unpin_for_room(self) -> bool:
         """There is no room for a unit that is needed now: end the uses that the round holds. False: it holds none."""
-        held = bool(self._held)
-        self.let_go()
+        held = bool(self._pins)
+        self.unpin()
         return held
 
-    def holds(self, what: Held) -> bool:
-        return what in self._held
+    def is_pinned(self, key: PinKey) -> bool:
+        return key in self._pins
 
-    def _following(self, lane: Lane[Any]) -> Lane[Any]:
+    def _next_task(self, task: MicroBatchTask[Any]) -> MicroBatchTask[Any]:
         """The next lane; if that is the first running one again, the round ends."""
-        position = self._lanes.index(lane)
-        later = (each for each in self._lanes[position + 1 :] if not each.over)
+        position = self._tasks.index(task)
+        later = (each for each in self._tasks[position + 1 :] if not each.is_done)
         following = next(later, None)
         if following is None:
-            self.let_go()
-            following = next((each for each in self._lanes if not each.over), lane)
+            self.unpin()
+            following = next((each for each in self._tasks if not each.is_done), task)
         return following
 
-    def let_go(self, kind: str | None = None) -> None:
+    def unpin(self, kind: str | None = None) -> None:
         """End the uses that the round holds (of this kind; None: all): no lane needs them, or there is no room."""
-        for what in [what for what in reversed(self._held) if kind in (None, what[0])]:
-            self._held.pop(what)()
+        for what in [what for what in reversed(self._pins) if kind in (None, what[0])]:
+            self._pins.pop(what)()
 
-    def _await_turn(self, lane: Lane[Any]) -> None:
-        lane.turn.acquire()
-        self.lane = lane
+    def _wait_for_wakeup(self, task: MicroBatchTask[Any]) -> None:
+        task.wakeup.acquire()
+        self.task = task
         if self._error is not None:
             raise _Stopped
-        _set_states(lane.random, self._device)
+        _set_rng_states(task.rng_states, self._device)
 
-    def _work(self, lane: Lane[T], job: Callable[[], T], thread_state: _ThreadState) -> None:
+    def _run_task(self, task: MicroBatchTask[T], job: Callable[[], T], thread_state: _ThreadState) -> None:
         try:
-            self._await_turn(lane)
-            with thread_state.entered():
-                lane.result = job()
-            lane.random = _states(self._device)
+            self._wait_for_wakeup(task)
+            with thread_state.activate():
+                task.result = job()
+            task.rng_states = _rng_states(self._device)
         except BaseException as error:
             self._fail(error)
-        lane.over = True
+        task.is_done = True
         try:
-            following = self._following(lane)
+            following = self._next_task(task)
         except BaseException as error:
             self._fail(error)
-            following = self._following(lane)  # this cannot raise: after `_fail` the round holds nothing
-        if following is lane:
-            self._finished.set()
+            following = self._next_task(task)  # this cannot raise: after `_fail` the round holds nothing
+        if following is task:
+            self._all_done.set()
         else:
-            following.turn.release()
+            following.wakeup.release()
 
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, _Stopped):
             self._error = self._error or error
-        self._held.clear()  # no lane uses it any more
+        self._pins.clear()  # no lane uses it any more
 
 
 class _ThreadState:
@@ -259,7 +263,7 @@ class _ThreadState:
         self._stream = module_of(device).current_stream(device) if is_accelerator(device) else None
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         torch.set_num_threads(self._threads)  # OpenMP gives a new thread its default: products would have other bits
         with ExitStack() as contexts:
             contexts.enter_context(torch.set_grad_enabled(self._gradients))
@@ -274,19 +278,19 @@ class _ThreadState:
             yield
 
 
-def _states(device: torch.device) -> list[torch.Tensor]:
+def _rng_states(device: torch.device) -> list[torch.Tensor]:
     """States of the generators that a model draws from."""
     return [rng_state(each) for each in dict.fromkeys((HOST, device))]
 
 
-def _set_states(states: list[torch.Tensor], device: torch.device) -> None:
+def _set_rng_states(states: list[torch.Tensor], device: torch.device) -> None:
     for state, each in zip(states, dict.fromkeys((HOST, device)), strict=True):
         set_rng_state(state, each)
 
 
-def _seeded_states(count: int, device: torch.device) -> Iterator[list[torch.Tensor]]:
+def _seeded_rng_states(count: int, device: torch.device) -> Iterator[list[torch.Tensor]]:
     """The process's states, then states seeded from them; the process's generators do not change."""
-    states = _states(device)
+    states = _rng_states(device)
     yield states
     seeds = torch.Generator(HOST)
     seeds.set_state(states[0])

@@ -21,9 +21,9 @@ from zero.params.shown_gradient import LazyGradient
 from zero.params.tiles import engine_store_of
 from zero.params.unadopted import InitialParameterStore
 from zero.schedule.coordinator import Coordinator
-from zero.schedule.events import Events
+from zero.schedule.events import EngineCallbacks
 from zero.schedule.hooks import ModuleHooks, in_backward
-from zero.schedule.rows import RowLender
+from zero.schedule.rows import ExpertRowFetcher
 from zero.store.adoption import Piece
 from zero.store.stored_values import Places
 from zero.values.editor import UnitEditor
@@ -46,9 +46,9 @@ class CollectedGradient:
     `index`: of the parameter in the layout; `device`: where its values are used.
     """
 
-    def __init__(self, events: Events, parameter: nn.Parameter, index: int, device: torch.device) -> None:
+    def __init__(self, events: EngineCallbacks, parameter: nn.Parameter, index: int, device: torch.device) -> None:
         self._events, self._parameter, self._index = events, parameter, index
-        self._gradients: Callable[[], Gradients] = events.gradients  # of the model as it is: it may change
+        self._gradients: Callable[[], Gradients] = events.get_gradients  # of the model as it is: it may change
         self._device, self._is_missing = device, False  # `_is_missing`: no rank has a gradient.
 
     @property
@@ -93,12 +93,12 @@ class EngineKeeper:
 
     def __init__(
         self,
-        events: Events,
+        events: EngineCallbacks,
         bound: list[UnitBinding],
         coordinator: Coordinator,
         hooks: ModuleHooks,
         editor: UnitEditor,
-        rows: RowLender,
+        rows: ExpertRowFetcher,
         wholes: list[nn.Parameter],
         *,
         partitions: bool = True,
@@ -146,20 +146,20 @@ class EngineKeeper:
         Raises StateError: neither a forward nor a backward is running, or the engine is closed.
         """
         index = self._held[id(parameter)][0].unit.index
-        self.events.ready_to_run(f"parameter {name_of(parameter)}")
+        self.events.make_ready_to_run(f"parameter {name_of(parameter)}")
         if self.keeps_saved:
-            self._hooks.begin_look(index)
+            self._hooks.begin_operation(index)
             return
-        if not self._coordinator.bound(index):
+        if not self._coordinator.is_bound(index):
             raise StateError(
                 f"parameter {name_of(parameter)} (shape {tuple(parameter.shape)}) is released: its values are not on "
                 "the device outside forward and backward; wrap the access in zero.GatheredParameters([parameter])"
             )
-        self._coordinator.look(index)
+        self._coordinator.note_read(index)
 
     def collected(self, parameter: nn.Parameter) -> CollectedGradient | None:
         """See `Keeper`. A pipeline's stage has only a part of the parameters, so it shows none and says so once."""
-        places, gradients = self.places.get(id(parameter), []), self.events.gradients()
+        places, gradients = self.places.get(id(parameter), []), self.events.get_gradients()
         if not any(gradients.has_gradient(unit, slot) for unit, slot in places):
             return None
         if self.editor.is_stage:
@@ -169,7 +169,7 @@ class EngineKeeper:
 
     def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
         """End the use that `touch` began, unless more than the operation's result needs the values."""
-        return self._hooks.end_look(given, result)
+        return self._hooks.end_operation(given, result)
 
     def part(self, parameter: nn.Parameter) -> slice:
         """The part of the parameter in this rank's slice of its unit; it may be empty."""
@@ -185,7 +185,7 @@ class EngineKeeper:
     def open(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins."""
         units = self._units_of(parameters)
-        self.events.current("GatheredParameters", units)
+        self.events.complete_updates("GatheredParameters", units)
         self.editor.open(units)
 
     @atomic
@@ -200,8 +200,8 @@ class EngineKeeper:
 
         Raises StateError: the engine is closed already; the values are lost.
         """
-        if not self.events.states_are_away():  # else values can be read where they are, and no update is due
-            self.events.current("taking the model back from the engine that keeps its values")
+        if not self.events.has_offloaded_states():  # else values can be read where they are, and no update is due
+            self.events.complete_updates("taking the model back from the engine that keeps its values")
         self.return_values(self.events.close, waiting)
 
     def warn_of_others(self, shared: nn.Parameter, wrapped: Container[int]) -> None:

@@ -21,7 +21,7 @@ from zero.params.layout import Layout, Unit
 from zero.plan.machine import read_machine
 from zero.plan.record import SubGroupState
 from zero.schedule.coordinator import Coordinator
-from zero.schedule.events import Events
+from zero.schedule.events import EngineCallbacks
 from zero.store.adoption import ReadSource
 from zero.store.record_part import stage_record
 from zero.store.storage import Storage
@@ -58,7 +58,7 @@ class UnitEditor:
         bound: list[UnitBinding],
         storage: Storage,
         coordinator: Coordinator,
-        events: Events,
+        events: EngineCallbacks,
         exchange: Collectives,
     ) -> None:
         self._layout, self._bound, self._storage, self._coordinator = layout, bound, storage, coordinator
@@ -112,22 +112,22 @@ class UnitEditor:
 
     def _open_one(self, index: int) -> None:
         bound = self._bound[index]
-        self._coordinator.let_go(index)
+        self._coordinator.evict_if_unused(index)
         if bound.is_bound:
             # In use by an enclosing forward, or persistent: edits happen in place.
             bound.mark_present(for_edit=True)
-            self._events.edit_begins()
-            self._coordinator.follow(index)
+            self._events.on_edit_begin()
+            self._coordinator.use_on_current_stream(index)
             self._recapture(bound)
             self._before[index] = bound.flat.detach().clone().view(torch.uint8)
-            self._coordinator.hold(index)
+            self._coordinator.begin_edit(index)
             return
         before = self.read(self._layout.units[index]).to(bound.flat.device)
         copy = torch.empty_like(before)
         copy.copy_(before)
         self._before[index] = before
         bound.bind_private_copy(copy)
-        self._coordinator.hold(index)
+        self._coordinator.begin_edit(index)
 
     @torch.inference_mode(False)
     def close(self, indices: Iterable[int], modifier_rank: int | None = None) -> None:
@@ -151,8 +151,8 @@ class UnitEditor:
             named = self._modifiers.pop(index) - {None}
             counts = next(iter(named)) if len(named) == 1 else None
             edits.setdefault(counts, []).append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
-            if self._coordinator.held(index):
-                self._coordinator.unhold(index)
+            if self._coordinator.is_edited(index):
+                self._coordinator.end_edit(index)
                 bound.unbind_private_copy()
             else:
                 bound.mark_present()
@@ -161,7 +161,7 @@ class UnitEditor:
         finally:
             with ExitStack() as ends:  # each, even if another raises
                 for index in reversed(closed):  # last: what is released now must have the values that count
-                    ends.callback(self._coordinator.unhold, index)
+                    ends.callback(self._coordinator.end_edit, index)
         if refused:
             raise StateError(f"GatheredParameters: {'; '.join(refused)}")
 
@@ -182,7 +182,7 @@ class UnitEditor:
                 refused.append(str(error))
         self._undo([edit for made in edits.values() for edit in made], {change.unit.index for change in changes})
         for change in changes:
-            self._events.changed(change.unit.index)
+            self._events.on_weights_change(change.unit.index)
             bound = self._bound[change.unit.index]
             if bound.is_bound:
                 bound.flat.detach().view(torch.uint8).copy_(change.after)
@@ -192,7 +192,7 @@ class UnitEditor:
         finally:
             if changes:
                 unstored = {edit.unit.index for edit in self._unstored}
-                self._coordinator.rewritten([change.unit.index for change in changes], unstored)
+                self._coordinator.on_rewrite([change.unit.index for change in changes], unstored)
         return refused
 
     def _undo(self, edits: list[Edit], kept: set[int]) -> None:
@@ -237,7 +237,7 @@ class UnitEditor:
         bound = self._bound[unit.index]
         if not (bound.is_bound and (unit.persistent or self._exchange.placement.is_single_rank)):
             return None
-        self._coordinator.follow(unit.index)
+        self._coordinator.use_on_current_stream(unit.index)
         self._recapture(bound)
         return bound.flat.detach()
 
@@ -284,9 +284,9 @@ class UnitEditor:
 
     def before_change(self, indices: Iterable[int]) -> None:
         """States or gradients of these units are about to be replaced: let listeners end their reads first."""
-        self._events.edit_begins()
+        self._events.on_edit_begin()
         for index in indices:
-            self._events.changed(index)
+            self._events.on_weights_change(index)
 
     def rewrite(self, unit: Unit, begin: int, values: torch.Tensor, put: Put) -> None:
         """Let `put` change the records of elements of the flat unit from `begin` on, all in this rank's slice.
