@@ -483,7 +483,7 @@ def put_snapshot_files(engine: Any, files: Any) -> None:
 
 
 def snapshots_were_void(engine: Any) -> bool:
-    return bool(engine.run.parts.snapshots._wary)
+    return bool(engine.run.parts.snapshots._in_step_left)
 
 
 def forget_frozen_sums(engine: Any) -> None:

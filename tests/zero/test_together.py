@@ -12,7 +12,7 @@ import pytest
 
 from offload.errors import ConfigError, DamagedError, StateError, StorageError
 from zero.exchange.together import AllRanks, DeferringFailures
-from zero.snapshots.commit import SnapshotsTogether
+from zero.snapshots.commit import SnapshotConsensus
 
 
 class Room:
@@ -78,7 +78,7 @@ def test_what_all_can_do_is_done_and_the_first_alone_has_its_result() -> None:
         (AllRanks, ZeroDivisionError("of a user's object"), StateError),
         (DeferringFailures, FULL, StorageError),
         (DeferringFailures, ConfigError("wrong"), StateError),
-        (SnapshotsTogether, FULL, ConfigError),
+        (SnapshotConsensus, FULL, ConfigError),
     ],
 )
 def test_a_failure_is_raised_as_it_is_and_named_elsewhere(

@@ -125,7 +125,7 @@ class EngineParts:
                 self.snapshots.close()
             raise
         if self.snapshots is not None:
-            self.snapshots.attach(self.storage)
+            self.snapshots.attach_storage(self.storage)
         self._is_built = False
 
     def build(self) -> None:

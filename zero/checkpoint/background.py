@@ -203,7 +203,7 @@ class CheckpointState(StepListener):
         self.partially_loaded_names = frozenset() if everything else mixed - values
         self.partially_loaded_folder = before if self.partially_loaded_names else ""
         if everything and snapshots is not None:
-            snapshots.replaced()
+            snapshots.on_checkpoint_load()
 
     def set_background_save(self, background_save: BackgroundSave) -> None:
         self._background_save = background_save

@@ -34,7 +34,7 @@ from zero.checkpoint.save import SaveJob
 from zero.checkpoint.source import CLIENT, RANK, STATE
 from zero.checkpoint.writer import Extents, plan_extents
 from zero.exchange.together import AllRanks
-from zero.snapshots.run_state import client_part, common_state, rank_state
+from zero.snapshots.run_state import client_objects, common_state, rank_state
 
 logger = logging.getLogger("zero")
 
@@ -267,7 +267,7 @@ class SaveCheckpoints:
         rank = self._run.collectives.world.placement.rank
         values: dict[str, Callable[[], Any]] = {f"{RANK}.{rank}": lambda: rank_state(self._run, accumulated)}
         if rank == 0:
-            values = {STATE: lambda: state, CLIENT: lambda: client_part(self._run, client_state, extra), **values}
+            values = {STATE: lambda: state, CLIENT: lambda: client_objects(self._run, client_state, extra), **values}
         blobs = {}
         for name, value in values.items():
             try:

@@ -15,7 +15,7 @@ from zero.assembly.steps import EngineSteps, StepListener
 from zero.exchange.together import AllRanks
 from zero.reports.log import NOTICE
 from zero.snapshots.commit import Snapshots
-from zero.snapshots.snapshot_state import capture, check, restore
+from zero.snapshots.snapshot_state import capture_state, check_state, restore_state
 
 logger = logging.getLogger("zero")
 
@@ -29,7 +29,7 @@ class SnapshotListener(StepListener):
     def begin_snapshot(self, snapshots: Snapshots) -> None:
         """Begin a snapshot of the last step."""
         run = self._run
-        snapshots.begin(run.global_steps, capture(run, run.parts.stepper.norm))
+        snapshots.begin_snapshot(run.global_steps, capture_state(run, run.parts.stepper.norm))
 
     def commit_last(self) -> None:
         """Commit when the engine closes, but not while an error is raised or handled.
@@ -59,20 +59,20 @@ class SnapshotListener(StepListener):
     @override
     def on_step_decided(self) -> None:
         snapshots = self._run.parts.snapshots
-        if snapshots is not None and snapshots.due(self._run.global_steps):
+        if snapshots is not None and snapshots.is_due(self._run.global_steps):
             began = time.perf_counter()
             self.begin_snapshot(snapshots)
             snapshots.seconds += time.perf_counter() - began
 
     @override
     def on_eager_updates_done(self) -> None:
-        if self._run.parts.snapshots is not None and self._run.parts.snapshots.at_once:
+        if self._run.parts.snapshots is not None and self._run.parts.snapshots.commits_in_step:
             self.on_units_evicted()
 
     @override
     def on_persistent_updated(self) -> None:
         if self._run.parts.snapshots is not None:
-            self._run.parts.snapshots.write_bound()
+            self._run.parts.snapshots.write_persistent()
 
     @override
     def on_weights_change(self, index: int) -> None:
@@ -81,7 +81,7 @@ class SnapshotListener(StepListener):
     @override
     def on_rewrite_begin(self) -> None:
         if self._run.parts.snapshots is not None:
-            self._run.parts.snapshots.void()
+            self._run.parts.snapshots.invalidate()
 
 
 class SnapshotCalls:
@@ -134,10 +134,10 @@ class SnapshotCalls:
         parts = together.run_on_all(
             "load_snapshot", self._steps.prepare_rewrite
         )  # no rank uses this rank's slices any more
-        state = snapshots.load(lambda kept: check(run, kept))
+        state = snapshots.load(lambda kept: check_state(run, kept))
         if state is None:
             return None
-        parts.stepper.norm = restore(run, state)
+        parts.stepper.norm = restore_state(run, state)
         parts.coordinator.on_rewrite()
         self._accumulation.mark_buffers_different()
         self._steps.make_ready("load_snapshot")  # what only all ranks can gather; later one may evaluate alone

@@ -41,22 +41,22 @@ from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 
-WARY_SNAPSHOTS = 10  # After a void snapshot the next so many are committed inside their step.
+IN_STEP_SNAPSHOTS = 10  # After a void snapshot the next so many are committed inside their step.
 NAMES_MAX = 4  # Parameters that an error names.
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingSnapshot:
     """A snapshot of a step whose updates are not all stored yet."""
 
     step: int
     state: Callable[[], bytes]
-    bound: bool = False  # Values that are always on the device are written.
-    written: bool = False  # All values that live in memory are written.
-    void: bool = False
+    is_persistent_written: bool = False  # Values that are always on the device are written.
+    is_memory_written: bool = False  # All values that live in memory are written.
+    is_void: bool = False
 
 
-class SnapshotsTogether(AllRanks):
+class SnapshotConsensus(AllRanks):
     """If one rank finds no usable snapshot, all ranks raise ConfigError."""
 
     shared_errors, default_error = (), ConfigError
@@ -68,66 +68,66 @@ class Snapshots:
     Args:
         every: number of steps from one snapshot to the next.
         facts: description of the layout; a later engine compares it with its own.
-        found: the committed snapshot of an earlier engine, with this layout.
+        previous: the committed snapshot of an earlier engine, with this layout.
 
     Attributes:
-        unloaded: there is an earlier snapshot from which this engine has not continued; nothing is committed.
+        has_unloaded: there is an earlier snapshot from which this engine has not continued; nothing is committed.
         committed_step: step of the last committed snapshot; None: there is none.
     """
 
     def __init__(
-        self, files: SnapshotFiles, every: int, exchange: Collectives, facts: dict[str, Any], found: Manifest | None
+        self, files: SnapshotFiles, every: int, exchange: Collectives, facts: dict[str, Any], previous: Manifest | None
     ) -> None:
-        self._files, self._every, self._exchange, self._facts, self._found = files, every, exchange, facts, found
-        self._number = 0 if found is None else found.number
+        self._files, self._every, self._exchange, self._facts, self._previous = files, every, exchange, facts, previous
+        self._number = 0 if previous is None else previous.number
         self._storage: Storage | None = None
-        self.unloaded = found is not None
-        self.pending: Pending | None = None
-        self.committed_step: int | None = None if found is None else int(found.body["step"])
-        self._missed, self._frozen, self._wary = False, False, 0
-        self._damaged = False  # The last load could not read the snapshot.
-        self._unsynced = False  # The last sync has failed.
+        self.has_unloaded = previous is not None
+        self.pending: PendingSnapshot | None = None
+        self.committed_step: int | None = None if previous is None else int(previous.body["step"])
+        self._is_overdue, self._is_frozen, self._in_step_left = False, False, 0
+        self._is_damaged = False  # The last load could not read the snapshot.
+        self._has_unsynced_writes = False  # The last sync has failed.
         self.seconds = 0.0  # Spent on snapshots so far, on the training thread.
 
     def open_swap(self, capacity_bytes: int, speeds: Sequence[float] | None) -> SnapshotSwap:
         """The swap space in the snapshot's files; see `zero.store.storage.OpenSnapshot`."""
-        geometry = None if self._found is None else self._found.body["stripes"]
+        geometry = None if self._previous is None else self._previous.body["stripes"]
         return SnapshotSwap(self._files, capacity_bytes, speeds, geometry)
 
-    def attach(self, storage: Storage) -> None:
+    def attach_storage(self, storage: Storage) -> None:
         """Take the new, empty storage. If there is an earlier snapshot, its slots are only read from here on."""
         self._storage = storage
-        if self._found is not None:
-            for plane, slots in zip(storage.twice, self._found.body["slots"], strict=True):
+        if self._previous is not None:
+            for plane, slots in zip(storage.twice, self._previous.body["slots"], strict=True):
                 plane.set_committed_slots(slots)
 
     def close(self) -> None:
         """Close the files, if no storage was made that does so."""
         self._files.close()
 
-    def due(self, step: int) -> bool:
-        return self._missed or step % self._every == 0
+    def is_due(self, step: int) -> bool:
+        return self._is_overdue or step % self._every == 0
 
     @property
-    def at_once(self) -> bool:
+    def commits_in_step(self) -> bool:
         """True when the pending snapshot is to be committed inside its step."""
-        return self.pending is not None and self._wary > 0
+        return self.pending is not None and self._in_step_left > 0
 
-    def begin(self, step: int, state: Callable[[], bytes]) -> None:
+    def begin_snapshot(self, step: int, state: Callable[[], bytes]) -> None:
         """A step is fixed, and its weights are not in use yet. `state`: makes the other state, after the updates."""
-        self.pending = Pending(step, state)
+        self.pending = PendingSnapshot(step, state)
 
-    def void(self) -> None:
+    def invalidate(self) -> None:
         """Weights change by other means than a step."""
-        if self.pending is not None and not self._frozen:
-            self.pending.void = True
+        if self.pending is not None and not self._is_frozen:
+            self.pending.is_void = True
 
-    def write_bound(self) -> None:
+    def write_persistent(self) -> None:
         """Write the values that are always on the device, while they still are the step's. Raises StorageError."""
-        if self.pending is not None and not self.pending.bound:
+        if self.pending is not None and not self.pending.is_persistent_written:
             began = time.perf_counter()
             self._write_through(persistent=True)
-            self.pending.bound = True
+            self.pending.is_persistent_written = True
             self.seconds += time.perf_counter() - began
 
     def commit(self) -> None:
@@ -141,32 +141,32 @@ class Snapshots:
             return
         began, failure = time.perf_counter(), None
         try:
-            if not pending.void:
+            if not pending.is_void:
                 self._prepare(pending)
         except StorageError as error:
             failure = error
-        if self._meet("snapshot written", failure, pending):
+        if self._agree_on("snapshot written", failure, pending):
             self._freeze(True)  # from here on it may be committed; frozen until all ranks know that it is
-            self._settle(pending)
+            self._commit_on_first_rank(pending)
         self.seconds += time.perf_counter() - began
 
-    def _prepare(self, pending: Pending) -> None:
+    def _prepare(self, pending: PendingSnapshot) -> None:
         """Put everything that the manifest names, and the manifest, on stable storage."""
-        storage = self._there
+        storage = self._attached_storage
         if storage.disk is None or any(plane.has_failed_writes for plane in storage.twice):
             raise StateError("snapshot: some values are not on the disk yet")
-        self.write_bound()
-        if not pending.written:
+        self.write_persistent()
+        if not pending.is_memory_written:
             self._write_through(persistent=False)
-            pending.written = True
+            pending.is_memory_written = True
         for plane in storage.twice:
             storage.mover.run("checksums of a snapshot", plane.complete_checksums())
-        if self._unsynced:
+        if self._has_unsynced_writes:
             for plane in storage.twice:
                 storage.mover.run("writing a snapshot again", plane.repeat_writes())
-        self._unsynced = True  # if the sync fails, the next one says nothing about the writes before it
+        self._has_unsynced_writes = True  # if the sync fails, the next one says nothing about the writes before it
         storage.mover.run("putting a snapshot on stable storage", storage.disk.sync())
-        self._unsynced = False
+        self._has_unsynced_writes = False
         geometry = storage.disk.swap.geometry
         body = {
             "step": pending.step,
@@ -178,15 +178,15 @@ class Snapshots:
         }
         self._files.write_manifest(self._number + 1, body, pending.state())
 
-    def _meet(self, what: str, failure: StorageError | None, pending: Pending) -> bool:
+    def _agree_on(self, what: str, failure: StorageError | None, pending: PendingSnapshot) -> bool:
         """Meet the other ranks. Returns False if the snapshot is void on some rank.
 
         Raises StorageError: this rank's failure; StateError: another rank's.
         """
-        mine = {"step": pending.step, "void": pending.void, "error": None if failure is None else str(failure)}
+        mine = {"step": pending.step, "void": pending.is_void, "error": None if failure is None else str(failure)}
         answers = [json.loads(answer) for answer in self._exchange.all_gather_bytes(what, json.dumps(mine).encode())]
         if any(answer["void"] for answer in answers):
-            self.pending, self._missed, self._wary = None, True, WARY_SNAPSHOTS
+            self.pending, self._is_overdue, self._in_step_left = None, True, IN_STEP_SNAPSHOTS
             logger.info(
                 "the snapshot of step %d is dropped, because weights were changed before it was committed; the next "
                 "snapshots are committed inside their steps",
@@ -203,11 +203,11 @@ class Snapshots:
         return True
 
     def _freeze(self, frozen: bool) -> None:
-        self._frozen = frozen
-        for plane in self._there.twice:
+        self._is_frozen = frozen
+        for plane in self._attached_storage.twice:
             plane.is_frozen = frozen
 
-    def _settle(self, pending: Pending) -> None:
+    def _commit_on_first_rank(self, pending: PendingSnapshot) -> None:
         """The first rank commits. Once all ranks know, the slots of the previous snapshot are free."""
         failure = None
         if self._exchange.placement.rank == 0:
@@ -217,17 +217,17 @@ class Snapshots:
                 )
             except StorageError as error:
                 failure = error
-        self._meet("snapshot committed", failure, pending)
-        for plane in self._there.twice:
+        self._agree_on("snapshot committed", failure, pending)
+        for plane in self._attached_storage.twice:
             plane.commit_slots()
         self._freeze(False)
         self._number += 1
-        self.committed_step, self.pending, self._missed = pending.step, None, False
-        self._wary = max(self._wary - 1, 0)
+        self.committed_step, self.pending, self._is_overdue = pending.step, None, False
+        self._in_step_left = max(self._in_step_left - 1, 0)
         self._files.has_commit = True
 
     def _write_through(self, *, persistent: bool) -> None:
-        storage = self._there
+        storage = self._attached_storage
         spaces = storage.layout.spaces
         for number, plane in enumerate(storage.twice):
             # `twice` begins with the weights, one plane for each space; the planes of states are not split by unit.
@@ -252,20 +252,20 @@ class Snapshots:
         something cannot be read, or is damaged; the planes hold no usable values then. Raises ConfigError: the same on
         another rank.
         """
-        if self._frozen:
+        if self._is_frozen:
             self.commit()
         if self.committed_step is None:
             return None
-        storage, manifest = self._there, self._files.manifest(self._number)
+        storage, manifest = self._attached_storage, self._files.manifest(self._number)
         if manifest is None:
             raise StateError(f"load_snapshot: manifest {self._number} in {self._files.folders[0]} no longer exists")
         check(manifest.state)
-        self.pending, self._missed = None, False
-        self.unloaded = True  # until all of it is here, no step may replace it
+        self.pending, self._is_overdue = None, False
+        self.has_unloaded = True  # until all of it is here, no step may replace it
 
         def read() -> None:
             try:
-                self._read(storage, manifest)
+                self._restore_arrays(storage, manifest)
             except StorageError as error:
                 raise error.within(
                     f"load_snapshot: the snapshot {self._files.name!r} of step {self.committed_step} in "
@@ -273,25 +273,25 @@ class Snapshots:
                     "remove the snapshot (zero snapshots rm) and start again"
                 ) from error
 
-        self._damaged = True
-        SnapshotsTogether(self._exchange).run_on_all("snapshot read", read)
-        self.unloaded = self._damaged = False
+        self._is_damaged = True
+        SnapshotConsensus(self._exchange).run_on_all("snapshot read", read)
+        self.has_unloaded = self._is_damaged = False
         return manifest.state
 
-    def replaced(self) -> None:
+    def on_checkpoint_load(self) -> None:
         """A checkpoint has replaced all values: now the next snapshot may replace one that could not be read."""
-        if self._damaged:
-            self.unloaded = self._damaged = False
+        if self._is_damaged:
+            self.has_unloaded = self._is_damaged = False
 
-    def _read(self, storage: Storage, manifest: Manifest) -> None:
+    def _restore_arrays(self, storage: Storage, manifest: Manifest) -> None:
         """Restore the planes from the slots that the manifest names. Raises StorageError."""
         for plane, checksums in zip(storage.twice, manifest.body["block_checksums"], strict=True):
-            whose = partial(_names, _space_of(storage, plane))
+            whose = partial(_describe_range, _space_of(storage, plane))
             storage.mover.run("going back to a snapshot", plane.restore_committed(storage.arena, checksums, whose))
 
     def check_loaded(self) -> None:
         """Raise StateError if the engine has not continued from an existing snapshot: the next one would replace it."""
-        if self.unloaded:
+        if self.has_unloaded:
             raise StateError(
                 f"step: the snapshot {self._files.name!r} of step {self.committed_step} is in {self._files.root}, and "
                 "a new snapshot would replace it. To continue from it, call engine.load_snapshot(); to start again, "
@@ -299,7 +299,7 @@ class Snapshots:
             )
 
     @property
-    def _there(self) -> Storage:
+    def _attached_storage(self) -> Storage:
         if self._storage is None:
             raise StateError("snapshots: the storage has not been made yet")
         return self._storage
@@ -310,7 +310,7 @@ def _space_of(storage: Storage, plane: TwoSlotArray) -> AddressSpace:
     return next(space for space, weights, records in pairs if plane in (weights, records))
 
 
-def _names(space: AddressSpace, begin: int, end: int) -> str:
+def _describe_range(space: AddressSpace, begin: int, end: int) -> str:
     """The parameters in [begin, end) of the space, for error messages."""
     slots = [(unit, slot) for unit in space.units_between(begin, end) for slot in unit.slots]
     spans = [(slot.name, *unit.shard_range(slot)) for unit, slot in slots]
@@ -328,32 +328,32 @@ def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Collect
     wish = config.zero_optimization.offload_optimizer.snapshot
     if not plan.snapshots or wish is None:
         return None
-    together, rank, name = SnapshotsTogether(exchange), exchange.placement.rank, wish.name
+    together, rank, name = SnapshotConsensus(exchange), exchange.placement.rank, wish.name
     with ExitStack() as undo:
 
         def look() -> tuple[SnapshotFiles, dict[str, Any] | None]:
             files = SnapshotFiles(create_swap_paths(config), name, rank, shared=wish.shared_folder)
-            undo.callback(_leave, files)
+            undo.callback(_close_files, files)
             return files, files.committed_head if rank == 0 else None
 
         files, mine = together.run_on_all("snapshot files", look)
         head = json.loads(together.all_gather_results("snapshot found", json.dumps(mine).encode())[0])
         facts = facts_of(layout, plan, exchange)
         found = together.run_on_all(
-            "snapshot fits", lambda: report_read_errors(files.root)(_found)(files, head, facts, exchange)
+            "snapshot fits", lambda: report_read_errors(files.root)(_previous_manifest)(files, head, facts, exchange)
         )
         undo.pop_all()
     files.has_commit = found is not None
     return Snapshots(files, wish.every, exchange, facts, found)
 
 
-def _leave(files: SnapshotFiles) -> None:
+def _close_files(files: SnapshotFiles) -> None:
     """Close the files of an engine that could not be made; an existing snapshot is kept."""
     files.has_commit = True
     files.close()
 
 
-def _found(
+def _previous_manifest(
     files: SnapshotFiles, head: dict[str, Any] | None, facts: dict[str, Any], exchange: Collectives
 ) -> Manifest | None:
     """This rank's manifest of the committed snapshot. Raises ConfigError: a rank has none, or one of another layout."""

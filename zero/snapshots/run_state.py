@@ -44,8 +44,8 @@ def common_state(engine: Run) -> dict[str, Any]:
         "skipped_steps": engine.skipped_steps,
         "forwards": getattr(engine.module, "micro_offset", None),
         "loss_scaler": engine.scaler.state_dict(),
-        "groups": [] if engine.updater is None else saved_groups(engine.updater, parts.names),
-        "config": _plain(config.as_dict()),
+        "groups": [] if engine.updater is None else param_groups_state(engine.updater, parts.names),
+        "config": _to_plain(config.as_dict()),
         "origins": dict(config.origins),
         "parameters": [leaf.names[0] for leaf in leaves],
         "aliases": {name: leaf.names[0] for leaf in leaves for name in leaf.names[1:]},
@@ -71,7 +71,7 @@ def rank_state(engine: Run, accumulated: dict[str, Any] | None) -> dict[str, Any
     }
 
 
-def client_part(engine: Run, client_state: Mapping[str, Any], extra: Mapping[str, Any] | None) -> dict[str, Any]:
+def client_objects(engine: Run, client_state: Mapping[str, Any], extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """The part that may consist of any objects. `extra`: extra states of all stages; None: there are no stages."""
     return {
         "client_state": dict(client_state),
@@ -163,7 +163,7 @@ def check_groups(
 
 
 # Whether they are set decides which states exist, or which rule is used. If that differs, the live values are kept.
-SHAPING = ("momentum", "centered", "amsgrad", "decoupled")
+STRUCTURAL_OPTIONS = ("momentum", "centered", "amsgrad", "decoupled")
 
 
 def restore_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]]) -> None:
@@ -172,7 +172,7 @@ def restore_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]]) -> Non
         for key, value in options.items():
             live = group.get(key)
             named = isinstance(value, str) and not (live is None or isinstance(live, str))  # once saved by its repr
-            shapes = key in SHAPING and bool(value) != bool(live)
+            shapes = key in STRUCTURAL_OPTIONS and bool(value) != bool(live)
             if key != "params" and not named and not shapes:
                 group[key] = tuple(value) if isinstance(live, tuple) else value
 
@@ -207,12 +207,12 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
         set_rng_state(state["device"], device)
 
 
-def saved_groups(optimizer: ZeroOptimizer, name_of: Mapping[int, str]) -> list[dict[str, Any]]:
+def param_groups_state(optimizer: ZeroOptimizer, name_of: Mapping[int, str]) -> list[dict[str, Any]]:
     """The param groups, with the names of their parameters. `name_of`: id(parameter) -> its first name."""
     return [
         {
             # Options of other types are not saved: a load keeps the values of the live group.
-            **{key: _plain(value) for key, value in group.items() if key != "params" and _is_plain(value)},
+            **{key: _to_plain(value) for key, value in group.items() if key != "params" and _is_plain(value)},
             "params": [name_of[id(p)] for p in group["params"] if id(p) in name_of],
         }
         for group in optimizer.param_groups
@@ -229,7 +229,7 @@ def _is_plain(value: Any) -> bool:
     return plain and not isinstance(value, Enum)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """The value in plain types, which any reader accepts; a value of another type becomes its repr."""
     if isinstance(value, np.generic):  # a schedule made with numpy leaves its numbers in the param groups
         value = value.item()
@@ -239,7 +239,7 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     return repr(value)

@@ -12,21 +12,21 @@ from zero.params.buffers import pack_extra_states, set_extra_states
 from zero.snapshots.run_state import (
     check_groups,
     data_position,
+    param_groups_state,
     rank_state,
     restore_counters,
     restore_groups,
     restore_rank,
-    saved_groups,
 )
 
 if TYPE_CHECKING:
     from zero.assembly.run import Run
 
-REST, SMALL = "rest", "small states"
+OTHER_STATE, SMALL = "rest", "small states"
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-def capture(run: Run, norm: float | None) -> Callable[[], bytes]:
+def capture_state(run: Run, norm: float | None) -> Callable[[], bytes]:
     """Capture the present state, in the form that `restore` takes.
 
     Returns a function that makes the bytes. It captures small states only when called, after the step's updates.
@@ -43,7 +43,7 @@ def capture(run: Run, norm: float | None) -> Callable[[], bytes]:
         "buffers": {name: buffer.detach().cpu() for name, buffer in run.module.named_buffers()},
     }
     if (optimizer := run.updater) is not None:
-        state["groups"] = saved_groups(optimizer, names)
+        state["groups"] = param_groups_state(optimizer, names)
         state["step_counts"] = {names[key]: count for key, count in optimizer.step_counts.items() if key in names}
         for key in optimizer.progress.keys() & names.keys():  # not of Adam: a tensor for each parameter takes time
             numbers = optimizer.saved_numbers(key)
@@ -56,20 +56,20 @@ def capture(run: Run, norm: float | None) -> Callable[[], bytes]:
 
     def with_small() -> bytes:
         small = run.parts.small_states(names)
-        return make_archive({REST: bytes_tensor(archive), SMALL: small}) if small else archive
+        return make_archive({OTHER_STATE: bytes_tensor(archive), SMALL: small}) if small else archive
 
     return with_small
 
 
-def check(run: Run, data: bytes) -> None:
+def check_state(run: Run, data: bytes) -> None:
     """Raise ConfigError if the param groups are not the ones that `capture` has saved, or an object is not loaded."""
-    state = _opened(data)[0]
+    state = _read_state(data)[0]
     if run.updater is not None:
         check_groups(run.updater, state["groups"], run.parts.names, "load_snapshot", "the snapshot")
-    _objects(run, state)
+    _unpack_objects(run, state)
 
 
-def _objects(run: Run, state: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _unpack_objects(run: Run, state: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The states of the scheduler and of modules, and the position in the data, which may be of any class."""
     trusted = run.config.checkpoint.allow_pickle
     scheduler = unpack_any(state.get("lr_scheduler"), "the state of the scheduler in a snapshot", trusted=trusted)
@@ -77,18 +77,18 @@ def _objects(run: Run, state: dict[str, Any]) -> tuple[Any, Any, Any]:
     return scheduler, extra, data_position(state["rank"], trusted=trusted)
 
 
-def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_state(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     """(everything else, small states) from the bytes of `capture`."""
     state = read_archive(data, "the state of a snapshot")
-    if REST in state:
-        return read_archive(state[REST], "the state of a snapshot"), state[SMALL]
+    if OTHER_STATE in state:
+        return read_archive(state[OTHER_STATE], "the state of a snapshot"), state[SMALL]
     return state, {}
 
 
-def restore(run: Run, data: bytes) -> float | None:
+def restore_state(run: Run, data: bytes) -> float | None:
     """Restore the state of `capture`, after `check`; returns the norm of the last step's gradients."""
-    state, small = _opened(data)
-    scheduler, extra, position = _objects(run, state)
+    state, small = _read_state(data)
+    scheduler, extra, position = _unpack_objects(run, state)
     names = run.parts.names
     restore_counters(run, state["counters"])
     run.scaler.load_state_dict(state.get("loss_scaler"))
