@@ -64,7 +64,7 @@ def allocated(engine: zero.ZeroEngine) -> dict[str, int]:
     kinds: dict[str, Iterable[TieredArray | None]] = {
         "weights": storage.weights,
         "gradients": storage.gradients,
-        "optimizer states": storage.records,
+        "optimizer states": storage.state_arrays,
     }
     found = {name: sum(map(memory_bytes, planes)) for name, planes in kinds.items()}
     found["weights"] += other_slices_bytes(engine)
@@ -74,7 +74,7 @@ def allocated(engine: zero.ZeroEngine) -> dict[str, int]:
         "gathered units": storage.unit_pool,
         "flat gradients in flight": storage.gradient_pool,
         "updates in flight": storage.update_pool,
-        "arena: records and chunks in flight": storage.arena,
+        "arena: records and chunks in flight": storage.host_pool,
     }
     return {
         name: nbytes for name, nbytes in {**found, **{n: p.capacity_bytes for n, p in pools.items()}}.items() if nbytes

@@ -301,7 +301,7 @@ class DeviceStreams(Streams):
 
     def _record_event_on(self, stream: Any) -> Event:
         event = new_event(self._device)
-        event.record(stream)
+        event.state_view(stream)
         mark: Event = event
         return mark
 

@@ -74,7 +74,7 @@ def swapped_range(engine: Any, kind: str) -> dict[str, int]:
 
 
 def mover_of(engine: Any) -> Any:
-    return engine.run.parts.storage.mover
+    return engine.run.parts.storage.io_loop
 
 
 @contextmanager
@@ -297,12 +297,12 @@ def is_waiting(engine: Any) -> bool:
 
 def is_waited_for(storage: Any) -> bool:
     """True while some thread waits for the storage's mover."""
-    return bool(storage.mover.exposed_wait._depth > 0)
+    return bool(storage.io_loop.exposed_wait._depth > 0)
 
 
 def drain_mover(engine: Any) -> None:
     """Return once the mover is idle, including prefetches."""
-    mover = engine.run.parts.storage.mover
+    mover = engine.run.parts.storage.io_loop
     mover.run("settling", mover._drain())
 
 
@@ -334,7 +334,7 @@ def lent_rows_numel(engine: Any) -> int:
 def flat_gradient(engine: Any, unit: Any) -> Tensor:
     """A unit's flat gradient; the engine must keep gradients in memory."""
     state = engine.run.parts.gradients._units[unit.index]
-    memory = state.plane.memory(unit.begin, unit.end)
+    memory = state.array.memory(unit.begin, unit.end)
     assert memory is not None, "the gradient is not in memory"
     return memory.view(state.dtype)
 
@@ -370,7 +370,7 @@ CLOSE_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "clear": lambda engine: (engine.run.parts.gradients, "clear"),
     "release_all": lambda engine: (engine.run.parts.coordinator, "release_all"),
     "storage": lambda engine: (engine.run.parts.storage, "close"),
-    "wait": lambda engine: (engine.run.parts.storage.mover, "block"),
+    "wait": lambda engine: (engine.run.parts.storage.io_loop, "block"),
 }
 
 
@@ -386,7 +386,7 @@ def device_memories(engine: Any) -> list[Tensor]:
     """All memory that the engine has allocated for its device and not released."""
     storage = engine.run.parts.storage
     pools = (storage.unit_pool, storage.gradient_pool, storage.update_pool)
-    memories = [region.data for region in storage.regions if region.is_movable] + [pool._data for pool in pools]
+    memories = [region.data for region in storage.memory_pools if region.is_movable] + [pool._data for pool in pools]
     return [memory for memory in memories if memory is not None and memory.numel()]
 
 
@@ -394,7 +394,7 @@ def whole_flats(engine: Any) -> dict[int, Tensor]:
     """Unit index -> weights of the whole unit, for units that this rank has in its own memory."""
     storage = engine.run.parts.storage
     units = storage.layout.units
-    return {i: flat for i, flat in storage._flats.items() if storage._shared is None or units[i].persistent}
+    return {i: flat for i, flat in storage._flat_buffers.items() if storage._shared is None or units[i].persistent}
 
 
 def exchanged_bytes(engine: Any) -> int:
@@ -402,7 +402,7 @@ def exchanged_bytes(engine: Any) -> int:
     exchange = engine.exchange
     if isinstance(exchange, SharedMemoryCollectives):
         return int(exchange._copy_regions[exchange.placement.rank].data.nbytes) if exchange._copy_regions else 0
-    arriving = engine.run.parts.storage.whole_gradients._arriving
+    arriving = engine.run.parts.storage.unreduced_gradients._receive_buffer
     return 0 if arriving is None else int(arriving.nbytes)
 
 
@@ -421,7 +421,7 @@ def put_disk(plane: Any, disk: Any) -> None:
 def put_disk_everywhere(engine: Any, disk: Any) -> None:
     """Replace the engine's disk, also for its planes."""
     storage = engine.run.parts.storage
-    for plane in storage._planes:
+    for plane in storage._arrays:
         plane._disk = disk if plane._disk is storage.disk else plane._disk
     storage.disk = disk
 
@@ -562,7 +562,7 @@ def reports_progress(engine: Any) -> bool:
 
 def room_of_generation(engine: Any) -> Any:
     """Memory that a generation has in addition to the plan; None: none."""
-    return storage_of(engine)._unit_room
+    return storage_of(engine)._extra_unit_pool
 
 
 # ---- the alias ------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def named_ranges(engine: Any, nvme_path: Path | str, rank: int = 0) -> Iterator[
     manifest = committed(nvme_path, rank)
     if manifest is None:
         return
-    for plane, slots in zip(storage_of(engine).twice, manifest["slots"], strict=True):
+    for plane, slots in zip(storage_of(engine).snapshot_arrays, manifest["slots"], strict=True):
         for pair, slot in zip(plane.pairs, slots, strict=True):
             begin = pair.offsets[int(slot)]
             yield begin, begin + plane.nbytes_of(pair)

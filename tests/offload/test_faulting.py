@@ -115,7 +115,7 @@ def test_gradients_and_states_are_there_after_the_first_forward_of_training(devi
     engine, *_ = zero.initialize(model=nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 700)), config=config)
     with engine:
         storage = probe.storage_of(engine)
-        planes = [region.data for region in storage.regions if region.nbytes > PAGE_BYTES]
+        planes = [region.data for region in storage.memory_pools if region.nbytes > PAGE_BYTES]
 
         def missing() -> int:
             return sum(-(-data.numel() // PAGE_BYTES) - pages_there(data) for data in planes)

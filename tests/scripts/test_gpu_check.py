@@ -351,7 +351,7 @@ class FakeModule:
             module.now += 250.0
             event.in_state = module.now
 
-        event.record = record
+        event.state_view = record
         event.elapsed_time = lambda later: later.in_state - event.in_state
         return event
 

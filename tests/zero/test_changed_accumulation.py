@@ -175,11 +175,11 @@ def test_sums_that_no_plan_has_go_to_nvme_when_memory_has_no_room(
     monkeypatch.setattr(storage, "available_memory", lambda: (0, "nothing"))
     engine, other = (open_engine(build("gpt"), config_of(nvme_path, count, bf16=True)) for count in (1, 2))
     assert NVME not in engine.plan.gradient_tiers.values() and engine.plan.host_limit_bytes is None
-    before = sum(region.nbytes for region in storage_of(engine).regions)
+    before = sum(region.nbytes for region in storage_of(engine).memory_pools)
     engine.set_gradient_accumulation_steps(2)
     for each in (engine, other):
         assert by_hand(each, 0, 2) == [0, 1]
-    assert sum(region.nbytes for region in storage_of(engine).regions) == before
+    assert sum(region.nbytes for region in storage_of(engine).memory_pools) == before
     assert equal(masters(engine), masters(other))
 
 

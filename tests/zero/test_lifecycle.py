@@ -411,8 +411,8 @@ def test_an_engine_that_is_collected_on_its_own_thread_frees_everything(nvme_pat
     train(engine, 0)
     engine.synchronize()
     storage, mover = storage_of(engine), mover_of(engine)
-    regions, held = storage.regions, [engine]
+    regions, held = storage.memory_pools, [engine]
     del engine
     assert collected_by(mover, held), "its thread has ended by itself"
-    assert storage.disk is None and storage.regions == ()
+    assert storage.disk is None and storage.memory_pools == ()
     assert [region.data for region in regions if region.data is not None] == []

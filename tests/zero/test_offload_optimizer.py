@@ -98,7 +98,7 @@ def test_states_are_on_the_tier_that_was_asked_for(nvme_path: Path) -> None:
             train(model, ours, range(2))
             (storage,) = storages_behind(ours)
             written = storage.disk.traffic.write_bytes if storage.disk else 0
-            records = sum(plane.numel * 8 for plane in storage.records)
+            records = sum(plane.numel * 8 for plane in storage.state_arrays)
             assert (written >= records) == (device == "nvme")
             rows = {(row.tier, row.plane) for row in ours.plans[0].rows}
             assert ({"cpu": "host", "nvme": "nvme"}[device], "optimizer states") in rows

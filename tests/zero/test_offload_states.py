@@ -182,7 +182,7 @@ def test_what_is_named_goes_and_what_is_not_named_stays(open_engine: Open, kind:
     storage = storage_of(engine)
     named = OPTIMIZER_STATES if kind in OPTIMIZER_STATES else frozenset([kind])
     planes = {
-        KINDS[0]: storage.records,
+        KINDS[0]: storage.state_arrays,
         KINDS[2]: storage.weights,
         KINDS[3]: storage.gradients,
     }
@@ -201,7 +201,7 @@ def test_states_that_are_elsewhere_stay_and_it_is_said_once(
     with caplog.at_level(logging.INFO, "zero"):
         for _ in range(3):
             engine.offload_states([KINDS[0]])
-    assert [r.message for r in caplog.records] == [
+    assert [r.message for r in caplog.state_arrays] == [
         "offload_states: nothing to do for hp_params, optim_states: they are not on cpu, or share its memory "
         "with others"
     ]
@@ -215,7 +215,7 @@ def test_what_comes_back_by_itself_is_said_with_the_reason(open_engine: Open, ca
     caplog.clear()
     with caplog.at_level(logging.INFO, "zero"):
         train(engine, 1)
-    told = [record.message.split(" are back")[0] for record in caplog.records]
+    told = [record.message.split(" are back")[0] for record in caplog.state_arrays]
     assert told == [
         "forward needs what offload_states has moved away: lp_params",
         "backward needs what offload_states has moved away: lp_grads",
@@ -415,6 +415,6 @@ def test_what_an_offload_that_ended_half_way_has_moved_comes_back_like_the_rest(
         engine.offload_states()
     assert calls[0].is_on_host and engine.offloaded_states
     train(engine, 2, 3)
-    assert not any(region.is_on_host for region in storage_of(engine).regions)
+    assert not any(region.is_on_host for region in storage_of(engine).memory_pools)
     assert not engine.offloaded_states
     assert differences(held(engine), held(train(calm, 0, 1, 2, 3))) == []

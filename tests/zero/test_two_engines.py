@@ -70,7 +70,7 @@ def test_memory_that_an_engine_has_still_to_touch_is_not_free_for_the_next_one(
     engine = open_engine(layer, make_config(("cpu", "cpu"), nvme_path))
     promised = free - machine_to_plan(CPU).available_bytes
     assert promised == pytest.approx(2 * numel, rel=0.05)
-    assert machine_to_plan(CPU, storage_of(engine).regions).available_bytes == free
+    assert machine_to_plan(CPU, storage_of(engine).memory_pools).available_bytes == free
     engine.backward(engine(torch.ones(1, 2048, dtype=torch.bfloat16)).float().sum())
     engine.step()
     engine.synchronize()

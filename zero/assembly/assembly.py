@@ -98,7 +98,7 @@ class EngineParts:
         take_back((leaf.parameter for leaf in self.leaves), previous.parameter_store if previous else None)
         # Stages of a pipeline start together, and each plans with a share of the node's free memory.
         sharers = collectives.world if previous is None else collectives
-        own = machine_to_plan(run.device, previous.storage.regions if previous else ())
+        own = machine_to_plan(run.device, previous.storage.memory_pools if previous else ())
         machine = agree_on_machine(sharers, own, on_cpu=run.device.type == "cpu")
         self.plan = make_planner(
             *(model, (self._covered_units, self.layout), config, machine, run.device, run.in_place, placement),
@@ -117,8 +117,8 @@ class EngineParts:
             coming = pending_free_bytes(leaf.parameter for leaf in self.leaves) if previous is None else {}
             self.storage = Storage(
                 *(self.layout, self.plan, config, run.device, collectives.memory, named),
-                coming=coming,
-                slices=collectives.allocate_shards,
+                pending_free_bytes=coming,
+                allocate_shards=collectives.allocate_shards,
             )
         except BaseException:
             if self.snapshots is not None:
@@ -251,17 +251,17 @@ class EngineParts:
         """
         exchange = self.collectives
         placement = exchange.placement
-        broadcast_initial_values(exchange, [p for p in self.parameters() if not source.holds(p)])
+        broadcast_initial_values(exchange, [p for p in self.parameters() if not source.has(p)])
         stored = source if placement.shard_size == 1 else GatheredValues(source, exchange)
 
         def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
-            if source.holds(parameter):
+            if source.has(parameter):
                 return stored.pieces(parameter, begin, end, state)
             return _read_model(parameter, begin, end, state)
 
         slices = [index - placement.shard_index for index in range(placement.shard_size)]
         given = self.layout, self.parameters(), self.storage, read, lambda unit, slot: None
-        Adoption(*given, fresh=True, slices=slices).run()
+        Adoption(*given, fresh=True, shard_offsets=slices).run()
         exchange.on_weights_initialized()
 
     def take_over_parameters(self) -> None:
@@ -294,7 +294,7 @@ class EngineParts:
 
     def values_reader(self, *, few: bool = False) -> StoredValues:
         """A reader of the planes. Call it when no update is due and no transfer is in flight. `few`: as there."""
-        return StoredValues(self.layout, self.storage, self.parameter_store.places, few=few)
+        return StoredValues(self.layout, self.storage, self.parameter_store.places, reads_few=few)
 
     def install(self) -> None:
         """Put hooks on the model; from now on its forward and backward use the parts."""

@@ -54,7 +54,7 @@ class DeviceMemory:
 
     def device_bytes(self, kinds: Iterable[OffloadStateTypeEnum]) -> int:
         """Bytes of these kinds that are on the device and can be put away."""
-        whole = self._storage.whole_gradients.allocated_bytes if GRADIENTS in kinds else 0
+        whole = self._storage.unreduced_gradients.allocated_bytes if GRADIENTS in kinds else 0
         pools = sum(arena.reserved_bytes for _, arena in self._pools_of(kinds))
         return whole + pools + sum(region.nbytes for region in self._regions(kinds, away=False))
 
@@ -73,11 +73,11 @@ class DeviceMemory:
         self._check_room(regions)
         self._wait_for_device()
         self.offloaded_kinds |= kinds  # known first, also if an interrupt ends this half way
-        storage.records_away = bool(self.offloaded_kinds & OPTIMIZER_STATES)
-        whole = GRADIENTS in kinds and storage.whole_gradients.allocated_bytes > 0
+        storage.are_states_offloaded = bool(self.offloaded_kinds & OPTIMIZER_STATES)
+        whole = GRADIENTS in kinds and storage.unreduced_gradients.allocated_bytes > 0
         self._unreduced_gradients.update(self._run.parts.gradients.free_pool_memory(drop_unreduced=whole))
         if whole:
-            storage.whole_gradients.give_up()
+            storage.unreduced_gradients.free_unused()
         for kind, arena in self._pools_of(kinds):
             if arena.reserved_bytes and not arena.used_bytes:
                 self._freed_pools[kind] = arena
@@ -127,7 +127,7 @@ class DeviceMemory:
             ) from error
         self._wait_for_device()
         self.offloaded_kinds -= kinds
-        storage.records_away = bool(self.offloaded_kinds & OPTIMIZER_STATES)
+        storage.are_states_offloaded = bool(self.offloaded_kinds & OPTIMIZER_STATES)
 
     def discard_gradients(self) -> None:
         """Discard the collected gradients that are put away: they do not count any more."""
@@ -141,17 +141,17 @@ class DeviceMemory:
 
     def _regions(self, kinds: Iterable[OffloadStateTypeEnum], *, away: bool) -> list[LinearPool]:
         memories = [memory for kind in kinds for memory in self._memories(kind)]
-        regions = [region for region in self._storage.regions if region.is_movable and region.is_on_host == away]
+        regions = [region for region in self._storage.memory_pools if region.is_movable and region.is_on_host == away]
         return [region for region in regions if any(region.contains(memory) for memory in memories)]
 
     def _memories(self, kind: OffloadStateTypeEnum) -> list[torch.Tensor]:
         storage, more = self._storage, list[torch.Tensor]()
         if kind == WEIGHTS:
-            planes, more = storage.weights, list(storage.near.values())
+            planes, more = storage.weights, list(storage.secondary_shards.values())
         elif kind in OPTIMIZER_STATES:
-            planes = [plane for plane in storage.records if plane is not None]
+            planes = [plane for plane in storage.state_arrays if plane is not None]
         else:
-            planes = list(storage.gradient_planes) if kind == GRADIENTS else []
+            planes = list(storage.gradient_arrays) if kind == GRADIENTS else []
         return [home.memory for plane in planes for home in plane.homes if home.memory is not None] + more
 
     def _pools_of(self, kinds: Iterable[OffloadStateTypeEnum]) -> list[tuple[OffloadStateTypeEnum, BlockPool]]:
@@ -174,7 +174,7 @@ class DeviceMemory:
         """Wait for all its streams: they may still use memory that is freed or was just allocated."""
         streams = self._storage.streams
         given = streams.record_event(), streams.record_copy_event(), streams.record_update_event()
-        self._storage.mover.run("waiting for the device", streams.synchronize(*given))
+        self._storage.io_loop.run("waiting for the device", streams.synchronize(*given))
         synchronize(self._storage.device)
 
 

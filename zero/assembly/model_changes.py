@@ -319,7 +319,7 @@ def _carry_counts(old: EngineParts, new: EngineParts) -> None:
     releases = {index_of.get(old.layout.units[i].name): n for i, n in old.coordinator.counters.releases.items()}
     counts = Counter({index: n for index, n in releases.items() if index is not None})
     new.coordinator.counters = replace(old.coordinator.counters, releases=counts)
-    new.storage.mover.exposed_wait.seconds += old.storage.mover.exposed_wait.seconds
+    new.storage.io_loop.exposed_wait.seconds += old.storage.io_loop.exposed_wait.seconds
     if old.storage.disk is not None and new.storage.disk is not None:
         new.storage.disk.take_over_counters(old.storage.disk)
 

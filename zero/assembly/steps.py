@@ -393,7 +393,7 @@ class EngineSteps:
         parts.gradients.wait_until_stored()
         parts.coordinator.wait_for_prefetches()
         streams = parts.storage.streams  # updates may be queued on the GPU and not be done yet
-        parts.storage.mover.run("waiting for the device", streams.synchronize(streams.record_update_event()))
+        parts.storage.io_loop.run("waiting for the device", streams.synchronize(streams.record_update_event()))
 
     def on_weights_change(self, index: int) -> None:
         """A unit is about to change by other means than a step."""
@@ -422,7 +422,7 @@ class EngineSteps:
         # A forward that is still queued on the device reads the weights in place, or copies of them: wait for it.
         streams = parts.storage.streams
         used = streams.synchronize(streams.record_event(), streams.record_copy_event(), streams.record_update_event())
-        parts.storage.mover.run("waiting for the device", used)
+        parts.storage.io_loop.run("waiting for the device", used)
         return parts
 
     def evict_all(self) -> None:

@@ -55,7 +55,7 @@ class BackgroundSave:
         self._pipeline.before_update = self._before_update
         self._begin_seconds = time.perf_counter()
         self._worker = Worker("zero-checkpoint")  # from here on Python does not exit before the save has ended
-        self._future: IoFuture[None] = parts.storage.mover.submit(
+        self._future: IoFuture[None] = parts.storage.io_loop.submit(
             "saving a checkpoint", self._run(), self._rank_data_file.in_flight
         )
 
@@ -265,7 +265,7 @@ class CheckpointState(StepListener):
     @override
     def on_forward_modify(self, index: int) -> None:
         unit = self._run.parts.layout.units[index]
-        if self._run.parts.storage.flat(unit) is not None:
+        if self._run.parts.storage.flat_buffer(unit) is not None:
             self.modified_units.add(unit.name)
 
     @override

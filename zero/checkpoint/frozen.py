@@ -76,7 +76,7 @@ def frozen_sums(parts: EngineParts, known: Sums | None = None) -> dict[str, tupl
 
     writer = ExtentWriter(parts, forget)
     try:
-        parts.storage.mover.run("summing weights that are not trained", writer.write_all(extents.extents))
+        parts.storage.io_loop.run("summing weights that are not trained", writer.write_all(extents.extents))
     finally:
         writer.close()
     mine = [

@@ -125,7 +125,7 @@ class LoadPlan:
         """Fill planes and buffers. What has no value here keeps its own. Raises StorageError, ConfigError."""
         parts, only = self._parts, None if self.is_everything else set(self.names)
         adoption = Adoption(parts.layout, parts.parameters(), parts.storage, self._read_pieces, None, only=only)
-        self._source.expect(self._read_ranges(adoption.order()))
+        self._source.expect(self._read_ranges(adoption.planned_reads()))
         adoption.run()
         for name, buffer in self.buffers.items():
             if MODEL + name in self._source.tensors:

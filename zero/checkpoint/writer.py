@@ -47,7 +47,7 @@ from zero.optim.rules import Scalar
 from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, SubGroup, Unit
 from zero.plan.record import SubGroupState
-from zero.store.staging import StagedGroup
+from zero.store.staging import StagedSubGroup
 from zero.store.stored_values import stage_group
 
 POOL_BLOCKS = 8  # Runs in memory at once.
@@ -230,13 +230,13 @@ class ExtentWriter:
         try:
             return await self._encode_runs(extent, staged)
         finally:
-            staged.release()
+            staged.free()
 
     def close(self) -> None:
         self._encoders.close()
         self._pool.close()
 
-    async def _encode_runs(self, extent: Extent, staged: StagedGroup | None) -> list[asyncio.Task[None]]:
+    async def _encode_runs(self, extent: Extent, staged: StagedSubGroup | None) -> list[asyncio.Task[None]]:
         stores: list[asyncio.Task[None]] = []
         try:
             for run in extent.runs:
@@ -261,7 +261,7 @@ class ExtentWriter:
             nbytes, ""
         )
 
-    async def _fill_run(self, run: PackedRun[BoxToWrite], memory: torch.Tensor, staged: StagedGroup | None) -> None:
+    async def _fill_run(self, run: PackedRun[BoxToWrite], memory: torch.Tensor, staged: StagedSubGroup | None) -> None:
         """Fill `memory` with a run; pure computation is done on an encoder thread."""
         fillings = [await self._prepare_fill(place.item, place.payload_in(memory), staged) for place in run.boxes]
 
@@ -284,7 +284,7 @@ class ExtentWriter:
             block.free()
 
     async def _prepare_fill(
-        self, part: BoxToWrite, target: torch.Tensor, staged: StagedGroup | None
+        self, part: BoxToWrite, target: torch.Tensor, staged: StagedSubGroup | None
     ) -> Callable[[], None]:
         """A function that fills `target` (uint8, on the host) with one box, whose values are then already in memory."""
         lo, hi = part.coordinate, part.coordinate + part.box.numel
@@ -299,10 +299,10 @@ class ExtentWriter:
             return partial(copy_single_threaded, target, await self._read_array(plane, part.unit, lo, hi))
         begin, values = staged.group.begin, target.view(part.dtype)
         if part.state is not None:
-            return partial(_fill_state, staged.record(), part.state, lo - begin, hi - begin, values)
+            return partial(_fill_state, staged.state_view(), part.state, lo - begin, hi - begin, values)
         weight = staged.weights[part.unit.index]
         stored = weight.bytes.view(part.unit.dtype)[lo - weight.begin : hi - weight.begin]
-        return partial(_fill_master, stored, staged.record().remainder, lo - begin, values)
+        return partial(_fill_master, stored, staged.state_view().remainder, lo - begin, values)
 
     async def _read_array(self, array: TieredArray, unit: Unit, lo: int, hi: int) -> torch.Tensor:
         memory = array.memory(lo, hi)
@@ -310,7 +310,7 @@ class ExtentWriter:
             return memory
         begin, end = lo // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(hi, BLOCK_NUMEL), unit.end)
         whole = torch.empty(array.nbytes(begin, end), dtype=torch.uint8, device="cpu")
-        await read_array(array, begin, end, whole, self._storage.arena)
+        await read_array(array, begin, end, whole, self._storage.host_pool)
         return whole[array.nbytes(begin, lo) : array.nbytes(begin, hi)]
 
 
@@ -383,7 +383,7 @@ class RankDataFile:
 
     def __init__(self, parts: EngineParts, extents: Extents, folder: Path, rank: int, files: Files) -> None:
         self.extents, self._folder, self._rank, self._files = extents.extents, folder, rank, files
-        self._io_loop = parts.storage.mover
+        self._io_loop = parts.storage.io_loop
         self._write_future: IoFuture[None] | None = None
         with ExitStack() as undo:
             self.file: DurableFile = files.create(folder / data_file_name(rank), extents.nbytes)

@@ -49,7 +49,7 @@ def _now() -> Any:
     if not is_accelerator(device):
         return time.perf_counter()
     event = module_of(device).Event(enable_timing=True)
-    event.record()
+    event.state_view()
     return event
 
 

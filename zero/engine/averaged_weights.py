@@ -32,7 +32,7 @@ from zero.exchange.together import AllRanks
 from zero.optim.averages import EMA, average_share, average_state
 from zero.params.layout import SubGroup, Unit
 from zero.plan.machine import read_machine
-from zero.store.staging import StagedGroup
+from zero.store.staging import StagedSubGroup
 from zero.store.storage import Storage
 from zero.values.editor import EDIT
 
@@ -226,7 +226,7 @@ class AveragedWeights:
             self._saved_masters.reserve([group for group in todo if self._average_state_of(units[group][0]) != EMA])
         for group in todo:
             job = self._swap_group(parts, self._saved_masters, group, units[group], averaged=averaged)
-            moving = storage.mover.submit("averaged weights", job)
+            moving = storage.io_loop.submit("averaged weights", job)
             try:
                 moving.result()
             except BaseException:  # an interrupt ends the wait and not the job, after which alone `done` is right
@@ -246,7 +246,7 @@ class AveragedWeights:
     ) -> None:
         storage, done = parts.storage, self._guard.averaged_groups
         is_ema = self._average_state_of(units[0]) == EMA
-        staged = StagedGroup(storage, parts.layout, group, units)
+        staged = StagedSubGroup(storage, parts.layout, group, units)
         await staged.lease("averaged weights")
         try:
             await staged.read()
@@ -262,15 +262,15 @@ class AveragedWeights:
             change = _swap_with_masters if is_ema else _write_averages if averaged else _write_masters
             await staged.compute(lambda: change(runs))
             (done.add if averaged else done.discard)(group)
-            await await_all([part.store() for part in staged.parts])
+            await await_all([part.write_or_strand() for part in staged.parts])
             if not averaged:
                 saved_masters.drop_copy(group)
         finally:
-            staged.release()
+            staged.free()
 
-    def _runs(self, parts: EngineParts, staged: StagedGroup, master_values: torch.Tensor) -> Iterator[_AveragedRun]:
+    def _runs(self, parts: EngineParts, staged: StagedSubGroup, master_values: torch.Tensor) -> Iterator[_AveragedRun]:
         """The averaged runs of the sub-group, one per parameter."""
-        record, begin = staged.record(), staged.group.begin
+        record, begin = staged.state_view(), staged.group.begin
         for unit in staged.units:
             states = parts.plan.states_of(unit)
             plane = record.states.tensors[states.index(self._average_state_of(unit))]

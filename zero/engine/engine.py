@@ -384,7 +384,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
             StorageError: a checkpoint in the background could not be completed. Everything is released all the same.
         """
         run, parts = self.run, self.run.parts
-        if parts.storage.mover.is_forked:  # a forked child: threads, files and other ranks are the parent's
+        if parts.storage.io_loop.is_forked:  # a forked child: threads, files and other ranks are the parent's
             return
         begun, run.closed = run.closed, True
         self._device_memory.drop_all()

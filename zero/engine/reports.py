@@ -221,7 +221,7 @@ class Reports(StepListener):
 
     def seconds_so_far(self) -> dict[str, float]:
         """Seconds that the loop has spent, by `TIMES`."""
-        waited = self._run.parts.storage.mover.exposed_wait.seconds
+        waited = self._run.parts.storage.io_loop.exposed_wait.seconds
         times = self.forward.seconds, self.backward.seconds, self._steps.stopwatch.seconds, waited
         return dict(zip(TIMES, times, strict=True))
 
@@ -274,7 +274,7 @@ class Reports(StepListener):
             forward_seconds=self.forward.seconds,
             backward_seconds=self.backward.seconds,
             optimizer_seconds=self._steps.stopwatch.seconds,
-            exposed_wait_seconds=storage.mover.exposed_wait.seconds,
+            exposed_wait_seconds=storage.io_loop.exposed_wait.seconds,
             nvme_read_bytes=disk.traffic.read_bytes if disk else 0,
             nvme_write_bytes=disk.traffic.write_bytes if disk else 0,
             nvme_read_seconds=disk.traffic.earlier_read_seconds + aio.read_seconds if disk and aio else 0.0,
@@ -290,7 +290,7 @@ class Reports(StepListener):
             releases_by_unit={names[i]: n for i, n in sorted(counters.releases.items())},
             payload_numel={purpose: counter.numel for purpose, counter in run.collectives.traffic().items()},
             live_numel_peak=counters.live_numel_peak,
-            arena_peak_bytes=storage.arena.peak_bytes,
+            arena_peak_bytes=storage.host_pool.peak_bytes,
             activation_stored_bytes=kept.counters.stored_bytes if kept else 0,
             activation_restored_bytes=kept.counters.restored_bytes if kept else 0,
             activation_kept_bytes=kept.used_bytes if kept else 0,

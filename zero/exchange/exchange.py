@@ -24,7 +24,7 @@ from zero.params.layout import Layout, Unit
 from zero.params.placement import ONE_RANK, Placement
 from zero.ranks.comm import Comm, TrafficCounts
 from zero.store.storage import Storage
-from zero.store.whole_gradients import SharedPlaces
+from zero.store.whole_gradients import SharedAllocator
 
 if TYPE_CHECKING:
     from zero.optim.pending_updates import PendingUpdates
@@ -42,7 +42,7 @@ class Collectives:
     scale: float = 1.0  # Factor for the sum over ranks from `reduce`.
     share: float = 1.0  # Factor of one rank's gradient in the stored gradient.
     overlaps: bool = True  # False: the thread that starts a reduction waits for it.
-    memory: SharedPlaces | None = None  # Allocates memory that all ranks see; None: nothing is shared.
+    memory: SharedAllocator | None = None  # Allocates memory that all ranks see; None: nothing is shared.
     reads_homes: bool = False  # True: ranks read slices where they live, at any time.
 
     def __init__(self, placement: Placement = ONE_RANK, world: Collectives | None = None) -> None:
@@ -220,7 +220,7 @@ class TorchCollectives(MultiRankCollectives):
         self._allocate_receive: Callable[[int], torch.Tensor] | None = None
 
     def attach(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> None:
-        self._allocate_receive = storage.whole_gradients.arriving
+        self._allocate_receive = storage.unreduced_gradients.receive_buffer
 
     def enqueue(self, what: str, unit: Unit) -> PendingWork:
         kinds = ["gather persistent" if unit.persistent and self.placement.weights_sharded else "gather"]

@@ -30,7 +30,7 @@ class SecondaryShards:
         """A turn to gather the unit from the neighbours; None: it must be gathered from all ranks, and is then kept."""
         if unit.index in self._current:
             return self._collectives.enqueue(NEAR, unit)
-        if unit.index in self._storage.near:
+        if unit.index in self._storage.secondary_shards:
             self._filled.discard(unit.index)
             self._current.add(unit.index)
         return None
@@ -43,7 +43,7 @@ class SecondaryShards:
 
     def store_part(self, unit: Unit, flat: torch.Tensor, after: MaybeEvent) -> MaybeEvent:
         """Copy this rank's part of `flat` (uint8, the unit's bytes, there after `after`). Returns a later fence."""
-        home, streams = self._storage.near.get(unit.index), self._storage.streams
+        home, streams = self._storage.secondary_shards.get(unit.index), self._storage.streams
         if home is None:
             return after
         with streams.collective_stream(after):  # near gathers read the part on the same stream, in order
@@ -59,7 +59,7 @@ class SecondaryShards:
             raise StateError(f"gathering {unit.name} inside the node: the earlier gather from all ranks has failed")
         streams = self._storage.streams
         with streams.collective_stream(*events):
-            self._own_part(flat).copy_(self._storage.near[unit.index])
+            self._own_part(flat).copy_(self._storage.secondary_shards[unit.index])
             own = streams.record_event()
         return await self._collectives.gather(work, unit, flat, own)
 

@@ -52,11 +52,11 @@ class SharedRegions:
         self._regions: list[SharedHostMemory] = []
         self.pools: list[SharedHostMemory] = []  # The region of each rank from `own`, in rank order.
 
-    def common(self, nbytes: int, what: str) -> SharedHostMemory:
+    def allocate_common(self, nbytes: int, what: str) -> SharedHostMemory:
         """All ranks map the first rank's file."""
         return self._share(SharedHostMemory(nbytes if self._comm.rank == 0 else 1, what, prefault=False))[0]
 
-    def own(self, nbytes: int, what: str) -> SharedHostMemory:
+    def allocate_own(self, nbytes: int, what: str) -> SharedHostMemory:
         self.pools = self.per_rank(nbytes, what)
         return self.pools[self._comm.rank]
 
@@ -126,8 +126,8 @@ class SharedMemoryCollectives(MultiRankCollectives):
         self._layout, self._storage, self._updates = layout, storage, updates
         with naming_ranks("sharing a board"):
             self._board = NodeBoard.join(comm.rank, comm.world_size, self._closed_column + 1, share)
-        storage.at_end.append(self._stop_serving)
-        storage.at_rest.append(
+        storage.on_close_begin.append(self._stop_serving)
+        storage.on_transfers_end.append(
             self._close_shared
         )  # if an engine is dropped, closing its storage must end the sharing too
         updates.on_unit_stored = self._publish
@@ -208,7 +208,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
             self._begin_epoch(lambda index: index in unstored or not self._updates.is_stored(index), frozen_too=True)
 
         # On the mover's loop, where updates of the last step end: no update ends between the new epoch and `at_home`.
-        self._storage.mover.run("telling other ranks what was rewritten", advance())
+        self._storage.io_loop.run("telling other ranks what was rewritten", advance())
 
     def on_weights_stored(self, index: int) -> None:
         self._publish(index, frozen_too=True)
@@ -226,7 +226,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
             else:
                 self._publish(unit.index, frozen_too=frozen_too)
         if waiting:
-            self._storage.mover.submit("updates that other ranks wait for", self._serve_requests(self._epoch))
+            self._storage.io_loop.submit("updates that other ranks wait for", self._serve_requests(self._epoch))
 
     def clone(self) -> SharedMemoryCollectives:
         return SharedMemoryCollectives(self._comm, self.placement, self._reduce_options, self._world)
@@ -312,7 +312,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         unit = self._layout.units[index]
         if index in self._copy_ranges and (unit.trainable or frozen_too):
             begin, end = self._copy_ranges[index]
-            flat = self._storage.flat(unit)
+            flat = self._storage.flat_buffer(unit)
             if flat is None:
                 raise StateError(f"{unit.name}: its memory has already been released")
             self._copy_regions[self._comm.rank].data[begin:end].copy_(unit.shard_of(flat))

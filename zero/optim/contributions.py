@@ -190,7 +190,7 @@ class ContributionStore:
         """
         memory = array.memory(*run)
         stored_bytes = 0 if memory is not None else array.nbytes(*run)
-        chunk = await self._storage.arena.allocate_async(stored_bytes + passing_bytes, "gradient chunk")
+        chunk = await self._storage.host_pool.allocate_async(stored_bytes + passing_bytes, "gradient chunk")
         try:
             raw = chunk.data[:stored_bytes] if memory is None else memory
             if memory is None and not first:
@@ -307,7 +307,7 @@ class ContributionStore:
             if source is not None and target is not None:
                 kernels.cast(target.view(torch.float32), source.view(dtype), threads=self._threads)
                 continue
-            block = await self._storage.arena.allocate_async((hi - lo) * (4 + dtype.itemsize), "gradient chunk")
+            block = await self._storage.host_pool.allocate_async((hi - lo) * (4 + dtype.itemsize), "gradient chunk")
             try:
                 raw = block.data[(hi - lo) * 4 :]
                 await narrow.read(lo, hi, raw)

@@ -257,7 +257,7 @@ class Gradients:
             self._wait_for_store(state)
         on_their_way = [state.copy_event for state in busy if state.copy_event is not None]
         if on_their_way:
-            self._storage.mover.run("copying gradients to the host", self._streams.synchronize(*on_their_way))
+            self._storage.io_loop.run("copying gradients to the host", self._streams.synchronize(*on_their_way))
         for state in busy:
             state.copy_event = None
             if state.buffer is None:
@@ -344,16 +344,16 @@ class Gradients:
         memory = state.array.memory(lo, hi)
         if memory is None:
             memory = torch.empty(state.array.nbytes(lo, hi), dtype=torch.uint8, device="cpu")
-            job = read_array(state.array, lo, hi, memory, self._storage.arena)
-            self._storage.mover.run(f"reading the gradient of {state.unit.name}", job)
+            job = read_array(state.array, lo, hi, memory, self._storage.host_pool)
+            self._storage.io_loop.run(f"reading the gradient of {state.unit.name}", job)
         return memory.view(state.dtype)[begin - lo : end - lo].to("cpu", copy=True)
 
     def write_stored(self, state: UnitGradient, begin: int, values: torch.Tensor) -> None:
         """Store `values` (in the plane's dtype, whole blocks) from coordinate `begin` on. Raises StorageError."""
         unit, end = state.unit, begin + values.numel()
         kernels.block_sumsq(values, into=rows_of(state.sums, begin - unit.begin, end - unit.begin))
-        job = write_array(state.array, begin, end, values.view(torch.uint8), self._storage.arena)
-        self._storage.mover.run(f"storing the gradient of {unit.name}", job)
+        job = write_array(state.array, begin, end, values.view(torch.uint8), self._storage.host_pool)
+        self._storage.io_loop.run(f"storing the gradient of {unit.name}", job)
         state.is_stored = True
 
     def make_wide(self, state: UnitGradient) -> None:
@@ -364,7 +364,7 @@ class Gradients:
     def _wide_array(self, unit: Unit) -> TieredArray:
         """The unit's fp32 home, the same one in every step that needs it."""
         if unit.index not in self._wide_arrays:
-            self._wide_arrays[unit.index] = self._storage.wide_gradient(unit)
+            self._wide_arrays[unit.index] = self._storage.add_fp32_gradient(unit)
         return self._wide_arrays[unit.index]
 
     # ---- queries of the step ------------------------------------------------------------------
@@ -451,7 +451,7 @@ class Gradients:
 
     def _start_store(self, state: UnitGradient, item: Contribution) -> None:
         job = self._store.store(item)
-        item.future = self._storage.mover.submit(f"storing the gradient of {state.unit.name}", job)
+        item.future = self._storage.io_loop.submit(f"storing the gradient of {state.unit.name}", job)
 
     def _wait_for_store(self, state: UnitGradient) -> None:
         """Wait until the mover has stored the unit's contribution. After a failure the next call tries again.
@@ -489,7 +489,7 @@ class Gradients:
             )  # until the copies to the host, sums included, are complete
             await self._store.widen(unit, narrow, dtype, wide)
 
-        self._storage.mover.run(f"widening the gradient of {unit.name}", widen())
+        self._storage.io_loop.run(f"widening the gradient of {unit.name}", widen())
         self._streams.wait_events(self._streams.record_update_event())
         state.array, state.dtype = wide, torch.float32
 

@@ -32,7 +32,7 @@ from zero.params.layout import SubGroup, Unit
 from zero.plan.machine import machine_to_plan
 from zero.plan.plan import Plan
 from zero.plan.states_plan import lay_out_tensors, plan_states
-from zero.store.staging import StagedGroup
+from zero.store.staging import StagedSubGroup
 from zero.store.storage import Storage
 from zero.store.stored_values import StoredValues
 
@@ -151,7 +151,7 @@ class ParameterStates:
 
     async def _run_updates(self, remaining: UnfinishedStep) -> None:
         self._gradients.by_unit = remaining.gradients
-        await self.storage.rewrite_stranded()
+        await self.storage.retry_failed_writes()
         due, failed = remaining.due_groups, False
 
         async def begin() -> None:
@@ -243,12 +243,12 @@ class ParameterStates:
             self._run_job("loading states", partial(self._write_groups, runs))
 
     async def _write_groups(self, runs: Mapping[int, Mapping[str, Callable[[], Tensor]]]) -> None:
-        await self.storage.rewrite_stranded()
+        await self.storage.retry_failed_writes()
         for group in self.plan.sub_groups:
             units = [unit for unit in self.layout.units_in(group) if unit.index in runs]
             if not units:
                 continue
-            staged = StagedGroup(self.storage, self.layout, group, units=())
+            staged = StagedSubGroup(self.storage, self.layout, group, units=())
             await staged.lease("state record")
             try:
                 await staged.read()
@@ -256,11 +256,11 @@ class ParameterStates:
                     self._put_states(staged, unit, runs[unit.index])
                 await staged.state.write()
             finally:
-                staged.release()
+                staged.free()
 
-    def _put_states(self, staged: StagedGroup, unit: Unit, runs: Mapping[str, Callable[[], Tensor]]) -> None:
+    def _put_states(self, staged: StagedSubGroup, unit: Unit, runs: Mapping[str, Callable[[], Tensor]]) -> None:
         """Put the states of a part of a unit into its record."""
-        record, (begin, end) = staged.record(), staged.group.range_in(unit)
+        record, (begin, end) = staged.state_view(), staged.group.range_in(unit)
         at, part = begin - staged.group.begin, slice(begin - unit.begin, end - unit.begin)
         for which, name in enumerate(self.plan.states[0]):
             run = runs.get(name)
@@ -310,7 +310,7 @@ class ParameterStates:
     def _run_job(self, what: str, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._drop_views()
         self._view_weights()
-        transfer = self._future = self.storage.mover.submit(what, job())
+        transfer = self._future = self.storage.io_loop.submit(what, job())
         try:
             transfer.result()
         finally:

@@ -146,7 +146,9 @@ class PendingUpdates:
         plane = storage.weights[self._layout.space_of(unit)]
         parts = [(begin, end, into[at * width : (at + end - begin) * width]) for begin, end, at in rows]
         read = partial(fetch_range, plane)
-        await self.run_with_retry(lambda: await_all([read(*p, storage.arena, storage.streams, events) for p in parts]))
+        await self.run_with_retry(
+            lambda: await_all([read(*p, storage.host_pool, storage.streams, events) for p in parts])
+        )
         return storage.streams.record_copy_event()
 
     async def update_groups(self, groups: Iterable[SubGroup]) -> None:
@@ -224,7 +226,7 @@ class PendingUpdates:
             while self.failure is not None:
                 groups = set(self._stranded)
                 try:
-                    await self._storage.rewrite_stranded()
+                    await self._storage.retry_failed_writes()
                 except StorageError as error:
                     raise error.within(f"update of step {self.arguments.number}") from error
                 self._stranded -= groups
@@ -269,7 +271,7 @@ class PendingUpdates:
         storage, width = self._storage, unit.dtype.itemsize
         plane = storage.weights[self._layout.space_of(unit)]
         part = delivery.into[(begin - unit.begin) * width : (end - unit.begin) * width]
-        await fetch_array(plane, begin, end, part, storage.arena, storage.streams, delivery.events)
+        await fetch_array(plane, begin, end, part, storage.host_pool, storage.streams, delivery.events)
 
     def _start_update(self, group: SubGroup, deliveries: dict[int, Delivery], threads: int) -> RunningUpdate:
         self._due.discard(group)  # so that it is not begun twice; `_run` adds it again if it fails before it is applied

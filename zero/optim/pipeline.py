@@ -33,7 +33,7 @@ from zero.optim.lent_gradients import SpareGradientMemory, UpdateAdmission
 from zero.optim.rules import NO_SMALL, Rules, UpdateRun
 from zero.optim.small_states import SmallStates, SmallTensors
 from zero.params.layout import Layout, Slot, SubGroup, Unit
-from zero.store.staging import StagedGroup
+from zero.store.staging import StagedSubGroup
 from zero.store.storage import Storage
 
 NewSmallStates = Mapping[int, SmallTensors]  # Parameter index -> small states after an update.
@@ -99,9 +99,9 @@ class SubGroupPipeline:
 
         After the step it would take the processor from the forward and gain nothing.
         """
-        if self._storage.compute(group) != self._storage.device:
+        if self._storage.update_device(group) != self._storage.device:
             return False
-        planes = [self._storage.records[group.space], self._storage.weights[group.space]]
+        planes = [self._storage.state_arrays[group.space], self._storage.weights[group.space]]
         runs = [(plane, group.begin, group.end) for plane in planes if plane is not None]
         for unit in self.trained_units(group, arguments):
             runs.append((self._gradients.step_gradient(unit.index).array, *group.range_in(unit)))
@@ -136,12 +136,12 @@ class SubGroupPipeline:
             for unit in units
             if unit.index in deliveries
         }
-        work = StagedGroup(self._storage, self._layout, group, units, given, self._gradient_array)
+        work = StagedSubGroup(self._storage, self._layout, group, units, given, self._gradient_array)
         streams = self._storage.streams
         async with self._admission.admit(work.host_nbytes) as lent:
             await listener.before_update()  # only now: another update may have failed while this one waited for memory
             streams.wait_events(arguments.event)
-            if self._storage.compute(group) != self._storage.device:
+            if self._storage.update_device(group) != self._storage.device:
                 # The host overwrites weights that a forward's copies may still read.
                 await streams.synchronize(arguments.event)
             await work.lease("sub-group", lent)
@@ -150,13 +150,15 @@ class SubGroupPipeline:
                 await self._deliver(work, deliveries)
                 arguments.store_small_states(made)  # before `applied` reports that the update counts
                 listener.on_applied(frozenset(unit.index for unit in units) & deliveries.keys())
-                if lent is not None or (self._storage.compute(group) == self._storage.device and not work.in_place):
+                if lent is not None or (
+                    self._storage.update_device(group) == self._storage.device and not work.in_place
+                ):
                     # A GPU may still read gradients in host memory, or copy new weights out of lent memory.
                     await streams.synchronize(streams.record_event())
                 self.spare_memory.offer(group, units)
                 error = await self._write_back(work, listener)
             finally:
-                work.release()
+                work.free()
         if error is not None:
             raise error
 
@@ -164,7 +166,7 @@ class SubGroupPipeline:
         """The plane of the gradient that an update of the unit uses."""
         return self._gradients.step_gradient(unit.index).array
 
-    async def _compute_into(self, work: StagedGroup, arguments: StepArguments, threads: int) -> NewSmallStates:
+    async def _compute_into(self, work: StagedSubGroup, arguments: StepArguments, threads: int) -> NewSmallStates:
         made: dict[int, SmallTensors] = {}
 
         def compute() -> None:
@@ -174,34 +176,34 @@ class SubGroupPipeline:
                     made.update(self._apply_rule(work, unit, arguments, threads))
 
         await work.read()
-        with self._storage.mover.computing():
+        with self._storage.io_loop.computing():
             await work.compute(compute)
         return made
 
-    async def _deliver(self, work: StagedGroup, deliveries: Mapping[int, Delivery]) -> None:
+    async def _deliver(self, work: StagedSubGroup, deliveries: Mapping[int, Delivery]) -> None:
         """Copy new weights to the caller's memory and to their home, if they were not updated there."""
         streams = self._storage.streams
         for unit in work.units:
             weight = work.weights[unit.index]
-            if unit.index in deliveries and not weight.borrowed:
+            if unit.index in deliveries and not weight.uses_caller_memory:
                 delivery = deliveries[unit.index]
                 target = _bytes_of(unit, delivery.into, weight.begin, weight.end)
                 streams.wait_events(
                     streams.copy_to_device(target, weight.bytes, *delivery.events, streams.record_event())
                 )
         # Weights that are used in their home on the device must be there before the update counts.
-        await await_all([weight.write() for weight in work.weights.values() if weight.copied_home])
+        await await_all([weight.write() for weight in work.weights.values() if weight.has_memory_home])
 
-    async def _write_back(self, work: StagedGroup, listener: UpdateListener) -> BaseException | None:
+    async def _write_back(self, work: StagedSubGroup, listener: UpdateListener) -> BaseException | None:
         """Store the results; returns the first error. See `Staged.store`."""
 
         async def write_record() -> None:
             async with self._admission.write_semaphore:
-                await work.state.store()
+                await work.state.write_or_strand()
 
         records = [] if work.state.in_place else [asyncio.create_task(write_record())]
-        weights = [weight for weight in work.weights.values() if not (weight.copied_home or weight.in_place)]
-        written = await asyncio.gather(*(weight.store() for weight in weights), return_exceptions=True)
+        weights = [weight for weight in work.weights.values() if not (weight.has_memory_home or weight.in_place)]
+        written = await asyncio.gather(*(weight.write_or_strand() for weight in weights), return_exceptions=True)
         # From here on the owner may overwrite the memory it has lent, and store newer weights of its own: what was
         # stranded later would replace them.
         listener.on_memory_returned()
@@ -210,10 +212,10 @@ class SubGroupPipeline:
         recorded = await asyncio.gather(*records, return_exceptions=True)
         return next((error for error in (*written, *recorded) if error is not None), None)
 
-    def _apply_rule(self, work: StagedGroup, unit: Unit, arguments: StepArguments, threads: int) -> NewSmallStates:
+    def _apply_rule(self, work: StagedSubGroup, unit: Unit, arguments: StepArguments, threads: int) -> NewSmallStates:
         """Update the part of a unit that is in a sub-group; returns the new small states."""
         weight, gradient = work.weights[unit.index], work.gradients[unit.index]
-        state = work.record(arguments.number)
+        state = work.state_view(arguments.number)
         lo, hi = weight.begin - work.group.begin, weight.end - work.group.begin
         first = weight.begin - unit.origin
         pairs = ((slot, _segment(slot, first, weight.end - weight.begin, arguments)) for slot in unit.slots)

@@ -303,7 +303,7 @@ class ReducedGradients(Gradients):
     def restore_unreduced(self, index: int, flat: torch.Tensor) -> None:
         held = flat.to(self._device)
         if held.dtype == torch.float32:
-            held = self._storage.whole_gradients.deferred(self._units[index].unit).copy_(held)
+            held = self._storage.unreduced_gradients.deferred_sum(self._units[index].unit).copy_(held)
         self._unreduced[index] = UnreducedGradient(held, None)
 
     # ---- inside ---------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ class ReducedGradients(Gradients):
         """Add up gradients of several backwards, in fp32."""
         if gradient is None or gradient.flat.dtype != torch.float32 or gradient.block is not None:
             self._wait_for_store(state)  # an earlier sum may still be read
-            wide = self._storage.whole_gradients.deferred(state.unit)
+            wide = self._storage.unreduced_gradients.deferred_sum(state.unit)
             kernels.cast(wide, (gradient or newest).flat)
         else:
             wide = gradient.flat
@@ -443,7 +443,7 @@ class ReducedGradients(Gradients):
         if further is not None:
             self._wait_for_store(state)  # the previous reduction may still read its fp32 memory
             self._unreduced[index] = UnreducedGradient(
-                self._storage.whole_gradients.deferred(state.unit).copy_(further), None
+                self._storage.unreduced_gradients.deferred_sum(state.unit).copy_(further), None
             )
         self._start_reduction(index, wide=True)
 
@@ -473,7 +473,7 @@ class ReducedGradients(Gradients):
         )
         self._busy_units.add(index)
         state.pending_store, state.is_stored = item, True
-        item.future = self._storage.mover.submit(f"reducing the gradient of {state.unit.name}", job)
+        item.future = self._storage.io_loop.submit(f"reducing the gradient of {state.unit.name}", job)
         if not self._collectives.overlaps:
             self._wait_for_store(state)
 
@@ -521,7 +521,7 @@ class ReducedGradients(Gradients):
             block = self._lease_buffer(state, state.unit.nbytes)
             made = UnreducedGradient(block.view(dtype, state.unit.numel), block)
         else:
-            made = UnreducedGradient(self._storage.whole_gradients.deferred(state.unit), None)
+            made = UnreducedGradient(self._storage.unreduced_gradients.deferred_sum(state.unit), None)
         if gradient is None:
             made.flat.zero_()
         else:

@@ -441,7 +441,7 @@ class Stepper:
         self._finish_groups([group for group in due if self.pipeline.can_update_now(group, self._arguments)])
         bound = self.updates.groups_of(self._persistent)
         if bound:
-            self._storage.mover.submit("updating what is always bound", self.updates.update_groups(bound))
+            self._storage.io_loop.submit("updating what is always bound", self.updates.update_groups(bound))
 
     def check_updates(self) -> None:
         """Raise the error of an update if it was not reported yet; otherwise repeat the writes that failed.
@@ -455,7 +455,7 @@ class Stepper:
         if self.updates.is_single_rank and not is_reported(failure):
             mark_reported(failure)
             raise failure
-        self._storage.mover.run("storing the results of a step", self.updates.retry_writes())
+        self._storage.io_loop.run("storing the results of a step", self.updates.retry_writes())
 
     def finish_updates(self, units: Iterable[int] | None = None) -> None:
         """Complete the step for these units (None: all): update and store them.
@@ -478,7 +478,7 @@ class Stepper:
         """Wait until updates return the lent memory of the unit's gradient."""
         spare = self.pipeline.spare_memory
         if spare.is_offered(unit.index):
-            self._storage.mover.run(f"storing results out of the way of {unit.name}", spare.withdraw(unit))
+            self._storage.io_loop.run(f"storing results out of the way of {unit.name}", spare.withdraw(unit))
 
     def stop_updates(self) -> None:
         """The engine closes: updates that have not begun are dropped, because nobody can see their results."""
@@ -494,7 +494,7 @@ class Stepper:
 
     def _run_job(self, what: str, job: Coroutine[Any, Any, None]) -> None:
         try:
-            self._storage.mover.run(what, job)
+            self._storage.io_loop.run(what, job)
         except StorageError as error:
             mark_reported(error)
             raise

@@ -76,13 +76,13 @@ class Tracer:
         self._first_steps: int | None = (
             None  # Steps before the first call: a run that goes on from a checkpoint has some.
         )
-        storage.at_end.append(self.finish_recording)
+        storage.on_close_begin.append(self.finish_recording)
 
     def set_storage(self, storage: Storage) -> None:
         """The engine continues with another storage: a running recording ends, later ones are made there."""
         self.finish_recording()
         self.storage = storage
-        storage.at_end.append(self.finish_recording)
+        storage.on_close_begin.append(self.finish_recording)
 
     def start_recording(self, path: str | os.PathLike[str], steps: int, *, by_environment: bool = False) -> None:
         """Start recording. Raises ConfigError: `path` cannot be written; StateError: a recording is already running."""
@@ -94,7 +94,7 @@ class Tracer:
         _, traffic = self._run_on_io_loop("starting a trace", self.storage.timeline.start)
         self._steps = steps
         self._recording = _Recording(
-            target, steps, self._counters(traffic, self.storage.mover.exposed_wait.seconds), by_environment
+            target, steps, self._counters(traffic, self.storage.io_loop.exposed_wait.seconds), by_environment
         )
 
     def on_engine_call(self, steps: int) -> None:
@@ -117,7 +117,7 @@ class Tracer:
         trace, self._recording = self._recording, None
         if trace is None:
             return
-        exposed_seconds = self.storage.mover.exposed_wait.seconds
+        exposed_seconds = self.storage.io_loop.exposed_wait.seconds
         recording, traffic = self._run_on_io_loop("ending a trace", self.storage.timeline.stop)
         after = self._counters(traffic, exposed_seconds)
         if recording.dropped:
@@ -145,7 +145,7 @@ class Tracer:
 
     def _run_on_io_loop(self, what: str, act: Callable[[], T]) -> tuple[T, Traffic]:
         """What `act` returns, and the bytes that were moved by then."""
-        disk, mover = self.storage.disk, self.storage.mover
+        disk, mover = self.storage.disk, self.storage.io_loop
 
         def both() -> tuple[T, Traffic]:
             return act(), replace(disk.traffic) if disk else Traffic()

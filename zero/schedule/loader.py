@@ -135,7 +135,7 @@ class UnitFetcher:
     def fetch(self, unit: Unit) -> Arrival | None:
         """Start to fetch the unit; None if no block is free."""
         self._callbacks.on_module_call()
-        memory = self._storage.flat(unit) if self._in_place and self._is_on_device(unit) else None
+        memory = self._storage.flat_buffer(unit) if self._in_place and self._is_on_device(unit) else None
         if memory is not None:
             return Arrival(exact_alias(memory), None, self._fetch_in_place(unit, memory))
         for leaving in self._draining:
@@ -150,7 +150,7 @@ class UnitFetcher:
             job = self._neighbours.gather(unit, flat, block.events, turn)
         else:
             job = self._jobs.fetch(unit, flat, block.events, self._collectives.enqueue("gather", unit))
-        return Arrival(block.data, block, self._storage.mover.submit(f"fetching unit {unit.name}", job))
+        return Arrival(block.data, block, self._storage.io_loop.submit(f"fetching unit {unit.name}", job))
 
     def on_step(self) -> None:
         """Trained units are about to change on every rank."""
@@ -213,7 +213,7 @@ class UnitFetcher:
                 streams.wait_and_record_stream(bound.flat)
 
     def _flat_of(self, unit: Unit) -> torch.Tensor:
-        memory = self._storage.flat(unit)
+        memory = self._storage.flat_buffer(unit)
         if memory is None:
             raise StateError(f"persistent unit {unit.name} has no memory on the device")
         return memory
@@ -271,16 +271,16 @@ class UnitFetcher:
             return 0
         if whole_bytes <= self._storage.unit_pool.capacity_bytes:
             return sum(unit.numel for unit in leased)  # the pool holds all: only the limit of elements is in the way
-        taken_bytes = self._storage.open_unit_room(min(nbytes, whole_bytes))
+        taken_bytes = self._storage.add_unit_pool(min(nbytes, whole_bytes))
         return sum(unit.numel for unit in leased) * taken_bytes // whole_bytes
 
     def free_extra_memory(self) -> None:
         """Give the memory of `open_room` back; no unit in it may be bound."""
         self.drain()
-        self._storage.close_unit_room()
+        self._storage.remove_unit_pool()
 
     def _is_on_device(self, unit: Unit) -> bool:
-        memory = self._storage.flat(unit)
+        memory = self._storage.flat_buffer(unit)
         return memory is not None and memory.device == self._bound[unit.index].flat.device
 
     def lease_or_raise(self, unit: Unit) -> Block:
@@ -334,7 +334,7 @@ class UnitFetcher:
             streams.wait_events(fence)
 
         if fence is not None:
-            self._storage.mover.run("following what has been written on the device", follow())
+            self._storage.io_loop.run("following what has been written on the device", follow())
 
     def free_after(self, unit: Unit, block: Block, future: IoFuture[MaybeEvent]) -> None:
         """Give the unit's memory back once `future` has ended; nobody waits for the transfer any more."""
@@ -364,10 +364,10 @@ class UnitFetcher:
         if unit.index in self._ungathered:
             self._ungathered.discard(unit.index)
             job = self._jobs.fetch_all_shards(unit, memory, self._collectives.enqueue("gather", unit), self._ungathered)
-            return self._storage.mover.submit(f"gathering unit {unit.name}", job)
+            return self._storage.io_loop.submit(f"gathering unit {unit.name}", job)
         if self._updates.is_current(unit.index):
             return None
-        return self._storage.mover.submit(f"updating unit {unit.name}", self._updates.update_unit(unit))
+        return self._storage.io_loop.submit(f"updating unit {unit.name}", self._updates.update_unit(unit))
 
     def _reclaim(self) -> None:
         """Give back released memory that no transfer uses any more."""
@@ -395,7 +395,7 @@ class UnitFetcher:
         if leaving.future is not None:
             leaving.future.wait()
         unit = leaving.unit
-        self._storage.mover.run(f"storing unit {unit.name}", self._updates.wait_for_writes(unit))
+        self._storage.io_loop.run(f"storing unit {unit.name}", self._updates.wait_for_writes(unit))
         self._free(leaving)
         self._draining.remove(leaving)
         self._reclaim()
@@ -412,7 +412,7 @@ class UnitFetcher:
             await self._updates.wait_for_writes(unit)  # its update writes to the same place
             kept = self._neighbours.store_part(unit, data, None)  # no fence: the device has reached all of them
             try:
-                await write_array(plane, unit.begin, unit.end, unit.shard_of(data), self._storage.arena)
+                await write_array(plane, unit.begin, unit.end, unit.shard_of(data), self._storage.host_pool)
                 return kept
             except StorageError as error:
                 plane.keep_failed_write(unit.begin, unit.end, aligned_copy(unit.shard_of(data).cpu()))
@@ -421,4 +421,4 @@ class UnitFetcher:
                     raise
                 return kept
 
-        return self._storage.mover.submit(f"storing what forward has modified in {unit.name}", store())
+        return self._storage.io_loop.submit(f"storing what forward has modified in {unit.name}", store())

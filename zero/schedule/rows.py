@@ -224,7 +224,7 @@ class ExpertRowFetcher:
             block = self._coordinator.lease_rows(unit, fetched.numel)
             job = self._updates.fetch_rows(unit, fetched.runs, exact_alias(block.data), block.events)
             try:
-                transfer = storage.mover.submit(f"fetching rows of {unit.name}", job)
+                transfer = storage.io_loop.submit(f"fetching rows of {unit.name}", job)
             except BaseException:
                 self._coordinator.free_rows(block, fetched.numel)
                 raise

@@ -98,7 +98,7 @@ class Snapshots:
         """Take the new, empty storage. If there is an earlier snapshot, its slots are only read from here on."""
         self._storage = storage
         if self._previous is not None:
-            for plane, slots in zip(storage.twice, self._previous.body["slots"], strict=True):
+            for plane, slots in zip(storage.snapshot_arrays, self._previous.body["slots"], strict=True):
                 plane.set_committed_slots(slots)
 
     def close(self) -> None:
@@ -153,19 +153,19 @@ class Snapshots:
     def _prepare(self, pending: PendingSnapshot) -> None:
         """Put everything that the manifest names, and the manifest, on stable storage."""
         storage = self._attached_storage
-        if storage.disk is None or any(plane.has_failed_writes for plane in storage.twice):
+        if storage.disk is None or any(plane.has_failed_writes for plane in storage.snapshot_arrays):
             raise StateError("snapshot: some values are not on the disk yet")
         self.write_persistent()
         if not pending.is_memory_written:
             self._write_through(persistent=False)
             pending.is_memory_written = True
-        for plane in storage.twice:
-            storage.mover.run("checksums of a snapshot", plane.complete_checksums())
+        for plane in storage.snapshot_arrays:
+            storage.io_loop.run("checksums of a snapshot", plane.complete_checksums())
         if self._has_unsynced_writes:
-            for plane in storage.twice:
-                storage.mover.run("writing a snapshot again", plane.repeat_writes())
+            for plane in storage.snapshot_arrays:
+                storage.io_loop.run("writing a snapshot again", plane.repeat_writes())
         self._has_unsynced_writes = True  # if the sync fails, the next one says nothing about the writes before it
-        storage.mover.run("putting a snapshot on stable storage", storage.disk.sync())
+        storage.io_loop.run("putting a snapshot on stable storage", storage.disk.sync())
         self._has_unsynced_writes = False
         geometry = storage.disk.swap.geometry
         body = {
@@ -173,8 +173,8 @@ class Snapshots:
             "facts": self._facts,
             "folders": [str(folder) for folder in self._files.folders],
             "stripes": [list(geometry.counts), geometry.stripe_bytes],
-            "slots": [plane.slots for plane in storage.twice],
-            "block_checksums": [plane.checksums for plane in storage.twice],
+            "slots": [plane.slots for plane in storage.snapshot_arrays],
+            "block_checksums": [plane.checksums for plane in storage.snapshot_arrays],
         }
         self._files.write_manifest(self._number + 1, body, pending.state())
 
@@ -204,7 +204,7 @@ class Snapshots:
 
     def _freeze(self, frozen: bool) -> None:
         self._is_frozen = frozen
-        for plane in self._attached_storage.twice:
+        for plane in self._attached_storage.snapshot_arrays:
             plane.is_frozen = frozen
 
     def _commit_on_first_rank(self, pending: PendingSnapshot) -> None:
@@ -218,7 +218,7 @@ class Snapshots:
             except StorageError as error:
                 failure = error
         self._agree_on("snapshot committed", failure, pending)
-        for plane in self._attached_storage.twice:
+        for plane in self._attached_storage.snapshot_arrays:
             plane.commit_slots()
         self._freeze(False)
         self._number += 1
@@ -229,7 +229,7 @@ class Snapshots:
     def _write_through(self, *, persistent: bool) -> None:
         storage = self._attached_storage
         spaces = storage.layout.spaces
-        for number, plane in enumerate(storage.twice):
+        for number, plane in enumerate(storage.snapshot_arrays):
             # `twice` begins with the weights, one plane for each space; the planes of states are not split by unit.
             space = spaces[number] if number < len(spaces) else None
             pairs = []
@@ -241,8 +241,8 @@ class Snapshots:
                 pairs = plane.pairs_in_memory(0, plane.numel)
             if pairs:
                 seldom = space is not None and not space.trainable
-                job = plane.write_through(pairs, storage.arena, seldom_changes=seldom)
-                storage.mover.run("writing a snapshot of what is in memory", job)
+                job = plane.write_through(pairs, storage.host_pool, seldom_changes=seldom)
+                storage.io_loop.run("writing a snapshot of what is in memory", job)
 
     def load(self, check: Callable[[bytes], None]) -> bytes | None:
         """Restore the planes from the last snapshot; returns the state saved with it. None: there is no snapshot.
@@ -285,9 +285,11 @@ class Snapshots:
 
     def _restore_arrays(self, storage: Storage, manifest: Manifest) -> None:
         """Restore the planes from the slots that the manifest names. Raises StorageError."""
-        for plane, checksums in zip(storage.twice, manifest.body["block_checksums"], strict=True):
+        for plane, checksums in zip(storage.snapshot_arrays, manifest.body["block_checksums"], strict=True):
             whose = partial(_describe_range, _space_of(storage, plane))
-            storage.mover.run("going back to a snapshot", plane.restore_committed(storage.arena, checksums, whose))
+            storage.io_loop.run(
+                "going back to a snapshot", plane.restore_committed(storage.host_pool, checksums, whose)
+            )
 
     def check_loaded(self) -> None:
         """Raise StateError if the engine has not continued from an existing snapshot: the next one would replace it."""
@@ -306,7 +308,7 @@ class Snapshots:
 
 
 def _space_of(storage: Storage, plane: TwoSlotArray) -> AddressSpace:
-    pairs = zip(storage.layout.spaces, storage.weights, storage.records, strict=True)
+    pairs = zip(storage.layout.spaces, storage.weights, storage.state_arrays, strict=True)
     return next(space for space, weights, records in pairs if plane in (weights, records))
 
 

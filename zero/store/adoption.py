@@ -30,10 +30,10 @@ from offload.planes.planes import await_all
 from zero.params.layout import AddressSpace, Layout, Slot, SubGroup, Unit
 from zero.plan.record import SubGroupState
 from zero.ranks import world
-from zero.store.staging import Staged, StagedGroup, Staging
+from zero.store.staging import StagedRange, StagedSubGroup, StagingBlocks
 from zero.store.storage import Storage
 
-STORES = 1
+STORES_IN_FLIGHT = 1
 """Sub-groups that are being written to the disk while another is made."""
 SHOWN_AFTER_SECONDS = 5.0
 """After this time a progress bar appears."""
@@ -41,7 +41,7 @@ RETURN_NUMEL = 16 << 20
 """Returning freed memory walks the whole heap, so it is done once per so many stored elements."""
 
 
-class Bar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
+class ProgressBar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
     """A bar of one process: tqdm's own lock is a named semaphore, which a killed rank would leave behind."""
 
     _lock = threading.RLock()
@@ -83,10 +83,10 @@ class Adoption:
     Args:
         parameters: the model's, by their index in the layout.
         read: the source of the values.
-        done: called with (unit, slot) when all of a slot is stored, to release its source; None: keep the sources.
+        on_slot_stored: called with (unit, slot) when all of a slot is stored, to release its source; None: keep the sources.
         fresh: the planes have not been written yet.
         only: indices of the parameters whose values replace those in the planes; all others stay, with their states.
-        slices: offsets of slices from this rank's slice (0, always there). Values for all these slices are read, in
+        shard_offsets: offsets of slices from this rank's slice (0, always there). Values for all these slices are read, in
             that order, and other ranks' are dropped. So ranks that read together read the same.
     """
 
@@ -96,49 +96,49 @@ class Adoption:
         parameters: Sequence[nn.Parameter],
         storage: Storage,
         read: ReadSource,
-        done: Callable[[Unit, Slot], None] | None,
+        on_slot_stored: Callable[[Unit, Slot], None] | None,
         *,
         fresh: bool = False,
         only: Collection[int] | None = None,
-        slices: Sequence[int] = (0,),
+        shard_offsets: Sequence[int] = (0,),
     ) -> None:
         self._layout, self._parameters, self._storage = layout, parameters, storage
-        self._read, self._done, self._only = read, done, only
-        self._slices, self._fresh = slices, fresh
+        self._read, self._on_slot_stored, self._only = read, on_slot_stored, only
+        self._shard_offsets, self._fresh = shard_offsets, fresh
         # On a full drive the release of one sub-group's source may have to make room for the next sub-group.
-        self._behind = STORES if storage.disk is None or storage.disk.swap.is_reserved else 0
+        self._stores_max = STORES_IN_FLIGHT if storage.disk is None or storage.disk.swap.is_reserved else 0
         self.nonfinite: set[int] = set()
         """Indices of the parameters that came without states and hold inf or NaN, of those that this rank stores."""
         self._stored_numel = 0
         """Elements stored since freed memory was last returned."""
         self._stores: deque[asyncio.Task[None]] = deque()
-        self._storing: deque[SubGroup] = deque()
+        self._unfinished_groups: deque[SubGroup] = deque()
         """Sub-groups whose parameters are not released yet: the sources of their values stay until they are stored."""
 
     def run(self) -> None:
         """Store every unit."""
-        mover = self._storage.mover
+        mover = self._storage.io_loop
         try:
-            self._run()
+            self._adopt_all()
         except BaseException:
-            mover.run("storing initial values", self._forget())
+            mover.run("storing initial values", self._drop_stores())
             raise
-        mover.run("storing initial values", self._settle())
+        mover.run("storing initial values", self._wait_for_stores())
 
-    async def _forget(self) -> None:
+    async def _drop_stores(self) -> None:
         """Wait for the running stores and ignore their errors."""
         await asyncio.gather(*self._stores, return_exceptions=True)
         self._stores.clear()
 
-    def _run(self) -> None:
+    def _adopt_all(self) -> None:
         streams = self._storage.streams
         made = streams.record_event()
 
         async def follow() -> None:
             streams.wait_events(made)  # the device may still be computing the values of a model that was made there
 
-        self._storage.mover.run("waiting for initial values", follow())
-        with Bar(
+        self._storage.io_loop.run("waiting for initial values", follow())
+        with ProgressBar(
             total=sum(space.numel for space in self._layout.spaces),
             desc="values moved to their places",
             unit=" elements",
@@ -148,33 +148,33 @@ class Adoption:
         ) as bar:
             self._move_all(bar)
 
-    def _move_all(self, bar: Bar) -> None:
+    def _move_all(self, bar: ProgressBar) -> None:
         for group in self._storage.plan.sub_groups:
             bar.update(group.end - group.begin)
-            if not self._concerns(self._layout.units_in(group)):
+            if not self._changes_any(self._layout.units_in(group)):
                 continue
-            self._storage.mover.run("storing initial values", self._adopt_group(group))
-            self._storing.append(group)
-            self._finish_groups(self._behind)
+            self._storage.io_loop.run("storing initial values", self._adopt_group(group))
+            self._unfinished_groups.append(group)
+            self._finish_groups(self._stores_max)
             self._stored_numel += group.end - group.begin
-            if self._stored_numel >= RETURN_NUMEL and self._done is not None:
+            if self._stored_numel >= RETURN_NUMEL and self._on_slot_stored is not None:
                 # The C library would keep the parameters' freed memory, while the planes grow.
                 self._stored_numel = 0
                 trim_heap()
-        self._storage.mover.run("storing initial values", self._settle())
+        self._storage.io_loop.run("storing initial values", self._wait_for_stores())
         self._finish_groups(0)
         for index, space in enumerate(self._layout.spaces):
             if not space.trainable:
-                for unit in filter(lambda unit: self._concerns([unit]), space.units):
-                    self._storage.mover.run(f"storing {unit.name}", self._adopt_frozen(index, unit))
-                    self._finish(space, unit.begin, unit.end)
+                for unit in filter(lambda unit: self._changes_any([unit]), space.units):
+                    self._storage.io_loop.run(f"storing {unit.name}", self._adopt_frozen(index, unit))
+                    self._finish_slots(space, unit.begin, unit.end)
                     bar.update(unit.shard_numel)
 
-    def _concerns(self, units: Iterable[Unit]) -> bool:
+    def _changes_any(self, units: Iterable[Unit]) -> bool:
         only = self._only
         return only is None or any(slot.index in only for unit in units for slot in unit.slots)
 
-    async def _begin(self, parts: list[Staged]) -> None:
+    async def _fill_parts(self, parts: list[StagedRange]) -> None:
         """Fill the parts with zeros, or with the planes' values if only some parameters are replaced."""
         if self._only is not None:
             await await_all([part.read() for part in parts])
@@ -184,29 +184,29 @@ class Adoption:
                 zero_single_threaded(part.bytes)
 
     async def _adopt_group(self, group: SubGroup) -> None:
-        staged = StagedGroup(self._storage, self._layout, group)
+        staged = StagedSubGroup(self._storage, self._layout, group)
         await staged.lease("sub-group")
-        fresh = self._fresh and staged.state.plane.starts_as_zeros
+        fresh = self._fresh and staged.state.array.starts_as_zeros
         # Bytes of the record's front that are in memory and will be written; the rest is zero in its home.
         front_bytes = 0 if fresh else staged.state.bytes.numel()
         try:
-            await self._begin([part for part in staged.parts if not (fresh and part is staged.state)])
+            await self._fill_parts([part for part in staged.parts if not (fresh and part is staged.state)])
             for unit in staged.units:
                 front_bytes = self._encode(unit, staged, front_bytes)
         except BaseException:
-            staged.release()
+            staged.free()
             raise
-        self._stores.append(asyncio.create_task(self._store(staged, front_bytes)))
-        await self._settle(self._behind)
+        self._stores.append(asyncio.create_task(self._write_group(staged, front_bytes)))
+        await self._wait_for_stores(self._stores_max)
 
-    async def _store(self, staged: StagedGroup, front_bytes: int) -> None:
+    async def _write_group(self, staged: StagedSubGroup, front_bytes: int) -> None:
         try:
             weights = (weight.write() for weight in staged.weights.values())
             await await_all([staged.state.write_front(front_bytes), *weights])
         finally:
-            staged.release()
+            staged.free()
 
-    async def _settle(self, left: int = 0) -> None:
+    async def _wait_for_stores(self, left: int = 0) -> None:
         """Wait until at most `left` stores are running."""
         while len(self._stores) > left:
             try:
@@ -214,25 +214,25 @@ class Adoption:
             finally:
                 self._stores.popleft()
 
-    def _encode(self, unit: Unit, staged: StagedGroup, front_bytes: int) -> int:
+    def _encode(self, unit: Unit, staged: StagedSubGroup, front_bytes: int) -> int:
         """Fill one unit's run of a sub-group: the weight and, if it is not all zeros, the record.
 
         `front_bytes`: length of the record's front in memory; returns the new length.
         """
-        weight, record = staged.weights[unit.index], staged.record()
+        weight, record = staged.weights[unit.index], staged.state_view()
         stored, shift = weight.bytes.view(unit.dtype), weight.begin - staged.group.begin
         lo, hi = weight.begin - unit.origin, weight.end - unit.origin
         states: tuple[torch.Tensor, ...] | None = None
         for slot, piece in self._pieces(unit, lo, hi, state=True):
             at, numel = slot.offset_numel + piece.first - slot.first_numel - lo, piece.weight.numel()
             target = stored[at : at + numel]
-            front_bytes = _front_for(piece, staged, record, front_bytes)
+            front_bytes = _extend_front(piece, staged, record, front_bytes)
             if not front_bytes:
-                self._note(slot, _copy(target, piece.weight))
+                self._note_nonfinite(slot, _copy(target, piece.weight))
                 continue
             remainder = None if record.remainder is None else record.remainder[shift + at : shift + at + numel]
             finite = _store_weight(target, remainder, piece)
-            self._note(slot, finite or piece.states is not None)
+            self._note_nonfinite(slot, finite or piece.states is not None)
             if piece.states is not None and record.states.tensors:
                 for plane, given in zip(record.states.tensors, piece.states, strict=True):
                     copy_single_threaded(plane[shift + at : shift + at + numel], given)
@@ -246,7 +246,7 @@ class Adoption:
             record.states.part(shift, shift + hi - lo).store(states)
         return front_bytes
 
-    def _note(self, slot: Slot, finite: bool) -> None:
+    def _note_nonfinite(self, slot: Slot, finite: bool) -> None:
         if not finite:
             self.nonfinite.add(slot.index)
 
@@ -257,20 +257,20 @@ class Adoption:
             hi = min(lo + step, unit.shard_numel)
             memory = plane.memory(unit.begin + lo, unit.begin + hi)
             where = torch.device("cpu") if memory is None else memory.device
-            part = Staged(plane, unit.begin + lo, unit.begin + hi, where, self._storage.streams)
-            staging = await Staging.lease(self._storage, [part], "frozen weights")
+            part = StagedRange(plane, unit.begin + lo, unit.begin + hi, where, self._storage.streams)
+            staging = await StagingBlocks.lease(self._storage, [part], "frozen weights")
             try:
-                await self._begin([part])
+                await self._fill_parts([part])
                 stored = part.bytes.view(unit.dtype)
                 first = unit.first_numel + lo
                 for slot, piece in self._pieces(unit, first, unit.first_numel + hi, state=False):
                     at = slot.offset_numel + piece.first - slot.first_numel - first
-                    self._note(slot, _copy(stored[at : at + piece.weight.numel()], piece.weight))
+                    self._note_nonfinite(slot, _copy(stored[at : at + piece.weight.numel()], piece.weight))
                 await part.write()
             finally:
-                staging.release()
+                staging.free()
 
-    def order(self) -> Iterator[tuple[Unit, Slot, int, int]]:
+    def planned_reads(self) -> Iterator[tuple[Unit, Slot, int, int]]:
         """(unit, slot, first, last element of the parameter) of all reads of `run`, in order."""
         for group in self._storage.plan.sub_groups:
             for unit in self._layout.units_in(group):
@@ -291,7 +291,7 @@ class Adoption:
 
     def _ranges(self, unit: Unit, lo: int, hi: int) -> Iterator[tuple[int, Slot, int, int]]:
         """(offset of the slice, slot, first, last element of the parameter) of all reads for elements [lo, hi)."""
-        for away in self._slices:
+        for away in self._shard_offsets:
             shift = away * unit.shard_numel
             for slot in unit.slots:
                 first, last = max(lo + shift - slot.offset_numel, 0), min(hi + shift - slot.offset_numel, slot.numel)
@@ -300,26 +300,26 @@ class Adoption:
 
     def _finish_groups(self, left: int) -> None:
         """Release the parameters of sub-groups that are stored: all but the last `left`."""
-        while len(self._storing) > left:
-            group = self._storing.popleft()
-            self._finish(self._layout.spaces[group.space], group.begin, group.end)
+        while len(self._unfinished_groups) > left:
+            group = self._unfinished_groups.popleft()
+            self._finish_slots(self._layout.spaces[group.space], group.begin, group.end)
 
-    def _finish(self, space: AddressSpace, begin: int, end: int) -> None:
+    def _finish_slots(self, space: AddressSpace, begin: int, end: int) -> None:
         """Release the parameters whose last element lies in [begin, end)."""
-        if self._done is None:
+        if self._on_slot_stored is None:
             return
         # On a GPU the mover's stream may still read them, but their memory is reused in the order of another stream.
         streams = self._storage.streams
-        self._storage.mover.run("storing initial values", streams.synchronize(streams.record_update_event()))
+        self._storage.io_loop.run("storing initial values", streams.synchronize(streams.record_update_event()))
         for unit in space.units_between(begin, end):
             for slot in unit.slots:
                 # A slot that is only in other ranks' slices ends with this rank's first element, or its last.
                 last = min(max(unit.origin + max(slot.end_numel, slot.offset_numel + 1), unit.begin + 1), unit.end)
                 if begin < last <= end:
-                    self._done(unit, slot)
+                    self._on_slot_stored(unit, slot)
 
 
-def _front_for(piece: Piece, staged: StagedGroup, record: SubGroupState, front_bytes: int) -> int:
+def _extend_front(piece: Piece, staged: StagedSubGroup, record: SubGroupState, front_bytes: int) -> int:
     """Extend the record's front in memory for the nonzero parts of a piece; returns its new length."""
     needed_bytes = 0
     if piece.states is not None:

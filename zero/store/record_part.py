@@ -12,11 +12,11 @@ from offload.planes.planes import await_all
 from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up
 from zero.params.layout import Layout, SubGroup
 from zero.plan.record import SubGroupState
-from zero.store.staging import StagedGroup
+from zero.store.staging import StagedSubGroup
 from zero.store.storage import Storage
 
 
-class RecordPart:
+class StateRange:
     """The blocks of a record in the swap space that hold coordinates [begin, end) of its sub-group.
 
     As with `StagedGroup`: `lease` memory, which is the host's, `read`, work on `record()`, write it, and `release`.
@@ -28,10 +28,10 @@ class RecordPart:
     """
 
     def __init__(self, storage: Storage, layout: Layout, group: SubGroup, begin: int, end: int) -> None:
-        plane = storage.records[group.space]
+        plane = storage.state_arrays[group.space]
         if plane is None:
             raise StateError(f"{group.name}: its parameters are not trained, so it has no optimizer state")
-        self._storage, self._plane, self._group = storage, plane, group
+        self._storage, self._array, self._group = storage, plane, group
         first = (begin - group.begin) // BLOCK_NUMEL * BLOCK_NUMEL
         last = min(align_up(end - group.begin, BLOCK_NUMEL), group.end - group.begin)
         self.begin, self.end = group.begin + first, group.begin + last
@@ -43,21 +43,21 @@ class RecordPart:
 
     async def lease(self, what: str) -> None:
         """Lease its memory as soon as it is free; `what` appears in errors."""
-        self._block = await self._storage.arena.allocate_async(self.nbytes, what)
+        self._block = await self._storage.host_pool.allocate_async(self.nbytes, what)
 
     async def read(self) -> None:
         """Read the stored values. Raises StorageError."""
-        plane, group = self._plane, self._group
-        await await_all([plane.read_part(group.begin, group.end, at, data) for at, data in self._staged()])
+        plane, group = self._array, self._group
+        await await_all([plane.read_part(group.begin, group.end, at, data) for at, data in self._staged_pages()])
 
-    async def write_record(self) -> None:
+    async def write_state(self) -> None:
         """Write the values back. Raises StorageError."""
-        plane, group = self._plane, self._group
-        await await_all([plane.write_part(group.begin, group.end, at, data) for at, data in self._staged()])
+        plane, group = self._array, self._group
+        await await_all([plane.write_part(group.begin, group.end, at, data) for at, data in self._staged_pages()])
 
-    def record(self) -> SubGroupState:
+    def state_view(self) -> SubGroupState:
         """The record of the blocks, in the memory of this object."""
-        staged = list(self._staged())
+        staged = list(self._staged_pages())
 
         def part(first: int, nbytes: int) -> torch.Tensor:
             at, data = next((at, data) for at, data in staged if at <= first < at + data.numel())
@@ -65,13 +65,13 @@ class RecordPart:
 
         return self._format.from_parts([part(*run) for run in self._runs], self.begin)
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Give the memory back. Idempotent."""
         block, self._block = self._block, None
         if block is not None:
             block.free()
 
-    def _staged(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def _staged_pages(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(first byte in the record, memory) of each run of pages. Raises StateError: the memory is not leased."""
         if self._block is None:
             raise StateError(f"{self._group.name}: [{self.begin:,}, {self.end:,}) of its record is not staged")
@@ -81,20 +81,20 @@ class RecordPart:
             position += hi - lo
 
 
-def stage_record(storage: Storage, layout: Layout, group: SubGroup, begin: int, end: int) -> RecordPart | StagedGroup:
+def stage_state(storage: Storage, layout: Layout, group: SubGroup, begin: int, end: int) -> StateRange | StagedSubGroup:
     """The record of a sub-group, or at least coordinates [begin, end) of it, to be read and written; not leased yet."""
-    plane = storage.records[group.space]
+    plane = storage.state_arrays[group.space]
     takes_parts = plane is not None and plane.can_write_part(group.begin, group.end)
-    part = part_of_record(storage, layout, group, begin, end) if takes_parts else None
-    return StagedGroup(storage, layout, group, units=()) if part is None else part
+    part = state_range_of(storage, layout, group, begin, end) if takes_parts else None
+    return StagedSubGroup(storage, layout, group, units=()) if part is None else part
 
 
-def part_of_record(storage: Storage, layout: Layout, group: SubGroup, begin: int, end: int) -> RecordPart | None:
+def state_range_of(storage: Storage, layout: Layout, group: SubGroup, begin: int, end: int) -> StateRange | None:
     """Coordinates [begin, end) of a record, to be read alone; None if that does not save half of the bytes."""
-    plane = storage.records[group.space]
+    plane = storage.state_arrays[group.space]
     if plane is None or not plane.swap_bytes(group.begin, group.end):
         return None
-    part = RecordPart(storage, layout, group, begin, end)
+    part = StateRange(storage, layout, group, begin, end)
     return part if 2 * part.nbytes <= plane.nbytes(group.begin, group.end) else None
 
 

@@ -17,48 +17,48 @@ from zero.plan.record import SubGroupState
 from zero.store.storage import Storage
 
 
-class Staged:
+class StagedRange:
     """One range of a plane during an update.
 
     If the range is in memory of the compute device, it is used in place. Otherwise it passes through leased host
     memory, and if the computation runs on a GPU, through leased device memory too.
 
     Args:
-        given: the caller's memory that the range may pass through instead, uint8; used if the computation can address
+        caller_memory: the caller's memory that the range may pass through instead, uint8; used if the computation can address
             it and the range is not in place.
     """
 
     def __init__(
         self,
-        plane: TieredArray,
+        array: TieredArray,
         begin: int,
         end: int,
         compute: torch.device,
         streams: Streams,
-        given: torch.Tensor | None = None,
+        caller_memory: torch.Tensor | None = None,
     ) -> None:
-        self.plane, self.begin, self.end, self._streams = plane, begin, end, streams
-        self._memory = plane.memory(begin, end)
-        nbytes = plane.nbytes(begin, end)
+        self.array, self.begin, self.end, self._streams = array, begin, end, streams
+        self._memory = array.memory(begin, end)
+        nbytes = array.nbytes(begin, end)
         if not nbytes:  # an optimizer without states: nothing has to move, on any tier
             self._memory = torch.empty(0, dtype=torch.uint8, device=compute)
         self.in_place = self._memory is not None and self._memory.device == compute
         self._data = self._memory if self.in_place else None
         self._host: torch.Tensor | None = None
-        self.borrowed = not self.in_place and given is not None and streams.has_unified_memory
+        self.uses_caller_memory = not self.in_place and caller_memory is not None and streams.has_unified_memory
         """The range passes through the caller's memory."""
-        if self.borrowed:
-            self._host = self._data = given
-        self.copied_home = not self.in_place and self._memory is not None
+        if self.uses_caller_memory:
+            self._host = self._data = caller_memory
+        self.has_memory_home = not self.in_place and self._memory is not None
         """The range's home is in memory, but not the compute device's: `write` copies it there and cannot fail."""
         on_host = compute.type == "cpu"
-        passes = not self.in_place and not self.borrowed
+        passes = not self.in_place and not self.uses_caller_memory
         self.host_nbytes = nbytes if passes and (self._memory is None or on_host) else 0
         """Bytes of host memory that `stage` needs."""
         self.device_nbytes = nbytes if passes and not on_host else 0
         """Bytes of the compute device's memory that `stage` needs, if that is not the host's."""
 
-    def stage(self, host: torch.Tensor, device: torch.Tensor) -> None:
+    def set_buffers(self, host: torch.Tensor, device: torch.Tensor) -> None:
         """Pass through these buffers, of `host_nbytes` and `device_nbytes`."""
         if self.host_nbytes:
             self._host = self._data = host
@@ -69,7 +69,7 @@ class Staged:
     def bytes(self) -> torch.Tensor:
         """uint8 on the compute device: the range's bytes. Raises StateError: neither in place nor staged."""
         if self._data is None:
-            raise StateError(f"{self.plane.name}: range [{self.begin}, {self.end}) is not staged")
+            raise StateError(f"{self.array.name}: range [{self.begin}, {self.end}) is not staged")
         return self._data
 
     async def read(self) -> None:
@@ -77,7 +77,7 @@ class Staged:
         if self.in_place:
             return
         if self._host is not None:
-            await self.plane.read(self.begin, self.end, self._host)
+            await self.array.read(self.begin, self.end, self._host)
         source = self._host if self._host is not None else self._memory
         if source is not None and source is not self._data:
             self._streams.wait_events(self._streams.copy_to_device(self.bytes, source, self._streams.record_event()))
@@ -85,9 +85,9 @@ class Staged:
     async def write(self) -> None:
         """Write the range back, unless it is in place."""
         if not self.in_place:
-            await self.plane.write(self.begin, self.end, await self._to_write())
+            await self.array.write(self.begin, self.end, await self._copy_to_host())
 
-    async def store(self) -> None:
+    async def write_or_strand(self) -> None:
         """As `write`; if that fails, the plane keeps a copy of the bytes until a later write succeeds.
 
         The copy is not in leased memory: a checkpoint in progress may wait for that, and an update for the checkpoint.
@@ -95,15 +95,15 @@ class Staged:
         try:
             await self.write()
         except BaseException:
-            self.plane.keep_failed_write(self.begin, self.end, aligned_copy(self.host_bytes))
+            self.array.keep_failed_write(self.begin, self.end, aligned_copy(self.host_bytes))
             raise
 
     async def write_front(self, nbytes: int) -> None:
         """As `write`, for the first `nbytes` only, whole pages; the rest is already correct in its home."""
         if not self.in_place and nbytes:
-            await self.plane.write_front(self.begin, self.end, (await self._to_write())[:nbytes])
+            await self.array.write_front(self.begin, self.end, (await self._copy_to_host())[:nbytes])
 
-    async def _to_write(self) -> torch.Tensor:
+    async def _copy_to_host(self) -> torch.Tensor:
         if self._host is not None and self._host is not self._data:
             await self._streams.synchronize(
                 self._streams.copy_to_host(self._host, self.bytes, self._streams.record_event())
@@ -116,7 +116,7 @@ class Staged:
         return self._host if self._host is not None else self.bytes
 
 
-class Staging:
+class StagingBlocks:
     """Host and device memory that some ranges pass through. Used on the mover's loop; made by `lease`.
 
     Device work with it runs on the mover's stream, or is a copy that is queued after that stream and that the stream
@@ -127,18 +127,20 @@ class Staging:
         self._host, self._device, self._streams = host, device, streams
 
     @staticmethod
-    async def lease(storage: Storage, parts: Sequence[Staged], what: str, lent: Block | None = None) -> Staging:
+    async def lease(
+        storage: Storage, parts: Sequence[StagedRange], what: str, host_block: Block | None = None
+    ) -> StagingBlocks:
         """Lease the memory that `parts` need, as soon as it is free, and stage them.
 
         Args:
             storage: the owner of the memory.
             parts: ranges that pass through it.
             what: appears in errors.
-            lent: host memory to use instead of the arena's, of the length that they need; it returns to its lender.
+            host_block: host memory to use instead of the arena's, of the length that they need; it returns to its lender.
         """
         host_bytes = sum(part.host_nbytes for part in parts)
         device_bytes = sum(align_up(part.device_nbytes, PAGE_BYTES) for part in parts)
-        host = lent or await storage.arena.allocate_async(host_bytes, what)
+        host = host_block or await storage.host_pool.allocate_async(host_bytes, what)
         try:  # after the host's memory: a holder of device memory must never wait for host memory
             device = await storage.update_pool.allocate_async(device_bytes, what)
         except BaseException:
@@ -146,22 +148,22 @@ class Staging:
             raise
         at_host = at_device = 0
         for part in parts:
-            part.stage(
+            part.set_buffers(
                 host.data[at_host : at_host + part.host_nbytes],
                 device.data[at_device : at_device + part.device_nbytes],
             )
             at_host += part.host_nbytes
             at_device += align_up(part.device_nbytes, PAGE_BYTES)
-        return Staging(host, device, storage.streams)
+        return StagingBlocks(host, device, storage.streams)
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Release the memory; host memory becomes free when the device has finished with it. Idempotent."""
         self._device.free()
         if self._host.data.numel():
             self._streams.free_after(self._host, self._streams.record_event())
 
 
-class StagedGroup:
+class StagedSubGroup:
     """A sub-group made addressable for a short time: its state record, its weights, and its gradients if requested.
 
     `lease` memory, `read` the stored values, work on `record()` and the bytes of the parts, write them, and `release`.
@@ -172,7 +174,7 @@ class StagedGroup:
         layout: of the planes.
         group: of a space that is trained.
         units: units whose weights are staged; None: all that have weights in the sub-group.
-        given: unit index -> the caller's memory that its weights may pass through; see `Staged`.
+        caller_memory: unit index -> the caller's memory that its weights may pass through; see `Staged`.
         gradients: unit -> the plane of its gradient; None: stage no gradients.
 
     Attributes:
@@ -187,23 +189,23 @@ class StagedGroup:
         layout: Layout,
         group: SubGroup,
         units: Iterable[Unit] | None = None,
-        given: Mapping[int, torch.Tensor] | None = None,
+        caller_memory: Mapping[int, torch.Tensor] | None = None,
         gradients: Callable[[Unit], TieredArray] | None = None,
     ) -> None:
         self._storage, self.group, self.space = storage, group, layout.spaces[group.space]
-        records, weights = storage.records[group.space], storage.weights[group.space]
+        records, weights = storage.state_arrays[group.space], storage.weights[group.space]
         if records is None:
             raise StateError(f"{group.name}: its parameters are not trained, so it has no optimizer state")
         self.units = list(layout.units_in(group) if units is None else units)
-        compute, streams, given = storage.compute(group), storage.streams, given or {}
+        compute, streams, caller_memory = storage.update_device(group), storage.streams, caller_memory or {}
 
-        def run(unit: Unit, plane: TieredArray, memory: torch.Tensor | None = None) -> Staged:
-            return Staged(plane, *group.range_in(unit), compute, streams, memory)
+        def run(unit: Unit, plane: TieredArray, memory: torch.Tensor | None = None) -> StagedRange:
+            return StagedRange(plane, *group.range_in(unit), compute, streams, memory)
 
-        self.state = Staged(records, group.begin, group.end, compute, streams)
-        self.weights = {unit.index: run(unit, weights, given.get(unit.index)) for unit in self.units}
+        self.state = StagedRange(records, group.begin, group.end, compute, streams)
+        self.weights = {unit.index: run(unit, weights, caller_memory.get(unit.index)) for unit in self.units}
         self.gradients = {unit.index: run(unit, gradients(unit)) for unit in self.units} if gradients else {}
-        self._staging: Staging | None = None
+        self._staging: StagingBlocks | None = None
 
     @property
     def begin(self) -> int:
@@ -211,7 +213,7 @@ class StagedGroup:
         return self.group.begin
 
     @property
-    def parts(self) -> list[Staged]:
+    def parts(self) -> list[StagedRange]:
         """All staged ranges."""
         return [self.state, *self.weights.values(), *self.gradients.values()]
 
@@ -225,32 +227,32 @@ class StagedGroup:
         """Bytes of host memory that the sub-group passes through."""
         return sum(part.host_nbytes for part in self.parts)
 
-    async def lease(self, what: str, lent: Block | None = None) -> None:
+    async def lease(self, what: str, host_block: Block | None = None) -> None:
         """Lease the memory that it passes through, if any; see `Staging.lease`."""
         if any(part.host_nbytes or part.device_nbytes for part in self.parts):
-            self._staging = await Staging.lease(self._storage, self.parts, what, lent)
+            self._staging = await StagingBlocks.lease(self._storage, self.parts, what, host_block)
 
     async def read(self) -> None:
         """Read the stored values. Raises StorageError."""
         await await_all([part.read() for part in self.parts if not part.in_place])
 
-    async def write_record(self) -> None:
+    async def write_state(self) -> None:
         """Write the record back. Raises StorageError."""
         await self.state.write()
 
-    def record(self, step: int = 0) -> SubGroupState:
+    def state_view(self, step: int = 0) -> SubGroupState:
         """The record; `step` matters only if the caller updates it."""
         layout = self._storage.plan.state_format(self.space)
         return layout.view(self.state.bytes, self.group.begin, self.group.end, step)
 
     async def compute(self, work: Callable[[], None]) -> None:
         """Run `work` where the sub-group is addressable; on a device this only queues it."""
-        if self._storage.compute(self.group).type == "cpu":
+        if self._storage.update_device(self.group).type == "cpu":
             await self._storage.streams.compute_on_host(work)
         else:
             work()
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Give the memory back. Idempotent."""
         if self._staging is not None:
-            self._staging.release()
+            self._staging.free()

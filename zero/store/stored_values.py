@@ -12,11 +12,11 @@ from offload.sizes import BLOCK_NUMEL, align_up
 from offload.streams import MaybeEvent, Streams
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.adoption import Piece
-from zero.store.record_part import RecordPart, part_of_record
-from zero.store.staging import StagedGroup
+from zero.store.record_part import StateRange, state_range_of
+from zero.store.staging import StagedSubGroup
 from zero.store.storage import Storage
 
-Places = dict[int, list[tuple[Unit, Slot]]]
+ParameterSlots = dict[int, list[tuple[Unit, Slot]]]
 """id(parameter) -> its places, one for each tile if it is in tiles."""
 
 
@@ -26,33 +26,33 @@ class StoredValues:
     Args:
         layout: of the planes.
         storage: the storage of the planes.
-        places: of the parameters that it is asked for.
-        few: it is asked for few parameters: of a sub-group on the disk only what holds them is read. Else a sub-group
+        slots: of the parameters that it is asked for.
+        reads_few: it is asked for few parameters: of a sub-group on the disk only what holds them is read. Else a sub-group
             is read as a whole, and kept for the next parameters.
     """
 
-    def __init__(self, layout: Layout, storage: Storage, places: Places, *, few: bool = False) -> None:
-        self._layout, self._storage, self._places, self._few = layout, storage, places, few
-        self._staged: StagedGroup | None = None
+    def __init__(self, layout: Layout, storage: Storage, slots: ParameterSlots, *, reads_few: bool = False) -> None:
+        self._layout, self._storage, self._slots, self._reads_few = layout, storage, slots, reads_few
+        self._staged: StagedSubGroup | None = None
 
     def states_count(self, unit: Unit) -> int:
         """Number of the state planes that the unit's parameters have."""
         return len(self._storage.plan.states_of(unit))
 
-    def holds(self, parameter: nn.Parameter) -> bool:
+    def has(self, parameter: nn.Parameter) -> bool:
         """True if the planes have the parameter's values."""
-        return id(parameter) in self._places
+        return id(parameter) in self._slots
 
-    def places_of(self, parameter: nn.Parameter) -> list[tuple[Unit, Slot]]:
+    def slots_of(self, parameter: nn.Parameter) -> list[tuple[Unit, Slot]]:
         """The parameter's places, one for each tile if it is in tiles."""
-        return self._places[id(parameter)]
+        return self._slots[id(parameter)]
 
     def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
         """Elements [begin, end), with remainder and states if `state` and there are any.
 
         Each piece is valid until the next one is requested. Raises StorageError: a read failed.
         """
-        for unit, slot in self._places[id(parameter)]:
+        for unit, slot in self._slots[id(parameter)]:
             first, last = max(begin, slot.first_numel), min(end, slot.first_numel + slot.numel)
             if first < last:
                 yield from self.pieces_of_slot(unit, slot, first, last, state)
@@ -72,7 +72,7 @@ class StoredValues:
         staged, self._staged = self._staged, None
         if staged is not None:
             read = self._storage.streams.record_event()  # the device may not have done the reader's queued reads yet
-            self._storage.mover.run("releasing a state record", _release(staged, self._storage.streams, read))
+            self._storage.io_loop.run("releasing a state record", _free_staged(staged, self._storage.streams, read))
 
     def _weights(self, unit: Unit, lo: int, hi: int) -> torch.Tensor:
         plane = self._storage.weights[self._layout.space_of(unit)]
@@ -82,23 +82,23 @@ class StoredValues:
         self.close()  # release the held block of the arena: a holder must not wait for another block
         begin, end = lo // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(hi, BLOCK_NUMEL), unit.end)
         out = torch.empty(plane.nbytes(begin, end), dtype=torch.uint8, device="cpu")
-        job = read_array(plane, begin, end, out, self._storage.arena)
-        self._storage.mover.run(f"reading {unit.name}", job)
+        job = read_array(plane, begin, end, out, self._storage.host_pool)
+        self._storage.io_loop.run(f"reading {unit.name}", job)
         return out.view(unit.dtype)[lo - begin : hi - begin]
 
     def _piece(self, unit: Unit, group: SubGroup, lo: int, hi: int, first: int) -> Piece:
         held = self._staged is not None and self._staged.group == group
-        part = part_of_record(self._storage, self._layout, group, lo, hi) if self._few and not held else None
+        part = state_range_of(self._storage, self._layout, group, lo, hi) if self._reads_few and not held else None
         if part is not None:
             self.close()  # as in `_weights`: a holder must not wait for another block
             own = self._weights(unit, lo, hi)
-            remainder, states = self._storage.mover.run(f"reading {group.name}", _read_part(part, lo, hi))
+            remainder, states = self._storage.io_loop.run(f"reading {group.name}", _read_part(part, lo, hi))
             return Piece(first, own, remainder, states)
         if self._staged is None or self._staged.group != group:
             self.close()
             job = stage_group(self._storage, self._layout, group)
-            self._staged = self._storage.mover.run(f"reading {group.name}", job)
-        record, weight = self._staged.record(), self._staged.weights[unit.index]
+            self._staged = self._storage.io_loop.run(f"reading {group.name}", job)
+        record, weight = self._staged.state_view(), self._staged.weights[unit.index]
         a, b = lo - group.begin, hi - group.begin
         return Piece(
             first,
@@ -108,30 +108,30 @@ class StoredValues:
         )
 
 
-async def stage_group(storage: Storage, layout: Layout, group: SubGroup) -> StagedGroup:
+async def stage_group(storage: Storage, layout: Layout, group: SubGroup) -> StagedSubGroup:
     """Read a sub-group's stored record and weights; runs on the mover's loop. Raises StorageError: a read failed."""
-    staged, streams = StagedGroup(storage, layout, group), storage.streams
+    staged, streams = StagedSubGroup(storage, layout, group), storage.streams
     await staged.lease("state record")
     try:
         await staged.read()
         await streams.synchronize(streams.record_event())  # the caller reads the values on other streams
     except BaseException:
-        staged.release()
+        staged.free()
         raise
     return staged
 
 
-async def _read_part(part: RecordPart, lo: int, hi: int) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
+async def _read_part(part: StateRange, lo: int, hi: int) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
     """Copies of the remainders and states at coordinates [lo, hi). Raises StorageError: a read failed."""
     await part.lease("state record")
     try:
         await part.read()
-        record, begin, end = part.record(), lo - part.begin, hi - part.begin
+        record, begin, end = part.state_view(), lo - part.begin, hi - part.begin
         return None if record.remainder is None else record.remainder[begin:end].clone(), record.states.load(begin, end)
     finally:
-        part.release()
+        part.free()
 
 
-async def _release(staged: StagedGroup, streams: Streams, read: MaybeEvent) -> None:
+async def _free_staged(staged: StagedSubGroup, streams: Streams, read: MaybeEvent) -> None:
     streams.wait_events(read)
-    staged.release()
+    staged.free()

@@ -25,7 +25,7 @@ from zero.schedule.events import EngineCallbacks
 from zero.schedule.hooks import ModuleHooks, in_backward
 from zero.schedule.rows import ExpertRowFetcher
 from zero.store.adoption import Piece
-from zero.store.stored_values import Places
+from zero.store.stored_values import ParameterSlots
 from zero.values.editor import UnitEditor
 from zero.values.gathered_values import runs_of
 
@@ -109,7 +109,7 @@ class EngineKeeper:
         self._held = {id(p): (b, s) for b in bound for p, s in zip(b.parameters, b.unit.slots, strict=True)}
         self._wholes = wholes
         self._dtype_of = {id(p): p.dtype for p in wholes}
-        self.places: Places = {}
+        self.places: ParameterSlots = {}
         self._named: dict[str, nn.Parameter] = {}
         for b in bound:
             for slot in b.unit.slots:

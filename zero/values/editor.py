@@ -23,9 +23,9 @@ from zero.plan.record import SubGroupState
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import EngineCallbacks
 from zero.store.adoption import ReadSource
-from zero.store.record_part import stage_record
+from zero.store.record_part import stage_state
 from zero.store.storage import Storage
-from zero.store.stored_values import Places, StoredValues
+from zero.store.stored_values import ParameterSlots, StoredValues
 from zero.values.gathered_values import GatheredValues
 
 # (record of a sub-group, first of the visited elements in it, which of them these are) -> was the record changed?
@@ -210,7 +210,7 @@ class UnitEditor:
         error: BaseException | None = None
         for change in list(self._unstored):
             job = self._store(*change)
-            failure = self._storage.mover.submit(f"storing edits of {change[0].name}", job).wait()
+            failure = self._storage.io_loop.submit(f"storing edits of {change[0].name}", job).wait()
             if failure is None:
                 self._unstored = [other for other in self._unstored if other is not change]
             error = error or failure
@@ -225,8 +225,8 @@ class UnitEditor:
             return live.view(torch.uint8).cpu().clone()
         out = torch.empty(unit.nbytes, dtype=torch.uint8, device="cpu")
         plane = self._storage.weights[self._layout.space_of(unit)]
-        job = read_array(plane, unit.begin, unit.end, unit.shard_of(out), self._storage.arena)
-        self._storage.mover.run(f"reading {unit.name}", job)
+        job = read_array(plane, unit.begin, unit.end, unit.shard_of(out), self._storage.host_pool)
+        self._storage.io_loop.run(f"reading {unit.name}", job)
         return gather_on_host(self._exchange, unit, out)
 
     def live(self, unit: Unit) -> torch.Tensor | None:
@@ -247,9 +247,9 @@ class UnitEditor:
             raise StateError("; ".join(refused))
 
     @contextmanager
-    def stored(self, places: Places) -> Iterator[ReadSource]:
+    def stored(self, places: ParameterSlots) -> Iterator[ReadSource]:
         """Inside, a function that reads values of all ranks from the planes; `places`: of the parameters it reads."""
-        stored = StoredValues(self._layout, self._storage, places, few=True)
+        stored = StoredValues(self._layout, self._storage, places, reads_few=True)
         try:
             yield (stored if self.placement.shard_size == 1 else GatheredValues(stored, self._exchange)).pieces
         finally:
@@ -261,7 +261,7 @@ class UnitEditor:
         plane, streams = self._storage.weights[space], self._storage.streams
         await streams.synchronize(streams.record_copy_event())  # an earlier forward may still copy from this plane
         own = unit.shard_of(after)
-        await write_array(plane, unit.begin, unit.end, own, self._storage.arena)
+        await write_array(plane, unit.begin, unit.end, own, self._storage.host_pool)
         await self._forget_masters(unit, unit.shard_of(before), own)
         self._exchange.on_weights_stored(unit.index)
 
@@ -306,23 +306,23 @@ class UnitEditor:
 
         first = unit.origin + begin
         job = self._visit_records(unit, visit, first, first + values.numel())
-        self._storage.mover.run(f"changing the state of {unit.name}", job)
+        self._storage.io_loop.run(f"changing the state of {unit.name}", job)
 
     async def _visit_records(self, unit: Unit, visit: Visit, begin: int, end: int) -> None:
         """Call `visit` for each sub-group's part of coordinates [begin, end) of the unit, in their order."""
         index = self._layout.space_of(unit)
-        if self._storage.records[index] is None:
+        if self._storage.state_arrays[index] is None:
             return
         for group in self._storage.plan.groups_over(index, begin, end):
             lo, hi = max(begin, group.begin), min(end, group.end)
-            staged = stage_record(self._storage, self._layout, group, lo, hi)
+            staged = stage_state(self._storage, self._layout, group, lo, hi)
             await staged.lease("state record")
             try:
                 await staged.read()
-                if visit(staged.record(), lo - staged.begin, slice(lo - begin, hi - begin)):
-                    await staged.write_record()
+                if visit(staged.state_view(), lo - staged.begin, slice(lo - begin, hi - begin)):
+                    await staged.write_state()
             finally:
-                staged.release()
+                staged.free()
 
 
 def agree_on_edits(exchange: Collectives, edits: list[Edit], modifier_rank: int | None) -> list[Edit]:

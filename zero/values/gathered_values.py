@@ -34,7 +34,7 @@ class GatheredValues:
 
     def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
         """As `StoredValues.pieces`; on the host."""
-        for unit, slot in self._own.places_of(parameter):
+        for unit, slot in self._own.slots_of(parameter):
             first, last = max(begin, slot.first_numel), min(end, slot.first_numel + slot.numel)
             for lo in range(first, last, CHUNK_NUMEL):
                 yield self._piece(unit, slot, lo, min(lo + CHUNK_NUMEL, last), state and unit.trainable)
@@ -78,7 +78,7 @@ class PlaneReader:
         self._stored, self._relay, self._masters = stored, relay, masters
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        unit, _ = self._stored.places_of(parameter)[0]
+        unit, _ = self._stored.slots_of(parameter)[0]
         return torch.float32 if self._masters and unit.trainable else unit.dtype
 
     def read(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
@@ -87,7 +87,7 @@ class PlaneReader:
         if placement.shard_size == 1 and placement.rank:
             return
         dtype = self.dtype_of(parameter)
-        for unit, slot in self._stored.places_of(parameter):
+        for unit, slot in self._stored.slots_of(parameter):
             last = slot.first_numel + slot.numel
             for begin in range(slot.first_numel, last, CHUNK_NUMEL):
                 end = min(begin + CHUNK_NUMEL, last)

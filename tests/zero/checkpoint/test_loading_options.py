@@ -239,7 +239,7 @@ def test_states_that_the_optimizer_does_not_keep_are_told(
             engine.load_checkpoint(saves, load_lr_scheduler_states=False)
     finally:
         engine.close()
-    told = [record.getMessage() for record in caplog.records if "is not loaded" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.state_arrays if "is not loaded" in record.getMessage()]
     assert [message.split("has the state ")[1].split()[0] for message in told] == left
 
 

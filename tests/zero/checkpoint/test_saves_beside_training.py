@@ -159,7 +159,7 @@ def test_a_save_that_fails_ends_when_nothing_of_it_moves_any_more(
 ) -> None:
     engine = train(open_engine(build("gpt"), config(("cpu", "nvme"), nvme_path, zero={"sub_group_size": 4096})), 0)
     engine.synchronize()
-    (plane,) = (plane for plane in storage_of(engine).records if plane is not None)
+    (plane,) = (plane for plane in storage_of(engine).state_arrays if plane is not None)
     before, disk, lame = descriptors(), disk_of(plane), LameDisk(plane)
     put_disk(plane, lame)
     engine.save_checkpoint(tmp_path)
@@ -279,7 +279,7 @@ def test_results_that_cannot_be_written_keep_no_memory_that_a_save_waits_for(
     engine.step()
     with pytest.raises(StorageError, match="write"):
         engine.synchronize()
-    assert any(stranded_in(plane) for plane in storage_of(engine).records if plane is not None)
+    assert any(stranded_in(plane) for plane in storage_of(engine).state_arrays if plane is not None)
     assert used_bytes(engine, "arena") == 0
     engine.inject(None)
     engine.synchronize()

@@ -111,7 +111,7 @@ def test_a_watched_disk_sees_a_write_to_what_is_named(open_engine: Open, nvme_pa
     """The property above can fail."""
     engine = train(open_engine(build("gpt"), config_of(nvme_path)), 0, 1)
     watch = WatchedDisk(engine, nvme_path)
-    for plane in storage_of(engine).twice:
+    for plane in storage_of(engine).snapshot_arrays:
         for pair in plane.pairs:
             pair.committed_slot = None
     with pytest.raises(AssertionError, match="named is"):

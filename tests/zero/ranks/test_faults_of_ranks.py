@@ -173,7 +173,7 @@ def unannounced_accumulation(place: Place, nvme_path: str) -> list[int]:
             with engine.no_sync():
                 engine.backward(engine(batch(2 * step, dist.get_rank(), agreed=True)))
             micro_batch(engine, 2 * step + 1, on_batch)
-            held.append(len(storage_of(engine).regions))
+            held.append(len(storage_of(engine).memory_pools))
     return held
 
 

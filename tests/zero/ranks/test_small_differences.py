@@ -190,7 +190,7 @@ def unused(place: Place, nvme_path: str) -> int:
     with zero.initialize(model=motley(), config=config)[0] as engine:
         for step in range(STEPS):
             engine.train_batch(iter(micro_batches(step, agreed=False)))
-        return storage_of(engine).whole_gradients.allocated_bytes
+        return storage_of(engine).unreduced_gradients.allocated_bytes
 
 
 def test_zeros_of_what_a_rank_has_not_used_take_no_memory_of_their_own(rank_pool: Pool, nvme_path: Any) -> None:
@@ -276,7 +276,7 @@ def without_room(place: Place, nvme_path: str) -> str:
             def refuse(unit: Any) -> Any:
                 raise BudgetError(f"no room for {unit.name}")
 
-            storage_of(engine).wide_gradient = refuse
+            storage_of(engine).add_fp32_gradient = refuse
         try:
             for index in range(2):
                 engine.backward(engine(micro_batches(0, agreed=True)[index]))
