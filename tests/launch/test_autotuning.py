@@ -83,7 +83,7 @@ class Pretended:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, measure: Callable[[dict[str, Any], list[str]], Any]) -> Pretended:
     runs = Pretended(measure)
-    monkeypatch.setattr(autotuning.Runs, "job", lambda self, folder, words: runs(self, folder, words))
+    monkeypatch.setattr(autotuning.TrialRunner, "run_job", lambda self, folder, words: runs(self, folder, words))
     return runs
 
 
@@ -260,7 +260,9 @@ def test_the_configuration_is_found(job: Write, words: list[str], index: int, pr
     Path("other.json").write_text("{}")
     found = find_config(words)
     assert (found.index, found.prefix) == (index, prefix)
-    assert find_config(found.replaced(words, "other.json")) == autotuning.Given(index, prefix, "other.json")
+    assert find_config(found.replace_value(words, "other.json")) == autotuning.ScriptArgument(
+        index, prefix, "other.json"
+    )
 
 
 @pytest.mark.parametrize("words", [[], ["--deepspeed", "--lr"], ["ds.json", "other.json"]])
@@ -344,7 +346,7 @@ def test_why_a_run_failed_is_said(job: Write, capfd: pytest.CaptureFixture[str])
 def test_a_script_that_ends_too_early_is_told_from_one_that_fails(
     job: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(autotuning.Runs, "job", lambda self, folder, words: "")
+    monkeypatch.setattr(autotuning.TrialRunner, "run_job", lambda self, folder, words: "")
     with pytest.raises(ConfigError):
         tune(parsed(job()))
     assert "the script ended before step 5; lower autotuning.end_profile_step" in capsys.readouterr().out

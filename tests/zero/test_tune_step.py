@@ -60,7 +60,7 @@ def test_the_best_placement_is_written_with_the_largest_micro_batch_that_pays(
             return Trial(micro_batch, failure="killed by signal 9")
         return Trial(micro_batch, SECONDS[name][micro_batch], 1000)
 
-    monkeypatch.setattr(tune_step._Runner, "__call__", run)
+    monkeypatch.setattr(tune_step._TrialRunner, "__call__", run)
     assert cli.main(arguments(folder, nvme_path)) == 0
     written = json.loads((folder / "ds.json").read_text())
     assert written["train_micro_batch_size_per_gpu"] == kept
@@ -82,7 +82,7 @@ def test_what_is_written_keeps_the_base_and_trains(
         task = {"config": config, "model": str(folder / "model"), "model_args": "{}", "sequence": 16}
         return Trial(micro_batch, **tune_step.measure({**task, "steps": 1, "recompute": True}))
 
-    monkeypatch.setattr(tune_step._Runner, "__call__", run)
+    monkeypatch.setattr(tune_step._TrialRunner, "__call__", run)
     monkeypatch.setattr(tune_step, "PLACES", (("nvme", "nvme"),))
     monkeypatch.setattr(tune_step, "search", functools.partial(search, most=1))
     assert cli.main(arguments(folder, nvme_path, "--base", str(folder / "base.json"))) == 0

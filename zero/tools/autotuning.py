@@ -23,7 +23,7 @@ from zero.launch.head import launch
 from zero.tools.tune_search import (
     BATCH_MAX,
     MICRO_BATCH,
-    PLACES,
+    PLACEMENTS,
     TRIAL_SECONDS_MAX,
     Candidate,
     Trial,
@@ -34,19 +34,19 @@ from zero.tools.tune_search import (
 
 FLAGS = (*CONFIG_NAMES, "deepspeed")  # A script's flags that take the file; the last one is transformers'.
 END_SECONDS = 60.0
-OF_A_COMMAND = ("autotuning", "run", "parser")
+COMMAND_OPTIONS = ("autotuning", "run", "parser")
 BEST = "ds_config_optimal.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ScriptArgument:
     """One of the script's arguments: the word with its value."""
 
     index: int
     prefix: str  # "--flag=" if flag and value are one word.
     value: str
 
-    def replaced(self, words: Sequence[str], value: object) -> list[str]:
+    def replace_value(self, words: Sequence[str], value: object) -> list[str]:
         return [*words[: self.index], f"{self.prefix}{value}", *words[self.index + 1 :]]
 
 
@@ -57,13 +57,13 @@ def tune(options: argparse.Namespace) -> list[str]:
     given = find_config(options.script_args)
     base = dict(read_json(given.value))
     block = load_config({"autotuning": base.pop("autotuning", {})}).autotuning or Autotuning()
-    runs = Runs(options, block, given)
+    runs = TrialRunner(options, block, given)
     best = Path(block.results_dir) / BEST
 
     def keep(trial: Trial, candidate: Candidate) -> None:
         best.parent.mkdir(parents=True, exist_ok=True)
         comment = f"zero run --autotuning: {trial}; weights/states {candidate.name}, micro-batch {trial.micro_batch}"
-        content = {"_comment": comment, **runs.content(candidate, trial.micro_batch)}
+        content = {"_comment": comment, **runs.make_config(candidate, trial.micro_batch)}
         best.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     least, most = _micro_batches(base, block, options.script_args)
@@ -75,12 +75,12 @@ def tune(options: argparse.Namespace) -> list[str]:
             f"{block.exps_dir}"
         )
     trial, _ = found
-    words = runs.words(best, trial.micro_batch)
+    words = runs.script_arguments(best, trial.micro_batch)
     print(f"{best}: {trial}; the script's arguments: {' '.join(words)}", flush=True)
     return words
 
 
-def find_config(words: Sequence[str]) -> Given:
+def find_config(words: Sequence[str]) -> ScriptArgument:
     """The argument that names the script's configuration: the value of one of `FLAGS`, or the only JSON file.
 
     Raises ConfigError: there is none, or more than one candidate.
@@ -90,11 +90,11 @@ def find_config(words: Sequence[str]) -> Given:
         flag, _, value = word.partition("=")
         is_flag = flag.startswith("--") and flag[2:].replace("-", "_") in FLAGS
         if is_flag and value:
-            named.append(Given(index, f"{flag}=", value))
+            named.append(ScriptArgument(index, f"{flag}=", value))
         elif is_flag and index + 1 < len(words) and Path(words[index + 1]).is_file():
-            named.append(Given(index + 1, "", words[index + 1]))
+            named.append(ScriptArgument(index + 1, "", words[index + 1]))
         elif word.endswith(".json") and Path(word).is_file():
-            others.append(Given(index, "", word))
+            others.append(ScriptArgument(index, "", word))
     found = named or others
     if len(found) != 1:
         listed = ", ".join(each.value for each in found) or "none"
@@ -137,7 +137,7 @@ def _candidates(base: dict[str, Any]) -> Iterator[Candidate]:
     own = tuple(block.get("device", "none") for block in blocks)
     folders = next((block["nvme_path"] for block in reversed(blocks) if block.get("nvme_path")), ())
     yield Candidate("given", base)
-    for weights, states in PLACES:
+    for weights, states in PLACEMENTS:
         if (weights, states) == own and zero_block.get("stage") == 3:
             continue
         if "nvme" not in (weights, states) or folders:
@@ -145,12 +145,12 @@ def _candidates(base: dict[str, Any]) -> Iterator[Candidate]:
             yield Candidate(f"{weights}-{states}", with_tiers(base, weights, states, places))
 
 
-class Runs:
+class TrialRunner:
     """Runs the script, each time with its own configuration, in its own folder."""
 
-    def __init__(self, options: argparse.Namespace, block: Autotuning, given: Given) -> None:
-        self._options, self._block, self._given = options, block, given
-        self._seen: float | None = None  # Rows that the script gives for each sample of a micro-batch.
+    def __init__(self, options: argparse.Namespace, block: Autotuning, given: ScriptArgument) -> None:
+        self._options, self._block, self._argument = options, block, given
+        self._rows_per_sample: float | None = None  # Rows that the script gives for each sample of a micro-batch.
 
     def __call__(self, candidate: Candidate, micro_batch: int) -> Trial:
         folder = Path(self._block.exps_dir).resolve() / f"{candidate.name}_mbs{micro_batch}"
@@ -158,33 +158,33 @@ class Runs:
         measured, config = folder / "metrics.json", folder / "ds_config.json"
         steps = {name: getattr(self._block, name) for name in ("start_profile_step", "end_profile_step")}
         block = {"metric_path": str(measured), **steps}
-        text = json.dumps({**self.content(candidate, micro_batch), "autotuning": block}, indent=2)
+        text = json.dumps({**self.make_config(candidate, micro_batch), "autotuning": block}, indent=2)
         known = measured.is_file() and config.is_file() and config.read_text() == text
         if self._block.overwrite or not known:
             measured.unlink(missing_ok=True)
             config.write_text(text)
-            failure = self.job(folder, self.words(config, micro_batch))
+            failure = self.run_job(folder, self.script_arguments(config, micro_batch))
         else:
             failure = ""
         trial = self._read(measured, micro_batch, failure)
         print(f"  weights/states on {candidate.name}, micro-batch {trial.micro_batch}: {trial}", flush=True)
         return trial
 
-    def content(self, candidate: Candidate, micro_batch: int) -> dict[str, Any]:
+    def make_config(self, candidate: Candidate, micro_batch: int) -> dict[str, Any]:
         """The configuration for a micro-batch; if it leaves the micro-batch to the script ("auto"), it is unchanged."""
         content = candidate.content
         return dict(content) if content.get(MICRO_BATCH) == "auto" else with_batch(content, micro_batch)
 
-    def words(self, config: Path, micro_batch: int) -> list[str]:
+    def script_arguments(self, config: Path, micro_batch: int) -> list[str]:
         """The script's arguments with this configuration, and the micro-batch in the argument of `arg_mappings`."""
-        words = self._given.replaced(self._options.script_args, config)
+        words = self._argument.replace_value(self._options.script_args, config)
         if argument := (self._block.arg_mappings or {}).get(MICRO_BATCH):
             words = with_argument(words, argument, micro_batch)
         return words
 
-    def job(self, folder: Path, words: list[str]) -> str:
+    def run_job(self, folder: Path, words: list[str]) -> str:
         """Run the script. Returns the reason of a failure, empty if it succeeded."""
-        of_job = {name: value for name, value in vars(self._options).items() if name not in OF_A_COMMAND}
+        of_job = {name: value for name, value in vars(self._options).items() if name not in COMMAND_OPTIONS}
         options = json.dumps({**of_job, "autotuning": None, "script_args": words})
         with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as errors:
             command = [sys.executable, "-m", "zero.tools.autotuning", options]
@@ -205,10 +205,10 @@ class Runs:
         found = json.loads(measured.read_text(encoding="utf-8"))
         own = found.pop("micro_batch")
         seen = found.pop("rows") / own
-        if self._seen is None:
-            self._seen = seen
+        if self._rows_per_sample is None:
+            self._rows_per_sample = seen
         argument = (self._block.arg_mappings or {}).get(MICRO_BATCH)
-        if seen != self._seen or (argument and own != micro_batch):
+        if seen != self._rows_per_sample or (argument and own != micro_batch):
             fix = "let the script read it from the configuration, or name its argument in autotuning.arg_mappings"
             return Trial(own, failure=f"the script uses another micro-batch than the one that is tried; {fix}")
         return Trial(own, **found)
@@ -227,23 +227,23 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 def value_of(words: Sequence[str], argument: str) -> str | None:
     """The value of this argument; None if it is not given."""
-    given = _find(words, argument)
+    given = _find_argument(words, argument)
     return None if given is None else given.value
 
 
 def with_argument(words: Sequence[str], argument: str, value: int) -> list[str]:
     """The arguments with this one set, in place of its former value."""
-    given = _find(words, argument)
-    return [*words, f"--{argument.lstrip('-')}", str(value)] if given is None else given.replaced(words, value)
+    given = _find_argument(words, argument)
+    return [*words, f"--{argument.lstrip('-')}", str(value)] if given is None else given.replace_value(words, value)
 
 
-def _find(words: Sequence[str], argument: str) -> Given | None:
+def _find_argument(words: Sequence[str], argument: str) -> ScriptArgument | None:
     flag = f"--{argument.lstrip('-')}"
     for index, word in enumerate(words):
         if word.startswith(f"{flag}="):
-            return Given(index, f"{flag}=", word.removeprefix(f"{flag}="))
+            return ScriptArgument(index, f"{flag}=", word.removeprefix(f"{flag}="))
         if word == flag and index + 1 < len(words):
-            return Given(index + 1, "", words[index + 1])
+            return ScriptArgument(index + 1, "", words[index + 1])
     return None
 
 

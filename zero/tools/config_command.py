@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     show.add_argument("--all", action="store_true", help="also show values that were not given")
     show.set_defaults(action=_show)
-    for name, (text, made) in PRINTED.items():
+    for name, (text, made) in PRINT_ACTIONS.items():
         actions.add_parser(name, help=text).set_defaults(action=_print, made=made)
 
 
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     return action(options)
 
 
-def shown_config(config: Config) -> dict[str, Any]:
+def config_with_origins(config: Config) -> dict[str, Any]:
     """The effective configuration and the origin of each value, as an object that loads to the same configuration.
 
     Keys that are None (the engine derives them, or they are off) are left out.
@@ -75,7 +75,11 @@ def _show(options: argparse.Namespace) -> int:
     if options.json:
         elastic = config.elasticity is not None and config.elasticity.enabled
         chosen = (TRAIN, MICRO, STEPS) if elastic else ()  # `elasticity` takes none of them beside it
-        print(json.dumps({key: value for key, value in shown_config(config).items() if key not in chosen}, indent=2))
+        print(
+            json.dumps(
+                {key: value for key, value in config_with_origins(config).items() if key not in chosen}, indent=2
+            )
+        )
         return 0
     _print_values(config, every=options.all)
     _print_notes("without effect here", config.inactive_with_reasons)
@@ -86,7 +90,7 @@ def _show(options: argparse.Namespace) -> int:
 
 def _print_values(config: Config, *, every: bool) -> None:
     """Print a line for each value: path, value, origin. Without `every`, defaults are only counted."""
-    shown = shown_config(config)
+    shown = config_with_origins(config)
     origins: Mapping[str, str] = shown[ORIGINS_KEY]
     rows = [
         (path, json.dumps(value_at(shown, path)), origin)
@@ -112,7 +116,7 @@ def _optimizers() -> str:
 
 
 # Action -> its help, and the text that it prints.
-PRINTED: Mapping[str, tuple[str, Callable[[], str]]] = {
+PRINT_ACTIONS: Mapping[str, tuple[str, Callable[[], str]]] = {
     "schema": ("JSON Schema", lambda: json.dumps(json_schema(Config), indent=2)),
     "keys": ("print the table of all keys, in Markdown", lambda: key_table(Config)),
     "optimizers": ("print the table of all optimizers, in Markdown", _optimizers),

@@ -98,21 +98,21 @@ def render(facts: list[Fact]) -> str:
 Answer = str | tuple[str, str, str]  # (value, verdict, note), or the value alone if it is OK.
 
 
-def _unless(trouble: str, value: str, note: str, well: str) -> Answer:
+def _slower_if(trouble: str, value: str, note: str, well: str) -> Answer:
     """The answer `well`, or if there is trouble, `value` with the verdict SLOWER and the reason."""
     return (value, SLOWER, f"{trouble}{note}") if trouble else well
 
 
-def ask(section: str, name: str, question: Callable[[], Answer]) -> Fact:
+def answer_question(section: str, name: str, question: Callable[[], Answer]) -> Fact:
     """The answer as a fact; an error of the question becomes a fact too."""
     try:
         answer = question()
     except Exception as error:
-        return _untold(section, name, error)
+        return _unknown_fact(section, name, error)
     return Fact(section, name, answer) if isinstance(answer, str) else Fact(section, name, *answer)
 
 
-def _untold(section: str, name: str, error: Exception) -> Fact:
+def _unknown_fact(section: str, name: str, error: Exception) -> Fact:
     text = " ".join(str(error).split())
     return Fact(section, name, f"not known ({type(error).__name__}: {text})", UNKNOWN)
 
@@ -130,9 +130,9 @@ def collect(paths: Sequence[Path], *, probe: bool = False) -> Iterator[Fact]:
     ):
         try:
             for name, question in questions:
-                yield ask(section, name, question)
+                yield answer_question(section, name, question)
         except Exception as error:  # the further questions depend on an answer that failed
-            yield _untold(section, "the rest", error)
+            yield _unknown_fact(section, "the rest", error)
 
 
 Questions = Iterator[tuple[str, Callable[[], Answer]]]
@@ -192,7 +192,7 @@ def _cpuinfo(key: str) -> str:
 
 def _kernels() -> Answer:
     note = ". Results are the same; an optimizer update takes about twenty times as long"
-    return _unless(health.cpu_library_trouble(), "torch operations", note, f"native, {kernels.isa()}")
+    return _slower_if(health.cpu_library_trouble(), "torch operations", note, f"native, {kernels.isa()}")
 
 
 def _bf16_matmuls() -> Answer:
@@ -213,9 +213,9 @@ def memory() -> Questions:
             text = f"limit {format_bytes(state.limit_bytes)}, {state.kills} kills so far"
             yield state.name, lambda text=text: text  # type: ignore[misc]
     yield "huge pages", _huge_pages
-    yield "lockable memory", _lockable
+    yield "lockable memory", _lockable_memory
     yield "open files", lambda: f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} at most (RLIMIT_NOFILE)"
-    yield "shared memory", _shared
+    yield "shared memory", _shared_memory
 
 
 def _host_memory() -> Answer:
@@ -231,7 +231,7 @@ def _huge_pages() -> Answer:
     return text
 
 
-def _lockable() -> Answer:
+def _lockable_memory() -> Answer:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return "unlimited (RLIMIT_MEMLOCK)"
@@ -239,9 +239,11 @@ def _lockable() -> Answer:
     return f"{format_bytes(soft)} (RLIMIT_MEMLOCK)"
 
 
-def _shared() -> Answer:
+def _shared_memory() -> Answer:
     note = ". Ranks of one node cannot share host memory and copy to each other"
-    return _unless(health.shared_memory_trouble(), "none", note, "memfd works: ranks of one node can share host memory")
+    return _slower_if(
+        health.shared_memory_trouble(), "none", note, "memfd works: ranks of one node can share host memory"
+    )
 
 
 def file_io() -> Questions:
@@ -274,12 +276,12 @@ def _io_choice() -> Answer:
 def disks(paths: Sequence[Path], probe: bool) -> Questions:
     for path in paths:
         yield str(path), lambda path=path: _disk(path)  # type: ignore[misc]
-        if _usable(path):
+        if _is_usable(path):
             yield f"{path}: O_DIRECT", lambda path=path: _direct(path)  # type: ignore[misc]
             yield f"{path}: speed", lambda path=path: _speed(path, probe)  # type: ignore[misc]
 
 
-def _usable(path: Path) -> bool:
+def _is_usable(path: Path) -> bool:
     return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
 
 
@@ -288,7 +290,7 @@ def _disk(path: Path) -> Answer:
         return "not a folder", MISSING, f"{path} is a file: name a folder on the disk for the swap files"
     if not path.is_dir():
         return "no such folder", MISSING, f"create {path} on the disk for the swap files"
-    if not _usable(path):
+    if not _is_usable(path):
         return "not writable", MISSING, f"the engine must create swap files in {path}: change its owner or mode"
     free = free_bytes(path)
     device = identify(path)
@@ -306,7 +308,7 @@ def _disk(path: Path) -> Answer:
 
 def _direct(path: Path) -> Answer:
     note = "; I/O goes through the page cache, which takes host memory and copies every byte"
-    return _unless(health.direct_io_trouble(path), "no", note, "yes")
+    return _slower_if(health.direct_io_trouble(path), "no", note, "yes")
 
 
 def _speed(path: Path, probe: bool) -> Answer:
@@ -329,7 +331,7 @@ def gpus() -> Questions:
     for index in range(module.device_count()):
         yield f"GPU {index}", lambda index=index: _gpu(module, index)  # type: ignore[misc]
     yield "CUDA kernels", _cuda_kernels
-    yield "pinned memory", _pinned
+    yield "pinned memory", _pinned_memory
 
 
 def _gpu(module: Any, index: int) -> Answer:
@@ -339,12 +341,12 @@ def _gpu(module: Any, index: int) -> Answer:
 
 def _cuda_kernels() -> Answer:
     note = ". Updates on the GPU and block sums run as several torch kernels"
-    return _unless(health.cuda_library_trouble(), "torch operations", note, "native")
+    return _slower_if(health.cuda_library_trouble(), "torch operations", note, "native")
 
 
-def _pinned() -> Answer:
+def _pinned_memory() -> Answer:
     note = "; copies to and from the GPU are slower and stop its stream"
-    return _unless(health.pinning_trouble(), "no", note, "works")
+    return _slower_if(health.pinning_trouble(), "no", note, "works")
 
 
 def several_ranks() -> Questions:

@@ -36,7 +36,7 @@ NUMEL = 1 << 20
 """Number of elements for which bytes are averaged, so that whole pages and scales hardly count."""
 
 
-def _stored_as(dtype: str) -> dict[str, Any]:
+def _state_dtype_config(dtype: str) -> dict[str, Any]:
     return {"zero_optimization": {"offload_optimizer": {"state_dtype": dtype}}}
 
 
@@ -45,10 +45,10 @@ BF16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 
 VARIANTS: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = {
     "AdamW": (
-        ("state_dtype bf16", {}, _stored_as("bf16")),
-        ("state_dtype 8bit", {}, _stored_as("8bit")),
-        ("state_dtype bf16, bf16 masters", {}, _stored_as("bf16") | BF16),
-        ("state_dtype 8bit, bf16 masters", {}, _stored_as("8bit") | BF16),
+        ("state_dtype bf16", {}, _state_dtype_config("bf16")),
+        ("state_dtype 8bit", {}, _state_dtype_config("8bit")),
+        ("state_dtype bf16, bf16 masters", {}, _state_dtype_config("bf16") | BF16),
+        ("state_dtype 8bit, bf16 masters", {}, _state_dtype_config("8bit") | BF16),
         ("amsgrad", {"amsgrad": True}, {}),
         ("ema_decay", {}, {"ema_decay": 0.999}),
     ),

@@ -67,7 +67,7 @@ class Rates:
     copy_bytes_per_second: float | None
     notes: tuple[str, ...] = ()
 
-    def or_assumed(self) -> Rates:
+    def with_assumed_rates(self) -> Rates:
         """These, and for what is not known the rates of a fast drive and of PCIe 4."""
         return dataclasses.replace(
             self,
@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     content = _content(options)
     config = _config(content, options)
-    planning = Planning(options, build_on_meta(options.model, options.model_args))
+    planning = ModelPlans(options, build_on_meta(options.model, options.model_args))
     least = planning.least({key: value for key, value in content.items() if key != "memory_budget"})
     if not options.json:
         print(f"{options.model}: {format_count(planning.numel)} parameters")
@@ -134,12 +134,12 @@ def run(options: argparse.Namespace) -> int:
         )
         shared = " (the device is a part of the host here)" if shares_host_memory(planning.device) else ""
         print(f"smallest machine, for each rank and without activations: {sizes}{shared}")
-    layout, plan = planning.make(content)
+    layout, plan = planning.make_plan(content)
     traffic = planning.traffic(layout, plan)
     rates = find_rates(config, plan, traffic, options)
     seconds = step_time(traffic, rates)
     cost = partial(planning.cost_or_assumed, rates)
-    choices = find_choices(content, planning.make, cost) if options.choices else []
+    choices = find_choices(content, planning.make_plan, cost) if options.choices else []
     if options.json:
         facts = {"parameters": planning.numel, "smallest_bytes": least}
         facts |= _as_dict(plan, layout, traffic, rates, seconds)
@@ -158,7 +158,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-class Planning:
+class ModelPlans:
     """Plans of one model on one machine under several configurations."""
 
     def __init__(self, options: argparse.Namespace, model: nn.Module) -> None:
@@ -170,7 +170,7 @@ class Planning:
     def config(self, content: dict[str, Any]) -> Config:
         return _config(content, self._options)
 
-    def make(self, content: dict[str, Any]) -> tuple[Layout, Plan]:
+    def make_plan(self, content: dict[str, Any]) -> tuple[Layout, Plan]:
         """Raises ConfigError, BudgetError."""
         config = self.config(content)
         layout, plan = plan_model(self.model, config, self.machine, self.device, self._options.ranks)
@@ -201,7 +201,7 @@ class Planning:
         moved_bytes, seconds = self.cost(rates, layout, plan)
         if seconds is not None:
             return moved_bytes, seconds, False
-        return *self.cost(rates.or_assumed(), layout, plan), True
+        return *self.cost(rates.with_assumed_rates(), layout, plan), True
 
 
 def _content(options: argparse.Namespace) -> dict[str, Any]:
@@ -218,10 +218,10 @@ def _content(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _config(content: dict[str, Any], options: argparse.Namespace) -> Config:
-    return load_config(content, world_size=options.ranks, ranks_per_node=_of_node(options))
+    return load_config(content, world_size=options.ranks, ranks_per_node=_ranks_per_node(options))
 
 
-def _of_node(options: argparse.Namespace) -> int:
+def _ranks_per_node(options: argparse.Namespace) -> int:
     return int(options.ranks // options.nodes)
 
 
@@ -346,7 +346,7 @@ def _machine(options: argparse.Namespace, device: torch.device) -> Machine:
     if options.device is not None:
         changes["device_bytes"] = options.device
     machine = dataclasses.replace(here, **changes)
-    machine = dataclasses.replace(machine, available_bytes=machine.available_bytes // _of_node(options))
+    machine = dataclasses.replace(machine, available_bytes=machine.available_bytes // _ranks_per_node(options))
     if options.device is None and shares_host_memory(device):  # the device's memory is the host's
         machine = dataclasses.replace(machine, device_bytes=machine.available_bytes)
     return machine
@@ -354,7 +354,7 @@ def _machine(options: argparse.Namespace, device: torch.device) -> Machine:
 
 def _check_disk(plan: Plan, config: Config, options: argparse.Namespace) -> None:
     """Raise BudgetError if the plan needs more than the drives have; folders that do not exist here are not checked."""
-    need, free, where = plan.swap_bytes * _of_node(options), options.nvme, "--nvme"
+    need, free, where = plan.swap_bytes * _ranks_per_node(options), options.nvme, "--nvme"
     folders = [Path(path) for path in swap_paths(config)]
     if free is None and folders and all(folder.is_dir() for folder in folders):
         devices = {folder.stat().st_dev: os.statvfs(folder) for folder in folders}

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    tune_step.check(options)
+    tune_step.check_arguments(options)
     folders = [check_folder(path) for path in options.paths]
     results: dict[str, tuning.Tuning] = {}
     rows = []

@@ -10,13 +10,13 @@ from typing import Any
 from offload.sizes import format_bytes
 from zero.plan.machine import available_memory
 
-TRIED = 2
+PLACEMENTS_RUN = 2
 """Number of placements that are run."""
-WORTH = 1.05
+SPEEDUP_MIN = 1.05
 """A doubled micro-batch is kept if samples per second grow at least by this factor."""
 BATCH_MAX = 64
 TRIAL_SECONDS_MAX = 1800
-PLACES = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
+PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
 """Tiers of (weights, states), ordered by the speed expected without other knowledge, the fastest first."""
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
@@ -50,21 +50,21 @@ class Trial:
         return self.failure or f"{self.seconds:.3g} s, {self.rate:.3g} samples/s, {peak} at most"
 
 
-Run = Callable[[Candidate, int], Trial]
+RunTrial = Callable[[Candidate, int], Trial]
 """Runs a configuration with a micro-batch."""
-Keep = Callable[[Trial, Candidate], None]
+OnBest = Callable[[Trial, Candidate], None]
 """Called with each trial that is the best so far."""
 
 
 def search(
-    candidates: Iterable[Candidate], run: Run, keep: Keep, *, least: int = 1, most: int = BATCH_MAX
+    candidates: Iterable[Candidate], run: RunTrial, on_best: OnBest, *, least: int = 1, most: int = BATCH_MAX
 ) -> tuple[Trial, Candidate] | None:
     """The best of the first `TRIED` candidates that run, with the largest micro-batch that pays; None: none runs.
 
     Args:
         candidates: the one expected to be fastest first.
         run: see `Run`.
-        keep: see `Keep`.
+        on_best: see `Keep`.
         least: the micro-batch at which candidates are compared.
         most: the largest micro-batch to try; equal to `least`: it is not increased.
     """
@@ -75,8 +75,8 @@ def search(
         ran += not trial.failure
         if not trial.failure and (best is None or trial.seconds < best[0].seconds):
             best = trial, candidate
-            keep(*best)
-        if ran == TRIED:
+            on_best(*best)
+        if ran == PLACEMENTS_RUN:
             break
     if best is None:
         return None
@@ -86,10 +86,10 @@ def search(
         if not _divides(candidate.content, doubled):
             break
         larger = run(candidate, doubled)
-        if larger.failure or larger.rate < WORTH * trial.rate:
+        if larger.failure or larger.rate < SPEEDUP_MIN * trial.rate:
             break
         trial = larger
-        keep(trial, candidate)
+        on_best(trial, candidate)
     return trial, candidate
 
 

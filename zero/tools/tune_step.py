@@ -31,10 +31,10 @@ from offload.files.trace_events import check_target
 from offload.sizes import format_bytes
 from zero.config.given import read_json
 from zero.plan.machine import peak_rss_bytes
-from zero.tools.plan_command import Planning, Rates, build_model, build_on_meta, measure_update_rate
+from zero.tools.plan_command import ModelPlans, Rates, build_model, build_on_meta, measure_update_rate
 from zero.tools.tune_search import (
     MICRO_BATCH,
-    PLACES,
+    PLACEMENTS,
     TRIAL_SECONDS_MAX,
     Candidate,
     Trial,
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-recompute", action="store_true", help="keep activations instead of recomputing them")
 
 
-def check(options: argparse.Namespace) -> None:
+def check_arguments(options: argparse.Namespace) -> None:
     """Raise ConfigError for options that contradict each other, before anything is measured."""
     if options.write is None:
         if options.model is not None:
@@ -81,32 +81,34 @@ def check(options: argparse.Namespace) -> None:
 def write(options: argparse.Namespace, tuned: list[tuning.Tuning], say: Callable[[str], None]) -> Trial:
     """Find the best configuration and write it. Raises ConfigError: nothing fits or runs."""
     base = dict(DEFAULTS) if options.base is None else dict(read_json(options.base))
-    placed = _placed(base, options, tuned)
+    placed = _fitting_candidates(base, options, tuned)
     say(f"running {WARM_STEPS + options.steps} steps with each placement; the best so far is in {options.write}")
-    best = search(placed, _Runner(options, say), lambda trial, candidate: _keep(options, trial, candidate))
+    best = search(placed, _TrialRunner(options, say), lambda trial, candidate: _write_best(options, trial, candidate))
     if best is None:
         names = ", ".join(candidate.name for candidate in placed)
         raise ConfigError(
             f"zero tune: {options.model} did not run with weights/states on any of {names}; see the output above"
         )
     trial, _ = best
-    say(f"{options.write}: {_told(options, trial)}")
+    say(f"{options.write}: {_describe_trial(options, trial)}")
     return trial
 
 
-def _told(options: argparse.Namespace, trial: Trial) -> str:
+def _describe_trial(options: argparse.Namespace, trial: Trial) -> str:
     return f"{trial.seconds:.3g} s a step of {trial.micro_batch} x {options.sequence} tokens"
 
 
-def _keep(options: argparse.Namespace, trial: Trial, candidate: Candidate) -> None:
-    comment = f"zero tune: {_told(options, trial)} on this machine, {format_bytes(trial.peak_bytes)} at most"
+def _write_best(options: argparse.Namespace, trial: Trial, candidate: Candidate) -> None:
+    comment = f"zero tune: {_describe_trial(options, trial)} on this machine, {format_bytes(trial.peak_bytes)} at most"
     found = {"_comment": comment, **with_batch(candidate.content, trial.micro_batch)}
     options.write.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
-def _placed(base: dict[str, Any], options: argparse.Namespace, tuned: list[tuning.Tuning]) -> list[Candidate]:
+def _fitting_candidates(
+    base: dict[str, Any], options: argparse.Namespace, tuned: list[tuning.Tuning]
+) -> list[Candidate]:
     """Each placement that fits this machine, the one expected to be fastest first."""
-    planning = Planning(_as_for_plan(options), build_on_meta(options.model))
+    planning = ModelPlans(_plan_options(options), build_on_meta(options.model))
     planning.config(base)  # an error in it is raised here; below it would look like a model that does not fit
     rates = Rates(
         read_bytes_per_second=sum(each.read_bytes_per_second for each in tuned),
@@ -115,10 +117,10 @@ def _placed(base: dict[str, Any], options: argparse.Namespace, tuned: list[tunin
         copy_bytes_per_second=None,
     )
     found = []
-    for order, (weights, states) in enumerate(PLACES if options.on is None else ((options.on, options.on),)):
+    for order, (weights, states) in enumerate(PLACEMENTS if options.on is None else ((options.on, options.on),)):
         content = with_tiers(base, weights, states, [os.path.abspath(path) for path in options.paths])
         try:
-            layout, plan = planning.make(content)
+            layout, plan = planning.make_plan(content)
         except (BudgetError, ConfigError):
             continue
         moved, seconds = planning.cost(rates, layout, plan)
@@ -131,12 +133,12 @@ def _placed(base: dict[str, Any], options: argparse.Namespace, tuned: list[tunin
     return [Candidate(name, content) for *_, name, content in sorted(found, key=lambda row: row[:3])]
 
 
-def _as_for_plan(options: argparse.Namespace) -> argparse.Namespace:
+def _plan_options(options: argparse.Namespace) -> argparse.Namespace:
     """Options of `zero plan` for this machine and one rank."""
     return argparse.Namespace(host=None, device=None, nvme=None, ranks=1, nodes=1, model=options.model)
 
 
-class _Runner:
+class _TrialRunner:
     """Runs each trial in a separate process, so that a process killed for memory does not end the search."""
 
     def __init__(self, options: argparse.Namespace, say: Callable[[str], None]) -> None:

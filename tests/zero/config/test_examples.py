@@ -20,7 +20,7 @@ from zero.config import Config, load_config
 from zero.config.auto_values import read_facts, resolve_auto
 from zero.config.fields import AUTO, block_of, known_keys
 from zero.tools import cli
-from zero.tools.config_command import shown_config
+from zero.tools.config_command import config_with_origins
 from zero.tools.config_schema import json_schema
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "configs"
@@ -94,7 +94,7 @@ def test_a_documented_example_is_shown_so_that_it_loads_to_the_same(
     again = load_config(path, world_size=world_size)
     assert again.as_dict() == config.as_dict()
     assert set(again.inactive) == set(config.inactive)
-    shown, once_more = json.loads(path.read_text(encoding="utf-8")), shown_config(again)
+    shown, once_more = json.loads(path.read_text(encoding="utf-8")), config_with_origins(again)
     assert shown.pop("_comment_origins").keys() == once_more.pop("_comment_origins").keys()
     assert once_more == shown
 
@@ -102,11 +102,11 @@ def test_a_documented_example_is_shown_so_that_it_loads_to_the_same(
 def test_what_is_resolved_is_shown_so_that_it_loads_to_the_same() -> None:
     config = load_config(EXAMPLES["llamafactory_z3_offload"])
     resolved = resolve_auto(config, read_facts(Tiny()))
-    assert load_config(shown_config(resolved)).as_dict() == resolved.as_dict() != config.as_dict()
+    assert load_config(config_with_origins(resolved)).as_dict() == resolved.as_dict() != config.as_dict()
 
 
 def test_a_default_that_was_shown_stays_a_default_and_an_edited_one_is_the_users() -> None:
-    shown = shown_config(load_config({"train_batch_size": 8, "zero_optimization": {"stage": 3}}))
+    shown = config_with_origins(load_config({"train_batch_size": 8, "zero_optimization": {"stage": 3}}))
     again = load_config(shown)
     assert again.origin("aio.queue_depth") == "default" and again.inactive == ()
     assert again.origin("zero_optimization.stage") == "user"
@@ -154,7 +154,7 @@ SCHEMA = json_schema(Config)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_schema_accepts_the_documented_examples(name: str) -> None:
     assert fits(EXAMPLES[name], SCHEMA)
-    assert fits(shown_config(load_config(EXAMPLES[name])), SCHEMA)
+    assert fits(config_with_origins(load_config(EXAMPLES[name])), SCHEMA)
 
 
 @pytest.mark.parametrize(
