@@ -222,11 +222,11 @@ def units_read_once(trainer: Any) -> Iterator[None]:
         finally:
             once.close()
 
-    editor.stored = stored
+    editor.open_reader = stored
     try:
         yield
     finally:
-        del editor.stored
+        del editor.open_reader
 
 
 def put_exchange(engine: Any, exchange: Any) -> None:

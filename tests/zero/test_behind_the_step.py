@@ -236,7 +236,7 @@ def test_gathering_one_parameter_updates_its_unit_and_no_other(open_engine: Open
         spy = Spy(engine)
         engine.step()
         look(name)
-        (unit,) = keeper_of(engine).units_named(name)
+        (unit,) = keeper_of(engine).units_of(name)
         assert spy.units(0) == [unit]
         assert [u.index for u in engine.units if updates_of(engine).current(u.index)] == [unit]
         if name != "head.weight":

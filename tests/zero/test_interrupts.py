@@ -124,7 +124,7 @@ def test_updates_go_on_when_whoever_waits_for_them_is_interrupted(
     engine.inject(HELD)
     engine.step()
     interrupted_while_waiting(engine, lambda: WAITS[wait](engine))
-    assert not keeper_of(engine).editor.busy
+    assert not keeper_of(engine).editor.is_editing
     GOING_ON[going_on](engine)
     train(engine, 2)
     assert (engine.global_steps, engine.micro_steps, engine.lr_scheduler.last_epoch) == (3, 3, 3)

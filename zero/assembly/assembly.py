@@ -52,7 +52,7 @@ from zero.snapshots.commit import open_snapshots
 from zero.store.adoption import Adoption, Piece, read_parameter
 from zero.store.storage import Storage
 from zero.store.stored_values import StoredValues
-from zero.values.access import EngineKeeper, take_back
+from zero.values.access import EngineParameterStore, unwrap_parameters
 from zero.values.editor import UnitEditor
 from zero.values.gathered_values import GatheredValues
 
@@ -74,7 +74,7 @@ class EngineParts:
         previous: the owner's present parts; they keep their values until the model is switched over.
     """
 
-    parameter_store: EngineKeeper
+    parameter_store: EngineParameterStore
     storage: Storage
 
     def __init__(
@@ -95,7 +95,7 @@ class EngineParts:
         self._covered_units, self.layout = lay_out(
             *(model, self.leaves, trainable, config, placement), run.rules.whole_parameter_rules
         )
-        take_back((leaf.parameter for leaf in self.leaves), previous.parameter_store if previous else None)
+        unwrap_parameters((leaf.parameter for leaf in self.leaves), previous.parameter_store if previous else None)
         # Stages of a pipeline start together, and each plans with a share of the node's free memory.
         sharers = collectives.world if previous is None else collectives
         own = machine_to_plan(run.device, previous.storage.memory_pools if previous else ())
@@ -165,7 +165,7 @@ class EngineParts:
         rows = ExpertRowFetcher(self.bound, storage, self.coordinator, updates, self.backward_watch, self.scheduler)
         self.backward_watch.add_end_callback(rows.end_backward)
         sharded = self._config.zero_optimization.stage == 3
-        self.parameter_store = EngineKeeper(
+        self.parameter_store = EngineParameterStore(
             *(events, self.bound, self.coordinator, self.hooks, editor, rows, self.parameters()), partitions=sharded
         )
         self._tiled_stores = self._make_tiled_stores()
@@ -294,7 +294,7 @@ class EngineParts:
 
     def values_reader(self, *, few: bool = False) -> StoredValues:
         """A reader of the planes. Call it when no update is due and no transfer is in flight. `few`: as there."""
-        return StoredValues(self.layout, self.storage, self.parameter_store.places, reads_few=few)
+        return StoredValues(self.layout, self.storage, self.parameter_store.slots, reads_few=few)
 
     def install(self) -> None:
         """Put hooks on the model; from now on its forward and backward use the parts."""
@@ -308,7 +308,7 @@ class EngineParts:
 
     def check_outside_calls(self, what: str, advice: str = "call it outside of them") -> None:
         """Raise StateError inside forward, backward or `GatheredParameters`."""
-        if self.hooks.in_forward or in_backward() or self.parameter_store.editor.busy:
+        if self.hooks.in_forward or in_backward() or self.parameter_store.editor.is_editing:
             raise StateError(f"{what}: called inside forward, backward or GatheredParameters; {advice}")
 
     def wait_until_idle(self) -> None:
@@ -332,7 +332,7 @@ class EngineParts:
             if self._is_built:
                 self.hooks.remove()
                 if self.collectives.placement.is_single_rank:
-                    self.parameter_store.return_values()
+                    self.parameter_store.restore_parameters()
         finally:
             self.storage.close()
 

@@ -159,7 +159,7 @@ class ModelChanges:
     def apply_pending(self) -> bool:
         """Before a forward: apply changes of the model. True if there were any; raises as `replan`."""
         run, parts = self._run, self._run.parts
-        if parts.hooks.in_forward or in_backward() or parts.parameter_store.editor.busy:
+        if parts.hooks.in_forward or in_backward() or parts.parameter_store.editor.is_editing:
             return False
         census = ParameterInventory(run.module, run.updater)
         census.inherit(self._inventory)
@@ -199,7 +199,7 @@ class ModelChanges:
             try:
                 _fill(new, old)
                 gone = [leaf for leaf in old.leaves if id(leaf.parameter) not in present]
-                leaving = [(leaf, old.parameter_store.exact(leaf.names[0])) for leaf in gone]
+                leaving = [(leaf, old.parameter_store.exact_values(leaf.names[0])) for leaf in gone]
                 small = _small_states(run.updater, old, new)
             except BaseException:
                 new.storage.close()
@@ -261,9 +261,9 @@ def _switch_parts(old: EngineParts, new: EngineParts, leaving: list[tuple[Leaf, 
     old.hooks.remove()
     old.backward_watch.remove()
     for leaf, value in leaving:
-        old.parameter_store.release(leaf.parameter, value)
+        old.parameter_store.restore_parameter(leaf.parameter, value)
     new.take_over_parameters()
-    new.parameter_store.inherit(old.parameter_store)
+    new.parameter_store.copy_dtypes_from(old.parameter_store)
     new.backward_watch.graph_version, new.backward_watch.is_torn = (
         old.backward_watch.graph_version,
         old.backward_watch.is_torn,

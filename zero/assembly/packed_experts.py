@@ -19,7 +19,7 @@ from torch import nn
 from zero.params.released import is_managed, store_of
 from zero.params.units import packed_experts
 from zero.schedule.rows import ExpertRowFetcher
-from zero.values.access import EngineKeeper
+from zero.values.access import EngineParameterStore
 
 PREFIX = "zero:"  # Ours are called "zero:eager", "zero:grouped_mm" and so on; the second part names the wrapped one.
 
@@ -110,6 +110,6 @@ def _row_fetcher_of(parameters: dict[str, nn.Parameter]) -> ExpertRowFetcher | N
     """The engine's lender of these parameters' rows; None outside an engine."""
     for parameter in parameters.values():
         keeper = store_of(parameter) if is_managed(parameter) else None
-        if isinstance(keeper, EngineKeeper):
+        if isinstance(keeper, EngineParameterStore):
             return keeper.rows
     return None

@@ -184,7 +184,7 @@ class EngineSteps:
         for listener in self._listeners:
             listener.on_step_request()
         self._device_memory.reload("step")
-        if parts.parameter_store.editor.busy:
+        if parts.parameter_store.editor.is_editing:
             raise StateError(
                 "step: called inside GatheredParameters, where it would change the weights but not the gathered "
                 "copy; call it outside"
@@ -441,11 +441,11 @@ class EngineSteps:
             self.check_open(EDIT)
         parts = self._run.parts
         name = name_of(parameter)
-        units = parts.parameter_store.units_named(name)
+        units = parts.parameter_store.units_of(name)
         self.complete_updates(f"values of {name}", units)
         if to_change:
-            parts.parameter_store.editor.before_change(units)
+            parts.parameter_store.editor.on_change_begin(units)
         found = ParameterValues(parts, parts.collectives, parameter, self._run.updater)
-        if found.trained and torch_gradient(parameter) is not None:
+        if found.is_trained and torch_gradient(parameter) is not None:
             self._take_gradient(parameter)
         return found

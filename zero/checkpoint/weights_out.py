@@ -23,7 +23,7 @@ from zero.checkpoint.folder import check_folder_argument
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE, check_filename, plan_weights_files, write_weights_files
 from zero.exchange.together import DeferringFailures
 from zero.params.opaque import is_wrapper, quantized_tensor_names
-from zero.values.gathered_values import PlaneReader
+from zero.values.gathered_values import FirstRankReader
 
 logger = logging.getLogger("zero")
 
@@ -217,7 +217,7 @@ class ExportWeights:
         return entries_of(self._run.module, exclude_frozen=exclude_frozen)
 
     @contextmanager
-    def _open_reader(self, relay: DeferringFailures, *, masters: bool) -> Iterator[PlaneReader]:
+    def _open_reader(self, relay: DeferringFailures, *, masters: bool) -> Iterator[FirstRankReader]:
         """A reader of the planes, which are at rest inside the context. No value changes: old graphs stay valid."""
         parts = self._run.parts
         parts.stepper.finish_updates()
@@ -226,13 +226,13 @@ class ExportWeights:
         streams.wait_events(streams.record_copy_event(), streams.record_update_event())
         stored = parts.values_reader()
         try:
-            yield PlaneReader(stored, relay, masters=masters)
+            yield FirstRankReader(stored, relay, masters=masters)
         finally:
             stored.close()
             self._steps.make_ready("saving weights")
 
 
-def _dtype_of(entry: NamedTensor, reader: PlaneReader) -> torch.dtype:
+def _dtype_of(entry: NamedTensor, reader: FirstRankReader) -> torch.dtype:
     return reader.dtype_of(entry.tensor) if isinstance(entry.tensor, nn.Parameter) else entry.tensor.dtype
 
 
@@ -240,9 +240,9 @@ def _file_dtype(entry: NamedTensor, dtype: torch.dtype, *, masters: bool) -> tor
     return torch.float32 if masters and dtype.is_floating_point and not entry.opaque else dtype
 
 
-def _values_of(entry: NamedTensor, reader: PlaneReader, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def _values_of(entry: NamedTensor, reader: FirstRankReader, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     if isinstance(entry.tensor, nn.Parameter):
-        for piece in reader.read(entry.tensor):
+        for piece in reader.read_parameter(entry.tensor):
             yield piece.to(dtype)
     else:
         yield entry.tensor.detach().to(device="cpu", dtype=dtype).reshape(-1)

@@ -13,7 +13,7 @@ from zero.checkpoint import export
 from zero.checkpoint.export import Folder, Model
 from zero.checkpoint.folder import open_folder
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE
-from zero.values.access import take_back
+from zero.values.access import unwrap_parameters
 
 SCRIPT = '''#!/usr/bin/env python3
 """Whole fp32 weights out of the checkpoints beside this file: zero_to_fp32.py CHECKPOINT_DIR OUTPUT."""
@@ -37,7 +37,7 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, t
     with open_folder(checkpoint_dir, tag):  # there is one: else the engine stays
         pass
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    take_back(model.parameters())
+    unwrap_parameters(model.parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(dtypes[name])

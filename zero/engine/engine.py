@@ -431,10 +431,10 @@ class ZeroEngine(ConfigGetters, nn.Module):
         try:
             if not self.run.closed:
                 if not parts.collectives.placement.weights_sharded:
-                    parts.parameter_store.give_back()
+                    parts.parameter_store.unwrap_model()
                 elif keeps_shards:
                     parts.collectives.all_gather_bytes("destroy", b"")  # all ranks live and are here
-                    parts.parameter_store.give_back(open_initial_store(self.run.config))
+                    parts.parameter_store.unwrap_model(open_initial_store(self.run.config))
         finally:
             self.close()
 

@@ -56,7 +56,7 @@ class FusedAdapters:
         found: dict[int, list[AdapterLayer]] = {}
         for layer in layers_of(self._run.module):
             weight = layer.get_base_layer().weight
-            held = parts.parameter_store.bound_at(weight)
+            held = parts.parameter_store.binding_of(weight)
             if held is None or id(weight) in shared:
                 continue  # the weight is cut into tiles, or other modules compute with it too
             bound, slot = held
@@ -116,7 +116,7 @@ class AdapterLayer(NamedTuple):
 
 def _copy_of(run: Run, weight: nn.Parameter) -> torch.Tensor:
     """Its values; out of the unit that the generation keeps, if it does."""
-    place = run.parts.parameter_store.bound_at(weight)
+    place = run.parts.parameter_store.binding_of(weight)
     if place is not None and run.parts.coordinator.is_pinned_for_generation(place[0].unit.index):
         bound, slot = place
         return bound.flat.data[slot.offset_numel : slot.end_numel].view(slot.shape).clone()

@@ -21,7 +21,7 @@ from zero.params.initialisation import refuse_without_values
 from zero.params.released import is_managed
 from zero.params.units import collect_leaves
 from zero.reports.log import NOTICE, show_log
-from zero.values.access import take_back
+from zero.values.access import unwrap_parameters
 
 logger = logging.getLogger("zero")
 
@@ -103,7 +103,7 @@ def init_inference(
     if any(key in KERNELS for key in options.ignored):
         logger.log(NOTICE, "zero: no kernels are injected; to fuse operations compile the blocks: block.compile()")
     device = compute_device()
-    take_back(model.parameters())
+    unwrap_parameters(model.parameters())
     if options.dtype is not None:
         _cast(model, options.dtype)
     if options.checkpoint is not None:

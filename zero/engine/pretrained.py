@@ -28,7 +28,7 @@ from zero.params.tiles import engine_store_of
 from zero.params.unadopted import FileLocation, initial_store_of
 from zero.params.units import Leaf, collect_leaves
 from zero.store.adoption import Adoption, Piece
-from zero.values.access import EngineKeeper
+from zero.values.access import EngineParameterStore
 
 CHUNK_NUMEL = 4 << 20
 
@@ -90,12 +90,12 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
 
 
 def _load_parameters(folder: str, leaves: list[Leaf], sources: dict[int, FileLocation]) -> None:
-    kept: dict[int, EngineKeeper] = {}
+    kept: dict[int, EngineParameterStore] = {}
     for leaf in leaves:
         parameter, source = leaf.parameter, sources[leaf.index]
         keeper = engine_store_of(parameter) if is_managed(parameter) else None
         provisional = initial_store_of(parameter)
-        if isinstance(keeper, EngineKeeper):
+        if isinstance(keeper, EngineParameterStore):
             kept[id(keeper)] = keeper
         elif provisional is not None:
             provisional.set_location(parameter, source)
@@ -106,7 +106,7 @@ def _load_parameters(folder: str, leaves: list[Leaf], sources: dict[int, FileLoc
         _load_engine(folder, keeper, mine)
 
 
-def _load_engine(folder: str, keeper: EngineKeeper, sources: dict[int, FileLocation]) -> None:
+def _load_engine(folder: str, keeper: EngineParameterStore, sources: dict[int, FileLocation]) -> None:
     parts = keeper.events.prepare_load()
     together = AllRanks(parts.collectives)
     together.run_on_all("load_pretrained", lambda: None)  # no rank uses this rank's slices any more

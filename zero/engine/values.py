@@ -14,7 +14,7 @@ from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
 from zero.assembly.steps import EngineSteps
 from zero.plan.machine import read_machine
-from zero.values.access import EngineKeeper
+from zero.values.access import EngineParameterStore
 from zero.values.parameters import ParameterValues
 
 # Stage -> DeepSpeed's name for each param group's part of the fp32 values.
@@ -56,10 +56,10 @@ class Values:
         self._steps.complete_updates("reading parameters")
         return self._run.parts.parameter_store.named_weights()
 
-    def _store_after_update(self, name: str) -> EngineKeeper:
+    def _store_after_update(self, name: str) -> EngineParameterStore:
         """The keeper, after the parameter's update of the last step. Raises KeyError: no parameter has this name."""
         keeper = self._run.parts.parameter_store
-        self._steps.complete_updates(f"reading {name}", keeper.units_named(name))
+        self._steps.complete_updates(f"reading {name}", keeper.units_of(name))
         return keeper
 
 
@@ -98,11 +98,11 @@ class EngineStates:
         Does not look for any if `parameter` has its places: to look for them is to walk through the whole model.
         """
         self._steps.make_ready("following changes of the model")
-        places = [] if parameter is None else self._run.parts.parameter_store.places.get(id(parameter), [])
+        places = [] if parameter is None else self._run.parts.parameter_store.slots.get(id(parameter), [])
         if not any(unit.trainable for unit, _ in places):
             self._changes.apply_pending()
 
     def masters_of(self, group: dict[str, Any]) -> torch.Tensor:
         """This rank's part of the fp32 values of a param group, 1-D, a copy."""
-        parts = [self._values_of(parameter).own_master() for parameter in group["params"]]
+        parts = [self._values_of(parameter).master_shard() for parameter in group["params"]]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")

@@ -27,7 +27,7 @@ from zero.schedule.rows import ExpertRowFetcher
 from zero.store.adoption import Piece
 from zero.store.stored_values import ParameterSlots
 from zero.values.editor import UnitEditor
-from zero.values.gathered_values import runs_of
+from zero.values.gathered_values import shard_runs
 
 logger = logging.getLogger("zero")
 
@@ -40,7 +40,7 @@ def warn_of_hidden_gradients() -> None:
     )
 
 
-class CollectedGradient:
+class EngineGradient:
     """See `Collected`.
 
     `index`: of the parameter in the layout; `device`: where its values are used.
@@ -75,79 +75,79 @@ class CollectedGradient:
         found: float | None = self._events.values_of(self._parameter).gradient_norm()
         return None if found is None else found / self._events.loss_scale()
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         self._gradients().factors[self._index] = None
 
-    def shown(self) -> torch.Tensor:
+    def lazy_gradient(self) -> torch.Tensor:
         return LazyGradient.for_parameter(self._parameter, self, self._device)
 
 
-class EngineKeeper:
+class EngineParameterStore:
     """Knows every parameter's unit and fetches its values.
 
     `rows`: lends rows of packed experts; `partitions`: weights are sharded, see `Keeper.partitions`.
 
     Attributes:
-        places: of the model's parameters, one place for each tile.
+        slots: of the model's parameters, one place for each tile.
     """
 
     def __init__(
         self,
         events: EngineCallbacks,
-        bound: list[UnitBinding],
+        bindings: list[UnitBinding],
         coordinator: Coordinator,
         hooks: ModuleHooks,
         editor: UnitEditor,
         rows: ExpertRowFetcher,
-        wholes: list[nn.Parameter],
+        parameters: list[nn.Parameter],
         *,
         partitions: bool = True,
     ) -> None:
         self.events, self.rows, self.partitions = events, rows, partitions
-        self._bound, self._coordinator, self._hooks, self.editor = bound, coordinator, hooks, editor
+        self._bindings, self._coordinator, self._hooks, self.editor = bindings, coordinator, hooks, editor
         # id(parameter, or weight of a tile) -> where it is bound.
-        self._held = {id(p): (b, s) for b in bound for p, s in zip(b.parameters, b.unit.slots, strict=True)}
-        self._wholes = wholes
-        self._dtype_of = {id(p): p.dtype for p in wholes}
-        self.places: ParameterSlots = {}
-        self._named: dict[str, nn.Parameter] = {}
-        for b in bound:
+        self._binding_of_id = {id(p): (b, s) for b in bindings for p, s in zip(b.parameters, b.unit.slots, strict=True)}
+        self._parameters = parameters
+        self._dtype_of = {id(p): p.dtype for p in parameters}
+        self.slots: ParameterSlots = {}
+        self._by_name: dict[str, nn.Parameter] = {}
+        for b in bindings:
             for slot in b.unit.slots:
-                whole_parameter = wholes[slot.index]
-                self.places.setdefault(id(whole_parameter), []).append((b.unit, slot))
-                self._named.update(dict.fromkeys(slot.names, whole_parameter))
+                whole_parameter = parameters[slot.index]
+                self.slots.setdefault(id(whole_parameter), []).append((b.unit, slot))
+                self._by_name.update(dict.fromkeys(slot.names, whole_parameter))
 
     @property
     def device(self) -> torch.device:
         return self._coordinator.device
 
-    def inherit(self, other: EngineKeeper) -> None:
+    def copy_dtypes_from(self, other: EngineParameterStore) -> None:
         """Take over from `other` the dtypes that parameters originally had in the model."""
         self._dtype_of.update((key, dtype) for key, dtype in other._dtype_of.items() if key in self._dtype_of)
 
-    def exact(self, name: str) -> torch.Tensor:
+    def exact_values(self, name: str) -> torch.Tensor:
         """A copy of one parameter's values in its original dtype: if that was fp32, the fp32 master."""
         is_fp32 = self._dtype_of[id(self.parameter(name))] == torch.float32
         return self.master(name) if is_fp32 else self.weights(name)
 
     @property
-    def keeps_saved(self) -> bool:
+    def keeps_saved_tensors(self) -> bool:
         """True inside a module's call or a backward, since the call's backward fetches the values again."""
         return in_backward() or self._hooks.in_call
 
-    def bound_at(self, parameter: nn.Parameter) -> tuple[UnitBinding, Slot] | None:
+    def binding_of(self, parameter: nn.Parameter) -> tuple[UnitBinding, Slot] | None:
         """Where the parameter is bound; None: it is in tiles, or it is not the engine's."""
-        return self._held.get(id(parameter))
+        return self._binding_of_id.get(id(parameter))
 
     @atomic
-    def touch(self, parameter: nn.Parameter) -> None:
+    def fetch(self, parameter: nn.Parameter) -> None:
         """Fetch the values inside forward or backward; elsewhere raise an error with advice.
 
         Raises StateError: neither a forward nor a backward is running, or the engine is closed.
         """
-        index = self._held[id(parameter)][0].unit.index
+        index = self._binding_of_id[id(parameter)][0].unit.index
         self.events.make_ready_to_run(f"parameter {name_of(parameter)}")
-        if self.keeps_saved:
+        if self.keeps_saved_tensors:
             self._hooks.begin_operation(index)
             return
         if not self._coordinator.is_bound(index):
@@ -157,56 +157,56 @@ class EngineKeeper:
             )
         self._coordinator.note_read(index)
 
-    def collected(self, parameter: nn.Parameter) -> CollectedGradient | None:
+    def accumulated_gradient(self, parameter: nn.Parameter) -> EngineGradient | None:
         """See `Keeper`. A pipeline's stage has only a part of the parameters, so it shows none and says so once."""
-        places, gradients = self.places.get(id(parameter), []), self.events.get_gradients()
+        places, gradients = self.slots.get(id(parameter), []), self.events.get_gradients()
         if not any(gradients.has_gradient(unit, slot) for unit, slot in places):
             return None
         if self.editor.is_stage:
             warn_of_hidden_gradients()
             return None
-        return CollectedGradient(self.events, parameter, places[0][1].index, self.device)
+        return EngineGradient(self.events, parameter, places[0][1].index, self.device)
 
-    def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
+    def on_operation_end(self, parameters: list[nn.Parameter], tensors: list[Any], result: Any) -> Any:
         """End the use that `touch` began, unless more than the operation's result needs the values."""
-        return self._hooks.end_operation(given, result)
+        return self._hooks.end_operation(tensors, result)
 
-    def part(self, parameter: nn.Parameter) -> slice:
+    def shard_range(self, parameter: nn.Parameter) -> slice:
         """The part of the parameter in this rank's slice of its unit; it may be empty."""
-        (bound, slot), placement = self._held[id(parameter)], self.editor.placement
-        run = runs_of(placement, bound.unit, slot, slot.first_numel, slot.first_numel + slot.numel)
+        (bound, slot), placement = self._binding_of_id[id(parameter)], self.editor.placement
+        run = shard_runs(placement, bound.unit, slot, slot.first_numel, slot.first_numel + slot.numel)
         return run[placement.shard_index]
 
-    def holds(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
+    def shares_memory(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
         """True if `tensor` is a view of the parameter's unit."""
-        return self._held[id(parameter)][0].contains(tensor)
+        return self._binding_of_id[id(parameter)][0].contains(tensor)
 
     @atomic
-    def open(self, parameters: list[nn.Parameter]) -> None:
+    def begin_gather(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins."""
         units = self._units_of(parameters)
         self.events.complete_updates("GatheredParameters", units)
-        self.editor.open(units)
+        self.editor.begin_edit(units)
 
     @atomic
-    def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
+    def end_gather(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
         """`GatheredParameters` ends."""
-        self.editor.close(self._units_of(parameters), modifier_rank)
+        self.editor.end_edit(self._units_of(parameters), modifier_rank)
 
-    def give_back(self, waiting: InitialParameterStore | None = None) -> None:
+    def unwrap_model(self, initial_store: InitialParameterStore | None = None) -> None:
         """Make every parameter an ordinary one with its values, and close the engine.
 
-        `waiting`: it keeps the values instead, as if the model had just been built under `Init`.
+        `initial_store`: it keeps the values instead, as if the model had just been built under `Init`.
 
         Raises StateError: the engine is closed already; the values are lost.
         """
         if not self.events.has_offloaded_states():  # else values can be read where they are, and no update is due
             self.events.complete_updates("taking the model back from the engine that keeps its values")
-        self.return_values(self.events.close, waiting)
+        self.restore_parameters(self.events.close, initial_store)
 
-    def warn_of_others(self, shared: nn.Parameter, wrapped: Container[int]) -> None:
+    def warn_of_other_parameters(self, shared: nn.Parameter, wrapped: Container[int]) -> None:
         """Log that the engine ends though its model is not the one that is wrapped again."""
-        other = next((name for name, p in self._named.items() if id(p) not in wrapped), None)
+        other = next((name for name, p in self._by_name.items() if id(p) not in wrapped), None)
         if other is not None:
             logger.warning(
                 "the engine of %s and %s closes, because another model with %s gets an engine; models that share "
@@ -214,33 +214,33 @@ class EngineKeeper:
                 *(name_of(shared), other, name_of(shared)),
             )
 
-    def return_values(
-        self, close: Callable[[], None] | None = None, waiting: InitialParameterStore | None = None
+    def restore_parameters(
+        self, close: Callable[[], None] | None = None, initial_store: InitialParameterStore | None = None
     ) -> None:
         """Read the values from the planes, then call `close`, then give the parameters up.
 
-        They become ordinary ones, or those of `waiting`. A parameter that was fp32 in the model gets its fp32 master,
+        They become ordinary ones, or those of `initial_store`. A parameter that was fp32 in the model gets its fp32 master,
         so nothing is rounded.
         """
         values: list[tuple[nn.Parameter, torch.Tensor]] = []
         stored: list[tuple[nn.Parameter, InitialParameterStore]] = []
-        for slot in (slot for bound in self._bound for slot in bound.unit.slots if slot.first_numel == 0):
-            parameter = self._wholes[slot.index]
+        for slot in (slot for bound in self._bindings for slot in bound.unit.slots if slot.first_numel == 0):
+            parameter = self._parameters[slot.index]
             if is_managed(parameter) and engine_store_of(parameter) is self:
-                if waiting is None or is_wrapper(parameter):
-                    values.append((parameter, self.exact(slot.name)))
+                if initial_store is None or is_wrapper(parameter):
+                    values.append((parameter, self.exact_values(slot.name)))
                 else:
-                    waiting.store(parameter, self.exact(slot.name))
-                    stored.append((parameter, waiting))
+                    initial_store.store(parameter, self.exact_values(slot.name))
+                    stored.append((parameter, initial_store))
         if close is not None:
             close()
         for parameter, value in values:
-            self.release(parameter, value)
+            self.restore_parameter(parameter, value)
         for parameter, keeper in stored:
             remove_store(parameter)
             keeper.take_over(parameter)
 
-    def release(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+    def restore_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Make one an ordinary parameter with these values."""
         remove_store(parameter)
         with torch.no_grad():
@@ -248,27 +248,27 @@ class EngineKeeper:
 
     def parameter(self, name: str) -> nn.Parameter:
         """Raises KeyError: the model has none of this name."""
-        if name not in self._named:
+        if name not in self._by_name:
             raise KeyError(f"the model has no parameter named {name!r}")
-        return self._named[name]
+        return self._by_name[name]
 
-    def units_named(self, name: str) -> list[int]:
+    def units_of(self, name: str) -> list[int]:
         """The unit of a parameter, or the units of its tiles. Raises KeyError."""
-        return [unit.index for unit, _ in self.places[id(self.parameter(name))]]
+        return [unit.index for unit, _ in self.slots[id(self.parameter(name))]]
 
     def weights(self, name: str) -> torch.Tensor:
         """A copy of one parameter's weights, in compute dtype, on the host."""
         parameter = self.parameter(name)
-        return self._copied(parameter, self.places[id(parameter)][0][0].dtype, exact=False)
+        return self._read_copy(parameter, self.slots[id(parameter)][0][0].dtype, exact=False)
 
     def master(self, name: str) -> torch.Tensor:
         """A copy of one parameter's fp32 master, on the host."""
-        return self._copied(self.parameter(name), torch.float32, exact=True)
+        return self._read_copy(self.parameter(name), torch.float32, exact=True)
 
     @torch.inference_mode(False)
-    def _copied(self, parameter: nn.Parameter, dtype: torch.dtype, *, exact: bool) -> torch.Tensor:
+    def _read_copy(self, parameter: nn.Parameter, dtype: torch.dtype, *, exact: bool) -> torch.Tensor:
         out = torch.empty(parameter.numel(), dtype=dtype, device="cpu")
-        for piece in self._stored(parameter, state=exact):
+        for piece in self._read_pieces(parameter, state=exact):
             piece.copy_into(out)
         return out.view(parameter.shape)
 
@@ -276,21 +276,21 @@ class EngineKeeper:
     def moments(self, name: str) -> dict[str, torch.Tensor]:
         """Copies of one parameter's states by name (Adam's are `exp_avg` and `exp_avg_sq`), fp32 on the host."""
         parameter = self.parameter(name)
-        unit, _ = self.places[id(parameter)][0]
+        unit, _ = self.slots[id(parameter)][0]
         if not unit.trainable:
             raise StateError(f"parameter {name} is not trained by this engine, so it has no optimizer state")
-        names = self.editor.states_of(unit)
+        names = self.editor.state_names(unit)
         out = {key: torch.empty(parameter.numel(), dtype=torch.float32, device="cpu") for key in names}
-        for piece in self._stored(parameter, state=True):
+        for piece in self._read_pieces(parameter, state=True):
             for number, values in enumerate(out.values()):
                 piece.copy_into(values, state=number)
         return {key: value.view(parameter.shape) for key, value in out.items()}
 
-    def _stored(self, parameter: nn.Parameter, *, state: bool) -> Iterator[Piece]:
+    def _read_pieces(self, parameter: nn.Parameter, *, state: bool) -> Iterator[Piece]:
         """The parameter's pieces, with their remainders and states if `state`; weights as they are used now."""
-        with self.editor.stored(self.places) as read:
-            for unit, slot in self.places[id(parameter)]:
-                used = self.editor.live(unit)
+        with self.editor.open_reader(self.slots) as read:
+            for unit, slot in self.slots[id(parameter)]:
+                used = self.editor.live_weights(unit)
                 first, last = slot.first_numel, slot.first_numel + slot.numel
                 own = None if used is None else used[slot.offset_numel : slot.end_numel]
                 if own is not None and not (state and unit.trainable):
@@ -302,31 +302,31 @@ class EngineKeeper:
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, copy of the weights); one unit or tiled parameter in memory at a time; tied ones under each name."""
-        for bound in self._bound:
-            flat = self.editor.read(bound.unit).view(bound.unit.dtype)
+        for bound in self._bindings:
+            flat = self.editor.read_unit(bound.unit).view(bound.unit.dtype)
             for slot in bound.unit.slots:
-                tiled = len(self.places[id(self._wholes[slot.index])]) > 1
+                tiled = len(self.slots[id(self._parameters[slot.index])]) > 1
                 if tiled and slot.first_numel:
                     continue  # the first tile has given the whole parameter
                 for name in slot.names:
-                    yield name, self.weights(name) if tiled else self._cut(flat, slot)
+                    yield name, self.weights(name) if tiled else self._slot_values(flat, slot)
 
-    def _cut(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    def _slot_values(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
         return flat[slot.offset_numel : slot.end_numel].clone().view(slot.shape)
 
     def _units_of(self, parameters: list[nn.Parameter]) -> list[int]:
-        return sorted({self._held[id(p)][0].unit.index for p in parameters})
+        return sorted({self._binding_of_id[id(p)][0].unit.index for p in parameters})
 
 
-def take_back(parameters: Iterable[nn.Parameter], but: EngineKeeper | None = None) -> None:
+def unwrap_parameters(parameters: Iterable[nn.Parameter], except_store: EngineParameterStore | None = None) -> None:
     """Before a model is wrapped again: the engines that keep its parameters give the values back and close.
 
-    `but`: this keeper keeps its parameters.
+    `except_store`: this keeper keeps its parameters.
     """
     wrapped = {id(parameter): parameter for parameter in parameters}
     for parameter in wrapped.values():
         if is_managed(parameter):
             keeper = engine_store_of(parameter)
-            if isinstance(keeper, EngineKeeper) and keeper is not but:
-                keeper.warn_of_others(parameter, wrapped)
-                keeper.give_back()
+            if isinstance(keeper, EngineParameterStore) and keeper is not except_store:
+                keeper.warn_of_other_parameters(parameter, wrapped)
+                keeper.unwrap_model()

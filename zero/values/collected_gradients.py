@@ -14,7 +14,7 @@ from offload.sizes import BLOCK_NUMEL, align_up
 from zero.exchange.exchange import Collectives
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.params.layout import Slot, Unit
-from zero.values.gathered_values import CHUNK_NUMEL, join_runs, runs_of
+from zero.values.gathered_values import CHUNK_NUMEL, join_runs, shard_runs
 
 
 class GradientValues:
@@ -24,7 +24,7 @@ class GradientValues:
         self._gradients, self._exchange = gradients, exchange
         self._placement = exchange.placement
 
-    def settle(self) -> None:
+    def wait_in_flight(self) -> None:
         """Wait until no gradient is in flight. Raises StorageError."""
         self._gradients.flush_all()
         self._gradients.wait_until_stored()
@@ -59,9 +59,9 @@ class GradientValues:
     ) -> None:
         """Elements of the slot from `lo` on: reduced slices, plus the mean of gradients that are not reduced yet."""
         hi, placement = lo + out.numel(), self._placement
-        runs = runs_of(placement, state.unit, slot, slot.first_numel + lo, slot.first_numel + hi)
+        runs = shard_runs(placement, state.unit, slot, slot.first_numel + lo, slot.first_numel + hi)
         own = runs[placement.shard_index]
-        message = self._stored(state, slot, lo + own.start, lo + own.stop)
+        message = self._read_stored(state, slot, lo + own.start, lo + own.stop)
         if waiting is not None:
             part = waiting[slot.offset_numel + lo : slot.offset_numel + hi].float()
             message = torch.cat([message, part])
@@ -78,20 +78,20 @@ class GradientValues:
         factor = self._gradients.factors.get(slot.index, 1.0)
         return 0.0 if factor is None else factor
 
-    def read_own(self, unit: Unit, slot: Slot, begin: int, end: int) -> torch.Tensor | None:
+    def read_shard(self, unit: Unit, slot: Slot, begin: int, end: int) -> torch.Tensor | None:
         """Elements [begin, end) of the slot, which are in this rank's slice, fp32; None if this rank has none."""
         state = self._gradients.state_of(unit)
         # With several ranks, `contributions` counts only this rank's; parts without any gradient are stored as zeros.
         if state.is_empty or (self._placement.is_single_rank and not state.contributions[slot.position]):
             return None
-        return self._stored(state, slot, begin, end) * self.factor_of(slot)
+        return self._read_stored(state, slot, begin, end) * self.factor_of(slot)
 
     def square_sum(self, places: Sequence[tuple[Unit, Slot]]) -> SquareSum | None:
         """Over all ranks, without the factor; from the block sums where they are of these slots alone.
 
         All ranks call this together. None: some gradient is not reduced yet.
         """
-        own = SquareSum.merge(part for unit, slot in places for part in self._own_sums(unit, slot))
+        own = SquareSum.merge(part for unit, slot in places for part in self._shard_sums(unit, slot))
         waits = any(unit.index in self._gradients.unreduced_gradients(unit.index) for unit, _ in places)
         answers = self._exchange.all_gather_bytes(
             f"norm of the gradient of {places[0][1].name}", bytes([waits]) + own.pack()
@@ -100,7 +100,7 @@ class GradientValues:
             return None
         return SquareSum.merge(SquareSum.unpack(answers[rank][1:]) for rank in self._placement.shard_ranks)
 
-    def _own_sums(self, unit: Unit, slot: Slot) -> Iterator[SquareSum]:
+    def _shard_sums(self, unit: Unit, slot: Slot) -> Iterator[SquareSum]:
         state = self._gradients.state_of(unit)
         lo, hi = (place - unit.begin for place in unit.shard_range(slot))
         if state.is_empty or lo >= hi:
@@ -119,23 +119,23 @@ class GradientValues:
         factor, state = self._gradients.factors.get(slot.index, 1.0), self._gradients.state_of(unit)
         self._gradients.scale_unreduced(unit, slot, factor)
         end = slot.first_numel + slot.numel
-        run = runs_of(self._placement, unit, slot, slot.first_numel, end)[self._placement.shard_index]
+        run = shard_runs(self._placement, unit, slot, slot.first_numel, end)[self._placement.shard_index]
         for lo in range(run.start, run.stop if not state.is_empty else run.start, CHUNK_NUMEL):
             hi = min(lo + CHUNK_NUMEL, run.stop)
-            values = self._stored(state, slot, lo, hi)
-            self._store(unit, slot, lo, torch.zeros_like(values) if factor is None else values * factor)
+            values = self._read_stored(state, slot, lo, hi)
+            self._write_stored(unit, slot, lo, torch.zeros_like(values) if factor is None else values * factor)
         if factor is None:
             self._gradients.drop_slot(unit, slot)
 
-    def forget_factor(self, slot: Slot) -> None:
+    def drop_factor(self, slot: Slot) -> None:
         """The slot's values contain its factor, or were replaced."""
         self._gradients.factors.pop(slot.index, None)
 
-    def drop_waiting(self, unit: Unit, slot: Slot) -> None:
+    def drop_unreduced(self, unit: Unit, slot: Slot) -> None:
         """Discard the slot's gradient that this rank has collected but not reduced yet."""
         self._gradients.scale_unreduced(unit, slot, None)
 
-    def write_own(self, unit: Unit, slot: Slot, begin: int, values: torch.Tensor) -> None:
+    def write_shard(self, unit: Unit, slot: Slot, begin: int, values: torch.Tensor) -> None:
         """Replace elements of the slot from `begin` on, which are in this rank's slice; rounded to the stored dtype.
 
         All ranks call this with the same slot, each with its own elements, after the updates of the last step.
@@ -143,9 +143,9 @@ class GradientValues:
         state = self._gradients.state_of(unit)
         fresh = state.is_empty
         state.contributions[slot.position] = max(state.contributions[slot.position], 1)
-        self._store(unit, slot, begin, values, fresh=fresh)
+        self._write_stored(unit, slot, begin, values, fresh=fresh)
 
-    def _store(self, unit: Unit, slot: Slot, begin: int, values: torch.Tensor, *, fresh: bool = False) -> None:
+    def _write_stored(self, unit: Unit, slot: Slot, begin: int, values: torch.Tensor, *, fresh: bool = False) -> None:
         """As `write_own`; `fresh`: the unit has nothing yet. Whether the slot has a gradient stays as it is."""
         state = self._gradients.state_of(unit)
         self._gradients.reclaim_memory(unit)
@@ -167,7 +167,7 @@ class GradientValues:
                 chunk[begins - at : ends - at].copy_(values[begins - first : ends - first])
             self._gradients.write_stored(state, at, chunk)
 
-    def _stored(self, state: UnitGradient, slot: Slot, begin: int, end: int) -> torch.Tensor:
+    def _read_stored(self, state: UnitGradient, slot: Slot, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the slot in this rank's slice, fp32; zeros if nothing is stored."""
         if begin >= end or state.is_empty:
             return torch.zeros(max(end - begin, 0), dtype=torch.float32, device="cpu")

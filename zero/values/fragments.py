@@ -17,7 +17,7 @@ from torch import nn
 
 from zero.params.released import is_managed
 from zero.params.tiles import engine_store_of
-from zero.values.access import EngineKeeper
+from zero.values.access import EngineParameterStore
 from zero.values.parameters import ParameterValues
 
 
@@ -53,7 +53,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     None if there is no gradient: before a backward, after `step()` or `zero_grad()`, or if backward did not reach the
     parameter. With fp16 it is scaled like the loss, by `engine.optimizer.cur_scale`, as in DeepSpeed.
     """
-    own = _own_grad(param)
+    own = _torch_grad(param)
     return own if own is not None else _read(param, ParameterValues.gradient)
 
 
@@ -62,7 +62,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
     Raises StateError: another shape.
     """
-    own = _own_grad(param)
+    own = _torch_grad(param)
     if own is not None:
         own.copy_(value)
         return
@@ -81,7 +81,7 @@ def safe_update_full_grad_vectorized(
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's part of the fp32 value, 1-D."""
-    return _read(param, ParameterValues.own_master)
+    return _read(param, ParameterValues.master_shard)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -89,12 +89,12 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
     Raises StateError: another length.
     """
-    _write(param, lambda values: values.set_master(values.whole_of(value)))
+    _write(param, lambda values: values.set_master(values.gather_whole(value)))
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """This rank's part of an optimizer state, 1-D fp32. Raises StateError: there is no such state."""
-    return _read(param, lambda values: values.own_state(optim_state_key))
+    return _read(param, lambda values: values.state_shard(optim_state_key))
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -104,7 +104,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's part of the reduced gradient, 1-D fp32; None if nothing is reduced yet."""
-    return _read(param, ParameterValues.own_gradient)
+    return _read(param, ParameterValues.gradient_shard)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -112,24 +112,24 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     _write(param, lambda values: values.set_gradient(value))
 
 
-def _keeper_of(param: nn.Parameter) -> EngineKeeper | None:
+def _engine_store_of(param: nn.Parameter) -> EngineParameterStore | None:
     keeper = engine_store_of(param) if is_managed(param) else None
-    return keeper if isinstance(keeper, EngineKeeper) else None
+    return keeper if isinstance(keeper, EngineParameterStore) else None
 
 
-def _own_grad(param: nn.Parameter) -> torch.Tensor | None:
+def _torch_grad(param: nn.Parameter) -> torch.Tensor | None:
     """`.grad` of a parameter without an engine; else None."""
-    return param.grad if _keeper_of(param) is None else None
+    return param.grad if _engine_store_of(param) is None else None
 
 
 def _read(param: nn.Parameter, read: Callable[[ParameterValues], torch.Tensor | None]) -> torch.Tensor | None:
-    keeper = _keeper_of(param)
+    keeper = _engine_store_of(param)
     values = keeper.events.values_of(param) if keeper is not None else None
-    found = read(values) if values is not None and values.trained else None
+    found = read(values) if values is not None and values.is_trained else None
     return None if keeper is None or found is None else found.to(keeper.device)
 
 
 def _write(param: nn.Parameter, write: Callable[[ParameterValues], None]) -> None:
-    keeper = _keeper_of(param)
-    if keeper is not None and keeper.events.values_of(param).trained:
+    keeper = _engine_store_of(param)
+    if keeper is not None and keeper.events.values_of(param).is_trained:
         write(keeper.events.values_of(param, to_change=True))

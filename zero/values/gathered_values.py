@@ -20,21 +20,21 @@ from zero.store.adoption import Piece
 from zero.store.stored_values import StoredValues
 
 CHUNK_NUMEL = 1 << 20  # Elements per message; with their states, at most 14 bytes each.
-SHOWN = 3
+SHOWN_MAX = 3
 
 
 class GatheredValues:
     """`StoredValues` of several ranks. All ranks read the same parameters, in the same order.
 
-    `own`: the values of this rank's planes.
+    `local`: the values of this rank's planes.
     """
 
-    def __init__(self, own: StoredValues, exchange: Collectives) -> None:
-        self._own, self._exchange = own, exchange
+    def __init__(self, local: StoredValues, exchange: Collectives) -> None:
+        self._local, self._exchange = local, exchange
 
     def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
         """As `StoredValues.pieces`; on the host."""
-        for unit, slot in self._own.slots_of(parameter):
+        for unit, slot in self._local.slots_of(parameter):
             first, last = max(begin, slot.first_numel), min(end, slot.first_numel + slot.numel)
             for lo in range(first, last, CHUNK_NUMEL):
                 yield self._piece(unit, slot, lo, min(lo + CHUNK_NUMEL, last), state and unit.trainable)
@@ -43,13 +43,13 @@ class GatheredValues:
         dtypes = [unit.dtype]
         if state:
             dtypes += [] if unit.remainder is None else [unit.remainder]
-            dtypes += [torch.float32] * self._own.states_count(unit)
+            dtypes += [torch.float32] * self._local.states_count(unit)
         values = [torch.empty(end - begin, dtype=dtype, device="cpu") for dtype in dtypes]
         placement = self._exchange.placement
-        runs = runs_of(placement, unit, slot, begin, end)
+        runs = shard_runs(placement, unit, slot, begin, end)
         own = runs[placement.shard_index]
         if own.start < own.stop:
-            for piece in self._own.pieces_of_slot(unit, slot, begin + own.start, begin + own.stop, state):
+            for piece in self._local.pieces_of_slot(unit, slot, begin + own.start, begin + own.stop, state):
                 at = slice(piece.first - begin, piece.first - begin + piece.weight.numel())
                 held = [piece.weight, piece.remainder, *(piece.states or ())]
                 for whole, part in zip(values, [part for part in held if part is not None], strict=True):
@@ -65,7 +65,7 @@ class GatheredValues:
         return Piece(begin, weight, states[0], tuple(states[1:]))
 
 
-class PlaneReader:
+class FirstRankReader:
     """Reads parameters from the planes of all ranks, for the first rank.
 
     Args:
@@ -81,7 +81,7 @@ class PlaneReader:
         unit, _ = self._stored.slots_of(parameter)[0]
         return torch.float32 if self._masters and unit.trainable else unit.dtype
 
-    def read(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+    def read_parameter(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
         """Its values in order, as 1-D tensors, on the first rank; nothing on the others. Raises StorageError."""
         placement = self._relay.placement
         if placement.shard_size == 1 and placement.rank:
@@ -92,21 +92,23 @@ class PlaneReader:
             for begin in range(slot.first_numel, last, CHUNK_NUMEL):
                 end = min(begin + CHUNK_NUMEL, last)
                 if placement.shard_size > 1:
-                    yield from self._gathered(unit, slot, begin, end, dtype)
+                    yield from self._read_gathered(unit, slot, begin, end, dtype)
                     continue
                 values = None
                 with self._relay.deferring_failure():
-                    values = self._own(unit, slot, begin, end, dtype)
+                    values = self._read_local(unit, slot, begin, end, dtype)
                 if values is not None:
                     yield values
 
-    def _gathered(self, unit: Unit, slot: Slot, begin: int, end: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    def _read_gathered(
+        self, unit: Unit, slot: Slot, begin: int, end: int, dtype: torch.dtype
+    ) -> Iterator[torch.Tensor]:
         placement = self._relay.placement
-        runs = runs_of(placement, unit, slot, begin, end)
+        runs = shard_runs(placement, unit, slot, begin, end)
         own, payload = runs[placement.shard_index], b""
         if own.start < own.stop and placement.rank < placement.shard_size:
             with self._relay.deferring_failure():
-                values = self._own(unit, slot, begin + own.start, begin + own.stop, dtype)
+                values = self._read_local(unit, slot, begin + own.start, begin + own.stop, dtype)
                 payload = bytes_of(values.view(torch.uint8))
         answers = self._relay.all_gather_results(f"reading {slot.name}", payload)
         if placement.rank == 0:
@@ -114,14 +116,14 @@ class PlaneReader:
             join_runs(placement, runs, [bytes_tensor(answer) for answer in answers], [whole])
             yield whole
 
-    def _own(self, unit: Unit, slot: Slot, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    def _read_local(self, unit: Unit, slot: Slot, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         values = torch.empty(end - begin, dtype=dtype, device="cpu")
         for piece in self._stored.pieces_of_slot(unit, slot, begin, end, self._masters):
             piece.copy_into(values, begin)
         return values
 
 
-def runs_of(placement: Placement, unit: Unit, slot: Slot, begin: int, end: int) -> list[slice]:
+def shard_runs(placement: Placement, unit: Unit, slot: Slot, begin: int, end: int) -> list[slice]:
     """Each slice's part of elements [begin, end) of a parameter in one slot of a unit, counted from `begin`."""
     first = slot.offset_numel - slot.first_numel  # position that the parameter's first element would have in the unit
     ends = [min(max(k * unit.shard_numel - first, begin), end) for k in range(placement.shard_size + 1)]
@@ -129,37 +131,39 @@ def runs_of(placement: Placement, unit: Unit, slot: Slot, begin: int, end: int) 
 
 
 def join_runs(
-    placement: Placement, runs: Sequence[slice], told: list[torch.Tensor], wholes: Sequence[torch.Tensor]
+    placement: Placement, runs: Sequence[slice], payloads: list[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> None:
-    """Copy every slice's run into each of `wholes`.
+    """Copy every slice's run into each of `outputs`.
 
     Args:
         runs: from `runs_of`.
-        told: of each rank, bytes that begin with its runs, one tensor after the other; the other bytes stay in `told`.
-        wholes: 1-D, on the host.
+        payloads: of each rank, bytes that begin with its runs, one tensor after the other; the other bytes stay in `payloads`.
+        outputs: 1-D, on the host.
     """
     for run, rank in zip(runs, placement.shard_ranks, strict=True):
-        for whole in wholes:
+        for whole in outputs:
             nbytes = (run.stop - run.start) * whole.element_size()
-            whole[run].view(torch.uint8).copy_(told[rank][:nbytes])
-            told[rank] = told[rank][nbytes:]
+            whole[run].view(torch.uint8).copy_(payloads[rank][:nbytes])
+            payloads[rank] = payloads[rank][nbytes:]
 
 
-def agree_on_change(exchange: Collectives, model: nn.Module, held: Collection[int], *, accumulating: bool) -> None:
+def agree_on_change(
+    exchange: Collectives, model: nn.Module, trained_ids: Collection[int], *, accumulating: bool
+) -> None:
     """Check that all ranks have changed their model alike, and that none has gradients. All ranks call this together.
 
     Raises StateError: names the differences, per rank; or the ranks that have gradients.
 
     Args:
         model: the changed model.
-        held: id(parameter) of the parameters in param groups.
+        trained_ids: id(parameter) of the parameters in param groups.
         accumulating: this rank has gradients that no step has used.
     """
     if exchange.placement.is_single_rank:
         return
     with torch._C.DisableTorchFunctionSubclass():
         mine = [
-            f"{name} {list(p.shape)} {p.dtype}, {'trained' if id(p) in held else 'not trained'}"
+            f"{name} {list(p.shape)} {p.dtype}, {'trained' if id(p) in trained_ids else 'not trained'}"
             for name, p in model.named_parameters()
         ]
     digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=16).hexdigest()
@@ -185,6 +189,6 @@ def _differences(lists: list[list[str]]) -> str:
     found = []
     for rank, lines in enumerate(lists):
         own = [line for line in lines if line not in common]
-        more = f" and {len(own) - SHOWN} more" if len(own) > SHOWN else ""
-        found.append(f"rank {rank}: {'; '.join(own[:SHOWN]) or 'nothing of its own'}{more}")
+        more = f" and {len(own) - SHOWN_MAX} more" if len(own) > SHOWN_MAX else ""
+        found.append(f"rank {rank}: {'; '.join(own[:SHOWN_MAX]) or 'nothing of its own'}{more}")
     return ", ".join(found) if any(len(lines) != len(common) for lines in lists) else "the order of its parameters"
