@@ -78,7 +78,7 @@ def train(engine: Any, spec: dict[str, Any]) -> dict[str, Any]:
     `collective_seconds` (per step, by name) instead of times worth reporting.
 
     Args:
-        engine: as `Turns` takes it.
+        engine: as `MicroBatchScheduler` takes it.
         spec: `shape`, `warmup`, `steps`; perhaps `path` and `profile`.
 
     Returns:

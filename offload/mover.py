@@ -1,6 +1,6 @@
 """The mover: one thread with an asyncio loop that owns the I/O engine and everything in flight.
 
-Other threads post coroutines and get a `Transfer` for each. Between two awaits only one coroutine
+Other threads post coroutines and get a `IoFuture` for each. Between two awaits only one coroutine
 runs, so their shared state needs no locks; the kernels that they call release the GIL.
 """
 
@@ -85,7 +85,7 @@ class IoLoop:
         self._describe = describe or (lambda: [])
         self._progress = progress or (lambda: 0)
         self._kernels_running = self._progress_count = (
-            0  # Kernels that run now; how often some began or ended, or bytes were `moved`.
+            0  # Kernels that run now; how often some began or ended, or bytes were `note_progress`.
         )
         self.exposed_wait = Stopwatch()
         self._timeline = timeline or Timeline()
@@ -96,7 +96,7 @@ class IoLoop:
         except BaseException:  # a limit of processes
             self._loop.close()
             raise
-        self._started.wait()  # so that `post` knows whether the thread could begin
+        self._started.wait()  # so that `submit` knows whether the thread could begin
         self._closed, self._pid = False, os.getpid()
         self._draining: concurrent.futures.Future[None] | None = None
 
@@ -132,7 +132,7 @@ class IoLoop:
         return IoFuture(self, what, asyncio.run_coroutine_threadsafe(job, self._loop), describe)
 
     def run(self, what: str, job: Coroutine[Any, Any, T]) -> T:
-        """`post`, and wait for the result."""
+        """`submit`, and wait for the result."""
         return self.submit(what, job).result()
 
     def call_soon(self, action: Callable[[], object]) -> None:

@@ -274,7 +274,7 @@ def _full_name(allowed: Any) -> str:
 def allow_harmless(*, allow_unknown: bool = False) -> Iterator[PlainObjects]:
     """Let torch's weights-only loader make objects of `HARMLESS` classes, plain ones, and those that users allow.
 
-    What was loaded must pass `restore` of the result. `allow_unknown`: as of `Plain`.
+    What was loaded must pass `restore` of the result. `allow_unknown`: as of `PlainObjects`.
     """
     plain = PlainObjects(allow_unknown=allow_unknown)
     ours = {_full_name(kind): kind for kind in HARMLESS} | {name: (made, name) for name, made in plain.names.items()}

@@ -97,7 +97,7 @@ class Streams:
         """Let the calling thread's current stream wait for the fences. The thread itself does not wait."""
 
     def wait_and_record_stream(self, tensor: torch.Tensor, *after: MaybeEvent) -> None:
-        """As `wait`; the memory of `tensor` is not reused before that stream has finished its work with it.
+        """As `wait_events`; the memory of `tensor` is not reused before that stream has finished its work with it.
 
         When a tensor is dropped, torch's allocator reuses its memory in the order of the stream that it was allocated
         on, even if other streams still use it. For the allocating stream itself this call costs nothing.
@@ -113,7 +113,7 @@ class Streams:
         return None
 
     def use_stream(self, stream: Any) -> AbstractContextManager[None]:
-        """Inside, `stream` is the calling thread's current stream. `stream`: a result of `follow`, or None."""
+        """Inside, `stream` is the calling thread's current stream. `stream`: a result of `wait_stream`, or None."""
         return nullcontext()
 
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
@@ -131,7 +131,7 @@ class Streams:
         return None
 
     def copy_to_host(self, target: torch.Tensor, source: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
-        """As `copy_in`, from the device to the host."""
+        """As `copy_to_device`, from the device to the host."""
         return self.copy_to_device(target, source, *after)
 
     # ---- the mover's loop ---------------------------------------------------------------------

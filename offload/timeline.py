@@ -156,5 +156,5 @@ def external_wait() -> Iterator[None]:
 
 
 def has_external_wait() -> bool:
-    """True while any thread is inside `awaiting_others`."""
+    """True while any thread is inside `external_wait`."""
     return bool(_EXTERNAL_WAITS)

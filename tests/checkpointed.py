@@ -207,7 +207,7 @@ class Training:
 
 @contextmanager
 def training(case: Case, nvme_path: Any, **more: Any) -> Iterator[Training]:
-    """A `Training`, closed at the end."""
+    """A `LoaderSettings`, closed at the end."""
     opened = Training(case, nvme_path, **more)
     try:
         yield opened

@@ -22,7 +22,7 @@ from offload.system.linux import memory_file, nameless_file, punch_hole
 
 
 class InitFile:
-    """An append-only file without a name; its space is freed by `release` or `close`, or when the process ends.
+    """An append-only file without a name; its space is freed by `free` or `close`, or when the process ends.
 
     Args:
         descriptor: of a file that has no name; this object owns it from now on.

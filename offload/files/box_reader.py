@@ -38,7 +38,9 @@ class _Entry:
     block: Block | None
     reading: asyncio.Task[torch.Tensor]
     data: torch.Tensor | None = None  # Set once the box is read.
-    is_requested: bool = False  # Set by the calling thread; the block is reclaimed only once the reader has set `used`.
+    is_requested: bool = (
+        False  # Set by the calling thread; the block is reclaimed only once the reader has set `is_used`.
+    )
     is_used: bool = False
 
 
@@ -77,7 +79,7 @@ class BoxReader:
         self._io_loop.run("reading ahead", self._restart_prefetch(list(boxes)))
 
     def get(self, box: StoredBox) -> torch.Tensor:
-        """The box's bytes, uint8; they stay unchanged until `HELD` further boxes have been requested.
+        """The box's bytes, uint8; they stay unchanged until `STABLE_BOXES` further boxes have been requested.
 
         Raises StorageError: the read failed; DamagedError: the bytes differ from the written ones.
         """

@@ -86,7 +86,7 @@ def file_framing(suffix: str, tensors: Sequence[Tensor]) -> list[bytes]:
 
 
 class WeightsWriter:
-    """Writes one file: safetensors, or a torch.save archive if its suffix is one of `PICKLED`.
+    """Writes one file: safetensors, or a torch.save archive if its suffix is one of `PICKLE_SUFFIXES`.
 
     Raises ConfigError: a dtype that such files cannot hold; StorageError: the file cannot be created, or there is no
     room for it.

@@ -154,7 +154,7 @@ class SnapshotFiles:
             self._disk.sync_folder(path.parent)
 
     def close(self) -> None:
-        """Release the snapshot; if it is not `committed`, remove its files. Idempotent."""
+        """Release the snapshot; if it is not `has_commit`, remove its files. Idempotent."""
         if self._descriptors and not self.has_commit:
             remove_ranks(self.folders)
             if self.rank == 0:
@@ -340,7 +340,7 @@ def _pack(body: Mapping[str, Any]) -> bytes:
 
 
 def _unpack(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
-    """The body that `_packed` was given, and where it ends in `data`."""
+    """The body that `_pack` was given, and where it ends in `data`."""
     text, _, rest = data.partition(b"\n")
     checksum = rest.partition(b"\n")[0]
     if checksum != _checksum(text).encode():

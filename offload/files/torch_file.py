@@ -96,7 +96,7 @@ class TorchFile:
     """A file that torch.save wrote. Raises ConfigError: it is missing, is no such file, is cut short or damaged.
 
     Attributes:
-        contents: the saved value. Its tensors are mapped: use `region` for the large ones and copy the small ones,
+        contents: the saved value. Its tensors are mapped: use `locate` for the large ones and copy the small ones,
             then drop it.
 
     Args:

@@ -241,7 +241,7 @@ def block_sumsq(src: Tensor, into: Tensor | None = None, threads: int = 1) -> Te
         into: memory for the results, shaped as returned; None allocates it.
 
     Returns:
-        (ceil(N / 4096), 2) int64 on the device of `src`, the input of `offload.kernels.square_sums.SquareSum.of`.
+        (ceil(N / 4096), 2) int64 on the device of `src`, the input of `offload.kernels.square_sums.SquareSum.from_rows`.
     """
     check("src", src, FLOATS, src.numel(), src.device)
     sums = check_sums(into, src)

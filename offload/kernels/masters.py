@@ -60,7 +60,7 @@ def reset_remainder(weight: Tensor, remainder: Tensor) -> None:
 
 
 def reset_remainder_where(mask: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """As `forget`, for the elements whose `mask` is true.
+    """As `reset_remainder`, for the elements whose `mask` is true.
 
     Args:
         mask: (N,) bool, on any device.

@@ -50,7 +50,7 @@ class LinearPool:
         of_device: the memory belongs to the budget of the device that computes, wherever `device` is.
 
     Attributes:
-        is_on_host: the bytes are in host memory for now, see `put_away`.
+        is_on_host: the bytes are in host memory for now, see `move_to_host`.
     """
 
     def __init__(
@@ -111,15 +111,15 @@ class LinearPool:
     def move_to_host(self, *, pinned: bool) -> Relocate:
         """Move all bytes to host memory. The device must not have work in flight that uses them.
 
-        Returns a function: it maps a tensor from `take`, or a part of one, to the same bytes at their new place, and
+        Returns a function: it maps a tensor from `allocate`, or a part of one, to the same bytes at their new place, and
         returns any other tensor unchanged. The old memory is freed once every such tensor is replaced and the function
         is dropped. Raises BudgetError: the host has no room; nothing has changed. Raises StateError: the memory is not
-        `movable`. `pinned`: page-lock the host memory.
+        `is_movable`. `pinned`: page-lock the host memory.
         """
         return self._move(torch.device("cpu"), pinned=pinned, to_host=True)
 
     def move_back(self) -> Relocate:
-        """Move all bytes back to the region's own device; as `put_away`.
+        """Move all bytes back to the region's own device; as `move_to_host`.
 
         Raises torch.OutOfMemoryError: the device has no room; nothing has changed.
         """
@@ -216,11 +216,11 @@ class BlockOwner(Protocol):
     """An object that leases blocks."""
 
     def free_range(self, offset: int, nbytes: int, events: tuple[MaybeEvent, ...]) -> None:
-        """Called by `Block.release`."""
+        """Called by `Block.free`."""
 
 
 class Block:
-    """A leased piece of an arena; call `release()` once no transfer uses it.
+    """A leased piece of an arena; call `free()` once no transfer uses it.
 
     Attributes:
         data: uint8, with a storage of exactly the requested length.
@@ -310,7 +310,7 @@ class BlockPool:
             raise
 
     def allocate(self, nbytes: int, what: str) -> Block:
-        """As `try_lease`, but raises.
+        """As `try_allocate`, but raises.
 
         Raises BudgetError: the block does not fit; the message names the free bytes and the knob.
         """
@@ -343,7 +343,7 @@ class BlockPool:
         return 0 if self._data is None or self._shared is not None else self._data.numel()
 
     def free_memory(self) -> None:
-        """Drop the allocation until `make`, or the next lease. The device must have finished all work with it.
+        """Drop the allocation until `reserve_memory`, or the next lease. The device must have finished all work with it.
 
         Raises StateError: something is leased.
         """

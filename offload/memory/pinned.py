@@ -222,7 +222,7 @@ def retain_heap() -> None:
     mapped and unmapped; to put them on the heap too (M_MMAP_MAX = 0) saves their faults, but was seen to fragment the
     heap and raise the peak by a quarter.
 
-    Applies to the whole process and cannot be undone; `return_freed_memory` still empties the heap. Idempotent;
+    Applies to the whole process and cannot be undone; `trim_heap` still empties the heap. Idempotent;
     without effect where the C library has no `mallopt`.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -49,7 +49,7 @@ class Ledger:
 
 
 class SharedInitFile:
-    """One peer's side; used in place of its `ProvisionalFile`.
+    """One peer's side; used in place of its `InitFile`.
 
     Args:
         file: the first peer's file, open in this process.

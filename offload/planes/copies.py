@@ -32,7 +32,7 @@ def copy_single_threaded(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def zero_single_threaded(target: torch.Tensor) -> None:
-    """Zero a tensor; if it is on the host, only the calling thread works, see `copy_alone`."""
+    """Zero a tensor; if it is on the host, only the calling thread works, see `copy_single_threaded`."""
     if target.device.type == "cpu":
         target.view(torch.uint8).numpy().fill(0)
     else:
@@ -52,7 +52,7 @@ async def fetch_array(
 
     On the CPU the disk writes into `into` itself. On a GPU the bytes pass through chunks of the arena, so a unit may
     be larger than the arena. Returns once the last copy is queued on the device; the fence
-    `streams.behind_copies_in()` then covers all of them. `after`: fences that cover the last uses of `into`.
+    `streams.record_copy_event()` then covers all of them. `after`: fences that cover the last uses of `into`.
     """
     if streams.has_unified_memory:
         await array.read(begin, end, into)
@@ -91,7 +91,7 @@ async def fetch_range(
     streams: Streams,
     after: tuple[MaybeEvent, ...],
 ) -> None:
-    """As `fetch_plane`, for any range: the disk is read in whole blocks, and the requested part is cut out of them."""
+    """As `fetch_array`, for any range: the disk is read in whole blocks, and the requested part is cut out of them."""
     for first, last, memory in array.runs(begin, end):
         target = into[array.nbytes(begin, first) : array.nbytes(begin, last)]
         if memory is not None:
@@ -136,7 +136,7 @@ async def read_array(array: TieredArray, begin: int, end: int, into: torch.Tenso
 
 
 async def write_array(array: TieredArray, begin: int, end: int, source: torch.Tensor, pool: BlockPool) -> None:
-    """Store `source` (uint8, any memory) as [begin, end) of `array`; the mirror of `read_plane`."""
+    """Store `source` (uint8, any memory) as [begin, end) of `array`; the mirror of `read_array`."""
     if array.swap_bytes(begin, end) == 0:
         await array.write(begin, end, source)
         return

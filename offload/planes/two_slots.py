@@ -8,10 +8,10 @@ from then on; further writes go there too. All writers use this class, so none c
 the slot that the previous snapshot does not name. So the place of a run in the files depends on coordinates only: a
 plan with more memory, or less, finds every run again.
 
-[Note: another process] A process of the same node reads the slots through `PeerSlotPlane`. Nothing there waits. The
+[Note: another process] A process of the same node reads the slots through `PeerSlotArray`. Nothing there waits. The
 owner publishes on a board what is done (a step, for example), after its writes have returned. Bytes that it holds
 stranded after a failed write are not in the files. The owner overwrites nothing before all peers have published that
-they have read it. A plane whose places never change is read as a `Plane` over the same homes and the owner's space.
+they have read it. A plane whose places never change is read as a `TieredArray` over the same homes and the owner's space.
 
 [Note: checksums] Bytes are summed while the disk writes them. So a snapshot reads again only the blocks of which just
 a part has changed, or that were never written.
@@ -130,7 +130,7 @@ class TwoSlotArray(TieredArray):
         """Write the pairs in memory to the slots that no snapshot names; returns the bytes written.
 
         Args:
-            pairs: of `in_memory`.
+            pairs: of `pairs_in_memory`.
             pool: for memory that the disk cannot write from directly; its bytes are copied through a block.
             seldom_changes: the values hardly ever change: compare checksums first, and do not write unchanged pairs.
         """
@@ -397,7 +397,7 @@ def _allows_direct_io(memory: torch.Tensor) -> bool:
 
 
 async def _add_in_blocks(sums: BlockChecksums, begin: int, data: torch.Tensor) -> None:
-    """`BlockSums.note`, one block at a time: between two blocks the loop runs other tasks."""
+    """`BlockChecksums.add_bytes`, one block at a time: between two blocks the loop runs other tasks."""
     for at in range(0, data.numel(), BLOCK_BYTES):
         sums.add_bytes(begin + at, data[at : at + BLOCK_BYTES])
         await asyncio.sleep(0)

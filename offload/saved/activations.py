@@ -129,7 +129,7 @@ class ActivationStore:
         )
 
     def save(self, tensor: torch.Tensor) -> Handle:
-        """A handle for a tensor that the store `takes`; the tensor's own memory is then not needed any more.
+        """A handle for a tensor that the store `can_save`; the tensor's own memory is then not needed any more.
 
         Raises BudgetError: no room; names the knob. Raises StorageError: an earlier tensor could not be stored; it is
         in memory, and nothing is lost.

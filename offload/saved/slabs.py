@@ -103,6 +103,6 @@ class SwapPool:
         return self.try_allocate(nbytes)
 
     def free(self, offset: int) -> None:
-        """Free the extent at `offset`, which `take` returned."""
+        """Free the extent at `offset`, which `try_allocate` returned."""
         begin, extents = next(part for part in self._parts if part[0] <= offset < part[0] + part[1].capacity_bytes)
         extents.free(offset - begin)

@@ -82,7 +82,7 @@ class SpillStore:
 
     @property
     def peak_bytes(self) -> int:
-        """The most `kept_bytes` so far."""
+        """The most `used_bytes` so far."""
         return self.memory.peak_bytes if self._swap is None else self._swap.peak_bytes
 
     def put(self, source: torch.Tensor, on_copied: Callable[[], None]) -> list[SpilledPiece]:

@@ -2,7 +2,7 @@
 
 [Note: where an interrupt may end something] Python runs a signal's handler between any two bytecodes of the main
 thread, and Ctrl-C raises there. This would leave half of a change: a unit that is bound but not listed, a block that is
-never released. So code that changes state runs inside `uninterrupted`, which holds signals until it ends. A wait for a
+never released. So code that changes state runs inside `deferring_interrupts`, which holds signals until it ends. A wait for a
 disk or for other ranks may take for ever. Only there `deliver_late` runs the handlers: code that waits can handle an
 error at that point.
 """
@@ -86,7 +86,7 @@ deferring_interrupts = _DeferringInterrupts()
 
 
 def atomic(function: Function) -> Function:
-    """Decorator: runs `function` inside `uninterrupted`, so that signal handlers run after it."""
+    """Decorator: runs `function` inside `deferring_interrupts`, so that signal handlers run after it."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

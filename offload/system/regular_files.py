@@ -111,7 +111,7 @@ def report_read_errors(place: Path | str, advice: str = "copy or write it again"
 
 
 def read_json(path: Path | str) -> Any:
-    """The JSON value in a file. Raises as `reading`."""
+    """The JSON value in a file. Raises as `report_read_errors`."""
     with report_read_errors(path):
         return json.loads(read_regular(path))
 

@@ -206,7 +206,7 @@ def test_gradients_travel_in_one_of_three_types(bf16: bool, world_size: int) -> 
 
 SENDING = {"communication_data_type": "bf16", "prescale_gradients": True, "gradient_predivide_factor": 2.0}
 WIRE_KEYS = dict(zip(("dtype", "prescale", "predivide_factor"), SENDING, strict=True))
-"""Field of `Wire` -> its key; the other fields act wherever gradients are added up."""
+"""Field of `ReduceOptions` -> its key; the other fields act wherever gradients are added up."""
 
 
 @pytest.mark.parametrize("key", SENDING)

@@ -151,7 +151,7 @@ class ModelChanges:
         return self.apply_pending()
 
     def prepare_rewrite(self) -> EngineParts:
-        """`Steps.at_rest` after pending changes of the model have been applied."""
+        """`Steps.prepare_rewrite` after pending changes of the model have been applied."""
         self.replan()
         return self._steps.prepare_rewrite()
 

@@ -76,7 +76,7 @@ class StepListener:
         """A unit's weights are about to change by other means than a step."""
 
     def on_forward_modify(self, index: int) -> None:
-        """A forward has changed a unit's weights in place; `weights_change` follows."""
+        """A forward has changed a unit's weights in place; `on_weights_change` follows."""
 
     def on_edit_begin(self) -> None:
         """Planes are about to be moved, or edited in place."""
@@ -365,7 +365,7 @@ class EngineSteps:
             parts.coordinator.bind_persistent()
 
     def make_ready_to_run(self, what: str) -> None:
-        """`ready` for calls that need only weights."""
+        """`make_ready` for calls that need only weights."""
         self.make_ready(what, NEEDED_BY_FORWARD)
 
     def make_ready_to_train(self) -> None:
@@ -377,7 +377,7 @@ class EngineSteps:
 
     @atomic
     def complete_updates(self, what: str, units: Iterable[int] | None = None) -> None:
-        """`ready`, then wait until these units (None: all) have stored the last step's values. Raises as `ready`."""
+        """`make_ready`, then wait until these units (None: all) have stored the last step's values. Raises as `make_ready`."""
         self.make_ready(what)
         self._run.parts.stepper.finish_updates(units)
 
@@ -426,7 +426,7 @@ class EngineSteps:
         return parts
 
     def evict_all(self) -> None:
-        """Release every unit, also the persistent ones; `ready` binds these again."""
+        """Release every unit, also the persistent ones; `make_ready` binds these again."""
         for listener in self._listeners:
             listener.on_persistent_unbind()
         self._run.parts.coordinator.evict_all()

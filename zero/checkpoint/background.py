@@ -119,7 +119,7 @@ class BackgroundSave:
 
     async def _encode(self, extent: Extent) -> None:
         group = extent.group
-        # Only updates of the last step (`_as_of`) or older belong to the save. A later step begins only when no update
+        # Only updates of the last step (`_step_arguments`) or older belong to the save. A later step begins only when no update
         # is pending, so updates pending after that are not ours. It may begin right now on another thread, which sets
         # `arguments` first. So `is_busy` is asked before `arguments` is compared: if they are still those of the last
         # step, the group was busy with an update of that step, or an older one.

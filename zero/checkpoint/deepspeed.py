@@ -356,7 +356,7 @@ def _counters(head: Contents) -> dict[str, Any]:
 
 
 def _client_reader(model: TorchFile) -> Callable[[bool], dict[str, Any]]:
-    """`Opened.client`, which never makes objects of unknown classes.
+    """`OpenCheckpoint.client`, which never makes objects of unknown classes.
 
     The values are read now, since the file does not stay mapped; an error is raised when called.
     """

@@ -54,7 +54,7 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class PartialCheckpoint:
-    """A checkpoint that is being written: end it with `Checkpoints.commit` or `Checkpoints.abandon`."""
+    """A checkpoint that is being written: end it with `CheckpointFolder.commit` or `CheckpointFolder.abandon`."""
 
     tag: str
     folder: Path  # Where to write; `manifest.json` last.
@@ -278,7 +278,7 @@ class CheckpointFolder:
         return newest
 
     def partial_folder(self, tag: str) -> Path:
-        """The folder that `begin` makes for a tag; ranks other than the first write there without calling `begin`."""
+        """The folder that `create_partial` makes for a tag; ranks other than the first write there without calling `create_partial`."""
         return self._hidden_path(tag, PARTIAL)
 
     def commit(self, partial: PartialCheckpoint, save_latest: bool = True) -> Path:
@@ -286,7 +286,7 @@ class CheckpointFolder:
 
         Every file in it must be synced, and its manifest written. If this fails, call `abandon`; an old checkpoint can
         still be loaded. Raises ConfigError: files differ from the manifest; StorageError: the disk refused. `partial`:
-        from `begin`; its lock is released, also when this fails.
+        from `create_partial`; its lock is released, also when this fails.
         """
         files = self._files
         target, latest, staged = self.save_dir / partial.tag, self.save_dir / LATEST, None

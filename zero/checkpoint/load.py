@@ -151,7 +151,7 @@ class LoadPlan:
         return [value if reads <= VALID_READS else value.clone() for value, reads in values]
 
     def _read_ranges(self, places: Iterable[tuple[Unit, Slot, int, int]]) -> Iterator[tuple[str, int, int]]:
-        """The (name, begin, end) that `_pieces` will read from the source for elements [begin, end) of these slots."""
+        """The (name, begin, end) that `_read_pieces` will read from the source for elements [begin, end) of these slots."""
         for unit, slot, begin, end in places:
             if slot.index not in self.names:
                 continue

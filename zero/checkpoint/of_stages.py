@@ -53,7 +53,7 @@ def gather_extra_states(everyone: Collectives, model: nn.Module) -> dict[str, An
 
 
 def select_stage_state(state: dict[str, Any], parts: EngineParts) -> tuple[frozenset[str], dict[str, Any]]:
-    """Names of parameters and buffers of all stages, and this stage's part of `whole_state`. All ranks call this."""
+    """Names of parameters and buffers of all stages, and this stage's part of `gather_stage_states`. All ranks call this."""
     if not parts.collectives.is_pipeline_stage:
         return frozenset(), state
     own = {name for leaf in parts.leaves for name in leaf.names}

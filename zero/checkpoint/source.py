@@ -54,7 +54,7 @@ class Source(Protocol):
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the flattened tensor, 1-D, on the host, in the saved dtype.
 
-        Valid during `GOOD_READS` further reads. Raises StorageError: a read failed; ConfigError: the data is damaged.
+        Valid during `VALID_READS` further reads. Raises StorageError: a read failed; ConfigError: the data is damaged.
         """
 
     def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:

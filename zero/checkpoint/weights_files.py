@@ -131,7 +131,7 @@ def write_weights_files(
         relay: of ranks that all read `values`; the first rank writes.
         folder: made if it is not there.
         filename: of the file, or of the index.
-        shards: from `plan_shards`.
+        shards: from `plan_weights_files`.
         values: gives the values of each tensor.
     """
     total_bytes = sum(shard.nbytes for shard in shards)

@@ -172,7 +172,7 @@ class ExtentWriter:
 
     Args:
         store: called with (offset in the file, bytes) of each run; the bytes may be reused when it returns.
-        register: see `Arena`.
+        register: see `BlockPool`.
 
     Attributes:
         checksums: payload's offset in the file -> (bytes, CRC-32C), for everything encoded so far.
@@ -447,7 +447,7 @@ def file_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, int
 
 
 def read_list(files: Files, path: Path) -> DataFile:
-    """The list that a rank has written with `RankPart.finish`.
+    """The list that a rank has written with `RankDataFile.finish`.
 
     Raises ConfigError: it is missing, since the folder is not shared by all nodes.
     """

@@ -174,7 +174,7 @@ def unavailable_error(name: str, instead: str) -> NotImplementedError:
 
 
 def missing_function(name: str, instead: str) -> Callable[..., Any]:
-    """A function that raises NotImplementedError when it is called; same arguments as `refused`."""
+    """A function that raises NotImplementedError when it is called; same arguments as `unavailable_error`."""
 
     def function(*args: Any, **kwargs: Any) -> NoReturn:
         raise unavailable_error(name, instead)

@@ -136,7 +136,7 @@ class AveragedWeights:
     def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges, guard: AveragesGuard) -> None:
         self._run, self._steps, self._changes, self._guard = run, steps, changes, guard
         self._saved_masters: _SavedMasters | None = None
-        self._interpolation_of: Mapping[int, float] = {}  # Parameter index -> `_Run.part`.
+        self._interpolation_of: Mapping[int, float] = {}  # Parameter index -> `_AveragedRun.interpolation`.
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -189,7 +189,7 @@ class AveragedWeights:
         self._swap_all(averaged=False)
 
     def _averaged_parameters(self) -> dict[int, float]:
-        """Index of each parameter that has an average by now -> its `_Run.part`."""
+        """Index of each parameter that has an average by now -> its `_AveragedRun.interpolation`."""
         updater, parts, found = self._run.updater, self._run.parts, dict[int, float]()
         for group in updater.param_groups if updater is not None else []:
             rule = self._run.rules.rule_of(group)

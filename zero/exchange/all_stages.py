@@ -107,7 +107,7 @@ class PipelineCollectives(Collectives):
 
     @contextmanager
     def failing_together(self, what: str) -> Iterator[None]:
-        """The stages run together inside; see `Comm.all_of`."""
+        """The stages run together inside; see `Comm.failing_together`."""
         with self._comm.failing_together(what):
             yield
 

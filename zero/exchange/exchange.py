@@ -124,7 +124,7 @@ class Collectives:
     def on_weights_rewritten(self, unstored: Collection[int] = ()) -> None:
         """Weights have changed on every rank by other means than a step: gathers from now on return the new weights.
 
-        `unstored`: indices of units whose new weights are not in their home until `stored` is called.
+        `unstored`: indices of units whose new weights are not in their home until `on_weights_stored` is called.
         """
 
     def on_weights_stored(self, index: int) -> None:

@@ -96,7 +96,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
             int, list[TieredArray]
         ] = {}  # Rank whose slices this one reads -> its weight planes, by space.
         self._swaps: list[PeerSwap] = []
-        # Persistent unit -> (begin, end) of the copy of its slice, in bytes of every rank's `_slices`.
+        # Persistent unit -> (begin, end) of the copy of its slice, in bytes of every rank's `_copy_regions`.
         self._copy_ranges: dict[int, tuple[int, int]] = {}
         self._copy_regions: list[SharedHostMemory] = []
         self._slot_regions: list[SharedHostMemory] = []
@@ -207,7 +207,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         async def advance() -> None:
             self._begin_epoch(lambda index: index in unstored or not self._updates.is_stored(index), frozen_too=True)
 
-        # On the mover's loop, where updates of the last step end: no update ends between the new epoch and `at_home`.
+        # On the mover's loop, where updates of the last step end: no update ends between the new epoch and `is_stored`.
         self._storage.io_loop.run("telling other ranks what was rewritten", advance())
 
     def on_weights_stored(self, index: int) -> None:

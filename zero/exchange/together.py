@@ -41,7 +41,7 @@ class AllRanks:
         return result
 
     def run_on_first(self, what: str, action: Callable[[], T]) -> T | None:
-        """As `do`, but only the first rank runs `action`; None on the others."""
+        """As `run_on_all`, but only the first rank runs `action`; None on the others."""
         return self.run_on_all(what, action if self.is_first else lambda: None)
 
     def all_gather_results(self, what: str, payload: bytes = b"", failure: Exception | None = None) -> list[bytes]:
@@ -86,7 +86,7 @@ class AllRanks:
 
 
 class DeferringFailures(AllRanks):
-    """As `Together`, for work in many pieces: the next `exchange` reports the failure of a piece."""
+    """As `AllRanks`, for work in many pieces: the next `exchange` reports the failure of a piece."""
 
     shared_errors = (StorageError,)
     _failure: Exception | None = None

@@ -55,7 +55,7 @@ class Job:
 
     @staticmethod
     def decode(word: str) -> Job:
-        """The inverse of `to_word`. Raises ConfigError: it is no such word."""
+        """The inverse of `encode`. Raises ConfigError: it is no such word."""
         try:
             values: dict[str, Any] = json.loads(base64.urlsafe_b64decode(word.encode()))
             values["nodes"] = tuple(Node(node["host"], tuple(node["slots"])) for node in values["nodes"])

@@ -37,7 +37,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class ExpertCapacity:
-    """The capacity of an expert: `factor` times its even share of tokens, at least `least`; None: no limit."""
+    """The capacity of an expert: `factor` times its even share of tokens, at least `minimum`; None: no limit."""
 
     factor: float | None
     minimum: int

@@ -53,9 +53,9 @@ class UnitGradient:
     contributions: list[int]  # Per slot, the number of contributions that the plane holds.
     sums: torch.Tensor  # Block sums of the plane's gradient, in host memory.
     is_stored: bool = False  # A contribution has been stored since the last step.
-    # Slots whose latest contributions wait in `buffer`, in order -> how many contributions: one, unless `adds`.
+    # Slots whose latest contributions wait in `buffer`, in order -> how many contributions: one, unless `accumulates`.
     buffered_counts: dict[int, int] = field(default_factory=dict)
-    # Flat gradient, unit.numel elements: of unit.dtype, or of the plane's dtype if `adds`.
+    # Flat gradient, unit.numel elements: of unit.dtype, or of the plane's dtype if `accumulates`.
     buffer: torch.Tensor | None = None
     accumulates: bool = (
         False  # Contributions are added up in `buffer`: the plane held nothing when the buffer was opened.
@@ -95,7 +95,7 @@ class Gradients:
         has_deferred: gradients of an earlier backward of this step wait to be reduced.
         has_lost: since `clear`, a gradient could not be reduced, and cannot be again.
         failure: with several ranks, the first failed transfer since `clear`; the next step reports it to all ranks.
-        is_interleaved: in this backward several micro-batches pass each unit before it is `passed`.
+        is_interleaved: in this backward several micro-batches pass each unit before it is `on_unit_backward_end`.
         apply_update: called with a unit whose sealed gradient occupies its place; must not return before an update used it.
         reclaim_memory: called with a unit whose gradient needs its memory now; must not return before the memory is free.
         arrival_order: (unit, position of the slot), in the order in which the first gradients since the last step arrived.
@@ -301,7 +301,7 @@ class Gradients:
     # ---- all gradients, for callers that move them elsewhere ------------------------------------
 
     def states(self) -> list[UnitGradient]:
-        """The gradient state of every trained unit; after `flush_all` and `settle` all buffers are empty."""
+        """The gradient state of every trained unit; after `flush_all` and `wait_until_stored` all buffers are empty."""
         return list(self._units.values())
 
     def state_of(self, unit: Unit) -> UnitGradient:
@@ -315,9 +315,9 @@ class Gradients:
         return {}
 
     def free_pool_memory(self, *, drop_unreduced: bool) -> dict[int, torch.Tensor]:
-        """Give all memory of `gradient_pool` back. `drop_unreduced`: drop the `waiting` gradients too, and return them.
+        """Give all memory of `gradient_pool` back. `drop_unreduced`: drop the `unreduced_gradients` gradients too, and return them.
 
-        `take_up` takes them again.
+        `restore_unreduced` takes them again.
         """
         return {}
 
@@ -332,7 +332,7 @@ class Gradients:
             self._reset_state(state)
 
     def restore_unreduced(self, index: int, flat: torch.Tensor) -> None:
-        """Let `flat`, a whole gradient of (unit.numel,), wait to be reduced again, as `waiting` returned it.
+        """Let `flat`, a whole gradient of (unit.numel,), wait to be reduced again, as `unreduced_gradients` returned it.
 
         Raises StateError: with one rank nothing waits.
         """

@@ -5,7 +5,7 @@ the disk mostly idle. A gradient is not needed after its update has used it, so 
 memory is free. Records that are updated but not yet written stay in it, and are written while backward computes. The
 first gradient of a unit takes its memory back, so only the units that backward reaches late lend their memory.
 
-So an update that finds no room in the arena may run in lent memory: `Places` admits one after the other.
+So an update that finds no room in the arena may run in lent memory: `UpdateAdmission` admits one after the other.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _Pool:
         self.waiters: list[asyncio.Future[None]] = []
 
     def free_range(self, offset: int, nbytes: int, fences: tuple[MaybeEvent, ...]) -> None:
-        """Called by `Block.release`."""
+        """Called by `Block.free`."""
         self.ranges.return_range(offset)
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
@@ -129,7 +129,7 @@ class _Pool:
 
 
 class SpareGradientMemory:
-    """Lends the memory of gradients that updates have used. All but `holds` runs on the mover's loop."""
+    """Lends the memory of gradients that updates have used. All but `is_offered` runs on the mover's loop."""
 
     def __init__(self, layout: Layout, storage: Storage) -> None:
         self._layout, self._storage = layout, storage

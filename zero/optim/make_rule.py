@@ -547,7 +547,7 @@ def _compare_with_class(
         kept = rule.probe_small(values.options)
         try:
             results = [rule.step_tile(half, part.clone(), held, values, small) for half, part, held in pieces]
-            # One more piece, one element with gradient zero, shows the numbers after the step; see `TiledRule.after`.
+            # One more piece, one element with gradient zero, shows the numbers after the step; see `TiledRule.after_update`.
             results.append(rule.step_one_element(values, kept))
         except Exception as error:
             raise unavailable_error(

@@ -240,7 +240,7 @@ class OffloadOptimizer(ExternalStateOptimizer):
         return next(dict(found) for _, found in list(self._states_of(index).read_states([index])))
 
     def write_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        """Not used: states are written together, see `take_all`."""
+        """Not used: states are written together, see `replace_all_states`."""
         self.replace_all_states([(parameter, {**self.state[parameter], key: value})])
 
     def check_room(self, nbytes: int) -> None:
@@ -256,7 +256,7 @@ class OffloadOptimizer(ExternalStateOptimizer):
         """Does nothing: `add_param_group` makes the room."""
 
     def visible_states(self, key: int, planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `KeptOptimizer`; the master always."""
+        """See `ExternalStateOptimizer`; the master always."""
         own = {name: plane for name, plane in planes.items() if name != MASTER}
         return {**super().made(key, own), **{name: planes[name] for name in planes if name == MASTER}}
 
@@ -338,7 +338,7 @@ class OffloadOptimizer(ExternalStateOptimizer):
         self._is_half_loaded = False
 
     def check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """See `KeptOptimizer`; a master is no state of the class."""
+        """See `ExternalStateOptimizer`; a master is no state of the class."""
         super().check_states(map(_without_master, states))
 
     def replace_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:

@@ -398,7 +398,7 @@ class ExternalStateOptimizer(torch.optim.Optimizer):
             self._state_access.write_state(parameter, name, value)
 
     def replace_numbers(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """As `take_states`, except for the planes: returns their values, by name."""
+        """As `replace_states`, except for the planes: returns their values, by name."""
         self.forget_parameter(id(parameter))
         if not states:
             return {}

@@ -226,9 +226,9 @@ class ParameterStates:
         return found
 
     def write_states(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Replace all states of parameters: index -> states by name, as from `read`; missing states become zero.
+        """Replace all states of parameters: index -> states by name, as from `read_states`; missing states become zero.
 
-        Without a master the weight becomes its own master. The caller has called `check`.
+        Without a master the weight becomes its own master. The caller has called `check_state`.
 
         Raises StorageError: a read or a write failed; some states are new and others are not.
         """
@@ -326,7 +326,7 @@ class ParameterStates:
         self.storage.weights[:] = self._arrays_over("weights", [[] for _ in self.layout.spaces])
 
     def _view_weights(self) -> None:
-        """Until `_rest`, the planes of weights are views of the parameters' present memory."""
+        """Until `_drop_views`, the planes of weights are views of the parameters' present memory."""
         self.storage.weights[:] = self._arrays_over("weights", self._weight_homes())
 
     def _arrays_over(self, what: str, homes: Sequence[list[Home]]) -> list[TieredArray]:
@@ -437,7 +437,7 @@ def has_same_order(tensor: Tensor, like: Tensor) -> bool:
 
 
 def _require_flat_view(tensor: Tensor) -> Tensor:
-    """As `run_of`, for a tensor that must have a run."""
+    """As `flat_view`, for a tensor that must have a run."""
     run = flat_view(tensor)
     if run is None:
         raise StateError(f"a tensor of {tuple(tensor.shape)} with strides {tensor.stride()} has gaps")

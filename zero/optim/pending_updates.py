@@ -50,7 +50,7 @@ class PendingUpdates:
     """The sub-groups of the last step that are not updated yet.
 
     Args:
-        threads: of the kernel on the host inside `finish`. During a forward or backward that computes on the host too,
+        threads: of the kernel on the host inside `finish_groups`. During a forward or backward that computes on the host too,
             the kernel has one thread.
         is_single_rank: there are no other ranks.
     """
@@ -274,7 +274,9 @@ class PendingUpdates:
         await fetch_array(plane, begin, end, part, storage.host_pool, storage.streams, delivery.events)
 
     def _start_update(self, group: SubGroup, deliveries: dict[int, Delivery], threads: int) -> RunningUpdate:
-        self._due.discard(group)  # so that it is not begun twice; `_run` adds it again if it fails before it is applied
+        self._due.discard(
+            group
+        )  # so that it is not begun twice; `_run_update` adds it again if it fails before it is applied
         on_host = frozenset(index for index, delivery in deliveries.items() if delivery.into.device.type == "cpu")
         loop = asyncio.get_running_loop()
         running = RunningUpdate(loop.create_future(), loop.create_future(), on_host)

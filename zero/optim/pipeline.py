@@ -117,14 +117,14 @@ class SubGroupPipeline:
     ) -> None:
         """Update a sub-group and store the result.
 
-        Raises StorageError: before `told.applied` was called, nothing has changed; after it, the planes hold the new
+        Raises StorageError: before `forward_arguments.applied` was called, nothing has changed; after it, the planes hold the new
         values in memory.
 
         Args:
             group: has at least one trained unit.
             arguments: the step's.
             deliveries: unit index -> memory for its part of the new weights. They are written to the disk from there too,
-                so this memory must not change until `told.returned` is called, or this returns.
+                so this memory must not change until `forward_arguments.returned` is called, or this returns.
             listener: functions to call at the stages of the update.
             threads: of the CPU kernel.
         """
@@ -195,7 +195,7 @@ class SubGroupPipeline:
         await await_all([weight.write() for weight in work.weights.values() if weight.has_memory_home])
 
     async def _write_back(self, work: StagedSubGroup, listener: UpdateListener) -> BaseException | None:
-        """Store the results; returns the first error. See `Staged.store`."""
+        """Store the results; returns the first error. See `StagedRange.write_or_strand`."""
 
         async def write_record() -> None:
             async with self._admission.write_semaphore:

@@ -80,7 +80,7 @@ class ReductionOrder:
         return self.take_ready(waiting)
 
     def note_arrival(self, unit: int) -> None:
-        """A unit has a gradient now; `go_on` returns the units to be reduced later."""
+        """A unit has a gradient now; `take_ready` returns the units to be reduced later."""
         if unit not in self.arrived_units:
             self.arrived_units.append(unit)
 

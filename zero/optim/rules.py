@@ -183,7 +183,7 @@ class AdamRule(Rule):
         self.defaults: Mapping[str, Any] = {**adam, **(defaults or {}), "decoupled": decoupled}
 
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> AdamValues:
-        """As `AdamValues.of`, and our option `decoupled`. Raises ConfigError: the kernel cannot do an option."""
+        """As `AdamValues.from_group`, and our option `decoupled`. Raises ConfigError: the kernel cannot do an option."""
         for key in ("amsgrad", "maximize"):
             if group.get(key):
                 raise ConfigError(
@@ -369,7 +369,7 @@ class TiledRule(Rule):
         return self.small_states_of(self.step_one_element(TileValues(options, None), {})[0]) if self.small else {}
 
     def step_one_element(self, values: TileValues, small: SmallTensors) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As `step`, over one element with value and gradient zero."""
+        """As `step_tile`, over one element with value and gradient zero."""
         tile = torch.zeros(self.probe_shape, dtype=torch.float32, device="cpu")
         planes = {name: torch.zeros_like(tile) for name in self.states}
         with tile.device:  # for states that the class makes on the default device

@@ -433,7 +433,7 @@ class Stepper:
     def start_updates(self) -> None:
         """The step is counted: begin updates that must not wait for a fetch: without the disk, or of persistent units.
 
-        Raises StorageError: as `finish`; the next call begins again.
+        Raises StorageError: as `finish_updates`; the next call begins again.
         """
         if not self.changes_weights:
             return

@@ -48,7 +48,7 @@ class UnitBinding:
 
     @property
     def flat_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What its parameters see, and what views from before `bind_apart` see."""
+        """What its parameters see, and what views from before `bind_private_copy` see."""
         return self._storage.flat, self._home.flat
 
     def contains(self, tensor: torch.Tensor) -> bool:
@@ -92,7 +92,7 @@ class UnitBinding:
         return [parameter for parameter, _ in pairs]
 
     def bind(self, data: torch.Tensor, *, for_edit: bool = False) -> None:
-        """Make the values in `data` (uint8, `unit.nbytes` long) the parameters' values. See `show`."""
+        """Make the values in `data` (uint8, `unit.nbytes` long) the parameters' values. See `mark_present`."""
         self._storage.bind(data)
         self._drop_data_copies()
         self.mark_present(for_edit=for_edit)
@@ -100,7 +100,7 @@ class UnitBinding:
         self._has_replaced_data = False
 
     def bind_private_copy(self, data: torch.Tensor) -> None:
-        """Bind values for an editor, in a storage of their own: tensors that share it keep it beyond `leave_apart`.
+        """Bind values for an editor, in a storage of their own: tensors that share it keep it beyond `unbind_private_copy`.
 
         Views from before, such as those that autograd saved, see these values until then: they may be used inside.
         """
@@ -109,7 +109,7 @@ class UnitBinding:
         self._home.bind_same_memory(self._storage)
 
     def unbind_private_copy(self) -> None:
-        """Release the parameters and end `bind_apart`."""
+        """Release the parameters and end `bind_private_copy`."""
         self._drop_data_copies()
         self._home.unbind(modified=False)
         self._switch_storage(self._home)
@@ -198,7 +198,7 @@ class UnitBinding:
 
 
 def recapture_all(units: Iterable[UnitBinding]) -> list[str]:
-    """`BoundUnit.recapture` of several units, which may have exchanged the `.data` of their parameters."""
+    """`UnitBinding.recapture` of several units, which may have exchanged the `.data` of their parameters."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # else hidden parameters would ask the keeper
         taken = [unit.take_replaced_data() for unit in units]
         # Read all before the first write: the new `.data` of one parameter may be the memory of another.

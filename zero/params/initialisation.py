@@ -340,7 +340,7 @@ def _module_classes() -> list[type]:
 
 
 def _draw_weight_first(original: Callable[..., Any], is_static: bool) -> Any:
-    """One of `COMPUTED`, which first draws a weight that its constructor did not, because that was switched off.
+    """One of `WEIGHT_TRANSFORMS`, which first draws a weight that its constructor did not, because that was switched off.
 
     It is too late once the weight is computed: a client that draws all values at the end writes to the result, which is
     dropped. In memory as well what the constructor has drawn stays.

@@ -1,7 +1,7 @@
 """Parameters that a keeper is responsible for: classes that are mixed into theirs, and what their `.grad` is.
 
 An engine collects gradients elsewhere, so torch's own `.grad` of a parameter is empty after a backward. A kept
-parameter's class answers `p.grad` with a `CollectedGradient` instead; what user code assigns is torch's own gradient
+parameter's class answers `p.grad` with a `EngineGradient` instead; what user code assigns is torch's own gradient
 until the engine takes it over.
 """
 

@@ -56,7 +56,7 @@ def inner_tensors(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.
 
 
 def quantized_state_names(tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """As `decoding_names`, for a whole state dict (meta tensors will do)."""
+    """As `quantized_tensor_names`, for a whole state dict (meta tensors will do)."""
     modules = {name.rpartition(".")[0] for name, tensor in tensors.items() if is_packed(tensor)}
     parts = ((name, *name.rpartition(".")[::2]) for name in tensors)
     return {name for name, module, own in parts if module in modules and own not in _NOT_DECODING}

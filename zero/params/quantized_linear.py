@@ -129,7 +129,7 @@ class _Product(torch.autograd.Function):
 
 
 def encode(weight: Tensor, codes: Codes) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(packed, steps, least) of a weight, see the format above. Raises ConfigError: as `QuantizedLinear.of`."""
+    """(packed, steps, least) of a weight, see the format above. Raises ConfigError: as `QuantizedLinear.from_linear`."""
     if not bool(torch.isfinite(weight).all()):
         raise ConfigError("the weight to be quantised has values that are inf or NaN")
     values = _split_groups(weight.float(), codes)
@@ -173,7 +173,7 @@ def _row_runs(rows: int, columns: int, codes: Codes) -> Iterator[tuple[int, int]
 
 
 def _select_rows(parts: Tensor, begin: int, end: int, codes: Codes) -> Tensor:
-    """The part of steps or least values for rows [begin, end), in fp32, in a shape that broadcasts to `_grouped`."""
+    """The part of steps or least values for rows [begin, end), in fp32, in a shape that broadcasts to `_split_groups`."""
     if codes.group_dim == 1:
         return parts[begin:end].float().unsqueeze(2)
     return parts[begin // codes.group_size : end // codes.group_size].float().unsqueeze(1)

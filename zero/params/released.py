@@ -87,10 +87,10 @@ class ParameterStore(Protocol):
         """Fetch the values for the running forward or backward, or raise StateError."""
 
     def on_operation_end(self, parameters: list[nn.Parameter], tensors: list[Any], result: Any) -> Any:
-        """An operation on parameters that `touch` fetched is over; returns the value to use as its result.
+        """An operation on parameters that `fetch` fetched is over; returns the value to use as its result.
 
         Args:
-            parameters: the operation's parameters that belong to this keeper; present since `touch`.
+            parameters: the operation's parameters that belong to this keeper; present since `fetch`.
             tensors: all tensor arguments of the operation.
             result: any tree; None if the operation raised.
         """
@@ -108,7 +108,7 @@ class ParameterStore(Protocol):
         """Fetch values for `GatheredParameters`: private copies that may be edited."""
 
     def end_gather(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
-        """End `open`: store the edits of `modifier_rank` (None: all ranks have made the same edits) and release."""
+        """End `begin_gather`: store the edits of `modifier_rank` (None: all ranks have made the same edits) and release."""
 
 
 @runtime_checkable
@@ -119,7 +119,7 @@ class EditableStore(ParameterStore, Protocol):
         """An independent parameter with the same values."""
 
     def end_gather_unchanged(self, parameters: list[nn.Parameter]) -> None:
-        """End `open` of parameters that were only read."""
+        """End `begin_gather` of parameters that were only read."""
 
     def replace_data(self, parameter: nn.Parameter, data: torch.Tensor) -> None:
         """As `parameter.data = data`: shape and dtype may change."""
@@ -299,7 +299,7 @@ def _picklable(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
 
 
 def store_of(parameter: nn.Parameter) -> ParameterStore:
-    """The keeper that `mark` gave the parameter."""
+    """The keeper that `assign_store` gave the parameter."""
     keeper: ParameterStore = parameter.__dict__[STORE_ATTRIBUTE]
     return keeper
 
@@ -317,13 +317,13 @@ def assign_store(parameter: nn.Parameter, store: ParameterStore, name: str, *, p
 
 
 def set_shard_view(parameter: nn.Parameter) -> None:
-    """Make `ds_tensor` a view of the parameter's present memory, until `hide_shard`."""
+    """Make `ds_tensor` a view of the parameter's present memory, until `drop_shard_view`."""
     if has_ds_attributes(parameter):
         parameter.__dict__[SHARD] = _make_shard(parameter)
 
 
 def drop_shard_view(parameter: nn.Parameter) -> None:
-    """End `show_shard`, so that `ds_tensor` does not hold the memory."""
+    """End `set_shard_view`, so that `ds_tensor` does not hold the memory."""
     parameter.__dict__.pop(SHARD, None)
 
 
@@ -349,7 +349,7 @@ def set_released(parameter: nn.Parameter) -> None:
 
 
 def set_present(parameter: nn.Parameter, *, for_edit: bool = False) -> None:
-    """Change the class back to the parameter's own class, with the `.grad` of `KeptParameter` if it has a keeper.
+    """Change the class back to the parameter's own class, with the `.grad` of `ManagedParameter` if it has a keeper.
 
     `for_edit`: it is gathered for its user, who sees the class itself, unless there is a gradient to show.
     """

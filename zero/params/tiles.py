@@ -123,7 +123,7 @@ class TiledParameterStore:
 
     @property
     def keeps_saved_tensors(self) -> bool:
-        """False: the values that `open` fetches are released at `close`."""
+        """False: the values that `begin_gather` fetches are released at `end_gather`."""
         return False
 
     def on_tile_stored(self) -> bool:
@@ -156,7 +156,7 @@ class TiledParameterStore:
         )
 
     def on_operation_end(self, parameters: list[nn.Parameter], tensors: list[Any], result: Any) -> Any:
-        """Returns `result`; never needed, because `touch` raises."""
+        """Returns `result`; never needed, because `fetch` raises."""
         return result
 
     def shard_range(self, parameter: nn.Parameter) -> slice:

@@ -92,7 +92,7 @@ class InitialParameterStore:
         self._free_memory(parameter)
 
     def store(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
-        """Store values of a parameter that another keeper still has; `take` follows."""
+        """Store values of a parameter that another keeper still has; `take_over` follows."""
         offset = self._file.append(values)
         self._locations[parameter] = FileLocation(self._file, offset, values.dtype, values.nbytes)
 
@@ -153,7 +153,7 @@ class InitialParameterStore:
         self.end_gather(unseen)
 
     def spill_fetched(self) -> None:
-        """Spill again all parameters that `touch` has fetched."""
+        """Spill again all parameters that `fetch` has fetched."""
         fetched, self._fetched, self._fetched_bytes = self._fetched, [], 0
         self.end_gather(fetched)
 
@@ -190,7 +190,7 @@ class InitialParameterStore:
             self._file.sync_edits()
 
     def end_gather_unchanged(self, parameters: list[nn.Parameter]) -> None:
-        """End `open` of parameters that were only read: their values in the file are the same."""
+        """End `begin_gather` of parameters that were only read: their values in the file are the same."""
         for parameter in parameters:
             self._gather_counts[parameter] -= 1
             if self._gather_counts[parameter] == 0:
@@ -233,7 +233,7 @@ class InitialParameterStore:
         return file.device, place.nbytes
 
     def on_adopted(self, parameter: nn.Parameter) -> None:
-        """An engine has stored the values: free their space. The last parameter closes the file, unless it `grows`."""
+        """An engine has stored the values: free their space. The last parameter closes the file, unless it `accepts_parameters`."""
         place = self._locations.pop(parameter, None)
         if place is not None and place.file is self._file:
             self._file.free(place.offset_bytes, place.nbytes)

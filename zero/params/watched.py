@@ -43,13 +43,13 @@ def save_data_copy(parameter: nn.Parameter) -> None:
 
 
 def is_data_written(parameter: nn.Parameter) -> bool:
-    """True if any bit has changed since `note`; False without a `note`."""
+    """True if any bit has changed since `save_data_copy`; False without a `save_data_copy`."""
     before = parameter.__dict__.get(_DATA_COPY)
     return before is not None and not torch.equal(_bits(before), _bits(_values_of(parameter)))
 
 
 def drop_data_copy(parameter: nn.Parameter) -> None:
-    """Drop the copy of `note`: the values are stored or released."""
+    """Drop the copy of `save_data_copy`: the values are stored or released."""
     parameter.__dict__.pop(_DATA_COPY, None)
 
 

@@ -116,7 +116,7 @@ class StateFormat:
         return found
 
     def from_parts(self, parts: Sequence[Tensor], begin: int, step: int = 0) -> SubGroupState:
-        """The record of coordinates from `begin` on whose parts are these (uint8), in order; see `over`."""
+        """The record of coordinates from `begin` on whose parts are these (uint8), in order; see `view`."""
         remainder = None if self.remainder is None else parts[0].view(self.remainder)
         planes = parts[0 if remainder is None else 1 :]
         if not self._is_adam:

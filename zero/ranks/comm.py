@@ -1,6 +1,6 @@
 """The collectives of one engine: one order on all ranks, sums in rank order, errors instead of hangs.
 
-[Note: agreed order] The thread that decides to gather or reduce something takes a `Ticket` at that moment. Ranks that
+[Note: agreed order] The thread that decides to gather or reduce something takes a `QueuedWork` at that moment. Ranks that
 run the same program take the same tickets. The jobs of the tickets become ready in any order, depending on disks and
 memory, but they are launched in the order of the tickets.
 
@@ -241,7 +241,7 @@ class Comm:
     def waiting(self, what: str) -> AbstractContextManager[Any]:
         """A context in which this rank waits for others by other means, such as shared memory.
 
-        Inside, if a rank fails or leaves, `check` raises on all ranks, so call it while waiting.
+        Inside, if a rank fails or leaves, `raise_if_failed` raises on all ranks, so call it while waiting.
         """
         return self._waiting_at(self._operation_log.count, what)
 
@@ -371,7 +371,7 @@ class Comm:
         return self._control_plane.all_gather_bytes(what, payload)
 
     def broadcast(self, tensors: Sequence[Tensor], source_rank: int) -> None:
-        """Copy the values of tensors from `source_rank` to every rank, in few messages. Blocks, like `agree`.
+        """Copy the values of tensors from `source_rank` to every rank, in few messages. Blocks, like `all_gather_bytes`.
 
         `tensors`: of any device, dtype and shape, which must be equal on all ranks.
         """

@@ -118,8 +118,8 @@ def open_process_groups(
 
     Raises RankLostError: a rank has ended meanwhile.
 
-    `parent`: the group of the members; None: torch's default group. `deadline_seconds`: see `Watch`.
-    `teams`: see `Lines`.
+    `parent`: the group of the members; None: torch's default group. `deadline_seconds`: see `Watchdog`.
+    `teams`: see `ProcessGroups`.
     """
     rank = members.index(backend.own_rank())
     try:

@@ -147,7 +147,7 @@ def pack_header(place: int, digest: bytes) -> bytes:
 def describe_difference(tails: Mapping[int, tuple[int, Sequence[SequenceEntry]]]) -> str | None:
     """Where the logs of ranks first differ, in words; None while their common entries are equal.
 
-    `tails`: rank -> result of its `Log.tail`.
+    `tails`: rank -> result of its `OperationLog.tail`.
     """
     if len(tails) < 2:
         return None

@@ -249,7 +249,7 @@ class Watchdog:
             self._abort_once()
 
     def _other_positions(self) -> dict[int, Position]:
-        """The position of each other rank; of one that has published nothing, the position from `meet`, if any."""
+        """The position of each other rank; of one that has published nothing, the position from `set_initial_positions`, if any."""
         return {**self._initial_positions, **self._board.positions()}
 
     def _find_lost_rank(self, positions: dict[int, Position], wait: Wait) -> RankDivergenceError | None:

@@ -82,7 +82,7 @@ class AlteredCopies:
             self._parked.add(index)
 
     def resume_altered(self, index: int, undo: list[Callable[[], None]]) -> bool:
-        """Show a parked copy, altered as it is. False: it is gone. `undo`: as for `alter`."""
+        """Show a parked copy, altered as it is. False: it is gone. `undo`: as for `fetch_to_alter`."""
         one = self._units[index]
         if index not in self._parked or one.is_in_use:
             return False

@@ -55,7 +55,7 @@ class Coordinator(AlteredCopies):
         self.counters = FetchCounters()
         # True while the weights will not change after this backward: so its prefetch may cross the boundary.
         self.is_accumulating = False
-        self.is_persistent_bound = False  # False between `release_all` and `bind_persistent`.
+        self.is_persistent_bound = False  # False between `evict_all` and `bind_persistent`.
         self._layout, self._bound_units, self._storage, self._limits = layout, bound, storage, limits
         self._fetcher, self._unpin_for_room = fetcher, unpin_for_room
         self._numel = {unit.index: unit.numel for unit in layout.units}
@@ -339,7 +339,7 @@ class Coordinator(AlteredCopies):
             raise StateError("; ".join(refused))
 
     def free_device_memory(self) -> None:
-        """Called after `release_all`, when the engine closes: a model that lives on must keep no device memory.
+        """Called after `evict_all`, when the engine closes: a model that lives on must keep no device memory.
 
         Code that reads its parameters past torch's dispatch sees NaN, now in host memory.
         """
@@ -363,7 +363,7 @@ class Coordinator(AlteredCopies):
             one.edit_event = self._storage.streams.record_event()
 
     def is_edited(self, index: int) -> bool:
-        """True between `hold` and `unhold`, if the editor has bound the unit to memory of its own."""
+        """True between `begin_edit` and `end_edit`, if the editor has bound the unit to memory of its own."""
         return self._units[index].state == UnitState.EDITED
 
     def end_edit(self, index: int) -> None:
@@ -383,7 +383,7 @@ class Coordinator(AlteredCopies):
     # ---- rows of packed experts, fetched and released apart from their unit ---------------------
 
     def lease_rows(self, unit: Unit, numel: int) -> Block:
-        """Lease memory for rows of the unit, evicting units not in use. Give it back with `return_rows`.
+        """Lease memory for rows of the unit, evicting units not in use. Give it back with `free_rows`.
 
         Raises BudgetError: units in use leave no room.
         """
@@ -407,7 +407,7 @@ class Coordinator(AlteredCopies):
         return block
 
     def free_rows_after(self, unit: Unit, block: Block, numel: int, future: IoFuture[MaybeEvent]) -> None:
-        """As `return_rows`, for memory that `future` may still write to."""
+        """As `free_rows`, for memory that `future` may still write to."""
         self._expert_rows_numel -= numel
         self._fetcher.free_after(unit, block, future)
 

@@ -60,7 +60,7 @@ def count_open_calls(module: nn.Module) -> int:
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
-    """A module's `_parameters` that reports each read of a parameter."""
+    """A module's `_parameters_getter` that reports each read of a parameter."""
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: Callable[[nn.Parameter], None]) -> None:
         super().__init__(parameters)
@@ -279,7 +279,7 @@ class ModuleHooks:
 
     @atomic
     def begin_operation(self, index: int) -> None:
-        """An operation inside a call reads the unit without its owning module; `end_look` follows the operation."""
+        """An operation inside a call reads the unit without its owning module; `end_operation` follows the operation."""
         if in_backward() or self._is_in_use(index):
             self.borrow(index)
             return

@@ -105,7 +105,7 @@ class UnitFetcher:
         in_place: values in memory that the device can address are used where they live.
 
     Attributes:
-        in_step: all ranks fetch together; see `Placement.in_step`.
+        in_step: all ranks fetch together; see `Placement.fetches_collectively`.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class UnitFetcher:
             arrival.copy, arrival.event = bound.flat, self._storage.streams.record_event()
 
     def unbind(self, bound: UnitBinding, arrival: Arrival, *, modified: bool) -> None:
-        """Undo `bind`. `modified`: a stream of `arrival.users` has written to the parameters."""
+        """Undo `bind`. `modified`: a stream of `arrival.streams` has written to the parameters."""
         if modified and arrival.copy is not None:
             self._storage.streams.wait_and_record_stream(arrival.copy, arrival.event, *self._events_after_uses(arrival))
         bound.unbind(modified=modified)
@@ -275,7 +275,7 @@ class UnitFetcher:
         return sum(unit.numel for unit in leased) * taken_bytes // whole_bytes
 
     def free_extra_memory(self) -> None:
-        """Give the memory of `open_room` back; no unit in it may be bound."""
+        """Give the memory of `allocate_extra_memory` back; no unit in it may be bound."""
         self.drain()
         self._storage.remove_unit_pool()
 
@@ -295,7 +295,7 @@ class UnitFetcher:
 
         Args:
             unit: was bound, or in flight.
-            arrival: the unit's arrival, as `begin` returned it.
+            arrival: the unit's arrival, as `fetch` returned it.
             modified: the model has changed a weight inside its forward (a clamped temperature, a codebook): keep it.
         """
         moving = arrival.future

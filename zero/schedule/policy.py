@@ -19,7 +19,7 @@ MUCH_HOTTER = 2  # A unit that is used more than this many times as often replac
 class PrefetchPlan:
     """Units to evict and units to load now: first evict, then load.
 
-    `complete`: then every unit of the forecast is there.
+    `is_complete`: then every unit of the forecast is there.
     """
 
     evict: tuple[int, ...] = ()

@@ -118,7 +118,7 @@ class ExpertRowFetcher:
         Raises StorageError: rows could not be read; BudgetError: units in use leave no room for them.
 
         Args:
-            parameters: by name; `lends` is true for each.
+            parameters: by name; `can_fetch` is true for each.
             rows: row numbers in the first dimension, ascending.
             compute: a function of {name: [len(rows), ...]}.
         """

@@ -156,7 +156,7 @@ class MicroBatchScheduler:
         return [lane.result for lane in lanes]  # type: ignore[misc]  # None where T is
 
     def _join_threads(self, tasks: Sequence[MicroBatchTask[Any]], threads: Sequence[threading.Thread]) -> None:
-        """Wait for the threads. A second interrupt ends this wait; then only closing the engine helps (`LEFT`)."""
+        """Wait for the threads. A second interrupt ends this wait; then only closing the engine helps (`LEFTOVER_ERROR`)."""
         if threads[-1].ident is None:  # it could not be started, and no lane has begun
             for lane in tasks:
                 lane.wakeup.release()

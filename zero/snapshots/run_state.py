@@ -167,7 +167,7 @@ STRUCTURAL_OPTIONS = ("momentum", "centered", "amsgrad", "decoupled")
 
 
 def restore_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]]) -> None:
-    """Restore hyper-parameters, except `SHAPING`; the live groups and their lists stay the same objects."""
+    """Restore hyper-parameters, except `STRUCTURAL_OPTIONS`; the live groups and their lists stay the same objects."""
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         for key, value in options.items():
             live = group.get(key)
@@ -220,7 +220,7 @@ def param_groups_state(optimizer: ZeroOptimizer, name_of: Mapping[int, str]) -> 
 
 
 def _is_plain(value: Any) -> bool:
-    """True if `_plain` can represent the value without its repr."""
+    """True if `_to_plain` can represent the value without its repr."""
     if isinstance(value, Mapping):
         return all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple)):

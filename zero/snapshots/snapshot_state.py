@@ -27,7 +27,7 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 def capture_state(run: Run, norm: float | None) -> Callable[[], bytes]:
-    """Capture the present state, in the form that `restore` takes.
+    """Capture the present state, in the form that `restore_state` takes.
 
     Returns a function that makes the bytes. It captures small states only when called, after the step's updates.
     """
@@ -62,7 +62,7 @@ def capture_state(run: Run, norm: float | None) -> Callable[[], bytes]:
 
 
 def check_state(run: Run, data: bytes) -> None:
-    """Raise ConfigError if the param groups are not the ones that `capture` has saved, or an object is not loaded."""
+    """Raise ConfigError if the param groups are not the ones that `capture_state` has saved, or an object is not loaded."""
     state = _read_state(data)[0]
     if run.updater is not None:
         check_groups(run.updater, state["groups"], run.parts.names, "load_snapshot", "the snapshot")
@@ -78,7 +78,7 @@ def _unpack_objects(run: Run, state: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _read_state(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(everything else, small states) from the bytes of `capture`."""
+    """(everything else, small states) from the bytes of `capture_state`."""
     state = read_archive(data, "the state of a snapshot")
     if OTHER_STATE in state:
         return read_archive(state[OTHER_STATE], "the state of a snapshot"), state[SMALL]
@@ -86,7 +86,7 @@ def _read_state(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def restore_state(run: Run, data: bytes) -> float | None:
-    """Restore the state of `capture`, after `check`; returns the norm of the last step's gradients."""
+    """Restore the state of `capture_state`, after `check_state`; returns the norm of the last step's gradients."""
     state, small = _read_state(data)
     scheduler, extra, position = _unpack_objects(run, state)
     names = run.parts.names

@@ -19,7 +19,7 @@ from zero.store.storage import Storage
 class StateRange:
     """The blocks of a record in the swap space that hold coordinates [begin, end) of its sub-group.
 
-    As with `StagedGroup`: `lease` memory, which is the host's, `read`, work on `record()`, write it, and `release`.
+    As with `StagedSubGroup`: `lease` memory, which is the host's, `read`, work on `state_view()`, write it, and `free`.
     Raises StateError: its space is not trained.
 
     Attributes:

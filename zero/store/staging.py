@@ -54,9 +54,9 @@ class StagedRange:
         on_host = compute.type == "cpu"
         passes = not self.in_place and not self.uses_caller_memory
         self.host_nbytes = nbytes if passes and (self._memory is None or on_host) else 0
-        """Bytes of host memory that `stage` needs."""
+        """Bytes of host memory that `set_buffers` needs."""
         self.device_nbytes = nbytes if passes and not on_host else 0
-        """Bytes of the compute device's memory that `stage` needs, if that is not the host's."""
+        """Bytes of the compute device's memory that `set_buffers` needs, if that is not the host's."""
 
     def set_buffers(self, host: torch.Tensor, device: torch.Tensor) -> None:
         """Pass through these buffers, of `host_nbytes` and `device_nbytes`."""
@@ -166,7 +166,7 @@ class StagingBlocks:
 class StagedSubGroup:
     """A sub-group made addressable for a short time: its state record, its weights, and its gradients if requested.
 
-    `lease` memory, `read` the stored values, work on `record()` and the bytes of the parts, write them, and `release`.
+    `lease` memory, `read` the stored values, work on `state_view()` and the bytes of the parts, write them, and `free`.
     Raises StateError: its space is not trained.
 
     Args:
@@ -174,7 +174,7 @@ class StagedSubGroup:
         layout: of the planes.
         group: of a space that is trained.
         units: units whose weights are staged; None: all that have weights in the sub-group.
-        caller_memory: unit index -> the caller's memory that its weights may pass through; see `Staged`.
+        caller_memory: unit index -> the caller's memory that its weights may pass through; see `StagedRange`.
         gradients: unit -> the plane of its gradient; None: stage no gradients.
 
     Attributes:
@@ -228,7 +228,7 @@ class StagedSubGroup:
         return sum(part.host_nbytes for part in self.parts)
 
     async def lease(self, what: str, host_block: Block | None = None) -> None:
-        """Lease the memory that it passes through, if any; see `Staging.lease`."""
+        """Lease the memory that it passes through, if any; see `StagingBlocks.lease`."""
         if any(part.host_nbytes or part.device_nbytes for part in self.parts):
             self._staging = await StagingBlocks.lease(self._storage, self.parts, what, host_block)
 

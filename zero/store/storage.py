@@ -220,7 +220,7 @@ class Storage:
         return nbytes
 
     def remove_unit_pool(self) -> None:
-        """Free the memory of `open_unit_room`, after the device has finished its work there."""
+        """Free the memory of `add_unit_pool`, after the device has finished its work there."""
         room, self._extra_unit_pool = self._extra_unit_pool, None
         if room is not None:
             synchronize(self.device)

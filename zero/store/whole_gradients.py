@@ -79,11 +79,11 @@ class UnreducedGradients:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of device memory that only this rank uses, in all results of `deferred` and `arriving`."""
+        """Bytes of device memory that only this rank uses, in all results of `deferred_sum` and `receive_buffer`."""
         return sum(region.nbytes for region in self._memory_pools if region.is_movable)
 
     def free_unused(self) -> None:
-        """Free the unused memory of `deferred` and `arriving`; a later call allocates it again."""
+        """Free the unused memory of `deferred_sum` and `receive_buffer`; a later call allocates it again."""
         for region in self._memory_pools:
             region.close()
         self._memory_pools, self._deferred, self._receive_buffer = [], {}, None

@@ -59,12 +59,12 @@ OnBest = Callable[[Trial, Candidate], None]
 def search(
     candidates: Iterable[Candidate], run: RunTrial, on_best: OnBest, *, least: int = 1, most: int = BATCH_MAX
 ) -> tuple[Trial, Candidate] | None:
-    """The best of the first `TRIED` candidates that run, with the largest micro-batch that pays; None: none runs.
+    """The best of the first `PLACEMENTS_RUN` candidates that run, with the largest micro-batch that pays; None: none runs.
 
     Args:
         candidates: the one expected to be fastest first.
-        run: see `Run`.
-        on_best: see `Keep`.
+        run: see `RunTrial`.
+        on_best: see `OnBest`.
         least: the micro-batch at which candidates are compared.
         most: the largest micro-batch to try; equal to `least`: it is not increased.
     """

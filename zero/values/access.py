@@ -41,7 +41,7 @@ def warn_of_hidden_gradients() -> None:
 
 
 class EngineGradient:
-    """See `Collected`.
+    """See `AccumulatedGradient`.
 
     `index`: of the parameter in the layout; `device`: where its values are used.
     """
@@ -85,7 +85,7 @@ class EngineGradient:
 class EngineParameterStore:
     """Knows every parameter's unit and fetches its values.
 
-    `rows`: lends rows of packed experts; `partitions`: weights are sharded, see `Keeper.partitions`.
+    `rows`: lends rows of packed experts; `partitions`: weights are sharded, see `ParameterStore.partitions`.
 
     Attributes:
         slots: of the model's parameters, one place for each tile.
@@ -158,7 +158,7 @@ class EngineParameterStore:
         self._coordinator.note_read(index)
 
     def accumulated_gradient(self, parameter: nn.Parameter) -> EngineGradient | None:
-        """See `Keeper`. A pipeline's stage has only a part of the parameters, so it shows none and says so once."""
+        """See `ParameterStore`. A pipeline's stage has only a part of the parameters, so it shows none and says so once."""
         places, gradients = self.slots.get(id(parameter), []), self.events.get_gradients()
         if not any(gradients.has_gradient(unit, slot) for unit, slot in places):
             return None
@@ -168,7 +168,7 @@ class EngineParameterStore:
         return EngineGradient(self.events, parameter, places[0][1].index, self.device)
 
     def on_operation_end(self, parameters: list[nn.Parameter], tensors: list[Any], result: Any) -> Any:
-        """End the use that `touch` began, unless more than the operation's result needs the values."""
+        """End the use that `fetch` began, unless more than the operation's result needs the values."""
         return self._hooks.end_operation(tensors, result)
 
     def shard_range(self, parameter: nn.Parameter) -> slice:

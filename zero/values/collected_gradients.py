@@ -146,7 +146,7 @@ class GradientValues:
         self._write_stored(unit, slot, begin, values, fresh=fresh)
 
     def _write_stored(self, unit: Unit, slot: Slot, begin: int, values: torch.Tensor, *, fresh: bool = False) -> None:
-        """As `write_own`; `fresh`: the unit has nothing yet. Whether the slot has a gradient stays as it is."""
+        """As `write_shard`; `fresh`: the unit has nothing yet. Whether the slot has a gradient stays as it is."""
         state = self._gradients.state_of(unit)
         self._gradients.reclaim_memory(unit)
         first = unit.origin + slot.offset_numel + begin

@@ -135,7 +135,7 @@ class UnitEditor:
 
     @torch.inference_mode(False)
     def end_edit(self, indices: Iterable[int], modifier_rank: int | None = None) -> None:
-        """Store the edits since `open` and release the units that it bound. All ranks call this together.
+        """Store the edits since `begin_edit` and release the units that it bound. All ranks call this together.
 
         Every unit is released even after an error; an edit that cannot be written stays in memory. Raises StateError: a
         parameter got another shape (it keeps its values, other edits are kept), or ranks have made different edits

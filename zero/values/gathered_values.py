@@ -136,7 +136,7 @@ def join_runs(
     """Copy every slice's run into each of `outputs`.
 
     Args:
-        runs: from `runs_of`.
+        runs: from `shard_runs`.
         payloads: of each rank, bytes that begin with its runs, one tensor after the other; the other bytes stay in `payloads`.
         outputs: 1-D, on the host.
     """
