@@ -22,7 +22,7 @@ from benchmarks.common import Candidate, Report, RivalMissing, Round, compute_co
 from benchmarks.rivals import deepspeed_adam
 from benchmarks.rivals.streaming import StreamingBound
 from offload.kernels import kernels
-from offload.memory.pinned import map_host, tensor_over
+from offload.memory.host_memory import map_host, tensor_over
 
 BYTES_SPLIT = 2 * (2 + 2 + 4 + 4) + 2
 """Per parameter: weight, remainder and two moments are read and written, the gradient is read."""

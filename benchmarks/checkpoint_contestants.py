@@ -24,7 +24,7 @@ from benchmarks.models import GPT, Samples
 from benchmarks.rivals import fio
 from benchmarks.shapes import SHAPES
 from offload.disk.aio import AioOptions, open_aio
-from offload.memory.pinned import map_host, tensor_over
+from offload.memory.host_memory import map_host, tensor_over
 from offload.sizes import PAGE_BYTES, align_up
 
 LANES, LANE_BYTES = 4, 16 << 20

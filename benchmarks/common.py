@@ -33,7 +33,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.machine import DiskCounters
-from offload.memory.pinned import map_host, tensor_over
+from offload.memory.host_memory import map_host, tensor_over
 
 PAIRS_MIN = 5
 COMPUTE_WALL_MAX = 1.4

@@ -18,7 +18,7 @@ import torch
 from benchmarks.common import Candidate, Report, RivalMissing, Round, measure, parser
 from benchmarks.gpu import require_gpu
 from benchmarks.rivals.cudart import Cudart
-from offload.memory.arena import BlockPool
+from offload.memory.pool import BlockPool
 from offload.streams import DeviceStreams
 
 DIRECTIONS = {"to the device": "to_device", "to the host": "to_host", "both ways": "both_ways"}

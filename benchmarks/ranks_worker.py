@@ -21,7 +21,7 @@ import zero
 from benchmarks import rank_loop
 from benchmarks.loop import emit, peak_rss_bytes
 from benchmarks.shapes import Shape
-from offload.memory.pinned import retain_heap
+from offload.memory.host_memory import retain_heap
 
 BUCKET_NUMEL = 25_000_000
 """What one collective moves at once: a usual bucket."""

@@ -21,7 +21,7 @@ from torch import nn
 import zero
 from benchmarks.loop import emit, peak_rss_bytes, saved_bytes, timed_steps
 from benchmarks.quantised import lora_over_codes
-from offload.memory.pinned import trim_heap
+from offload.memory.host_memory import trim_heap
 
 COUNTERS = (
     *("forward_seconds", "backward_seconds", "optimizer_seconds", "exposed_wait_seconds"),

@@ -20,8 +20,8 @@ from benchmarks.common import Report, Round, measure, parser
 from benchmarks.throttled import CannotThrottle, ThrottledDisks
 from offload.disk.aio import AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
-from offload.memory.arena import BlockPool
-from offload.planes.planes import Disk
+from offload.memory.pool import BlockPool
+from offload.planes.tiered_array import Disk
 
 RECORDS_IN_FLIGHT = 4
 MUST = 0.90

@@ -14,8 +14,8 @@ import torch
 from benchmarks.common import write_incompressible
 from offload.disk.aio import AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
-from offload.memory.arena import BlockPool
-from offload.planes.planes import Disk
+from offload.memory.pool import BlockPool
+from offload.planes.tiered_array import Disk
 
 RECORDS_IN_FLIGHT = 4
 

@@ -29,8 +29,8 @@ from benchmarks.shapes import Shape
 from offload.accelerator import compute_device
 from offload.disk.aio import AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
-from offload.memory.pinned import map_host, retain_heap, tensor_over, trim_heap
-from offload.planes.planes import Disk
+from offload.memory.host_memory import map_host, retain_heap, tensor_over, trim_heap
+from offload.planes.tiered_array import Disk
 from offload.sizes import PAGE_BYTES, align_up
 from zero.optim.muon import is_hidden_matrix
 

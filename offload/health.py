@@ -12,8 +12,8 @@ from offload.accelerator import has_gpu
 from offload.disk.aio import AioOptions, open_aio
 from offload.disk.aio_base import BACKENDS
 from offload.errors import ZeroInfinityError
-from offload.memory.pinned import map_host, tensor_over
-from offload.memory.shared_region import SharedHostMemory
+from offload.memory.host_memory import map_host, tensor_over
+from offload.memory.shared_host_memory import SharedHostMemory
 from offload.sizes import PAGE_BYTES
 
 TRIED_BYTES = 2 << 20
@@ -92,7 +92,7 @@ def shared_memory_trouble() -> str:
 
 def pinning_trouble() -> str:
     """Why host memory cannot be page-locked for the GPU; empty if it can, or if there is no GPU."""
-    from offload.memory.pinned import pin
+    from offload.memory.host_memory import pin
 
     if not has_gpu():
         return ""

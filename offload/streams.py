@@ -38,7 +38,7 @@ class Event(Protocol):
         """True once the stream has passed this point. Never blocks."""
 
 
-MaybeEvent: TypeAlias = "Mark | None"
+MaybeEvent: TypeAlias = "Event | None"
 """None: there is nothing to wait for."""
 
 

@@ -107,7 +107,7 @@ _OFF: AbstractContextManager[None] = nullcontext()
 class _Running:
     """A span that has begun."""
 
-    __slots__ = ("_begin_ns", "_track", "_name", "_nbytes", "_timeline")
+    __slots__ = ("_begin_ns", "_name", "_nbytes", "_timeline", "_track")
 
     def __init__(self, timeline: Timeline, track: Track, name: str, nbytes: int) -> None:
         self._timeline, self._track, self._name, self._nbytes = timeline, track, name, nbytes

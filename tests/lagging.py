@@ -108,7 +108,7 @@ def lagging_device(monkeypatch: pytest.MonkeyPatch, *, eager: bool = True) -> It
     Args:
         eager: updates that need no disk run inside the step, as with states on the device; else after it.
     """
-    from zero.optim.pipeline import SubGroupPipeline
+    from zero.optim.sub_group_pipeline import SubGroupPipeline
 
     at_once = SubGroupPipeline.can_update_now
     made: list[LaggingStreams] = []

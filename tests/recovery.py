@@ -28,7 +28,7 @@ from torch import Tensor
 import zero
 from offload.disk.aio import AioFault
 from offload.errors import BudgetError, StorageError
-from zero.params.released import ReleasedParameter
+from zero.params.released_parameter import ReleasedParameter
 
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")

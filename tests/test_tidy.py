@@ -388,7 +388,7 @@ def test_a_function_fits_a_screen_and_takes_8_parameters(path: Path) -> None:
 
 
 WIDE_FUNCTIONS = {
-    ("zero/ranks/joining.py", "init_distributed"),
+    ("zero/ranks/initialization.py", "init_distributed"),
     ("zero/flops_profiler.py", "get_model_profile"),
     ("zero/engine/initialize.py", "initialize"),
     ("zero/lr_schedules/cycle.py", "__init__"),

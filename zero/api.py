@@ -10,7 +10,7 @@ from zero.checkpoint.export import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from zero.config.given import add_config_arguments
+from zero.config.sources import add_config_arguments
 from zero.data.resumable import RepeatingLoader
 from zero.engine.engine import ZeroEngine
 from zero.engine.inference import InferenceEngine, init_inference
@@ -39,7 +39,7 @@ from zero.params.leaf_modules import (
     z3_leaf_parameter,
 )
 from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
-from zero.ranks.joining import init_distributed
+from zero.ranks.initialization import init_distributed
 from zero.reports.statistics import Statistics
 
 __all__ = [

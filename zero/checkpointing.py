@@ -33,7 +33,7 @@ from zero.activations.rng_tracker import (
 from zero.activations.saved_tensors import Activations, current_activations, use_activations
 from zero.config import Config, load_config
 from zero.config.activation_block import ActivationCheckpointing
-from zero.plan.beside_planes import activation_tier
+from zero.plan.activations_and_snapshots import activation_tier
 from zero.plan.plan import NVME
 from zero.ranks import world
 from zero.reports.log import NOTICE

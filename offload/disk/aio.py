@@ -7,9 +7,9 @@ from offload.disk.aio_base import BACKENDS, NATIVE_BACKENDS, Aio, AioFault, AioO
 from offload.disk.aio_fallback import AiofilesAio
 from offload.disk.aio_native import NativeAio, open_native
 from offload.errors import ConfigError
-from offload.mover import IoLoop
+from offload.io_loop import IoLoop
 
-__all__ = ["Aio", "AioFault", "AioOptions", "AioStats", "AiofilesAio", "NativeAio", "open_aio", "open_moved"]
+__all__ = ["Aio", "AioFault", "AioOptions", "AioStats", "AiofilesAio", "NativeAio", "open_aio", "open_aio_loop"]
 
 
 def open_aio(options: AioOptions) -> Aio:

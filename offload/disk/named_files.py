@@ -21,8 +21,8 @@ import torch
 from offload.disk.aio import Aio, AioOptions, open_aio_loop
 from offload.disk.aio_base import free_bytes
 from offload.errors import ConfigError, StorageError
-from offload.memory.pinned import map_host, pin, tensor_over
-from offload.mover import IoFuture, IoLoop
+from offload.io_loop import IoFuture, IoLoop
+from offload.memory.host_memory import map_host, pin, tensor_over
 from offload.sizes import PAGE_BYTES
 from offload.system.linux import reopen
 

@@ -20,7 +20,7 @@ import torch
 
 from offload.disk.aio import Aio, AioOptions, open_aio
 from offload.errors import ConfigError, StorageError
-from offload.memory.pinned import map_host, tensor_over
+from offload.memory.host_memory import map_host, tensor_over
 from offload.system import linux
 
 Workload = Literal["read", "write", "mixed"]

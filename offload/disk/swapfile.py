@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from offload.disk.device import identify
+from offload.disk.disk_identity import identify
 from offload.disk.probe import mixed_speed
 from offload.disk.stripes import StripeMap
 from offload.errors import ConfigError, StateError, StorageError

@@ -26,7 +26,7 @@ from typing import Any
 
 from offload.disk.aio import AioOptions
 from offload.disk.aio_base import NATIVE_BACKENDS
-from offload.disk.device import DeviceIdentity, identify
+from offload.disk.disk_identity import DeviceIdentity, identify
 from offload.disk.probe import ProbeFile, Setting, measure_interleaved, measure_workload
 from offload.errors import ConfigError
 from offload.sizes import format_bytes

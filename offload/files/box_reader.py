@@ -15,7 +15,7 @@ from offload.disk.aio import AioOptions, open_aio_loop
 from offload.errors import DamagedError
 from offload.files.durable import DurableFile, Files
 from offload.kernels import kernels
-from offload.memory.arena import Block, BlockPool
+from offload.memory.pool import Block, BlockPool
 from offload.sizes import PAGE_BYTES, align_up
 
 BLOCKS = 10

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from offload.disk.provisional import read_tensor
+from offload.disk.init_file import read_tensor
 from offload.errors import ConfigError
 from offload.system.regular_files import open_regular, read_json, report_read_errors
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from offload.disk.provisional import read_into
+from offload.disk.init_file import read_into
 from offload.errors import ConfigError, StorageError
 from offload.plain_objects import NotPlainError, allow_harmless, refusal
 from offload.system.regular_files import open_regular, report_read_errors

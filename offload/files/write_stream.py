@@ -9,8 +9,8 @@ import torch
 
 from offload.disk.aio import AioOptions, open_aio_loop
 from offload.files.durable import DurableFile, Files
-from offload.memory.pinned import map_host, tensor_over
-from offload.mover import IoFuture
+from offload.io_loop import IoFuture
+from offload.memory.host_memory import map_host, tensor_over
 from offload.sizes import PAGE_BYTES, align_up
 
 BLOCK_BYTES = 4 << 20  # Size of one write.

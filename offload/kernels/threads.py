@@ -17,7 +17,7 @@ import torch
 from offload.kernels import kernels
 from offload.kernels.moments import Moments
 from offload.kernels.segment import Segment
-from offload.memory.pinned import map_host, tensor_over
+from offload.memory.host_memory import map_host, tensor_over
 from offload.system.process import core_of
 
 SCRATCH_NUMEL = 3 << 20

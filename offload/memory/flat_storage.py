@@ -19,8 +19,8 @@ import torch
 
 from offload.accelerator import is_accelerator, kind_of
 from offload.errors import StateError
-from offload.memory.pinned import map_poison, tensor_over
-from offload.memory.poison import DeviceArray, map_device_poison
+from offload.memory.device_poison import DeviceArray, map_device_poison
+from offload.memory.host_memory import map_poison, tensor_over
 
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 

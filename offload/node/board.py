@@ -22,7 +22,7 @@ import torch
 
 import native
 from offload.errors import BudgetError, NativeError, PeerError, StateError, WatchdogError
-from offload.memory.shared_region import SharedHostMemory
+from offload.memory.shared_host_memory import SharedHostMemory
 from offload.sizes import align_up
 from offload.system.descriptors import AllGatherBytes, close_received, exchange_descriptors
 from offload.system.linux import open_pidfd

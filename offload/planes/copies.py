@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from offload.memory.arena import BlockPool
-from offload.planes.planes import TieredArray, await_all
+from offload.memory.pool import BlockPool
+from offload.planes.tiered_array import TieredArray, await_all
 from offload.sizes import BLOCK_NUMEL
 from offload.streams import MaybeEvent, Streams
 

@@ -29,10 +29,10 @@ import torch
 
 from offload.errors import StateError, StorageError
 from offload.kernels import kernels
-from offload.kernels.block_sums import BLOCK_BYTES, UNKNOWN, BlockChecksums
-from offload.memory.arena import BlockPool
-from offload.memory.pinned import map_host, tensor_over
-from offload.planes.planes import Disk, Home, TieredArray, await_all
+from offload.kernels.block_checksums import BLOCK_BYTES, UNKNOWN, BlockChecksums
+from offload.memory.host_memory import map_host, tensor_over
+from offload.memory.pool import BlockPool
+from offload.planes.tiered_array import Disk, Home, TieredArray, await_all
 from offload.sizes import PAGE_BYTES
 from offload.streams import Streams
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from offload.errors import BudgetError, StateError, StorageError
-from offload.memory.arena import Block
-from offload.memory.pinned import aligned_copy
-from offload.mover import IoFuture, IoLoop
-from offload.saved.slabs import GrowingPool, SwapPool
+from offload.io_loop import IoFuture, IoLoop
+from offload.memory.host_memory import aligned_copy
+from offload.memory.pool import Block
+from offload.saved.growing_pool import GrowingPool, SwapPool
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import MaybeEvent, Streams
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from offload.errors import ConfigError
-from zero.launch import head
+from zero.launch import launcher
 from zero.launch.commands import Command
-from zero.launch.head import run_commands, shutdown_seconds
+from zero.launch.launcher import run_commands, shutdown_seconds
 
 
 def node(line: str, host: str = "node", *, feeds: bool = False, **environment: str) -> Command:
@@ -24,8 +24,8 @@ def node(line: str, host: str = "node", *, feeds: bool = False, **environment: s
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(head, "END_SECONDS", 0.5)
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(launcher, "END_SECONDS", 0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_a_failed_node_ends_the_others(tmp_path: Path) -> None:
 
 
 def test_nodes_that_end_by_themselves_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "GRACE_SECONDS", 60.0)
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 60.0)
     assert run_commands([node("exit 3"), node(f"sleep 0.4; echo done > {tmp_path}/b; exit 4")]) == 3
     assert (tmp_path / "b").read_text() == "done\n"
 
@@ -86,7 +86,7 @@ def test_a_signal_is_passed_on(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "END_SECONDS", 600.0)
+    monkeypatch.setattr(launcher, "END_SECONDS", 600.0)
     thread = when_there(tmp_path / "up", signals=2)
     assert run_commands([node(f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 0.05; done")]) == 143
     thread.join()
@@ -106,5 +106,5 @@ def test_a_launcher_that_is_not_installed_is_named() -> None:
 def test_nodes_have_the_time_to_end_that_torchrun_is_told_to_give(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, str], seconds: float
 ) -> None:
-    monkeypatch.setattr(head, "END_SECONDS", 45.0)
+    monkeypatch.setattr(launcher, "END_SECONDS", 45.0)
     assert shutdown_seconds(asked) == seconds

@@ -44,7 +44,7 @@ def test_no_call_waits_for_what_cffi_looks_up_under_a_lock() -> None:
     code = """
         import threading, native
         from offload.disk.aio import AioOptions, open_aio
-        from offload.memory.pinned import map_host, map_poison
+        from offload.memory.host_memory import map_host, map_poison
         library = native.load()
         def work():
             view = map_host(4096); del view

@@ -20,11 +20,11 @@ from lagging import LaggingStreams
 from offload.disk.aio import AioFault, AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError, StateError, StorageError
-from offload.mover import IoLoop
-from offload.planes.planes import Disk
+from offload.io_loop import IoLoop
+from offload.planes.tiered_array import Disk
 from offload.saved import activations, spill_store
 from offload.saved.activations import ActivationStore, Handle
-from offload.saved.slabs import GrowingPool, SwapPool
+from offload.saved.growing_pool import GrowingPool, SwapPool
 from offload.saved.spill_store import SpillStore
 from offload.streams import Streams
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import offload.memory.arena
+import offload.memory.pool
 from offload.errors import BudgetError, StateError
-from offload.memory.arena import Block, BlockPool, LinearPool
+from offload.memory.pool import Block, BlockPool, LinearPool
 from offload.sizes import PAGE_BYTES
 
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def test_an_allocation_that_fails_leaves_nothing_leased(monkeypatch: pytest.Monk
         raise BudgetError(f"no {nbytes} bytes")
 
     with monkeypatch.context() as patch:
-        patch.setattr(offload.memory.arena, "map_host", refuse)
+        patch.setattr(offload.memory.pool, "map_host", refuse)
         with pytest.raises(BudgetError, match="40960"):
             arena.allocate(1, "first")
     assert arena.used_bytes == 0

@@ -14,8 +14,8 @@ from torch import nn
 
 import offload.memory.flat_storage
 from offload.errors import StateError
-from offload.memory.arena import BlockPool
 from offload.memory.flat_storage import CAN_SWAP, FlatStorage, Poison, exact_alias
+from offload.memory.pool import BlockPool
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 4), (), (0, 7), (5,), (2, 1, 2)]

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.kernels import block_sums, kernels
-from offload.kernels.block_sums import UNKNOWN, BlockChecksums
+from offload.kernels import block_checksums, kernels
+from offload.kernels.block_checksums import UNKNOWN, BlockChecksums
 
 BLOCK = 64
 NBYTES = 4 * BLOCK + 24
@@ -18,7 +18,7 @@ NBYTES = 4 * BLOCK + 24
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_sums, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(block_checksums, "BLOCK_BYTES", BLOCK)
 
 
 def truth(data: torch.Tensor) -> list[int]:

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from offload.disk.aio import AioFault, AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError, StorageError
-from offload.memory.arena import BlockPool
-from offload.memory.pinned import map_host, tensor_over
+from offload.memory.host_memory import map_host, tensor_over
+from offload.memory.pool import BlockPool
 from offload.planes import copies
 from offload.planes.copies import copy_single_threaded, fetch_array, read_array, write_array, zero_single_threaded
-from offload.planes.planes import Disk, Home, TieredArray
+from offload.planes.tiered_array import Disk, Home, TieredArray
 from offload.streams import Streams
 
 BLOCK = 4096

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import zero.optim.loss_scale
-import zero.optim.step
+import zero.optim.stepper
 import zero.params.tiled_linear  # noqa: F401 - it has errors too
 from offload.errors import PeerError, StorageError, ZeroInfinityError
 

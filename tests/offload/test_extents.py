@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import StateError
-from offload.memory.arena import ExtentAllocator
+from offload.memory.pool import ExtentAllocator
 from offload.sizes import PAGE_BYTES, align_up
 
 ALIGN = 16

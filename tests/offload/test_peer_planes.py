@@ -24,10 +24,10 @@ from offload.disk.aio_base import BACKENDS
 from offload.disk.stripes import StripeMap
 from offload.disk.swapfile import PeerSwap, SwapGeometry, SwapSpace, free_bytes
 from offload.errors import ConfigError, StateError
-from offload.memory.pinned import map_host, tensor_over
-from offload.memory.shared_region import SharedHostMemory, map_peer_memory
+from offload.memory.host_memory import map_host, tensor_over
+from offload.memory.shared_host_memory import SharedHostMemory, map_peer_memory
 from offload.node.board import NodeBoard
-from offload.planes.planes import Disk, Home, TieredArray
+from offload.planes.tiered_array import Disk, Home, TieredArray
 from offload.system.descriptors import AllGatherBytes, exchange_descriptors
 
 PAGE = 4096

@@ -14,7 +14,7 @@ import torch
 
 import native
 from offload.errors import BudgetError
-from offload.memory.pinned import map_host, map_poison, tensor_over, trim_heap
+from offload.memory.host_memory import map_host, map_poison, tensor_over, trim_heap
 from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,7 +108,7 @@ def test_an_empty_view_gives_an_empty_tensor() -> None:
 def test_a_process_without_the_native_library_gets_the_same_memory() -> None:
     script = """
 import native, torch
-from offload.memory.pinned import map_host, map_poison, tensor_over
+from offload.memory.host_memory import map_host, map_poison, tensor_over
 try:
     native.load()
 except native.NativeUnavailable:
@@ -143,7 +143,7 @@ def test_what_a_step_frees_is_there_for_the_next_one_without_page_faults() -> No
     script = """
 import ctypes, gc, resource, sys
 import torch
-from offload.memory.pinned import keep_freed_memory
+from offload.memory.host_memory import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 def one_round():

@@ -24,8 +24,8 @@ from offload.disk.aio_base import Request
 from offload.disk.stripes import StripeMap
 from offload.disk.swapfile import FileRange, SwapSpace
 from offload.errors import ConfigError, StateError, StorageError
-from offload.memory.pinned import map_host, tensor_over
-from offload.planes.planes import Disk, Home, TieredArray, await_all
+from offload.memory.host_memory import map_host, tensor_over
+from offload.planes.tiered_array import Disk, Home, TieredArray, await_all
 
 BACKENDS = ("io_uring", "libaio", "threads", "aiofiles")
 PAGE = 4096

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.disk.provisional import InitFile
+from offload.disk.init_file import InitFile
 from offload.errors import ConfigError, StorageError
 
 MIB = 1 << 20

@@ -18,8 +18,8 @@ import torch
 from offload.disk.aio import Aio, AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
 from offload.errors import ConfigError
-from offload.memory.arena import BlockPool
-from offload.planes.planes import Disk
+from offload.memory.pool import BlockPool
+from offload.planes.tiered_array import Disk
 from offload.sizes import PAGE_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,9 +88,9 @@ def test_past_the_limit_of_locked_memory_everything_moves_and_the_reason_says_wh
 import asyncio, os, resource
 import torch
 from offload.disk.aio import AioOptions, open_aio
-from offload.memory.arena import Arena
+from offload.memory.pool import Arena
 from offload.errors import ConfigError
-from offload.planes.planes import Disk
+from offload.planes.tiered_array import Disk
 from offload.disk.swapfile import SwapSpace
 open_aio(AioOptions()).close()  # everything is imported while this user may still read it
 swap = SwapSpace([{str(tmp_path)!r}], 1 << 20)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offload.memory.arena import BlockPool
 from offload.memory.flat_storage import exact_alias
+from offload.memory.pool import BlockPool
 from offload.streams import DeviceStreams
 
 if not torch.cuda.is_available():

@@ -22,7 +22,7 @@ from offload.disk.stripes import StripeMap
 from offload.disk.swapfile import SwapSpace
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.durable import Files
-from offload.memory.pinned import map_host
+from offload.memory.host_memory import map_host
 from offload.system import linux
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from offload.disk import device, probe, tuning
+from offload.disk import disk_identity, probe, tuning
 from offload.disk.aio import AioFault
-from offload.disk.device import DeviceIdentity, identify
+from offload.disk.disk_identity import DeviceIdentity, identify
 from offload.disk.probe import ProbeFile, Setting, measure_interleaved, mixed_speed
 from offload.disk.tuning import (
     Measurement,
@@ -337,7 +337,7 @@ def test_folders_of_one_file_system_are_one_device_and_others_are_not(tmp_path: 
 
 
 def test_a_system_that_tells_nothing_still_gives_an_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "SYSFS", tmp_path / "absent")
-    monkeypatch.setattr(device, "MOUNTINFO", tmp_path / "absent")
+    monkeypatch.setattr(disk_identity, "SYSFS", tmp_path / "absent")
+    monkeypatch.setattr(disk_identity, "MOUNTINFO", tmp_path / "absent")
     found = identify(tmp_path)
     assert (found.name, found.model, found.size_bytes) == ("", "", 0) and found.key

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from zero.params import released
+from zero.params import released_parameter
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -18,7 +18,7 @@ def collections_of_this_module_are_quick(quick_collections: None) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def released_parameters_are_saved_as_without_the_alias() -> None:
     """The alias enables saving them as empty, for all of its process, and its tests may run before in this one."""
-    released._saves_as_empty = False
+    released_parameter._saves_as_empty = False
 
 
 @pytest.fixture(autouse=True)

@@ -20,10 +20,10 @@ from offload import accelerator
 from offload.accelerator import KINDS, compute_device, device_count, has_gpu, load_native, new_event
 from offload.disk.aio import AioOptions, open_aio
 from offload.errors import StateError
-from offload.memory import pinned
+from offload.io_loop import IoLoop
+from offload.memory import host_memory
+from offload.memory.device_poison import GRANULE_BYTES, poison_bytes
 from offload.memory.flat_storage import FlatStorage, Poison
-from offload.memory.poison import GRANULE_BYTES, poison_bytes
-from offload.mover import IoLoop
 from offload.streams import DeviceStreams, Streams, open_streams
 from offload.system.worker import Worker
 from zero.activations.rng_tracker import CudaRNGStatesTracker
@@ -31,10 +31,10 @@ from zero.compat.accelerator_names import get_accelerator
 from zero.flops_profiler import _now
 from zero.launch.job import _pool
 from zero.plan.machine import read_machine
-from zero.ranks.failure import FailureState
+from zero.ranks.failure_state import FailureState
 from zero.ranks.sequence import OperationLog
 from zero.ranks.status import StatusBoard
-from zero.ranks.watch import Watchdog
+from zero.ranks.watchdog import Watchdog
 
 THIRD = torch.device("cuda", 3)
 
@@ -70,7 +70,7 @@ def checkpoint_with_boundaries() -> None:
 
 
 def pin_a_page() -> None:
-    pinned.pin(torch.zeros(4096, dtype=torch.uint8))
+    host_memory.pin(torch.zeros(4096, dtype=torch.uint8))
 
 
 CHOICES: dict[str, Callable[[], object]] = {
@@ -101,7 +101,7 @@ def test_who_chooses_a_device_leaves_the_gpu_alone_if_the_environment_says_cpu(
         asked.append("native library")
         raise NativeUnavailable("a test")
 
-    monkeypatch.setattr(pinned, "load_native", refuse)
+    monkeypatch.setattr(host_memory, "load_native", refuse)
     pretend_accelerator(monkeypatch, **{name: noting(name) for name in names})
     with pytest.warns(UserWarning, match="pinning") if choice == "pinning" else monkeypatch.context():
         CHOICES[choice]()

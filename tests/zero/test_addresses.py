@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import zero
 from offload.errors import StateError
-from zero.params.released import ReleasedAlias, ReleasedParameter
+from zero.params.released_parameter import ReleasedAlias, ReleasedParameter
 
 NAME = "blocks.0.up.weight"
 PLACES = ("no engine", "cpu", "nvme")

@@ -14,7 +14,7 @@ from offload.kernels.moments import Moments
 from zero.optim.averages import EmaRule
 from zero.optim.make_rule import rule_for
 from zero.optim.rules import AdamRule, Rule, UpdateRun
-from zero.plan.record import States
+from zero.plan.sub_group_state import States
 
 NUMEL = 2 * tile_threads.WORTH_THREADS_NUMEL + 12_345
 CUT = tile_threads.WORTH_THREADS_NUMEL + 77

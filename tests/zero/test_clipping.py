@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.optim.step import clip_coefficient
+from zero.optim.stepper import clip_coefficient
 
 norms = st.floats(0, 1e30, allow_nan=False)
 maxima = st.floats(1e-6, 1e6)

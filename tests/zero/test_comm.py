@@ -16,8 +16,8 @@ import torch.distributed as dist
 from ranks import RankPool
 
 from offload.errors import ConfigError, StateError
-from offload.memory.pinned import trim_heap
-from offload.mover import IoLoop
+from offload.io_loop import IoLoop
+from offload.memory.host_memory import trim_heap
 from offload.streams import Streams
 from zero.ranks import backend, control_plane
 from zero.ranks.comm import Comm

@@ -16,7 +16,7 @@ from torch import nn
 import zero
 from offload.errors import StateError, StorageError
 from zero.engine.engine import ZeroEngine
-from zero.params.released import is_managed
+from zero.params.released_parameter import is_managed
 
 Open = Callable[..., Any]
 Pool = Callable[[int], Any]
@@ -105,7 +105,7 @@ def test_a_disk_without_room_for_them_is_an_error_and_the_engine_ends(
     def full(*given: Any) -> int:
         raise StorageError.from_os_error(OSError(28, "no room"), "spilling initial values", "here", 0)
 
-    monkeypatch.setattr("offload.disk.provisional.InitFile.append", full)
+    monkeypatch.setattr("offload.disk.init_file.InitFile.append", full)
     with pytest.raises(StorageError, match="ENOSPC"):
         ZeroEngine.destroy(engine, keeps_shards=True)
     assert engine.run.closed

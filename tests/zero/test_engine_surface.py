@@ -18,9 +18,9 @@ from torch import nn
 import zero
 from offload.errors import ConfigError, StateError
 from zero.config import load_config
-from zero.config.given import user_config
-from zero.params.face import ZeroParamStatus
-from zero.params.released import ReleasedParameter
+from zero.config.sources import user_config
+from zero.params.deepspeed_attributes import ZeroParamStatus
+from zero.params.released_parameter import ReleasedParameter
 
 Open = Callable[..., Any]
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import zero
 from offload.errors import BudgetError, StateError
-from zero.params.face import ZeroParamStatus
-from zero.params.released import ReleasedParameter, is_managed
+from zero.params.deepspeed_attributes import ZeroParamStatus
+from zero.params.released_parameter import ReleasedParameter, is_managed
 
 pytestmark = pytest.mark.usefixtures("swaps")
 
@@ -309,12 +309,12 @@ def test_more_than_there_is_memory_for_is_refused_and_nothing_is_opened(
 ) -> None:
     import dataclasses
 
-    from zero.values import editor
+    from zero.values import unit_editor
 
     engine = made(open_engine, nvme_path)
-    true = editor.read_machine(engine.device)
+    true = unit_editor.read_machine(engine.device)
     one = engine.module.norm.weight
-    monkeypatch.setattr(editor, "read_machine", lambda device: dataclasses.replace(true, device_bytes=50_000))
+    monkeypatch.setattr(unit_editor, "read_machine", lambda device: dataclasses.replace(true, device_bytes=50_000))
     with (
         pytest.raises(BudgetError, match=r"GatheredParameters: .*blocks.*free.*named_full_parameters"),
         zero.GatheredParameters(engine.module.parameters()),

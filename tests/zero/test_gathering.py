@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import offload.memory.flat_storage
 import zero
 from offload.errors import StateError
-from zero.params.released import ReleasedParameter, store_of
+from zero.params.released_parameter import ReleasedParameter, store_of
 
 Open = Callable[..., Any]
 PAIRS = [("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "none"), ("none", "none")]

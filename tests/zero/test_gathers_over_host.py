@@ -12,8 +12,8 @@ import torch
 from offload import accelerator
 from offload.errors import ConfigError
 from zero.config import load_config
-from zero.exchange import partners
-from zero.exchange.partners import uses_host_gathers
+from zero.exchange import factory
+from zero.exchange.factory import uses_host_gathers
 from zero.params.placement import make_placement
 
 CPU = {"device": "cpu"}
@@ -32,7 +32,7 @@ def chosen(
     """What the first of four ranks finds; `reads`: of it and another, whether some GPU there reads another's memory."""
     block = {"stage": 3, "offload_param": CPU, "shared_host_memory": wish, **zero}
     config = load_config({"zero_optimization": block}, world_size=4, ranks_per_node=4)
-    monkeypatch.setattr(partners, "same_node", lambda agree: one_node)
+    monkeypatch.setattr(factory, "same_node", lambda agree: one_node)
     monkeypatch.setattr(accelerator, "can_read_peers", lambda: reads[0])
     comm: Any = SimpleNamespace(rank=0, agree=lambda what, payload: [payload, b"%d" % reads[1]])
     return uses_host_gathers(comm, config, device, make_placement(config, 0, 4))

@@ -18,7 +18,7 @@ from offload.errors import StateError, StorageError
 from offload.sizes import BLOCK_NUMEL
 from zero import utils
 from zero.optim.gradients import Gradients
-from zero.optim.step import InterruptedBackward
+from zero.optim.stepper import InterruptedBackward
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*clip_grad_norm:FutureWarning")
 

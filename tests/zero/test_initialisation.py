@@ -19,11 +19,11 @@ from models import MODELS, build, make_config, seeded, tokens
 from torch import Tensor, nn
 
 import zero
-from offload.disk.provisional import InitFile
+from offload.disk.init_file import InitFile
 from offload.errors import ConfigError
 from zero.compat.partition_parameters import Init as AliasInit
 from zero.params import initialisation
-from zero.params.released import ReleasedParameter, is_managed
+from zero.params.released_parameter import ReleasedParameter, is_managed
 from zero.pipe import PipelineModule
 
 pytestmark = pytest.mark.usefixtures("swaps")
@@ -631,7 +631,7 @@ def test_what_a_constructor_still_looks_at_is_not_spilled_under_it(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds `.data` of one parameter while it works on others that do not fit beside it."""
-    from zero.params import unadopted
+    from zero.params import initial_store
 
     class Holds(nn.Module):
         def __init__(self) -> None:
@@ -642,7 +642,7 @@ def test_what_a_constructor_still_looks_at_is_not_spilled_under_it(
                 part.weight.data.mul_(2)
             held.fill_(0.3)
 
-    monkeypatch.setattr(unadopted, "FETCHED_BYTES_MAX", 2000)
+    monkeypatch.setattr(initial_store, "FETCHED_BYTES_MAX", 2000)
     assert_built_alike(open_engine, nvme_path, Holds)
 
 
@@ -650,7 +650,7 @@ def test_what_a_constructor_has_edited_is_spilled_again_while_it_goes_on(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a root that initialises all of its parts would have the whole model in memory."""
-    from zero.params import unadopted
+    from zero.params import initial_store
 
     present: list[int] = []
 
@@ -663,7 +663,7 @@ def test_what_a_constructor_has_edited_is_spilled_again_while_it_goes_on(
                 part.bias.data.fill_(2.0)
                 present.append(sum(not isinstance(p, ReleasedParameter) for p in self.parameters()))
 
-    monkeypatch.setattr(unadopted, "FETCHED_BYTES_MAX", 100)
+    monkeypatch.setattr(initial_store, "FETCHED_BYTES_MAX", 100)
     with zero.Init(config_dict_or_path=make_config(NVME, nvme_path)):
         Edits()
     assert max(present) <= 2

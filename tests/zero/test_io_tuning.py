@@ -11,7 +11,7 @@ import pytest
 
 from offload.disk import tuning
 from offload.disk.aio import AioOptions
-from offload.disk.device import identify
+from offload.disk.disk_identity import identify
 from offload.disk.probe import Setting
 from offload.disk.tuning import Tuning, write_cached
 from offload.errors import ConfigError

@@ -20,7 +20,7 @@ from zero.ops.lion import DeepSpeedCPULion, Lion
 from zero.optim.kernel_rules import ROWS, KernelRule
 from zero.optim.make_rule import rule_for
 from zero.optim.rules import Progress, TiledRule, UpdateRun
-from zero.plan.record import States
+from zero.plan.sub_group_state import States
 
 NUMEL = 3 * 32768 + 77
 STEPS = 5

@@ -199,7 +199,7 @@ def test_updates_beside_a_device_take_all_threads_and_leave_the_mover_free(
 
     monkeypatch.setattr(kernels, "adamw", watched)
     monkeypatch.setattr("zero.assembly.run.kernel_threads", lambda on_cpu: 7)
-    monkeypatch.setattr("zero.assembly.assembly.update_threads", lambda numel, limit: limit)
+    monkeypatch.setattr("zero.assembly.engine_parts.update_threads", lambda numel, limit: limit)
     with lagging_device(monkeypatch, eager=False):
         engine = open_engine(build("gpt"), make_config(pair, nvme_path))
         engines.append(engine)
@@ -221,7 +221,7 @@ def test_what_the_host_updates_where_it_is_is_not_page_locked(
         locked.append(data.numel())
         return lambda: None
 
-    monkeypatch.setattr("offload.memory.arena.pin", pin)
+    monkeypatch.setattr("offload.memory.pool.pin", pin)
     monkeypatch.setattr("zero.store.storage.is_accelerator", lambda device: True)
     with lagging_device(monkeypatch):
         engine = open_engine(build("gpt"), make_config(("cpu", "cpu"), nvme_path))

@@ -372,7 +372,7 @@ def test_a_closed_engine_keeps_no_device_memory_for_a_model_that_lives_on_and_fa
     open_engine: Open, monkeypatch: pytest.MonkeyPatch, nvme_path: Path, stage: int
 ) -> None:
     """The host plays the device: what released parameters look at has to be gone, and something else be there."""
-    monkeypatch.setattr("zero.assembly.assembly.Poison", WatchedPoison)
+    monkeypatch.setattr("zero.assembly.engine_parts.Poison", WatchedPoison)
     monkeypatch.setattr("zero.schedule.coordinator.is_accelerator", lambda device: True)
     monkeypatch.setattr(WatchedPoison, "made", [])
     model = build("gpt")

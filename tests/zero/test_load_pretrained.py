@@ -23,8 +23,8 @@ from torch import nn
 import zero
 from benchmarks.cgroup import MemoryCgroup
 from offload.errors import ConfigError, StateError, StorageError
-from zero.params.released import ReleasedParameter
-from zero.params.unadopted import FileLocation
+from zero.params.initial_store import FileLocation
+from zero.params.released_parameter import ReleasedParameter
 
 safetensors = pytest.importorskip("safetensors.torch")
 

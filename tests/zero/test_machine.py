@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zero.exchange.first_rank import agree_on_machine
+from zero.exchange.broadcasts import agree_on_machine
 from zero.plan.machine import Machine, cgroup_free_bytes
 
 GB = 1 << 30

@@ -21,10 +21,10 @@ from reference import differences, snapshot
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import offload.memory.arena
+import offload.memory.pool
 import zero
 from offload.errors import BudgetError, ConfigError, StateError
-from offload.memory.arena import LinearPool
+from offload.memory.pool import LinearPool
 from zero.assembly.state_kinds import ALL, NEEDED_BY_FORWARD, OPTIMIZER_STATES, OffloadDeviceEnum, OffloadStateTypeEnum
 
 Open = Callable[..., Any]
@@ -331,7 +331,7 @@ def test_a_device_or_host_without_room_loses_nothing(open_engine: Open, monkeypa
             engine.offload_states()
     assert not engine.offloaded_states
     engine.offload_states()
-    allocate, left = offload.memory.arena._allocate, [1]
+    allocate, left = offload.memory.pool._allocate, [1]
 
     def short(*given: Any, **more: Any) -> torch.Tensor:
         if not left:
@@ -340,7 +340,7 @@ def test_a_device_or_host_without_room_loses_nothing(open_engine: Open, monkeypa
         return allocate(*given, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(offload.memory.arena, "_allocate", short)
+        patch.setattr(offload.memory.pool, "_allocate", short)
         with pytest.raises(BudgetError, match="do not fit on cpu any more"):
             engine.reload_states()
     assert engine.offloaded_states

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from models import make_config
 
 from offload.errors import BudgetError, ZeroInfinityError
-from offload.memory.poison import GRANULE_BYTES
+from offload.memory.device_poison import GRANULE_BYTES
 from zero.config import load_config
 from zero.params.layout import Layout, UnitContent, build_layout
 from zero.params.placement import Placement

@@ -17,7 +17,7 @@ from models import build, make_config, tokens
 from probe import layout_of
 
 from offload.disk import tuning
-from offload.disk.device import identify
+from offload.disk.disk_identity import identify
 from offload.errors import ConfigError
 from zero.assembly.model_plan import plan_model
 from zero.config import load_config

@@ -27,7 +27,7 @@ from qk_model import (
 import zero
 from offload.errors import ConfigError, StateError
 from zero.engine.qk_clip import LOGITS_NUMEL, largest_logits
-from zero.values.parameters import ParameterValues
+from zero.values.parameter_values import ParameterValues
 
 pytest.importorskip("transformers")
 PLACES = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankError, RankPool, join_group
 
-from offload.mover import IoLoop
+from offload.io_loop import IoLoop
 from offload.streams import Streams
 from zero.ranks.comm import Comm
 from zero.ranks.process_groups import ProcessGroups

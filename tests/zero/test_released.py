@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zero
 from offload.errors import StateError
-from zero.params.released import ReleasedParameter, is_managed, name_of, set_present, set_released
+from zero.params.released_parameter import ReleasedParameter, is_managed, name_of, set_present, set_released
 
 pytestmark = pytest.mark.usefixtures("swaps")
 

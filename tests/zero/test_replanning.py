@@ -28,7 +28,7 @@ import zero
 from offload.disk.aio import AioFault
 from offload.errors import BudgetError, StateError, StorageError
 from zero.params.binding import UnitBinding
-from zero.params.released import ReleasedParameter, is_managed
+from zero.params.released_parameter import ReleasedParameter, is_managed
 
 Open = Callable[..., Any]
 Change = Callable[[nn.Module], None]

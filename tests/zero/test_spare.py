@@ -19,7 +19,7 @@ from recovery import NVME, Open, once_more
 
 from offload.disk.aio import AioFault
 from offload.errors import StorageError
-from zero.optim.lent_gradients import SpareRanges
+from zero.optim.spare_memory import SpareRanges
 
 SIZE = 24
 SPANS = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(lambda pair: (min(pair), max(pair)))

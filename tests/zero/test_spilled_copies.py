@@ -9,7 +9,7 @@ import torch
 from models import MODELS, build, make_config, seeded
 
 import zero
-from zero.params.released import ReleasedParameter
+from zero.params.released_parameter import ReleasedParameter
 
 
 @pytest.mark.parametrize("copy", ["cpu", "clone"])

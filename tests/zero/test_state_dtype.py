@@ -21,7 +21,7 @@ from offload.errors import ConfigError
 from offload.kernels import kernels
 from offload.kernels.kernels import Moments, Segment
 from zero.config import load_config
-from zero.plan.record import StateFormat
+from zero.plan.sub_group_state import StateFormat
 
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")

@@ -11,7 +11,7 @@ import pytest
 from probe import move_step
 
 from offload.errors import StateError
-from zero.optim.step import STEP_MOVES, Stepper, StepState
+from zero.optim.stepper import STEP_MOVES, Stepper, StepState
 from zero.schedule.residency import TRANSITIONS, Residency, UnitState
 
 

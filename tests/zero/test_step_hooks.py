@@ -11,7 +11,7 @@ import torch
 from models import build, make_config, tokens
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zero.engine.snapshots import SnapshotListener
+from zero.engine.snapshot_calls import SnapshotListener
 from zero.values.fragments import safe_get_full_grad, safe_set_full_grad
 
 Open = Callable[..., Any]

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload.kernels import tile_threads
 from zero.optim.make_rule import rule_for
 from zero.optim.rules import TiledRule, UpdateRun
-from zero.plan.record import States
+from zero.plan.sub_group_state import States
 
 NUMEL = tile_threads.WORTH_THREADS_NUMEL + 12_345
 needs_openmp = pytest.mark.skipif(not tile_threads.has_tile_threads(), reason="this torch computes without OpenMP")

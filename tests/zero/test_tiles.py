@@ -172,7 +172,7 @@ def test_another_engine_takes_a_tiled_model_over(open_engine: Open, nvme_path: A
 
 
 def test_a_failed_initialisation_gives_a_tiled_model_back(nvme_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero.assembly.assembly import EngineParts
+    from zero.assembly.engine_parts import EngineParts
 
     model = wide()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

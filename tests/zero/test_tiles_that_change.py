@@ -16,7 +16,7 @@ from torch import nn
 
 import zero
 from offload.errors import BudgetError
-from zero.params.face import ZeroParamStatus
+from zero.params.deepspeed_attributes import ZeroParamStatus
 from zero.params.tiles import TiledParameter
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -189,7 +189,7 @@ def test_what_leaves_the_model_comes_out_of_its_tiles(open_engine: Open, nvme_pa
 def test_a_change_that_fails_leaves_the_tiles_as_they_were(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zero.assembly.assembly import EngineParts
+    from zero.assembly.engine_parts import EngineParts
 
     model = wide()
     plain = in_tiles(copy.deepcopy(model))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from offload.errors import ConfigError, DamagedError, StateError, StorageError
-from zero.exchange.together import AllRanks, DeferringFailures
-from zero.snapshots.commit import SnapshotConsensus
+from zero.exchange.all_ranks import AllRanks, DeferringFailures
+from zero.snapshots.snapshots import SnapshotConsensus
 
 
 class Room:

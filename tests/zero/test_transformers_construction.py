@@ -13,8 +13,8 @@ from torch import nn
 
 import zero
 from offload.errors import StateError
-from zero.params import unadopted
-from zero.params.released import ReleasedParameter
+from zero.params import initial_store
+from zero.params.released_parameter import ReleasedParameter
 
 transformers = pytest.importorskip("transformers")
 
@@ -88,7 +88,7 @@ def test_a_model_has_the_bits_of_one_built_in_memory(
 ) -> None:
     """With little memory, what the root's initialisation has brought in is spilled while it still runs."""
     if fetched_bytes_max is not None:
-        monkeypatch.setattr(unadopted, "FETCHED_BYTES_MAX", fetched_bytes_max)
+        monkeypatch.setattr(initial_store, "FETCHED_BYTES_MAX", fetched_bytes_max)
     config = make_config(NVME, nvme_path)
     with seeded(3):
         plain = MAKERS[name]()

@@ -11,7 +11,7 @@ import pytest
 
 import zero
 from offload.disk import tuning
-from offload.disk.device import identify
+from offload.disk.disk_identity import identify
 from zero.plan import machine
 from zero.tools import cli, tune_step
 from zero.tools.plan_command import build_model

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from offload.mover import IoLoop
-from offload.planes.planes import Disk
+from offload.io_loop import IoLoop
+from offload.planes.tiered_array import Disk
 from offload.saved.activations import ActivationStore
-from offload.saved.slabs import GrowingPool, SwapPool
+from offload.saved.growing_pool import GrowingPool, SwapPool
 from offload.saved.spill_store import SpillStore
 from offload.streams import Streams
-from zero.plan.beside_planes import ACTIVATION_BYTES_KEY
+from zero.plan.activations_and_snapshots import ACTIVATION_BYTES_KEY
 from zero.plan.plan import DEVICE, NVME, Plan
 
 

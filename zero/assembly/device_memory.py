@@ -18,8 +18,8 @@ import torch
 
 from offload.accelerator import empty_cache, synchronize
 from offload.errors import BudgetError
-from offload.memory.arena import BlockPool, LinearPool
-from offload.memory.pinned import trim_heap
+from offload.memory.host_memory import trim_heap
+from offload.memory.pool import BlockPool, LinearPool
 from offload.sizes import format_bytes
 from zero.assembly.run import Run
 from zero.assembly.state_kinds import ALL, NEEDED_BY_FORWARD, OPTIMIZER_STATES, OffloadStateTypeEnum

@@ -26,20 +26,20 @@ import torch
 from torch import nn
 
 from offload.errors import StateError
-from offload.memory.pinned import trim_heap
+from offload.memory.host_memory import trim_heap
 from offload.sizes import format_bytes
 from offload.system.interrupts import atomic
-from zero.assembly.assembly import EngineParts
+from zero.assembly.engine_parts import EngineParts
+from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
-from zero.assembly.steps import EngineSteps
 from zero.optim.gradients import move_gradients
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import SmallTensors, gather_small_states, local_parameters
 from zero.params.initialisation import refuse_without_values
-from zero.params.kept import set_torch_gradient, torch_gradient
-from zero.params.opaque import is_wrapper
+from zero.params.managed_parameter import set_torch_gradient, torch_gradient
+from zero.params.quantized_storage import is_wrapper
 from zero.params.units import Leaf
-from zero.schedule.events import EngineCallbacks
+from zero.schedule.engine_callbacks import EngineCallbacks
 from zero.schedule.hooks import in_backward
 from zero.values.gathered_values import agree_on_change
 

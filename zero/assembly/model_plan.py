@@ -19,7 +19,7 @@ from zero.plan.covering import cover_model
 from zero.plan.machine import Machine
 from zero.plan.plan import Plan
 from zero.plan.planner import Planner
-from zero.plan.record import RuleStates
+from zero.plan.sub_group_state import RuleStates
 
 
 def lay_out(

@@ -11,6 +11,7 @@ import torch
 from offload.accelerator import is_accelerator
 from offload.sizes import format_bytes
 from zero.assembly.device_memory import DeviceMemory, Kinds, format_kinds
+from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
 from zero.assembly.state_kinds import (
     NEEDED_BY_FORWARD,
@@ -19,7 +20,6 @@ from zero.assembly.state_kinds import (
     parse_device,
     parse_kinds,
 )
-from zero.assembly.steps import EngineSteps
 
 logger = logging.getLogger("zero")
 

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 from offload.kernels.threads import kernel_threads
 from zero.activations.saved_tensors import Activations
-from zero.assembly.assembly import EngineParts
+from zero.assembly.engine_parts import EngineParts
 from zero.config import Config
 from zero.config.batch import MICRO, STEPS, TRAIN
-from zero.exchange.exchange import Collectives
+from zero.exchange.collectives import Collectives
 from zero.optim.loss_scale import LossScaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import Rules

@@ -21,15 +21,15 @@ from contextlib import contextmanager
 from typing_extensions import override
 
 from offload.errors import StateError
-from offload.mover import IoFuture
+from offload.io_loop import IoFuture
 from offload.system.worker import Worker
-from zero.assembly.assembly import EngineParts
+from zero.assembly.engine_parts import EngineParts
+from zero.assembly.engine_steps import StepListener
 from zero.assembly.run import Run
-from zero.assembly.steps import StepListener
 from zero.checkpoint.frozen import Sums
-from zero.checkpoint.save import SaveJob
-from zero.checkpoint.writer import Extent
-from zero.optim.pipeline import StepArguments
+from zero.checkpoint.rank_data_file import Extent
+from zero.checkpoint.save_job import SaveJob
+from zero.optim.sub_group_pipeline import StepArguments
 from zero.params.layout import SubGroup
 
 logger = logging.getLogger("zero")

@@ -110,7 +110,7 @@ def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
     if "ds_zero_partition_groups" in saved:
         raise ConfigError(f"{path}: checkpoints with expert parallelism (AutoEP) cannot be read")
     # BF16_Optimizer, which stage 1 uses where gradients are summed in fp32, does not save the stage.
-    stage = number(saved.get("zero_stage", 1))
+    stage = to_int(saved.get("zero_stage", 1))
     optimizer, masters = (
         ("optimizer_state_dict", "fp32_flat_groups")
         if stage == 3

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.files.safetensors_writer import PICKLE_SUFFIXES, SUFFIX, Tensor
+from offload.files.weights_writer import PICKLE_SUFFIXES, SUFFIX, Tensor
 from offload.kernels import kernels
 from offload.system.regular_files import report_read_errors
 from zero.checkpoint.dcp_format import MODEL, PIECE_NUMEL
@@ -33,10 +33,10 @@ from zero.checkpoint.weights_files import (
     plan_weights_files,
     write_weights_files,
 )
-from zero.exchange.exchange import SingleRankCollectives
-from zero.exchange.together import DeferringFailures
-from zero.params.opaque import quantized_state_names
-from zero.params.released import is_managed
+from zero.exchange.all_ranks import DeferringFailures
+from zero.exchange.collectives import SingleRankCollectives
+from zero.params.quantized_storage import quantized_state_names
+from zero.params.released_parameter import is_managed
 
 logger = logging.getLogger("zero")
 

@@ -20,7 +20,7 @@ import torch
 from offload.errors import ConfigError, StorageError
 from offload.files.durable import Files
 from offload.kernels.checksums import combine
-from zero.assembly.assembly import EngineParts
+from zero.assembly.engine_parts import EngineParts
 from zero.checkpoint.dcp_format import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -32,8 +32,8 @@ from zero.checkpoint.dcp_format import (
     read_metadata,
 )
 from zero.checkpoint.folder import CheckpointFolder
+from zero.checkpoint.rank_data_file import Extents, ExtentWriter, file_boxes
 from zero.checkpoint.source import FolderSource
-from zero.checkpoint.writer import Extents, ExtentWriter, file_boxes
 
 FOLDER = ".frozen"  # Of a save_dir.
 NAMES_SHOWN = 3

@@ -20,19 +20,19 @@ from offload.archives import unpack_any
 from offload.errors import ConfigError, DamagedError, explain_file_limit
 from offload.system.garbage import pause_gc
 from offload.system.regular_files import report_read_errors
-from zero.assembly.assembly import EngineParts
+from zero.assembly.engine_parts import EngineParts
+from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
-from zero.assembly.steps import EngineSteps
-from zero.checkpoint.accumulated import check_accumulated, load_accumulated
+from zero.checkpoint.accumulated_gradients import check_accumulated, load_accumulated
 from zero.checkpoint.background import CheckpointState
 from zero.checkpoint.dcp_format import MODEL, OPTIMIZER, PIECE_NUMEL, STEP, short_boxes, state_name
 from zero.checkpoint.export import round_to_bf16
 from zero.checkpoint.folder import check_folder_argument, open_checkpoint
 from zero.checkpoint.frozen import check_reference, frozen_sums
-from zero.checkpoint.of_stages import select_stage_state
-from zero.checkpoint.saving import SaveCheckpoints
+from zero.checkpoint.pipeline_stages import select_stage_state
+from zero.checkpoint.save_checkpoints import SaveCheckpoints
 from zero.checkpoint.source import VALID_READS, OpenCheckpoint, Source, TensorInfo
-from zero.exchange.together import AllRanks
+from zero.exchange.all_ranks import AllRanks
 from zero.optim.averages import EMA
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import local_parameters
@@ -50,7 +50,7 @@ SmallStates = dict[str, dict[str, torch.Tensor]]  # Name of a parameter -> its s
 Numbers = dict[int, dict[str, torch.Tensor]]  # id(parameter) -> the numbers that belong to its states, by name.
 
 # (objects, this rank's state, this or else the first rank's state, what to load, numbers, small states).
-Checked = tuple["_Objects", dict[str, Any] | None, dict[str, Any] | None, "Wanted", Numbers, SmallStates]
+Checked = tuple["_LoadedObjects", dict[str, Any] | None, dict[str, Any] | None, "LoadPlan", Numbers, SmallStates]
 
 
 class LoadPlan:

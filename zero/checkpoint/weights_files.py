@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.files.safetensors_writer import (
+from offload.files.weights_writer import (
     PICKLE_SUFFIXES,
     SUFFIX,
     Tensor,
@@ -26,7 +26,7 @@ from offload.files.safetensors_writer import (
 )
 from offload.sizes import format_bytes
 from zero.config.numbers import parse_bytes
-from zero.exchange.together import DeferringFailures
+from zero.exchange.all_ranks import DeferringFailures
 
 MAX_SHARD_SIZE = "5GB"
 SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"  # Names of transformers for a model's file or its index.

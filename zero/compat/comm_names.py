@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from offload.accelerator import compute_device
 from zero.compat import comm_log
 from zero.ranks.environment import find_place, torchrun_variables
-from zero.ranks.joining import PORT, TIMEOUT_MINUTES
-from zero.ranks.joining import init_distributed as init_distributed
+from zero.ranks.initialization import PORT, TIMEOUT_MINUTES
+from zero.ranks.initialization import init_distributed as init_distributed
 
 FROM_TORCH = """
     P2POp ProcessGroup ReduceOp batch_isend_irecv destroy_process_group get_backend get_global_rank get_rank

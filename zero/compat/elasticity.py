@@ -9,8 +9,8 @@ from typing import Any
 
 from offload.errors import ConfigError
 from zero.config.elasticity import Elasticity, elastic_batch
-from zero.config.given import parse_json, read_json
 from zero.config.loading import load_config
+from zero.config.sources import parse_json, read_json
 
 KEY, SCHEDULER_VARIABLE = "elasticity", "DEEPSPEED_ELASTICITY_CONFIG"
 

@@ -21,7 +21,7 @@ from zero.ops.adagrad import DeepSpeedCPUAdagrad
 from zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zero.ops.lion import DeepSpeedCPULion, FusedLion
 from zero.params.gathering import GatheredParameters
-from zero.params.released import is_managed
+from zero.params.released_parameter import is_managed
 from zero.ranks import world
 
 

@@ -19,9 +19,9 @@ from zero.compat.operators import VERSION
 from zero.compat.trainers import adapt_trainer
 from zero.config import reading_as_deepspeed
 from zero.optim.optimizer import ZeroOptimizer
-from zero.params.released import save_released_as_empty
+from zero.params.released_parameter import save_released_as_empty
 from zero.ranks import world
-from zero.ranks.joining import init_distributed
+from zero.ranks.initialization import init_distributed
 
 SIGNATURE = inspect.signature(zero.initialize)
 

@@ -13,7 +13,7 @@ from zero.checkpoint import export
 from zero.checkpoint.export import Folder, Model
 from zero.checkpoint.folder import open_folder
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE
-from zero.values.access import unwrap_parameters
+from zero.values.engine_store import unwrap_parameters
 
 SCRIPT = '''#!/usr/bin/env python3
 """Whole fp32 weights out of the checkpoints beside this file: zero_to_fp32.py CHECKPOINT_DIR OUTPUT."""

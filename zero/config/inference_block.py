@@ -11,12 +11,12 @@ import torch
 
 from offload.errors import ConfigError
 from zero.config.fields import short_json
-from zero.config.given import read_source
 from zero.config.hints import nearest
 from zero.config.loading import load_config
 from zero.config.precision_block import DTYPES, parse_dtype
 from zero.config.quantization_block import Codes, parse_codes
 from zero.config.schema import Config
+from zero.config.sources import read_source
 
 ALIASES = {
     "kernel_inject": "replace_with_kernel_inject",

@@ -24,10 +24,10 @@ from zero.config.fields import (
     role_of,
     short_json,
 )
-from zero.config.given import copy_containers, read_source
 from zero.config.hints import explain_unknown_key
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.schema import AutoValue, Config, Origin, Report, plain
+from zero.config.sources import copy_containers, read_source
 from zero.ranks import world
 
 # Without effect below stage 3, where weights never leave the device.

@@ -21,20 +21,20 @@ from typing_extensions import override
 
 from offload.errors import BudgetError, StateError
 from offload.kernels import masters
-from offload.memory.pinned import aligned_copy, trim_heap
-from offload.planes.planes import await_all
+from offload.memory.host_memory import aligned_copy, trim_heap
+from offload.planes.tiered_array import await_all
 from offload.sizes import format_bytes
-from zero.assembly.assembly import EngineParts
+from zero.assembly.engine_parts import EngineParts
+from zero.assembly.engine_steps import EngineSteps, StepListener
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
-from zero.assembly.steps import EngineSteps, StepListener
-from zero.exchange.together import AllRanks
+from zero.exchange.all_ranks import AllRanks
 from zero.optim.averages import EMA, average_share, average_state
 from zero.params.layout import SubGroup, Unit
 from zero.plan.machine import read_machine
 from zero.store.staging import StagedSubGroup
 from zero.store.storage import Storage
-from zero.values.editor import EDIT
+from zero.values.unit_editor import EDIT
 
 REFUSED_CALLS = {
     *("backward", "step", "optimizer.step", "replan"),

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.errors import ConfigError
+from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.offload_states import OffloadStates
 from zero.assembly.run import Run
-from zero.assembly.steps import EngineSteps
 from zero.config.batch import MICRO
-from zero.config.given import user_config
+from zero.config.sources import user_config
 from zero.engine.parameter_offload import ParameterOffload, no_external_parameters
 from zero.engine.values import MASTERS, EngineStates
 from zero.optim.optimizer import GroupTensors, learning_rates, momentum_of

@@ -14,21 +14,21 @@ import torch
 from torch import nn
 
 from offload.errors import StorageError
-from offload.memory.pinned import trim_heap
+from offload.memory.host_memory import trim_heap
 from offload.system.interrupts import atomic, deferring_interrupts
 from zero.assembly.accumulation import Accumulation
-from zero.assembly.assembly import EngineParts
 from zero.assembly.device_memory import DeviceMemory
+from zero.assembly.engine_parts import EngineParts
+from zero.assembly.engine_steps import EngineSteps, StepListener
 from zero.assembly.loss_scaling import LossScaling
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.offload_states import OffloadStates
 from zero.assembly.run import Run
 from zero.assembly.state_kinds import NEEDED_BY_BACKWARD
-from zero.assembly.steps import EngineSteps, StepListener
 from zero.checkpoint.background import CheckpointState
+from zero.checkpoint.engine_weights import ExportWeights
 from zero.checkpoint.load import LoadCheckpoints
-from zero.checkpoint.saving import SaveCheckpoints
-from zero.checkpoint.weights_out import ExportWeights
+from zero.checkpoint.save_checkpoints import SaveCheckpoints
 from zero.compat.engine_getters import ConfigGetters
 from zero.config import Config
 from zero.data.forward_schedules import ForwardSchedules
@@ -39,19 +39,19 @@ from zero.engine.generation import Generation
 from zero.engine.micro_batches import LossOf, loss_by_call, next_batch, run_interleaved
 from zero.engine.qk_clip import QkClip
 from zero.engine.reports import Reports
-from zero.engine.snapshots import SnapshotCalls, SnapshotListener
+from zero.engine.snapshot_calls import SnapshotCalls, SnapshotListener
 from zero.engine.values import Values
-from zero.exchange.exchange import Collectives, SingleRankCollectives
+from zero.exchange.collectives import Collectives, SingleRankCollectives
 from zero.optim.loss_scale import make_scaler
+from zero.optim.lr_scheduler import scheduler_for
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import AdamRule, Rules, TrainedParameters
-from zero.optim.scheduling import scheduler_for
 from zero.params.initialisation import open_initial_store
 from zero.params.layout import Unit
 from zero.plan.plan import Plan
 from zero.reports.tracing import trace_calls
 from zero.schedule.compiling import outside_transforms
-from zero.schedule.events import EngineCallbacks
+from zero.schedule.engine_callbacks import EngineCallbacks
 
 logger = logging.getLogger("zero")
 

@@ -16,10 +16,10 @@ import torch
 
 from offload.accelerator import is_accelerator
 from offload.sizes import format_bytes
+from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
-from zero.assembly.steps import EngineSteps
 from zero.engine.fused_adapters import FusedAdapters
-from zero.exchange.first_rank import agree_on_machine
+from zero.exchange.broadcasts import agree_on_machine
 from zero.plan.machine import read_machine
 from zero.plan.plan import DEVICE
 from zero.ranks import world

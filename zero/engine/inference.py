@@ -18,10 +18,10 @@ from zero.engine.engine import ZeroEngine
 from zero.engine.pretrained import load_pretrained
 from zero.engine.quantization import quantize
 from zero.params.initialisation import refuse_without_values
-from zero.params.released import is_managed
+from zero.params.released_parameter import is_managed
 from zero.params.units import collect_leaves
 from zero.reports.log import NOTICE, show_log
-from zero.values.access import unwrap_parameters
+from zero.values.engine_store import unwrap_parameters
 
 logger = logging.getLogger("zero")
 

@@ -16,22 +16,22 @@ from offload.errors import ConfigError, explain_file_limit
 from zero import checkpointing
 from zero.config import Config, load_config
 from zero.config.auto_values import Facts, auto_lines, read_facts, resolve_auto
-from zero.config.given import config_argument
 from zero.config.precision_block import DTYPES
+from zero.config.sources import config_argument
 from zero.engine.engine import ZeroEngine
 from zero.engine.pipeline_engine import PipelineEngine, open_stages
 from zero.engine.quantization import quantize
-from zero.exchange.all_stages import PipelineCollectives
-from zero.exchange.exchange import Collectives
-from zero.exchange.partners import open_collectives
+from zero.exchange.collectives import Collectives
+from zero.exchange.factory import open_collectives
+from zero.exchange.pipeline_collectives import PipelineCollectives
+from zero.optim.lr_scheduler import check_scheduler
 from zero.optim.make_rule import make_trained_parameters
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import TrainedParameters
-from zero.optim.scheduling import check_scheduler
 from zero.params.initialisation import pause_init, refuse_without_values
 from zero.pipe.module import PipelineModule
 from zero.ranks import world
-from zero.ranks.joining import join_or_stay_alone
+from zero.ranks.initialization import join_or_stay_alone
 from zero.reports.log import NOTICE, set_log_level, show_log
 
 logger = logging.getLogger("zero")

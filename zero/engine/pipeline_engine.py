@@ -21,8 +21,8 @@ from zero.config.engine_block import Pipeline
 from zero.data.resumable import EpochSampler, RepeatingLoader
 from zero.engine.engine import ANSWERS, ZeroEngine
 from zero.engine.micro_batches import next_batch
-from zero.exchange.all_stages import PipelineCollectives
-from zero.exchange.together import AllRanks
+from zero.exchange.all_ranks import AllRanks
+from zero.exchange.pipeline_collectives import PipelineCollectives
 from zero.optim.loss_scale import LossScaleError
 from zero.pipe.grid import PipelineParallelGrid
 from zero.pipe.module import PipelineModule

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from offload.errors import ConfigError, StateError
+from zero.assembly.engine_steps import StepListener
 from zero.assembly.run import Run
-from zero.assembly.steps import StepListener
-from zero.values.parameters import ParameterValues
+from zero.values.parameter_values import ParameterValues
 
 logger = logging.getLogger("zero")
 

@@ -14,7 +14,7 @@ from functools import partial
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.memory.pinned import trim_heap
+from offload.memory.host_memory import trim_heap
 from offload.sizes import format_bytes
 from zero.config.quantization_block import Codes
 from zero.params.gathering import GatheredParameters

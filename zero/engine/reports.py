@@ -22,10 +22,10 @@ from offload.accelerator import is_accelerator, module_of
 from offload.kernels import kernels
 from offload.sizes import format_bytes
 from offload.timeline import Stopwatch
+from zero.assembly.engine_steps import EngineSteps, StepListener
 from zero.assembly.run import Run
-from zero.assembly.steps import EngineSteps, StepListener
 from zero.config import Config
-from zero.engine.measured_run import AutotuningRun
+from zero.engine.autotuning_run import AutotuningRun
 from zero.flops_profiler import FirstForwardProfiler
 from zero.forward_profiler import FlopsProfiler
 from zero.optim.optimizer import learning_rates, momentum_of

@@ -10,12 +10,12 @@ from torch import nn
 
 from offload.errors import BudgetError
 from offload.sizes import format_bytes
+from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
-from zero.assembly.steps import EngineSteps
 from zero.plan.machine import read_machine
-from zero.values.access import EngineParameterStore
-from zero.values.parameters import ParameterValues
+from zero.values.engine_store import EngineParameterStore
+from zero.values.parameter_values import ParameterValues
 
 # Stage -> DeepSpeed's name for each param group's part of the fp32 values.
 MASTERS = {

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload.memory.pinned import pin
-from offload.memory.shared_region import SharedHostMemory
-from offload.planes.planes import TieredArray, await_all
+from offload.memory.host_memory import pin
+from offload.memory.shared_host_memory import SharedHostMemory
+from offload.planes.tiered_array import TieredArray, await_all
 from offload.streams import MaybeEvent
-from zero.exchange.exchange import PendingWork, ReduceOptions, TorchCollectives
+from zero.exchange.collectives import PendingWork, ReduceOptions, TorchCollectives
 from zero.exchange.shared_memory import SharedMemoryCollectives, is_within
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
@@ -121,7 +121,7 @@ class HostGatherCollectives(SharedMemoryCollectives):
         while self._unpin_callbacks:
             self._unpin_callbacks.pop()()
         self._shard_regions, self._homes = [], {}
-        super()._let_go()
+        super()._close_shared()
 
 
 def _lies_in_region(array: TieredArray, region: SharedHostMemory) -> bool:

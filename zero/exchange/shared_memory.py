@@ -25,18 +25,18 @@ import torch
 
 from offload.disk.swapfile import PeerSwap, SwapGeometry
 from offload.errors import PeerError, StateError, ZeroInfinityError
-from offload.memory.shared_region import SharedHostMemory, map_peer_memory
+from offload.memory.shared_host_memory import SharedHostMemory, map_peer_memory
 from offload.node.board import NodeBoard
-from offload.node.shared_exchange import NodeCollectives
-from offload.planes.planes import Disk, Home, TieredArray, await_all
+from offload.node.node_collectives import NodeCollectives
+from offload.planes.tiered_array import Disk, Home, TieredArray, await_all
 from offload.planes.two_slots import PeerSlotArray, TwoSlotArray
 from offload.streams import MaybeEvent
 from offload.system.descriptors import AllGatherBytes, exchange_descriptors
-from zero.exchange.exchange import Collectives, MultiRankCollectives, PendingWork, ReduceOptions
+from zero.exchange.collectives import Collectives, MultiRankCollectives, PendingWork, ReduceOptions
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
 from zero.ranks.comm import Comm
-from zero.ranks.failure import naming_ranks
+from zero.ranks.failure_state import naming_ranks
 from zero.store.storage import Storage
 
 if TYPE_CHECKING:

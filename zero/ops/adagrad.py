@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.ops.stepping import PlainOptimizer, refuse
+from zero.ops.plain_optimizer import PlainOptimizer, refuse
 
 
 class DeepSpeedCPUAdagrad(PlainOptimizer):

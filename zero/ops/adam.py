@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.kernels import kernels
-from zero.ops.stepping import PlainOptimizer, refuse
+from zero.ops.plain_optimizer import PlainOptimizer, refuse
 
 
 class AdamValues(NamedTuple):

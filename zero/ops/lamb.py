@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload.kernels import kernels
 from offload.kernels.square_sums import SquareSum
-from zero.ops.stepping import PlainOptimizer, refuse
+from zero.ops.plain_optimizer import PlainOptimizer, refuse
 
 
 class Lamb(PlainOptimizer):

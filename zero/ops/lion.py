@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero.ops.stepping import PlainOptimizer, refuse
+from zero.ops.plain_optimizer import PlainOptimizer, refuse
 
 
 class Lion(PlainOptimizer):

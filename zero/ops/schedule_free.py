@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import StateError
-from zero.ops.stepping import PlainOptimizer
+from zero.ops.plain_optimizer import PlainOptimizer
 
 
 class AdamWScheduleFree(PlainOptimizer):

@@ -22,7 +22,7 @@ from zero.config import Config
 from zero.ops.schedule_free import AdamWScheduleFree, averaging_factor
 from zero.optim.rules import Progress, Rule, Rules, Scalar, TiledRule, UpdateRun, for_each_tile
 from zero.optim.small_states import Shapes, SmallTensors
-from zero.plan.record import States
+from zero.plan.sub_group_state import States
 
 EMA, OF_SCHEDULE_FREE = "ema", "z"
 

@@ -17,13 +17,13 @@ from functools import partial
 import torch
 
 from offload.errors import StorageError
+from offload.io_loop import IoFuture
 from offload.kernels import kernels
 from offload.kernels.square_sums import rows_of
-from offload.memory.arena import Block
-from offload.memory.pinned import aligned_copy
-from offload.mover import IoFuture
+from offload.memory.host_memory import aligned_copy
+from offload.memory.pool import Block
 from offload.planes.copies import device_chunk_bytes
-from offload.planes.planes import TieredArray, await_all
+from offload.planes.tiered_array import TieredArray, await_all
 from offload.sizes import BLOCK_NUMEL
 from offload.streams import MaybeEvent
 from zero.params.layout import Slot, Unit

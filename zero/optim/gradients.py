@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import torch
 
 from offload.errors import StateError, StorageError
+from offload.io_loop import IoFuture
 from offload.kernels import kernels
 from offload.kernels.square_sums import SquareSum, rows_in, rows_of
-from offload.memory.arena import Block
-from offload.mover import IoFuture
+from offload.memory.pool import Block
 from offload.planes.copies import read_array, write_array
-from offload.planes.planes import TieredArray
+from offload.planes.tiered_array import TieredArray
 from offload.sizes import BLOCK_NUMEL, align_up
 from offload.streams import MaybeEvent
 from zero.optim.contributions import CHUNK_NUMEL, Contribution, ContributionStore, add_up

@@ -121,7 +121,7 @@ class KernelRule(TiledRule):
             operands = run.weight, run.master, states, run.gradient, segments
             kernels.update(self._row.formula, *operands, grad_scale=grad_scale, threads=threads)
         if tiled:
-            super().update(run._replace(segments=tiled), grad_scale, threads)
+            super().update_run(run._replace(segments=tiled), grad_scale, threads)
 
     def _missing(self, used: tuple[str, ...], values: TileValues) -> list[str]:
         """The planes that begin with this update."""

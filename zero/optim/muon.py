@@ -67,7 +67,7 @@ class MuonRule(TiledRule):
                 f'optimizer.type "Muon": expected torch 2.9 or newer, got {torch.__version__}; upgrade it'
             )
         muon = torch.optim.Muon([nn.Parameter(torch.zeros(1, 1, device="cpu", dtype=torch.float32))], **options)
-        super().__init__(muon, states=(MOMENTUM,), whole=True)
+        super().__init__(muon, states=(MOMENTUM,), needs_whole_parameters=True)
 
     def tile_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The last two dimensions, or the first and all others."""

@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from offload.errors import BudgetError, ConfigError, StateError
 from offload.sizes import format_bytes
 from zero.config import Config, load_config
-from zero.config.given import check_depth
+from zero.config.sources import check_depth
 from zero.ops.adam import KernelAdam
 from zero.optim.make_rule import rule_for, rule_of_object
 from zero.optim.optimizer import STATE_BYTES, ExternalStateOptimizer, LiveStates
 from zero.optim.parameter_states import MASTER, ParameterStates, local_of
-from zero.optim.pipeline import StepArguments
 from zero.optim.rules import AdamRule, Rule, Rules, TrainedParameters
+from zero.optim.sub_group_pipeline import StepArguments
 from zero.plan.machine import read_machine
 from zero.plan.plan import Plan
 from zero.store.storage import Storage
@@ -258,7 +258,7 @@ class OffloadOptimizer(ExternalStateOptimizer):
     def visible_states(self, key: int, planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `ExternalStateOptimizer`; the master always."""
         own = {name: plane for name, plane in planes.items() if name != MASTER}
-        return {**super().made(key, own), **{name: planes[name] for name in planes if name == MASTER}}
+        return {**super().visible_states(key, own), **{name: planes[name] for name in planes if name == MASTER}}
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, of the class: copies on the host, of a DTensor's states DTensors.

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError, StateError, StorageError, ZeroInfinityError
+from offload.io_loop import IoFuture
 from offload.kernels import masters
 from offload.kernels.threads import kernel_threads, update_threads
-from offload.mover import IoFuture
-from offload.planes.planes import Home, TieredArray, await_all
+from offload.planes.tiered_array import Home, TieredArray, await_all
 from offload.streams import shares_host_memory
 from zero.config import Config
 from zero.optim.gradients import Gradients, StepGradient
-from zero.optim.pipeline import StepArguments, SubGroupPipeline, UpdateListener
 from zero.optim.rules import Rule, Rules, UpdateRun
+from zero.optim.sub_group_pipeline import StepArguments, SubGroupPipeline, UpdateListener
 from zero.params.layout import SubGroup, Unit
 from zero.plan.machine import machine_to_plan
 from zero.plan.plan import Plan
@@ -160,12 +160,12 @@ class ParameterStates:
         async def update(group: SubGroup) -> None:
             changed = False
 
-            def applied(_: frozenset[int]) -> None:
+            def on_applied(_: frozenset[int]) -> None:
                 nonlocal changed
                 changed = True
 
             try:
-                told = UpdateListener(begin, applied, lambda: None, lambda: None)
+                told = UpdateListener(begin, on_applied, lambda: None, lambda: None)
                 await self._pipeline.update_group(group, remaining.arguments, {}, told, self._threads)
             except ZeroInfinityError:  # a read or write failed, before or after the update of all elements
                 if not changed:

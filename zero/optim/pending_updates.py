@@ -28,9 +28,9 @@ import torch
 
 from offload.errors import StateError, StorageError
 from offload.planes.copies import fetch_array, fetch_range
-from offload.planes.planes import await_all
+from offload.planes.tiered_array import await_all
 from offload.streams import MaybeEvent
-from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline, UpdateListener
+from zero.optim.sub_group_pipeline import Delivery, StepArguments, SubGroupPipeline, UpdateListener
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.store.storage import Storage
 
@@ -287,24 +287,26 @@ class PendingUpdates:
     async def _run_update(
         self, group: SubGroup, deliveries: dict[int, Delivery], running: RunningUpdate, threads: int
     ) -> None:
-        async def turn() -> None:
+        async def before_update() -> None:
             if self.failure is not None and self.is_single_rank:
                 raise self.failure
             await self._rewrite_stranded()
             if self.is_stopped:
                 raise StateError("update: the engine is closed")
 
-        def applied(delivered: frozenset[int]) -> None:
+        def on_applied(delivered: frozenset[int]) -> None:
             self._unapplied.discard(group)
             running.update_future.set_result(delivered)
 
-        def returned() -> None:
+        def on_memory_returned() -> None:
             running.borrowed_units = frozenset()
             running.memory_future.set_result(None)
 
         try:
-            await turn()
-            told = UpdateListener(turn, applied, returned, lambda: self._on_groups_stored([group]))
+            await before_update()
+            told = UpdateListener(
+                before_update, on_applied, on_memory_returned, lambda: self._on_groups_stored([group])
+            )
             await self._pipeline.update_group(group, self.arguments, deliveries, told, threads)
         except BaseException as error:
             await self._on_failed_update(group, running, error)

@@ -32,11 +32,11 @@ from dataclasses import dataclass
 import torch
 
 from offload.errors import BudgetError, StorageError
+from offload.io_loop import IoFuture
 from offload.kernels import kernels
-from offload.memory.arena import Block
-from offload.mover import IoFuture
+from offload.memory.pool import Block
 from offload.streams import MaybeEvent
-from zero.exchange.exchange import Collectives, PendingWork
+from zero.exchange.collectives import Collectives, PendingWork
 from zero.optim.contributions import zero_gaps
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.params.layout import Layout, Slot, Unit
@@ -161,7 +161,7 @@ class ReducedGradients(Gradients):
 
     def begin_backward(self, *, boundary: bool, interleaved: bool = False) -> None:
         """See `Gradients`. Sums of several micro-batches in fp32 are reduced in fp32, as deferred gradients are."""
-        super().begin_backward(boundary=boundary, together=interleaved)
+        super().begin_backward(boundary=boundary, interleaved=interleaved)
         self.has_deferred = self.has_deferred or (interleaved and self._storage.plan.accumulation == torch.float32)
         if self._zeros_block is None and self._units:
             self._zeros_block = self._lease_zeros()
@@ -337,7 +337,7 @@ class ReducedGradients(Gradients):
     def _wait_for_store(self, state: UnitGradient) -> None:
         """See `Gradients`. Raises no StorageError; see the note on failure."""
         try:
-            super()._settle(state)
+            super()._wait_for_store(state)
         except StorageError as error:
             self.failure = self.failure or error
 

@@ -37,7 +37,7 @@ from offload.kernels import kernels, masters, tile_threads
 from offload.kernels.moments import Moments
 from zero.ops.adam import AdamValues
 from zero.optim.small_states import Shapes, SmallTensors
-from zero.plan.record import ADAM_STATES, States
+from zero.plan.sub_group_state import ADAM_STATES, States
 
 # torch computes this many elements on one thread, without waking others; and they stay in the cache between operations.
 TILE_NUMEL = 32768

@@ -20,7 +20,7 @@ from torch import Tensor
 from offload.archives import make_archive, read_archive
 
 if TYPE_CHECKING:
-    from zero.exchange.exchange import Collectives
+    from zero.exchange.collectives import Collectives
     from zero.optim.rules import Rules
     from zero.params.layout import Layout
 

@@ -11,8 +11,8 @@ from offload.accelerator import HOST
 from offload.memory.flat_storage import FlatStorage, Poison
 from offload.saved.saved_views import version_of
 from zero.params.layout import Slot, Unit
-from zero.params.released import ParameterStore, assign_store, set_present, set_released, set_shard_view
-from zero.params.watched import drop_data_copy, is_data_written, watch
+from zero.params.released_parameter import ParameterStore, assign_store, set_present, set_released, set_shard_view
+from zero.params.watched_parameter import drop_data_copy, is_data_written, watch
 
 
 class UnitBinding:

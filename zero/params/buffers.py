@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from offload.archives import pack_any
 from offload.errors import ConfigError
-from zero.params.opaque import quantized_tensor_names
+from zero.params.quantized_storage import quantized_tensor_names
 
 
 def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

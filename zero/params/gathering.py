@@ -11,8 +11,8 @@ from torch import nn
 
 from offload.saved.saved_views import UnmovedTensor
 from offload.system.interrupts import atomic, deferring_interrupts
-from zero.params.announced import broadcast_values, check_modifier_rank, is_in_memory_init
-from zero.params.released import ParameterStore, is_managed, store_of
+from zero.params.in_memory_init import broadcast_values, check_modifier_rank, is_in_memory_init
+from zero.params.released_parameter import ParameterStore, is_managed, store_of
 
 _open_contexts: list[GatheredParameters] = []
 """Open contexts that have saved-tensor hooks."""

@@ -23,15 +23,15 @@ from torch.nn.utils import parametrizations, parametrize
 from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.config.batch import MICRO, STEPS, TRAIN
-from zero.config.given import read_source
+from zero.config.sources import read_source
 from zero.config.swap_paths import create_folders
-from zero.params.face import set_in_memory_init
-from zero.params.opaque import is_wrapper
-from zero.params.released import is_managed
-from zero.params.unadopted import InitialParameterStore, initial_store_of
-from zero.params.waiting_file import open_initial_values_file
+from zero.params.deepspeed_attributes import set_in_memory_init
+from zero.params.initial_store import InitialParameterStore, initial_store_of
+from zero.params.initial_values_file import open_initial_values_file
+from zero.params.quantized_storage import is_wrapper
+from zero.params.released_parameter import is_managed
 from zero.ranks import world
-from zero.ranks.joining import join_if_started
+from zero.ranks.initialization import join_if_started
 
 Source = str | os.PathLike[str] | dict[str, Any] | Config | None
 DEEPSPEED_ONLY = {

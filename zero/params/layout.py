@@ -327,7 +327,7 @@ def build_layout(contents: Sequence[UnitContent], placement: Placement, *, bf16_
                 content.trainable,
                 content.persistent,
                 begin,
-                content.siblings,
+                content.sibling_group,
                 content.expert_rows,
                 placement.shard_index * shard_numel,
                 content.rule,
@@ -366,5 +366,5 @@ def _whole_parameter_offsets(content: UnitContent, placement: Placement) -> tupl
 def sibling_group(units: Iterable[Unit]) -> dict[int, int]:
     """Index of each unit that has siblings and is always fetched whole -> number of its group of siblings."""
     names: dict[str, int] = {}
-    placed = [unit for unit in units if unit.siblings and not unit.persistent and not unit.expert_rows]
-    return {unit.index: names.setdefault(unit.siblings, len(names)) for unit in placed}
+    placed = [unit for unit in units if unit.sibling_group and not unit.persistent and not unit.expert_rows]
+    return {unit.index: names.setdefault(unit.sibling_group, len(names)) for unit in placed}

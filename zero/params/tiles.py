@@ -23,8 +23,8 @@ from torch import nn
 from offload.errors import StateError
 from offload.saved.saved_views import storage_key
 from offload.sizes import BLOCK_NUMEL
-from zero.params.kept import AccumulatedGradient, ClassMixin
-from zero.params.released import (
+from zero.params.managed_parameter import AccumulatedGradient, ClassMixin
+from zero.params.released_parameter import (
     ParameterStore,
     ReleasedParameter,
     assign_store,

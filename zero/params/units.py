@@ -22,8 +22,8 @@ from torch import nn
 from offload.sizes import BLOCK_NUMEL, align_up
 from zero.params.layout import Layout, UnitContent
 from zero.params.leaf_modules import z3_leaf_module
-from zero.params.opaque import inner_tensors, quantized_tensor_names
 from zero.params.quantized_linear import QuantizedLinear
+from zero.params.quantized_storage import inner_tensors, quantized_tensor_names
 from zero.params.tiles import Tile, can_tile, row_ranges
 
 Kind = tuple[torch.dtype, bool, int]
@@ -264,7 +264,7 @@ def _uniform_units(
             _entries(members),
             *kind[:2],
             persistent=False,
-            siblings=found.siblings,
+            sibling_group=found.siblings,
             expert_rows=found.expert_rows,
             rule=kind[2],
             needs_whole_parameters=rules.needs_whole_parameters(kind),
@@ -348,7 +348,7 @@ def _tile_units(found: _Group, leaf: Leaf, kind: Kind, rules: CoverRules) -> Ite
             ((leaf.index, tuple(leaf.names), tile.weight.shape),),
             *kind[:2],
             persistent=False,
-            siblings=found.siblings,
+            sibling_group=found.siblings,
             first_numel=begin * width,
             rule=kind[2],
         )

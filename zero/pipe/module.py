@@ -19,7 +19,7 @@ from zero.pipe.partition import stage_bounds
 from zero.pipe.specs import LayerSpec, TiedLayerSpec
 from zero.pipe.topology import DATA, MODEL, PIPE, PipeDataParallelTopology, ProcessTopology
 from zero.ranks import world
-from zero.ranks.joining import join_or_stay_alone
+from zero.ranks.initialization import join_or_stay_alone
 
 TIED = "tied_modules"
 

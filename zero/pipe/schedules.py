@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from offload.errors import ConfigError, RankLostError
-from zero.exchange.all_stages import PipelineCollectives
-from zero.exchange.together import AllRanks
+from zero.exchange.all_ranks import AllRanks
+from zero.exchange.pipeline_collectives import PipelineCollectives
 from zero.pipe.module import PipelineModule
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from zero.exchange.all_stages import PipelineCollectives
+from zero.exchange.pipeline_collectives import PipelineCollectives
 from zero.pipe.module import PipelineModule
 from zero.ranks.comm import Group
-from zero.values.parameters import ParameterValues
+from zero.values.parameter_values import ParameterValues
 
 
 class TiedWeights:

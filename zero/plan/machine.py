@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from offload.accelerator import device_identity, free_memory_bytes, is_accelerator
-from offload.memory.arena import LinearPool, unfaulted_pool_bytes
+from offload.memory.pool import LinearPool, unfaulted_pool_bytes
 from offload.system.cgroups import limit_bytes, memory_groups, table_in
 
 # Memory that cannot be reclaimed, in the statistics of a control group, by version.

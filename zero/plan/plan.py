@@ -18,7 +18,7 @@ import torch
 
 from offload.sizes import format_bytes
 from zero.params.layout import AddressSpace, SubGroup, Unit
-from zero.plan.record import ADAM_STATES, StateFormat
+from zero.plan.sub_group_state import ADAM_STATES, StateFormat
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
 

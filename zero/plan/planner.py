@@ -16,13 +16,13 @@ from zero.config import Config
 from zero.params.layout import AddressSpace, Layout, SubGroup, Unit
 from zero.params.placement import ONE_RANK, Placement
 from zero.params.units import LiveNumels
-from zero.plan.beside_planes import plan_activations, plan_snapshots
+from zero.plan.activations_and_snapshots import plan_activations, plan_snapshots
+from zero.plan.array_sizes import ArraySizes, padding_notes, rows_of
 from zero.plan.depth import FREE_SHARE, POOL_SHARE, Depth, depths
 from zero.plan.machine import Machine
 from zero.plan.plan import DEVICE, HOST, NVME, Limits, Plan, tier_of
-from zero.plan.plane_sizes import ArraySizes, padding_notes, rows_of
 from zero.plan.pools import SUM_CHUNK_BYTES, PoolSizes, prefix_that_fits
-from zero.plan.record import ADAM_RULE_STATES, RuleStates
+from zero.plan.sub_group_state import ADAM_RULE_STATES, RuleStates
 from zero.plan.traffic import step_traffic
 
 logger = logging.getLogger("zero")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 
 from offload.kernels.square_sums import ROW_BYTES, row_count
+from offload.memory.device_poison import poison_bytes
 from offload.memory.flat_storage import copies_to_bind
-from offload.memory.poison import poison_bytes
 from offload.sizes import PAGE_BYTES, align_up
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.params.placement import ONE_RANK, Placement

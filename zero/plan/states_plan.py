@@ -14,9 +14,9 @@ from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up, format_bytes
 from offload.streams import shares_host_memory
 from zero.config import Config
 from zero.params.layout import AddressSpace, Layout, Slot, SubGroup, Unit
+from zero.plan.array_sizes import ArraySizes
 from zero.plan.machine import Machine
 from zero.plan.plan import HOST, NVME, Limits, Plan, PlanRow, tier_of
-from zero.plan.plane_sizes import ArraySizes
 from zero.plan.planner import STATE_DTYPES, SUB_GROUP_NUMEL_MAX, SUB_GROUPS_IN_FLIGHT
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero.params.layout import Layout, Unit
+from zero.plan.array_sizes import ArraySizes
 from zero.plan.plan import DEVICE, NVME, Plan
-from zero.plan.plane_sizes import ArraySizes
 
 
 @dataclass(frozen=True, slots=True)

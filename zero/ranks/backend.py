@@ -192,10 +192,10 @@ def broadcast(tensor: Tensor, source: int, handle: Handle) -> Work:
 def add_done_callback(work: Work, callback: Callable[[], None]) -> None:
     """Call `callback` once, from any thread, when the work has ended or failed."""
 
-    def ended(future: Any) -> None:
+    def on_future_done(future: Any) -> None:
         callback()
 
-    work.get_future().add_done_callback(ended)
+    work.get_future().add_done_callback(on_future_done)
 
 
 def as_future(work: Work) -> asyncio.Future[None]:

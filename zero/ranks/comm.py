@@ -31,10 +31,10 @@ from offload.streams import MaybeEvent, Streams
 from offload.timeline import Timeline, external_wait
 from zero.ranks import backend
 from zero.ranks.control_plane import ControlPlane
-from zero.ranks.failure import FailureState, copy_error
+from zero.ranks.failure_state import FailureState, copy_error
 from zero.ranks.process_groups import ProcessGroups, open_process_groups
 from zero.ranks.sequence import LaunchOrder, OperationLog, QueuedWork, pack_header
-from zero.ranks.watch import Wait, Watchdog
+from zero.ranks.watchdog import Wait, Watchdog
 
 TIMEOUT_SECONDS = 1800.0  # torch's default.
 GIVE_UP_SECONDS = 10.0  # Time for work in flight to end once its connections are shut.

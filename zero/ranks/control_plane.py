@@ -19,7 +19,7 @@ from torch import Tensor
 from offload.archives import bytes_of, bytes_tensor
 from offload.errors import RankDivergenceError
 from zero.ranks import backend
-from zero.ranks.failure import FailureState
+from zero.ranks.failure_state import FailureState
 from zero.ranks.sequence import HEADER, OperationLog, pack_header
 
 CHUNK_BYTES = 64 << 20  # Largest message of a broadcast.

@@ -14,10 +14,10 @@ from offload.archives import bytes_of, bytes_tensor
 from offload.errors import RankLostError
 from offload.system.sockets import Connection, connections, shut_down
 from zero.ranks import backend
-from zero.ranks.failure import FailureState
+from zero.ranks.failure_state import FailureState
 from zero.ranks.sequence import OperationLog
 from zero.ranks.status import Position, StatusBoard, process_namespace
-from zero.ranks.watch import Watchdog
+from zero.ranks.watchdog import Watchdog
 
 OPENING_SECONDS = 20.0  # Timeout for opening a group when all its ranks are known to take part.
 PROCESS_RECORD = struct.Struct("<q256s")
@@ -158,5 +158,5 @@ def _roll_call(members: Sequence[int], parent: Any, failure_state: FailureState)
     for rank, part in enumerate(backend.split_flat(told, PROCESS_RECORD.size)):
         if rank != members.index(backend.own_rank()):
             pid, name = PROCESS_RECORD.unpack(bytes_of(part))
-            found[rank] = Position(pid=pid, home=name.rstrip(b"\0").decode())
+            found[rank] = Position(pid=pid, process_namespace=name.rstrip(b"\0").decode())
     return found

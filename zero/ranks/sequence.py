@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zero.ranks.failure import copy_error
+from zero.ranks.failure_state import copy_error
 
 ENTRIES_MAX = 2048
 DIGEST_EVERY = 64  # Every so many entries the digest is kept, so that ranks can compare them while none waits.

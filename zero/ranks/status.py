@@ -130,7 +130,7 @@ def process_namespace() -> str:
 
 def has_died(position: Position) -> bool:
     """True when the process has certainly ended. False: it is not known."""
-    if not position.home or position.home != process_namespace():
+    if not position.process_namespace or position.process_namespace != process_namespace():
         return False
     try:
         return bool(psutil.Process(position.pid).status() == psutil.STATUS_ZOMBIE)

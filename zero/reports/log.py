@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from offload.kernels.kernels import isa
 from offload.sizes import format_bytes
 from zero.config import Config
-from zero.exchange.exchange import Collectives
+from zero.exchange.collectives import Collectives
 from zero.params.layout import Layout
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
 from zero.ranks import world

@@ -14,7 +14,7 @@ from zero.optim.loss_scale import LossScaler, autocast_dtype
 from zero.params.layout import AddressSpace, Layout
 from zero.params.placement import Placement
 from zero.plan.plan import Plan
-from zero.plan.record import ADAM_STATES
+from zero.plan.sub_group_state import ADAM_STATES
 
 COLUMNS = ("", "elements", "weights", "master", "gradients", "added up in", "between ranks", "states")
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "8-bit blocks"}

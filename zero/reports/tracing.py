@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from offload.errors import ConfigError, StateError
 from offload.files.trace_events import check_target, trace_document, write_trace
-from offload.planes.planes import Traffic
+from offload.planes.tiered_array import Traffic
 from offload.timeline import COMPUTE
 from zero.ranks import world
 from zero.reports.log import NOTICE

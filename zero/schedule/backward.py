@@ -14,11 +14,11 @@ from offload.errors import BudgetError, StateError, StorageError
 from offload.system.interrupts import atomic, deferring_interrupts
 from zero.optim.gradients import Gradients
 from zero.params.binding import UnitBinding
-from zero.params.kept import set_torch_gradient, torch_gradient
 from zero.params.layout import Slot, Unit
+from zero.params.managed_parameter import set_torch_gradient, torch_gradient
 from zero.params.tiles import ENGINE_HOOK
 from zero.schedule.coordinator import Coordinator
-from zero.schedule.events import EngineCallbacks
+from zero.schedule.engine_callbacks import EngineCallbacks
 
 _RUNNING_BACKWARDS: dict[int, tuple[float, int | None]] = {}
 """id(watch) -> (loss scale, None) for each backward that an engine of this process has begun. If the engine has only

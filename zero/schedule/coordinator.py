@@ -13,15 +13,15 @@ import torch
 
 from offload.accelerator import HOST, is_accelerator
 from offload.errors import BudgetError, StateError, mark_reported
-from offload.memory.arena import Block
+from offload.io_loop import IoFuture
 from offload.memory.flat_storage import Poison
-from offload.mover import IoFuture
+from offload.memory.pool import Block
 from offload.streams import MaybeEvent
 from zero.params.binding import UnitBinding
 from zero.params.layout import Layout, Unit, sibling_group
 from zero.plan.plan import Limits
-from zero.schedule.altered import AlteredCopies
-from zero.schedule.loader import Arrival, UnitFetcher
+from zero.schedule.access_trace import GENERATE, AccessTrace
+from zero.schedule.altered_copies import AlteredCopies
 from zero.schedule.policy import (
     HORIZON,
     HotUnits,
@@ -32,7 +32,7 @@ from zero.schedule.policy import (
     take_until,
 )
 from zero.schedule.residency import FetchCounters, Residency, UnitEntry, UnitState
-from zero.schedule.trace import GENERATE, AccessTrace
+from zero.schedule.unit_fetcher import Arrival, UnitFetcher
 from zero.store.storage import Storage
 
 

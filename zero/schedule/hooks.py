@@ -26,6 +26,7 @@ from offload.system.interrupts import atomic
 from offload.timeline import COMPUTE, Timeline
 from zero.params.binding import UnitBinding
 from zero.params.units import can_root
+from zero.schedule.autograd_markers import join_outputs, make_sentinel, replace_tensors, tensors_in
 from zero.schedule.backward import BackwardWatch
 from zero.schedule.compiling import (
     graph_break_hook,
@@ -35,8 +36,7 @@ from zero.schedule.compiling import (
     skip_when_compiling,
 )
 from zero.schedule.coordinator import Coordinator
-from zero.schedule.frame import join_outputs, make_sentinel, replace_tensors, tensors_in
-from zero.schedule.turns import MicroBatchScheduler, OpenCall, OpenCalls
+from zero.schedule.micro_batch_scheduler import MicroBatchScheduler, OpenCall, OpenCalls
 
 FORWARD, BACKWARD = "forward", "backward"
 """Why a round of micro-batches holds a unit."""

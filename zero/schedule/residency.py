@@ -14,7 +14,7 @@ from enum import Enum
 from offload.errors import StateError
 from offload.streams import MaybeEvent
 from zero.params.layout import Unit
-from zero.schedule.loader import Arrival
+from zero.schedule.unit_fetcher import Arrival
 
 
 class UnitState(Enum):

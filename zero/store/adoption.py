@@ -24,11 +24,11 @@ from tqdm import tqdm
 from offload.kernels import kernels, masters
 from offload.kernels.kernel_checks import FLOATS
 from offload.kernels.square_sums import nonfinite_of
-from offload.memory.pinned import trim_heap
+from offload.memory.host_memory import trim_heap
 from offload.planes.copies import CHUNK_BYTES, copy_single_threaded, zero_single_threaded
-from offload.planes.planes import await_all
+from offload.planes.tiered_array import await_all
 from zero.params.layout import AddressSpace, Layout, Slot, SubGroup, Unit
-from zero.plan.record import SubGroupState
+from zero.plan.sub_group_state import SubGroupState
 from zero.ranks import world
 from zero.store.staging import StagedRange, StagedSubGroup, StagingBlocks
 from zero.store.storage import Storage

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from offload.errors import StateError
-from offload.memory.arena import Block
-from offload.memory.pinned import aligned_copy
-from offload.planes.planes import TieredArray, await_all
+from offload.memory.host_memory import aligned_copy
+from offload.memory.pool import Block
+from offload.planes.tiered_array import TieredArray, await_all
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Streams
 from zero.params.layout import Layout, SubGroup, Unit
-from zero.plan.record import SubGroupState
+from zero.plan.sub_group_state import SubGroupState
 from zero.store.storage import Storage
 
 

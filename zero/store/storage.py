@@ -14,13 +14,13 @@ from offload.disk.aio import Aio, AioOptions
 from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError
 from offload.files.snapshot_files import SnapshotSwap
-from offload.kernels.block_sums import BlockChecksums
+from offload.io_loop import IoLoop
+from offload.kernels.block_checksums import BlockChecksums
 from offload.kernels.square_sums import rows_in
-from offload.memory.arena import Block, BlockPool, LinearPool, Relocate
-from offload.memory.faulting import Prefaulter
-from offload.memory.shared_region import SharedHostMemory
-from offload.mover import IoLoop
-from offload.planes.planes import Disk, Home, TieredArray
+from offload.memory.pool import Block, BlockPool, LinearPool, Relocate
+from offload.memory.prefault import Prefaulter
+from offload.memory.shared_host_memory import SharedHostMemory
+from offload.planes.tiered_array import Disk, Home, TieredArray
 from offload.planes.two_slots import SlotPair, TwoSlotArray
 from offload.saved.activations import ActivationStore
 from offload.streams import open_streams
@@ -33,7 +33,7 @@ from zero.plan.machine import available_memory
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
 from zero.plan.pools import gradient_sums_bytes
 from zero.store.io_tuning import open_tuned, tune_io
-from zero.store.whole_gradients import SharedAllocator, UnreducedGradients
+from zero.store.unreduced_gradients import SharedAllocator, UnreducedGradients
 
 OpenSnapshot = Callable[[int, Sequence[float] | None], SnapshotSwap]
 """(bytes to reserve, speeds of the paths' devices) -> the swap space, in files that have names."""
@@ -311,7 +311,7 @@ class Storage:
             single_submit=aio.single_submit,
             overlap_events=aio.overlap_events,
         )
-        make_swap = self._open_snapshot or partial(SwapSpace, paths, coming=pending_free_bytes)
+        make_swap = self._open_snapshot or partial(SwapSpace, paths, pending_free=pending_free_bytes)
         swap = make_swap(self.plan.swap_bytes, tuned.speeds)
         try:
             return Disk(open_tuned(options, tuned), swap)

@@ -12,8 +12,8 @@ from offload.sizes import BLOCK_NUMEL, align_up
 from offload.streams import MaybeEvent, Streams
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.adoption import Piece
-from zero.store.record_part import StateRange, state_range_of
 from zero.store.staging import StagedSubGroup
+from zero.store.state_range import StateRange, state_range_of
 from zero.store.storage import Storage
 
 ParameterSlots = dict[int, list[tuple[Unit, Slot]]]

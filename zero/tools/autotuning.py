@@ -18,8 +18,8 @@ from typing import Any
 from offload.errors import ConfigError
 from zero.config import load_config
 from zero.config.autotuning_block import Autotuning
-from zero.config.given import CONFIG_NAMES, read_json
-from zero.launch.head import launch
+from zero.config.sources import CONFIG_NAMES, read_json
+from zero.launch.launcher import launch
 from zero.tools.tune_search import (
     BATCH_MAX,
     MICRO_BATCH,

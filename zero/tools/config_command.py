@@ -22,8 +22,8 @@ from zero.config import Config, load_config
 from zero.config.auto_values import auto_lines
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.fields import block_of, known_keys
-from zero.config.given import parse_json
 from zero.config.loading import ORIGINS_KEY, value_at
+from zero.config.sources import parse_json
 from zero.tools.config_keys import key_table
 from zero.tools.config_schema import json_schema
 

@@ -29,7 +29,7 @@ import zero
 from offload import health, zero_name
 from offload.accelerator import present_kind, visible_variable
 from offload.disk import tuning
-from offload.disk.device import identify
+from offload.disk.disk_identity import identify
 from offload.disk.swapfile import free_bytes
 from offload.kernels import kernels
 from offload.kernels.matmul_speed import CLEARLY_SLOWER, bf16_slowdown

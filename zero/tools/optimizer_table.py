@@ -16,7 +16,7 @@ from zero.optim.kernel_rules import KernelRule
 from zero.optim.make_rule import make_trained_parameters
 from zero.optim.rules import AdamRule, Rule
 from zero.plan.planner import STATE_DTYPES
-from zero.plan.record import StateFormat
+from zero.plan.sub_group_state import StateFormat
 
 HEAD = """# Optimizers in one table
 

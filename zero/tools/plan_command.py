@@ -33,8 +33,8 @@ from offload.streams import shares_host_memory
 from offload.system.regular_files import read_regular
 from zero.assembly.model_plan import plan_model
 from zero.config import Config, load_config
-from zero.config.given import check_depth, read_json, too_deep_error
 from zero.config.numbers import parse_bytes
+from zero.config.sources import check_depth, read_json, too_deep_error
 from zero.config.swap_paths import swap_paths
 from zero.params.layout import Layout
 from zero.plan.machine import Machine, read_machine

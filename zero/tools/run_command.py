@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from zero.launch import arguments, head
+from zero.launch import arguments, launcher
 from zero.tools import autotuning
 
 
@@ -23,4 +23,4 @@ def run(options: argparse.Namespace) -> int:
         options.script_args = autotuning.tune(options)
         if options.autotuning == "tune":
             return 0
-    return head.launch(options)
+    return launcher.launch(options)

@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 
 from offload.disk import tuning
-from offload.disk.device import identify
+from offload.disk.disk_identity import identify
 from offload.disk.stripes import StripeMap
 from offload.disk.swapfile import check_folder, stripe_weights
 from offload.sizes import format_bytes

@@ -29,7 +29,7 @@ from offload.disk import tuning
 from offload.errors import BudgetError, ConfigError
 from offload.files.trace_events import check_target
 from offload.sizes import format_bytes
-from zero.config.given import read_json
+from zero.config.sources import read_json
 from zero.plan.machine import peak_rss_bytes
 from zero.tools.plan_command import ModelPlans, Rates, build_model, build_on_meta, measure_update_rate
 from zero.tools.tune_search import (

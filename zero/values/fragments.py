@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from zero.params.released import is_managed
+from zero.params.released_parameter import is_managed
 from zero.params.tiles import engine_store_of
-from zero.values.access import EngineParameterStore
-from zero.values.parameters import ParameterValues
+from zero.values.engine_store import EngineParameterStore
+from zero.values.parameter_values import ParameterValues
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:

@@ -12,8 +12,8 @@ from torch import nn
 
 from offload.archives import bytes_of, bytes_tensor
 from offload.errors import StateError
-from zero.exchange.exchange import Collectives
-from zero.exchange.together import DeferringFailures
+from zero.exchange.all_ranks import DeferringFailures
+from zero.exchange.collectives import Collectives
 from zero.params.layout import Slot, Unit
 from zero.params.placement import Placement
 from zero.store.adoption import Piece

@@ -34,7 +34,7 @@ from zero.checkpoint import dcp_format
 from zero.checkpoint.export import get_fp32_state_dict_from_zero_checkpoint
 from zero.checkpoint.folder import CheckpointFolder, open_checkpoint, open_folder
 from zero.checkpoint.source import FolderSource
-from zero.config.given import read_json
+from zero.config.sources import read_json
 
 ENDLESS_SECONDS = 120  # A reader that waits for ever ends the test then; none takes a second.
 ODD: tuple[Any, ...] = (2**60, -1, -(2**70), 1e308, "x", "\0", None, [], {}, True, [[[]]], "../" * 90)

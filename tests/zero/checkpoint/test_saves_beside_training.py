@@ -36,17 +36,17 @@ from probe import (
 from recovery import HELD, NVME, descriptors, failing, interrupted_when
 from torch import nn
 
-import offload.mover
+import offload.io_loop
 import zero
 from offload.disk.aio import AioOptions, open_aio
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.containers import container
 from offload.files.durable import Files
-from zero.checkpoint import background, writer
+from zero.checkpoint import background, rank_data_file
 from zero.checkpoint.folder import CheckpointFolder
-from zero.exchange.exchange import SingleRankCollectives
-from zero.exchange.together import FAILED
-from zero.optim.pipeline import StepArguments
+from zero.exchange.all_ranks import FAILED
+from zero.exchange.collectives import SingleRankCollectives
+from zero.optim.sub_group_pipeline import StepArguments
 
 Open = Callable[..., Any]
 CPU = ("cpu", "cpu")
@@ -176,7 +176,7 @@ def test_a_save_that_fails_ends_when_nothing_of_it_moves_any_more(
 
 def test_after_a_failure_no_further_extent_is_begun() -> None:
     """Those beside it end first."""
-    extents = object.__new__(writer.ExtentWriter)
+    extents = object.__new__(rank_data_file.ExtentWriter)
     extents.is_stopped, begun, ended = False, list[int](), list[int]()
 
     async def write(number: int) -> None:
@@ -339,7 +339,7 @@ def test_an_interrupt_of_a_save_leaves_nothing_and_the_next_one_works(
         return True
 
     with monkeypatch.context() as slow:
-        slow.setattr(writer, "open_aio", open_held)
+        slow.setattr(rank_data_file, "open_aio", open_held)
         with interrupted_when(ready):
             engine.save_checkpoint(tmp_path)
     opened.clear()
@@ -370,10 +370,10 @@ def test_a_save_may_take_long_though_the_engine_has_no_disk_of_its_own(
                 aio.inject(HELD)  # what was held goes on, what comes after it is held until the next look
                 seen.add(aio.stats().write_bytes)
 
-    monkeypatch.setattr(writer, "open_aio", open_held)
-    monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.5)
-    monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.5)
-    monkeypatch.setattr(offload.mover, "time", SimpleNamespace(perf_counter=lambda: 0.4 * len(seen)))
+    monkeypatch.setattr(rank_data_file, "open_aio", open_held)
+    monkeypatch.setattr(offload.io_loop, "WARN_SECONDS", 0.5)
+    monkeypatch.setattr(offload.io_loop, "RAISE_SECONDS", 0.5)
+    monkeypatch.setattr(offload.io_loop, "time", SimpleNamespace(perf_counter=lambda: 0.4 * len(seen)))
     with at_each_look(engine, look):
         engine.save_checkpoint(tmp_path)
     assert 0.4 * len(seen) > 0.6 and tags(tmp_path) == ["global_step1"]

@@ -21,7 +21,7 @@ from snapshot_runs import as_a_kill_would_leave_it, committed, config_of, folder
 import zero
 from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
-from offload.kernels.block_sums import BLOCK_BYTES
+from offload.kernels.block_checksums import BLOCK_BYTES
 from offload.planes.two_slots import TwoSlotArray
 
 Open = Callable[..., Any]

@@ -22,7 +22,7 @@ from torch import nn
 import zero
 from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
-from offload.files.safetensors_writer import WeightsWriter
+from offload.files.weights_writer import WeightsWriter
 from offload.files.write_stream import BLOCK_BYTES, BLOCKS
 from zero.values.gathered_values import CHUNK_NUMEL
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zero.params import released
+from zero.params import released_parameter
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode leaves it out
 
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode leaves it out
 @pytest.fixture(autouse=True)
 def own_rule_for_what_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """The alias lets what is released be saved empty, for the whole process: not for the tests that come later."""
-    monkeypatch.setattr(released, "_saves_as_empty", False)
+    monkeypatch.setattr(released_parameter, "_saves_as_empty", False)
 
 
 @pytest.fixture(scope="session")

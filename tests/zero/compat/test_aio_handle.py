@@ -15,8 +15,8 @@ from aliased import code, said
 from probe import collected_by, mover_of_handle
 
 from offload.errors import ConfigError, StorageError
-from offload.memory.pinned import map_host, tensor_over
-from offload.mover import IoFuture
+from offload.io_loop import IoFuture
+from offload.memory.host_memory import map_host, tensor_over
 from zero.compat.operators import BUILDERS
 
 SIZES = [1, 511, 4096, 4097, 3 * 4096, (1 << 20) + 4096, (2 << 20) + 3]

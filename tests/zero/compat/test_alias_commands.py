@@ -18,7 +18,7 @@ from models import build, make_config
 
 import zero
 from offload.disk import tuning
-from offload.disk.device import identify
+from offload.disk.disk_identity import identify
 from offload.disk.probe import Setting
 from zero.compat import commands, disk_speed, to_fp32
 from zero.compat.deepspeed import ALIAS

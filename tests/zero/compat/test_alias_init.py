@@ -19,7 +19,7 @@ from offload.errors import ConfigError, StateError
 from zero.compat.helpers import unwrap_model_for_generation
 from zero.compat.partition_parameters import Init, MiCS_Init, ZeroParamStatus
 from zero.compat.to_fp32 import load_state_dict_from_zero_checkpoint
-from zero.params.released import is_managed
+from zero.params.released_parameter import is_managed
 from zero.utils import safe_set_full_fp32_param
 
 Open = Callable[..., Any]

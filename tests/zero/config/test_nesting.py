@@ -19,8 +19,8 @@ from zero.compat import elasticity
 from zero.compat.configs import DeepSpeedConfig
 from zero.config import load_config
 from zero.config.fields import known_keys
-from zero.config.given import DEPTH_MAX
 from zero.config.schema import Config
+from zero.config.sources import DEPTH_MAX
 from zero.tools import cli
 
 SAYS = f"expected at most {DEPTH_MAX} levels of objects and lists, got more"

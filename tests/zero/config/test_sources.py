@@ -16,7 +16,7 @@ import torch
 
 import zero
 from offload.errors import ConfigError
-from zero.config import Config, given, load_config, reading_as_deepspeed, tolerating_unknown_keys
+from zero.config import Config, load_config, reading_as_deepspeed, sources, tolerating_unknown_keys
 from zero.config.fields import block_of, known_keys
 
 CONTENT: dict[str, Any] = {
@@ -86,7 +86,7 @@ def test_hjson_is_read_where_its_library_is(tmp_path: Path) -> None:
 def test_without_its_library_hjson_is_an_error_that_names_it(tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "ds.hjson"
     path.write_text(HJSON, encoding="utf-8")
-    monkeypatch.setattr(given, "HJSON", "no_such_library_for_hjson")
+    monkeypatch.setattr(sources, "HJSON", "no_such_library_for_hjson")
     with pytest.raises(ConfigError, match=r"line 2, column 3: not valid JSON.*pip install hjson"):
         load_config(path)
 

@@ -17,7 +17,7 @@ from reference import differences, snapshot
 from torch import nn
 
 from offload.errors import StateError
-from zero.params.released import is_managed
+from zero.params.released_parameter import is_managed
 
 Pool = Callable[[int], RankPool]
 

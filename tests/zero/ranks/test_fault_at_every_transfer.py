@@ -27,7 +27,7 @@ import zero
 from offload.disk.aio import AioFault
 from offload.disk.aio_base import Op
 from offload.errors import BudgetError, StorageError
-from zero.optim.step import InterruptedBackward
+from zero.optim.stepper import InterruptedBackward
 
 Pool = Callable[[int], RankPool]
 

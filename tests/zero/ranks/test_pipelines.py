@@ -433,17 +433,17 @@ def test_the_first_rank_reports_the_loss_and_an_iterator_is_gone_on_with(
 def limits(nvme_path: str, available_bytes: int) -> int:
     """Host memory that this stage may plan with, of what is free on the node."""
     import zero
-    from zero.assembly import assembly
+    from zero.assembly import engine_parts
 
     quiet()
-    read = assembly.machine_to_plan
-    assembly.machine_to_plan = lambda *given: replace(read(*given), available_bytes=available_bytes)
+    read = engine_parts.machine_to_plan
+    engine_parts.machine_to_plan = lambda *given: replace(read(*given), available_bytes=available_bytes)
     try:
         config = config_of("nvme", nvme_path, memory_budget={"host": "auto"})
         with zero.initialize(model=pipeline(2), config=config)[0] as engine:
             return int(engine.plan.host_limit_bytes)
     finally:
-        assembly.machine_to_plan = read
+        engine_parts.machine_to_plan = read
 
 
 def test_stages_share_what_is_free_on_their_node(rank_pool: Pool, nvme_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_all_learn_of_a_rank_that_dies_before_it_has_written_its_part(
     pool: RankPool, tmp_path: Path, victim: int
 ) -> None:
     """Nobody waits for the patience to end: it is longer than the time that the ranks have."""
-    from zero.checkpoint.writer import list_file_name
+    from zero.checkpoint.rank_data_file import list_file_name
 
     files = [DyingFiles(list_file_name(rank)) if rank == victim else Files() for rank in range(RANKS)]
     answers = pool.run(save_beside, str(tmp_path), files, timeout_seconds=110.0, errors="return")
@@ -104,7 +104,7 @@ def test_all_learn_of_a_rank_that_dies_before_it_has_written_its_part(
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_all_learn_of_a_save_that_one_rank_could_not_complete(rank_pool: Pool, tmp_path: Path, rank: int) -> None:
     """Its part, or on the first rank the checkpoint; the next save is as if there had been none."""
-    from zero.checkpoint.writer import list_file_name
+    from zero.checkpoint.rank_data_file import list_file_name
 
     name = list_file_name(rank) if rank else metadata_file()
     files = [FailingFiles(name) if rank == each else Files() for each in range(RANKS)]

@@ -96,7 +96,7 @@ class Names:
         if name in self.entry.get("values", ()):
             return self.entry["values"][name]
         if name in self.functions or name in self.entry.get("classes", ()):
-            return self._budget_error(name)
+            return self._refused(name)
         if not name.startswith("__"):
             for home in self.stars:
                 if hasattr(importlib.import_module(home), name):

@@ -47,7 +47,7 @@ CONFIGS = {
 
 OURS: dict[str, dict[str, str]] = {
     "": {
-        "zero.config.given": "add_config_arguments",
+        "zero.config.sources": "add_config_arguments",
         "zero.compat.initialize_for_clients": "initialize",
         "zero.compat.operators": "git_branch git_hash version=VERSION",
         "zero.engine.inference": "init_inference",

@@ -1,0 +1,108 @@
+"""Memory and swap space that grow when needed: for bytes whose sum is not known before the first forward."""
+
+from __future__ import annotations
+
+import torch
+
+from offload.memory.pool import Block, BlockPool, ExtentAllocator
+from offload.planes.tiered_array import Disk
+from offload.sizes import PAGE_BYTES, align_up
+
+STEP_BYTES = 16 << 20  # The minimum that is added at once.
+GROWTH = 4  # At least this fraction of the capacity (1/4) is added: a few steps reach any size.
+
+
+class GrowingPool:
+    """Arenas of one kind of memory. One owner at a time.
+
+    Args:
+        name: the purpose of the bytes; appears in errors.
+        knob: the configuration key that makes bounded memory larger.
+        nbytes: the total, in one arena; None: unbounded, another arena is added when none has room.
+        pinned: page-lock host memory.
+    """
+
+    def __init__(self, name: str, knob: str, device: torch.device, nbytes: int | None, *, pinned: bool = False) -> None:
+        self.name, self.knob, self._device, self._pinned = name, knob, device, pinned
+        self.can_grow = nbytes is None
+        self._pools = [] if nbytes is None else [self._make_pool(nbytes)]
+        self._closed = False
+        self.peak_bytes = 0  # The most bytes that were leased at once.
+
+    @property
+    def capacity_bytes(self) -> int:
+        return sum(arena.capacity_bytes for arena in self._pools)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(arena.used_bytes for arena in self._pools)
+
+    def try_allocate(self, nbytes: int) -> Block | None:
+        """A block of exactly `nbytes`; None if there is no room and the memory may not grow."""
+        block = next((found for arena in self._pools if (found := arena.try_allocate(nbytes)) is not None), None)
+        if block is None and self.can_grow and not self._closed:
+            self.grow(max(nbytes, STEP_BYTES, self.capacity_bytes // GROWTH))
+            block = self._pools[-1].allocate(nbytes, self.name)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return block
+
+    def grow(self, nbytes: int) -> None:
+        self._pools.append(self._make_pool(nbytes))
+
+    def trim(self) -> None:
+        """Release unused arenas, unless their size was planned."""
+        if self.can_grow:
+            for arena in [arena for arena in self._pools if not arena.used_bytes]:
+                arena.close()
+                self._pools.remove(arena)
+
+    def close(self) -> None:
+        """Close all arenas; their memory is freed with the last tensor over it. Idempotent."""
+        self._closed = True
+        for arena in self._pools:
+            arena.close()
+        self._pools.clear()
+
+    def _make_pool(self, nbytes: int) -> BlockPool:
+        return BlockPool(self.name, nbytes, self.knob, self._device, pinned=self._pinned)
+
+
+class SwapPool:
+    """A part of a swap space, allocated by extent.
+
+    Args:
+        disk: moves the bytes.
+        begin: offset of the reserved range.
+        nbytes: length of the reserved range.
+        can_grow: when the range is used up, more is reserved.
+    """
+
+    def __init__(self, disk: Disk, begin: int, nbytes: int, *, can_grow: bool) -> None:
+        self.disk, self._swap, self._can_grow = disk, disk.swap, can_grow
+        self._parts = [(begin, ExtentAllocator(nbytes))]
+        self.peak_bytes = 0  # The most bytes that were taken at once.
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(extents.used_bytes for _, extents in self._parts)
+
+    def try_allocate(self, nbytes: int) -> int | None:
+        """Offset in the swap space of `nbytes`, on a page; None if there is no room and the area may not grow.
+
+        Raises StorageError: the area cannot grow, since the file system has no room.
+        """
+        for begin, extents in self._parts:
+            if (offset := extents.allocate(nbytes)) is not None:
+                self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+                return begin + offset
+        if not self._can_grow:
+            return None
+        capacity_bytes = sum(extents.capacity_bytes for _, extents in self._parts)
+        more_bytes = align_up(max(nbytes, STEP_BYTES, capacity_bytes // GROWTH), PAGE_BYTES)
+        self._parts.append((self._swap.extend(more_bytes), ExtentAllocator(more_bytes)))
+        return self.try_allocate(nbytes)
+
+    def free(self, offset: int) -> None:
+        """Free the extent at `offset`, which `try_allocate` returned."""
+        begin, extents = next(part for part in self._parts if part[0] <= offset < part[0] + part[1].capacity_bytes)
+        extents.free(offset - begin)

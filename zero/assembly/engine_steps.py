@@ -1,0 +1,451 @@
+"""The engine's steps: asked for, decided, counted, and begun; and how every other call completes the last step first.
+
+[Note: behind the step] `step()` returns once the step is decided and counted; the updates continue after it returns. So
+each call of the engine begins with `ready` or `current`: these complete a step that an error has interrupted, and wait
+for the updates of the values that the call is going to use.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import StateError, StorageError
+from offload.system.interrupts import atomic
+from offload.timeline import Stopwatch
+from zero.assembly.accumulation import Accumulation
+from zero.assembly.device_memory import DeviceMemory
+from zero.assembly.engine_parts import EngineParts
+from zero.assembly.loss_scaling import LossScaling
+from zero.assembly.run import Run
+from zero.assembly.state_kinds import NEEDED_BY_BACKWARD, NEEDED_BY_FORWARD, OffloadStateTypeEnum
+from zero.optim.loss_scale import LossScaleError
+from zero.optim.lr_scheduler import step_scheduler
+from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.stepper import InterruptedBackward, StepState, UnusedParameters
+from zero.params.lazy_gradient import IS_EXPOSED
+from zero.params.managed_parameter import set_torch_gradient, torch_gradient
+from zero.params.released_parameter import name_of
+from zero.values.parameter_values import ParameterValues
+from zero.values.unit_editor import EDIT
+
+DISCARDS = (
+    "zero_grad() discards the gradients of micro-batches whose step is not complete, and that step will take the later "
+    "ones only; call it after step(), or leave it out (DeepSpeed's does nothing here at stages 2 and 3)"
+)
+
+
+class StepListener:
+    """Callbacks for steps and for other changes of weights. Each does nothing unless it is overridden."""
+
+    def check_call(self, what: str) -> None:
+        """The call `what` begins: raise if it is not allowed now."""
+
+    def on_engine_call(self) -> None:
+        """The engine is called: raise an error that was not raised yet."""
+
+    def on_step_request(self) -> None:
+        """A step is asked for: raise if it is not allowed now."""
+
+    def on_persistent_unbind(self) -> None:
+        """The persistent units are about to be released."""
+
+    def on_step_begin(self) -> None:
+        """A step is about to be decided, and the persistent units are about to be released."""
+
+    def on_units_evicted(self) -> None:
+        """No unit is bound, and the step is not decided yet."""
+
+    def on_step_decided(self) -> None:
+        """The step is decided and counted; nothing has used its new weights yet."""
+
+    def on_gradients_discarded(self, *, forwards: bool) -> None:
+        """The gradients since the last step are discarded; `forwards`: the forwards of the whole batch are, too."""
+
+    def on_eager_updates_done(self) -> None:
+        """The updates that cannot be deferred are done."""
+
+    def on_persistent_updated(self) -> None:
+        """The persistent units have their values of the last step, and nothing has used them yet."""
+
+    def on_weights_change(self, index: int) -> None:
+        """A unit's weights are about to change by other means than a step."""
+
+    def on_forward_modify(self, index: int) -> None:
+        """A forward has changed a unit's weights in place; `on_weights_change` follows."""
+
+    def on_edit_begin(self) -> None:
+        """Planes are about to be moved, or edited in place."""
+
+    def on_rewrite_begin(self) -> None:
+        """All planes are about to be rewritten, or replaced."""
+
+
+class EngineSteps:
+    """The steps of one engine.
+
+    Args:
+        accumulation: counts the micro-batches.
+        device_memory: the states that `offload_states` has put away.
+        listeners: called at each step, in this order.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        accumulation: Accumulation,
+        scaling: LossScaling,
+        device_memory: DeviceMemory,
+        listeners: Sequence[StepListener],
+    ) -> None:
+        self._run, self._accumulation, self._scaling, self._device_memory = run, accumulation, scaling, device_memory
+        self._listeners = listeners
+        self._schedule_arguments: Mapping[str, Any] = {}  # Of the last step asked for; passed to the scheduler.
+        self._was_applied = False
+        self._backwards = 0  # Since the last step.
+        self.stopwatch = Stopwatch()  # Time of the steps.
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        run = self._run
+        self.check_open("step")
+        self._was_applied = False
+        if run.parts.stepper.state == StepState.NONE:
+            if not self._accumulation.is_gradient_accumulation_boundary():
+                self._complete_pending()  # complete an earlier step; if that raises, this call is not counted
+                run.micro_steps += 1
+                return
+            self._request_step(lr_kwargs)
+            run.micro_steps += 1
+        self._complete_pending()
+
+    def step_now(self) -> None:
+        """`optimizer.step()`: take a step now, independently of the micro-step counter."""
+        self.check_open("optimizer.step")
+        if self._run.parts.stepper.state == StepState.NONE:
+            self._request_step()
+        self._complete_pending()
+
+    def was_step_applied(self) -> bool:
+        """True if the last `step()` changed weights: it was on an accumulation boundary and was not skipped."""
+        return self._was_applied
+
+    @atomic
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients accumulated since the last step."""
+        torn = not self._run.closed and self._run.parts.backward_watch.is_torn
+        if torn and self._accumulation.micro_step_index:
+            warnings.warn(
+                "zero_grad() discards the gradients of the micro-batches before the backward that was interrupted too: "
+                "run forward and backward of all of them again before step()",
+                stacklevel=3,
+            )
+        elif not self._run.closed and not torn and self._accumulation.collected_micro_batches:
+            warnings.warn(DISCARDS, stacklevel=3)
+        self._discard_gradients(forwards=False)
+
+    @atomic
+    def discard_gradients(self) -> None:
+        """As `zero_grad`, for callers that replace them."""
+        self._discard_gradients(forwards=False)
+
+    @atomic
+    def discard_batch(self) -> None:
+        """As `zero_grad`, and the forwards of the batch do not count either: none of them waits for its backward."""
+        self._discard_gradients(forwards=True)
+
+    def _discard_gradients(self, *, forwards: bool) -> None:
+        run = self._run
+        if not run.closed:
+            self._complete_pending()
+            run.parts.backward_watch.end_failed_backward()
+            run.parts.gradients.clear()
+            self._device_memory.discard_gradients()
+            self._accumulation.restart_collection()
+            self._notify_discarded(forwards=forwards)
+            for parameter in self._parameters_with_grad():
+                set_torch_gradient(parameter, None)
+            run.parts.backward_watch.is_torn = False
+
+    def _notify_discarded(self, *, forwards: bool) -> None:
+        self._backwards = 0
+        self._scaling.begin_step()
+        for listener in self._listeners:
+            listener.on_gradients_discarded(forwards=forwards)
+
+    def _request_step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Register a step, which is legal now. From here on it will be taken, even if an error interrupts it."""
+        run, parts = self._run, self._run.parts
+        if run.updater is None:
+            raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
+        for listener in self._listeners:
+            listener.on_step_request()
+        self._device_memory.reload("step")
+        if parts.parameter_store.editor.is_editing:
+            raise StateError(
+                "step: called inside GatheredParameters, where it would change the weights but not the gathered "
+                "copy; call it outside"
+            )
+        parts.backward_watch.end_failed_backward()
+        if (
+            parts.backward_watch.is_torn and parts.collectives.placement.is_single_rank
+        ):  # with several ranks all must raise: see `fix`
+            raise InterruptedBackward.on_ranks()
+        parts.coordinator.check_idle()
+        run.updater.call_pre_hooks()
+        self._schedule_arguments = dict(lr_kwargs or {})
+        self._take_assigned_gradients()
+        parts.stepper.request()
+
+    def _complete_pending(self) -> None:
+        """Complete the work that an earlier call has left: first the edits, since they were made before the step."""
+        run, parts = self._run, self._run.parts
+        with self.stopwatch.running():
+            parts.stepper.check_updates()
+            run.activations.check_stores()
+            parts.parameter_store.editor.store_edits()
+            if parts.stepper.state == StepState.NONE or run.updater is None:
+                return
+            self._decide_step(run.updater)
+            parts.stepper.start_updates()
+            parts.stepper.on_updates_begun()
+            parts.coordinator.expect_forward()
+            try:
+                for listener in self._listeners:
+                    listener.on_eager_updates_done()
+            finally:  # The step was taken, even if a listener raises.
+                if parts.stepper.changes_weights:
+                    run.updater.call_post_hooks()
+
+    def _decide_step(self, optimizer: ZeroOptimizer) -> None:
+        """Decide everything about the step, and count it: each once, even if an interrupt splits it into two calls."""
+        run, stepper = self._run, self._run.parts.stepper
+        number = run.global_steps + 1
+        if stepper.state == StepState.REQUESTED:
+            for listener in self._listeners:
+                listener.on_step_begin()
+            run.parts.coordinator.evict_all()
+            for listener in self._listeners:
+                listener.on_units_evicted()
+            if run.parts.gradients.factors:
+                stepper.finish_updates()  # updates of the last step read the gradients that it has sealed
+                run.parts.gradients.finish_for_step()  # until then ranks differ in which gradients there are
+                self._apply_factors(if_alike=False)
+            try:
+                stepper.decide(
+                    *(number, optimizer, run.parts.index_of, run.config.gradient_clipping),
+                    loss_is_finite=self._scaling.losses_were_finite,
+                    backward_interrupted=run.parts.backward_watch.is_torn,
+                )
+            except InterruptedBackward:
+                run.parts.backward_watch.is_torn = True  # on all ranks: none of them may begin a batch before zero_grad
+                raise
+            except (UnusedParameters, LossScaleError) as error:
+                optimizer.overflow = isinstance(error, LossScaleError)
+                if optimizer.overflow:  # its gradients are discarded; UnusedParameters keeps them for another attempt
+                    self._accumulation.begin_step()
+                    self._notify_discarded(forwards=True)
+                raise
+        if stepper.state == StepState.DECIDED:
+            self._count_step(optimizer, number)
+
+    def _count_step(self, optimizer: ZeroOptimizer, number: int) -> None:
+        """Count the decided step. The scheduler is stepped only if the step changes weights."""
+        run, parts, applied = self._run, self._run.parts, self._run.parts.stepper.changes_weights
+        parts.coordinator.on_step()
+        parts.stepper.on_counted()
+        parts.backward_watch.graph_version += 1
+        self._was_applied, optimizer.overflow = applied, not applied
+        try:
+            if applied:
+                optimizer.set_step_called()
+                if run.lr_scheduler is not None:
+                    step_scheduler(run.lr_scheduler, self._schedule_arguments, run.config.train_batch_size)
+        finally:  # As in DeepSpeed, a schedule that reads the counters sees those of the steps before.
+            run.global_steps = number
+            run.global_samples += self._samples()
+            run.skipped_steps += not applied
+            self._backwards = 0
+            self._accumulation.begin_step()
+            self._scaling.begin_step()
+        optimizer._global_grad_norm = parts.stepper.norm
+        for listener in self._listeners:
+            listener.on_step_decided()
+
+    def _samples(self) -> int:
+        """Samples of the counted step on all ranks. If the user sets the boundaries, its backwards are counted."""
+        config = self._run.config
+        if config.managed_gradient_accumulation:
+            return config.train_batch_size
+        micro_batches = max(self._backwards, self._accumulation.micro_step_index)  # one backward may cover several
+        return micro_batches * config.train_batch_size // config.gradient_accumulation_steps
+
+    def take_user_gradients(self) -> None:
+        """A gradient that the user has put into `parameter.grad` replaces the collected one, as with torch.
+
+        All ranks must have put the same gradient there: each rank takes its slice from its own. What the user has
+        multiplied is multiplied now: a backward may be going to add to it.
+        """
+        self._take_assigned_gradients()
+        self._apply_factors()
+
+    def _take_assigned_gradients(self) -> None:
+        for parameter in self._parameters_with_grad():
+            self._take_gradient(parameter)
+
+    def _take_gradient(self, parameter: nn.Parameter) -> None:
+        gradient = torch_gradient(parameter)
+        if gradient is None:
+            return
+        set_torch_gradient(parameter, None)
+        scale = self._run.scaler.cur_scale
+        if IS_EXPOSED in gradient.__dict__:  # it is rounded, so what was collected stays unless it was changed
+            found = self.values_of(parameter).gradient()
+            if found is not None and torch.equal((found / scale).to(gradient), gradient):
+                return
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        self.values_of(parameter, to_change=True).set_gradient(dense.float() * scale)
+
+    def _parameters_with_grad(self) -> list[nn.Parameter]:
+        """Parameters with a `.grad` of torch's own: backward leaves none, since the engine collects the gradients."""
+        run = self._run
+        groups = run.updater.param_groups if run.updater is not None else []
+        held = (p for group in groups for p in group["params"] if torch_gradient(p) is not None)
+        return [p for p in held if id(p) in run.parts.index_of]
+
+    def _apply_factors(self, *, if_alike: bool = True) -> None:
+        """Apply the factors that gradients were given; if not `if_alike`, one of all gradients is left to the step."""
+        run, parts = self._run, self._run.parts
+        factors = parts.gradients.factors
+        if not factors or not (if_alike or parts.gradients.common_factor() is None):
+            return
+        if if_alike and None in factors.values() and self._accumulation.collected_micro_batches:
+            warnings.warn(DISCARDS, stacklevel=3)
+        self.on_edit_begin()
+        parameters = parts.parameters()
+        for index in list(factors):
+            try:
+                ParameterValues(parts, parts.collectives, parameters[index], run.updater).apply_factor()
+            except BaseException as error:  # a part of it is multiplied, so no second attempt could be right
+                gradients, alone = parts.gradients, parts.collectives.placement.is_single_rank
+                gradients.has_lost, parts.backward_watch.is_torn = True, parts.backward_watch.is_torn or alone
+                factors.clear()
+                if alone or not isinstance(error, StorageError):  # such as an interrupt
+                    raise
+                gradients.failure = gradients.failure or error
+                return  # the other ranks have not failed: the step raises, on all of them
+
+    def check_open(self, what: str) -> None:
+        """Raise StateError if the engine is closed. `what`: the call, for the message."""
+        if self._run.closed:
+            raise StateError(f"{what}: the engine is closed")
+        for listener in self._listeners:
+            listener.check_call(what)
+
+    def make_ready(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
+        """Raise if the engine is closed; complete a step that was asked for; bind the persistent units.
+
+        `needs`: bring these states (None: all) back if `offload_states` has put them away (BudgetError: no room).
+        Raises StateError: closed; StorageError: an update of the last step failed and this was not raised yet, or it
+        fails again.
+        """
+        self.check_open(what)
+        for listener in self._listeners:
+            listener.on_engine_call()
+        self._complete_pending()
+        self._device_memory.reload(what, needs)
+        parts = self._run.parts
+        if not parts.coordinator.is_persistent_bound and not self._device_memory.offloaded_kinds & NEEDED_BY_FORWARD:
+            parts.stepper.update_persistent_units()
+            for listener in self._listeners:
+                listener.on_persistent_updated()
+            parts.coordinator.bind_persistent()
+
+    def make_ready_to_run(self, what: str) -> None:
+        """`make_ready` for calls that need only weights."""
+        self.make_ready(what, NEEDED_BY_FORWARD)
+
+    def make_ready_to_train(self) -> None:
+        self._backwards += 1
+        for listener in self._listeners:
+            listener.check_call("backward")
+        if self._device_memory.offloaded_kinds & NEEDED_BY_BACKWARD:
+            self.make_ready("backward", NEEDED_BY_BACKWARD)
+
+    @atomic
+    def complete_updates(self, what: str, units: Iterable[int] | None = None) -> None:
+        """`make_ready`, then wait until these units (None: all) have stored the last step's values. Raises as `make_ready`."""
+        self.make_ready(what)
+        self._run.parts.stepper.finish_updates(units)
+
+    @atomic
+    def synchronize(self) -> None:
+        """Wait until the last step is complete, later gradients are stored on every tier, and nothing is in flight.
+
+        Raises StorageError: a transfer failed. The next call continues where this one stopped.
+        """
+        self.make_ready("synchronize", frozenset())
+        parts = self._run.parts
+        parts.stepper.finish_updates()
+        parts.gradients.wait_until_stored()
+        parts.coordinator.wait_for_prefetches()
+        streams = parts.storage.streams  # updates may be queued on the GPU and not be done yet
+        parts.storage.io_loop.run("waiting for the device", streams.synchronize(streams.record_update_event()))
+
+    def on_weights_change(self, index: int) -> None:
+        """A unit is about to change by other means than a step."""
+        for listener in self._listeners:
+            listener.on_weights_change(index)
+
+    def on_forward_modify(self, index: int) -> None:
+        """A forward has changed a unit in place."""
+        for listener in self._listeners:
+            listener.on_forward_modify(index)
+        self.on_weights_change(index)
+
+    def on_edit_begin(self) -> None:
+        for listener in self._listeners:
+            listener.on_edit_begin()
+
+    def prepare_rewrite(self) -> EngineParts:
+        """The parts, ready for rewriting their planes: nothing is in flight, no unit is bound, graphs are invalid."""
+        parts = self._run.parts
+        self._device_memory.reload("a change of the model or of its values")
+        parts.wait_until_idle()
+        for listener in self._listeners:
+            listener.on_rewrite_begin()
+        parts.coordinator.evict_all()
+        parts.backward_watch.graph_version += 1
+        # A forward that is still queued on the device reads the weights in place, or copies of them: wait for it.
+        streams = parts.storage.streams
+        used = streams.synchronize(streams.record_event(), streams.record_copy_event(), streams.record_update_event())
+        parts.storage.io_loop.run("waiting for the device", used)
+        return parts
+
+    def evict_all(self) -> None:
+        """Release every unit, also the persistent ones; `make_ready` binds these again."""
+        for listener in self._listeners:
+            listener.on_persistent_unbind()
+        self._run.parts.coordinator.evict_all()
+
+    def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
+        """A parameter's exact values, states and gradient after the last step, for `zero.utils.safe_get_full_grad` etc.
+
+        `to_change`: they are going to be replaced, so a background checkpoint is completed first. Raises StateError:
+        the engine is closed, or a forward or backward runs; StorageError: the last step could not be completed.
+        """
+        if to_change:
+            self.check_open(EDIT)
+        parts = self._run.parts
+        name = name_of(parameter)
+        units = parts.parameter_store.units_of(name)
+        self.complete_updates(f"values of {name}", units)
+        if to_change:
+            parts.parameter_store.editor.on_change_begin(units)
+        found = ParameterValues(parts, parts.collectives, parameter, self._run.updater)
+        if found.is_trained and torch_gradient(parameter) is not None:
+            self._take_gradient(parameter)
+        return found

@@ -1,0 +1,256 @@
+"""Export weights of a live engine, at any stage, tier and number of ranks, as common weights files."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError, explain_file_limit
+from offload.files.weights_writer import Tensor
+from zero.assembly.engine_steps import EngineSteps
+from zero.assembly.model_changes import ModelChanges
+from zero.assembly.run import Run
+from zero.checkpoint.folder import check_folder_argument
+from zero.checkpoint.weights_files import MAX_SHARD_SIZE, check_filename, plan_weights_files, write_weights_files
+from zero.exchange.all_ranks import DeferringFailures
+from zero.params.quantized_storage import is_wrapper, quantized_tensor_names
+from zero.values.gathered_values import FirstRankReader
+
+logger = logging.getLogger("zero")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """One tensor of a model, with the names that a state dict gives it."""
+
+    tensor: torch.Tensor  # A parameter, whose values may be elsewhere, or a buffer.
+    opaque: bool  # Quantised storage, whose dtype is not ours to choose.
+    names: list[str] = field(default_factory=list)  # More than one if it is tied.
+
+
+def entries_of(model: nn.Module, *, exclude_frozen: bool) -> dict[str, NamedTensor]:
+    """The entries of `state_dict`, in its order; a tied parameter is one object under each of its names.
+
+    Raises ConfigError: a parameter is a tensor subclass that wraps others.
+    """
+    known: dict[int, NamedTensor] = {}
+    entries: dict[str, NamedTensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = [(name, p) for name, p in module._parameters.items() if p is not None]
+        own = [(name, p) for name, p in own if p.requires_grad or not exclude_frozen]
+        kept, decoding = module._non_persistent_buffers_set, quantized_tensor_names(module)
+        own += [(name, b) for name, b in module._buffers.items() if b is not None and name not in kept]
+        for name, tensor in own:
+            full = f"{prefix}.{name}" if prefix else name
+            if is_wrapper(tensor):
+                raise ConfigError(
+                    f"{full}: a {type(tensor).__name__} cannot be written as plain weights; leave it out with "
+                    "exclude_frozen_parameters=True, or save the model with the library that quantised it"
+                )
+            entries[full] = known.setdefault(id(tensor), NamedTensor(tensor, name in decoding))
+            entries[full].names.append(full)
+    return entries
+
+
+class ExportWeights:
+    def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges) -> None:
+        self._run, self._steps, self._changes = run, steps, changes
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: int | str | None = MAX_SHARD_SIZE,
+    ) -> bool:
+        """Write the weights that the model computes with, as files that `from_pretrained` reads.
+
+        All ranks call this, the first one writes. Only a few blocks are in memory at a time. Tied parameters are
+        stored once, under their first name; buffers are stored as in a state dict. Files of an earlier model of that
+        name in the folder are replaced once the new ones are complete.
+
+        Args:
+            save_dir: made if it is not there.
+            save_filename: of the file, or of the index. A name that ends in .bin, .pt or .pth ("pytorch_model.bin")
+                makes archives of torch.save, which hold tied parameters under all their names.
+            exclude_frozen_parameters: leave out weights that are not trained.
+            max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
+
+        Returns:
+            True; False if nothing was written, since at stage 3 `stage3_gather_16bit_weights_on_model_save` is off.
+
+        Raises:
+            StateError: inside forward, backward or `GatheredParameters`.
+            StorageError: a transfer failed or the disk has no room; the folder has no new model.
+        """
+        zero = self._run.config.zero_optimization
+        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+            logger.warning(
+                "nothing was saved in %s, because zero_optimization.stage3_gather_16bit_weights_on_model_save is "
+                "false; set it to true, or run `zero export` on a checkpoint",
+                save_dir,
+            )
+            return False
+        self._save_weights(
+            check_folder_argument(save_dir, "save_dir"),
+            save_filename,
+            exclude_frozen_parameters,
+            max_shard_size,
+            masters=False,
+        )
+        return True
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
+        """DeepSpeed's old name of `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def save_fp32_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: int | str | None = MAX_SHARD_SIZE,
+    ) -> bool:
+        """Like `save_16bit_model`, but writes the exact fp32 masters.
+
+        Weights that are not trained are widened; quantised codes are unchanged. Returns True.
+        """
+        self._save_weights(
+            check_folder_argument(save_dir, "save_dir"),
+            save_filename,
+            exclude_frozen_parameters,
+            max_shard_size,
+            masters=True,
+        )
+        return True
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """The model's own state dict, without offloaded or sharded values; see `_zero3_consolidated_16bit_...`."""
+        values = self._run.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self._run.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    values.pop(prefix + name, None)
+        return values
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> OrderedDict[str, torch.Tensor] | None:
+        """A state dict of copies in host memory, on the first rank; None on others. All ranks call this.
+
+        Tied parameters are one tensor under each of their names. Works at any stage. Raises StateError: inside forward,
+        backward or `GatheredParameters`; StorageError: a transfer failed, on any rank.
+        """
+        entries = self._synchronized_entries("a consolidated state dict", exclude_frozen=exclude_frozen_parameters)
+        relay = DeferringFailures(self._run.collectives)
+        found: OrderedDict[str, torch.Tensor] = OrderedDict()  # OrderedDict[...]() would pickle its type arguments
+        with self._open_reader(relay, masters=False) as reader:
+            for name, entry in entries.items():
+                whole = found.get(entry.names[0])
+                if name == entry.names[0]:
+                    dtype = _dtype_of(entry, reader)
+                    whole = (
+                        torch.empty(entry.tensor.shape, dtype=dtype, device="cpu")
+                        if relay.placement.rank == 0
+                        else None
+                    )
+                    _copy_pieces(whole, _values_of(entry, reader, dtype))
+                if whole is not None:
+                    found[name] = whole
+            relay.all_gather_results("a consolidated state dict")
+        return found if relay.placement.rank == 0 else None
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> OrderedDict[str, torch.Tensor] | None:
+        """DeepSpeed's name of `_zero3_consolidated_16bit_state_dict` that does not depend on the stage."""
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    @explain_file_limit("saving weights")
+    def _save_weights(
+        self, folder: Path, filename: str, exclude_frozen: bool, max_shard_size: int | str | None, *, masters: bool
+    ) -> None:
+        filename = check_filename(filename)
+        entries = self._synchronized_entries(f"saving weights in {folder}", exclude_frozen=exclude_frozen)
+        by_name = {name: entry for name, entry in entries.items() if name == entry.names[0]}
+        relay = DeferringFailures(self._run.collectives)
+        with self._open_reader(relay, masters=masters) as reader:
+            tensors = [
+                Tensor(
+                    name,
+                    _file_dtype(entry, _dtype_of(entry, reader), masters=masters),
+                    entry.tensor.shape,
+                    tuple(entry.names[1:]),
+                )
+                for name, entry in by_name.items()
+            ]
+            # One sub-group's states are in memory at a time. Reading a frozen weight in between would release them, so
+            # frozen weights are placed last.
+            late = {name for name, entry in by_name.items() if not entry.tensor.requires_grad}
+            shards = plan_weights_files(tensors, filename, max_shard_size, late)
+
+            def values(tensor: Tensor) -> Iterator[torch.Tensor]:
+                return _values_of(by_name[tensor.name], reader, tensor.dtype)
+
+            write_weights_files(relay, folder, filename, shards, values)
+
+    def _synchronized_entries(self, what: str, *, exclude_frozen: bool) -> dict[str, NamedTensor]:
+        """Follow changes of the model, and wait until the planes hold its values."""
+        self._steps.make_ready(what)
+        self._run.parts.check_outside_calls(what)
+        self._changes.apply_pending()
+        return entries_of(self._run.module, exclude_frozen=exclude_frozen)
+
+    @contextmanager
+    def _open_reader(self, relay: DeferringFailures, *, masters: bool) -> Iterator[FirstRankReader]:
+        """A reader of the planes, which are at rest inside the context. No value changes: old graphs stay valid."""
+        parts = self._run.parts
+        parts.stepper.finish_updates()
+        parts.coordinator.evict_all()  # this stores weights that forward has modified in place
+        streams = parts.storage.streams
+        streams.wait_events(streams.record_copy_event(), streams.record_update_event())
+        stored = parts.values_reader()
+        try:
+            yield FirstRankReader(stored, relay, masters=masters)
+        finally:
+            stored.close()
+            self._steps.make_ready("saving weights")
+
+
+def _dtype_of(entry: NamedTensor, reader: FirstRankReader) -> torch.dtype:
+    return reader.dtype_of(entry.tensor) if isinstance(entry.tensor, nn.Parameter) else entry.tensor.dtype
+
+
+def _file_dtype(entry: NamedTensor, dtype: torch.dtype, *, masters: bool) -> torch.dtype:
+    return torch.float32 if masters and dtype.is_floating_point and not entry.opaque else dtype
+
+
+def _values_of(entry: NamedTensor, reader: FirstRankReader, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    if isinstance(entry.tensor, nn.Parameter):
+        for piece in reader.read_parameter(entry.tensor):
+            yield piece.to(dtype)
+    else:
+        yield entry.tensor.detach().to(device="cpu", dtype=dtype).reshape(-1)
+
+
+def _copy_pieces(target: torch.Tensor | None, pieces: Iterator[torch.Tensor]) -> None:
+    position = 0
+    for piece in pieces:
+        if target is not None:
+            target.view(-1)[position : position + piece.numel()].copy_(piece)
+            position += piece.numel()

@@ -1,0 +1,252 @@
+"""The update of one sub-group: read, apply, write.
+
+[Note: what an update touches] A sub-group is a run of a space. Its state record (remainder and state planes, adjacent)
+is one sequential range of the record plane; its weights and gradients are ranges of their planes. Values in memory that
+the kernel can address are updated in place; the rest passes through one leased block of the arena. Results do not
+depend on the cut into sub-groups.
+
+[Note: delivery] A caller that waits for a unit's new weights gives the memory for them. If the kernel can address it,
+the old weights are read into it and updated there: one read serves the update and the forward. Otherwise the weights
+are copied there after the update.
+
+[Note: order of writes] Weights are written at once, because other units need the memory that they are in. Records may
+wait; see zero/optim/spare_memory.py.
+
+[Note: failure] If its read fails, a sub-group is untouched and stays due. If its write fails, it has been updated: the
+planes keep its bytes until a later write succeeds, so memory still holds the true values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offload.planes.tiered_array import TieredArray, await_all
+from offload.streams import MaybeEvent
+from offload.timeline import UPDATES
+from zero.optim.gradients import Gradients
+from zero.optim.rules import NO_SMALL, Rules, UpdateRun
+from zero.optim.small_states import SmallStates, SmallTensors
+from zero.optim.spare_memory import SpareGradientMemory, UpdateAdmission
+from zero.params.layout import Layout, Slot, SubGroup, Unit
+from zero.store.staging import StagedSubGroup
+from zero.store.storage import Storage
+
+NewSmallStates = Mapping[int, SmallTensors]  # Parameter index -> small states after an update.
+
+
+@dataclass(frozen=True, slots=True)
+class StepArguments:
+    """Fixed when `step()` is called; an update started later uses the same."""
+
+    # Parameter index -> the values that the rule has fixed; a missing parameter had no gradient and is skipped.
+    values: Mapping[int, Any]
+    grad_scale: float
+    number: int  # Of the step, from 1: errors name it, and the rounding of moments that are not fp32 depends on it.
+    event: MaybeEvent = None  # After the last use of the old weights and the gradients on the device.
+    # Parameter index -> the object with its small states, for rules that have some.
+    small: Mapping[int, SmallStates] = field(default_factory=dict)
+
+    def store_small_states(self, small: NewSmallStates) -> None:
+        """An update counts: keep the small states that it has made."""
+        for index, tensors in small.items():
+            self.small[index].tensors = tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Memory to which a unit's weights are delivered."""
+
+    into: torch.Tensor  # uint8, the flat unit.
+    events: tuple[MaybeEvent, ...]  # After the last uses of that memory.
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateListener:
+    """Functions that an update calls while it runs."""
+
+    before_update: Callable[[], Awaitable[None]]  # The update is about to begin; if this raises, nothing happens.
+    # The update is done, and these units' weights were delivered; nothing is stored yet.
+    on_applied: Callable[[frozenset[int]], None]
+    on_memory_returned: Callable[[], None]  # The update does not read the caller's memory any more.
+    on_stored: Callable[[], None]  # The new weights are stored in their home.
+
+
+class SubGroupPipeline:
+    """Updates sub-groups, one call each."""
+
+    def __init__(self, layout: Layout, storage: Storage, gradients: Gradients, rules: Rules) -> None:
+        self._layout, self._storage, self._gradients, self._rules = layout, storage, gradients, rules
+        self.spare_memory = SpareGradientMemory(layout, storage)
+        self._admission = UpdateAdmission(storage.plan.sub_groups_in_flight, self.spare_memory)
+        # Awaited before a sub-group changes, so that its old values can be copied first (a checkpoint in progress).
+        self.before_update: Callable[[SubGroup, StepArguments], Awaitable[None]] | None = None
+
+    def trained_units(self, group: SubGroup, arguments: StepArguments) -> list[Unit]:
+        """Units with elements in the sub-group that this step changes."""
+        return [
+            unit
+            for unit in self._layout.units_in(group)
+            if any(slot.index in arguments.values and _overlap(unit, slot, group) for slot in unit.slots)
+        ]
+
+    def can_update_now(self, group: SubGroup, arguments: StepArguments) -> bool:
+        """True if the update needs neither the disk nor another device than the forward's.
+
+        After the step it would take the processor from the forward and gain nothing.
+        """
+        if self._storage.update_device(group) != self._storage.device:
+            return False
+        planes = [self._storage.state_arrays[group.space], self._storage.weights[group.space]]
+        runs = [(plane, group.begin, group.end) for plane in planes if plane is not None]
+        for unit in self.trained_units(group, arguments):
+            runs.append((self._gradients.step_gradient(unit.index).array, *group.range_in(unit)))
+        return all(plane.swap_bytes(begin, end) == 0 for plane, begin, end in runs)
+
+    async def update_group(
+        self,
+        group: SubGroup,
+        arguments: StepArguments,
+        deliveries: Mapping[int, Delivery],
+        listener: UpdateListener,
+        threads: int,
+    ) -> None:
+        """Update a sub-group and store the result.
+
+        Raises StorageError: before `forward_arguments.applied` was called, nothing has changed; after it, the planes hold the new
+        values in memory.
+
+        Args:
+            group: has at least one trained unit.
+            arguments: the step's.
+            deliveries: unit index -> memory for its part of the new weights. They are written to the disk from there too,
+                so this memory must not change until `forward_arguments.returned` is called, or this returns.
+            listener: functions to call at the stages of the update.
+            threads: of the CPU kernel.
+        """
+        if self.before_update is not None:
+            await self.before_update(group, arguments)
+        units = self.trained_units(group, arguments)
+        given = {
+            unit.index: _bytes_of(unit, deliveries[unit.index].into, *group.range_in(unit))
+            for unit in units
+            if unit.index in deliveries
+        }
+        work = StagedSubGroup(self._storage, self._layout, group, units, given, self._gradient_array)
+        streams = self._storage.streams
+        async with self._admission.admit(work.host_nbytes) as lent:
+            await listener.before_update()  # only now: another update may have failed while this one waited for memory
+            streams.wait_events(arguments.event)
+            if self._storage.update_device(group) != self._storage.device:
+                # The host overwrites weights that a forward's copies may still read.
+                await streams.synchronize(arguments.event)
+            await work.lease("sub-group", lent)
+            try:
+                made = await self._compute_into(work, arguments, threads)
+                await self._deliver(work, deliveries)
+                arguments.store_small_states(made)  # before `applied` reports that the update counts
+                listener.on_applied(frozenset(unit.index for unit in units) & deliveries.keys())
+                if lent is not None or (
+                    self._storage.update_device(group) == self._storage.device and not work.in_place
+                ):
+                    # A GPU may still read gradients in host memory, or copy new weights out of lent memory.
+                    await streams.synchronize(streams.record_event())
+                self.spare_memory.offer(group, units)
+                error = await self._write_back(work, listener)
+            finally:
+                work.free()
+        if error is not None:
+            raise error
+
+    def _gradient_array(self, unit: Unit) -> TieredArray:
+        """The plane of the gradient that an update of the unit uses."""
+        return self._gradients.step_gradient(unit.index).array
+
+    async def _compute_into(self, work: StagedSubGroup, arguments: StepArguments, threads: int) -> NewSmallStates:
+        made: dict[int, SmallTensors] = {}
+
+        def compute() -> None:
+            for unit in work.units:
+                nbytes = work.weights[unit.index].bytes.numel()
+                with self._storage.timeline.span(UPDATES, f"{unit.name} in {work.group.name}", nbytes):
+                    made.update(self._apply_rule(work, unit, arguments, threads))
+
+        await work.read()
+        with self._storage.io_loop.computing():
+            await work.compute(compute)
+        return made
+
+    async def _deliver(self, work: StagedSubGroup, deliveries: Mapping[int, Delivery]) -> None:
+        """Copy new weights to the caller's memory and to their home, if they were not updated there."""
+        streams = self._storage.streams
+        for unit in work.units:
+            weight = work.weights[unit.index]
+            if unit.index in deliveries and not weight.uses_caller_memory:
+                delivery = deliveries[unit.index]
+                target = _bytes_of(unit, delivery.into, weight.begin, weight.end)
+                streams.wait_events(
+                    streams.copy_to_device(target, weight.bytes, *delivery.events, streams.record_event())
+                )
+        # Weights that are used in their home on the device must be there before the update counts.
+        await await_all([weight.write() for weight in work.weights.values() if weight.has_memory_home])
+
+    async def _write_back(self, work: StagedSubGroup, listener: UpdateListener) -> BaseException | None:
+        """Store the results; returns the first error. See `StagedRange.write_or_strand`."""
+
+        async def write_record() -> None:
+            async with self._admission.write_semaphore:
+                await work.state.write_or_strand()
+
+        records = [] if work.state.in_place else [asyncio.create_task(write_record())]
+        weights = [weight for weight in work.weights.values() if not (weight.has_memory_home or weight.in_place)]
+        written = await asyncio.gather(*(weight.write_or_strand() for weight in weights), return_exceptions=True)
+        # From here on the owner may overwrite the memory it has lent, and store newer weights of its own: what was
+        # stranded later would replace them.
+        listener.on_memory_returned()
+        if not any(written):
+            listener.on_stored()
+        recorded = await asyncio.gather(*records, return_exceptions=True)
+        return next((error for error in (*written, *recorded) if error is not None), None)
+
+    def _apply_rule(self, work: StagedSubGroup, unit: Unit, arguments: StepArguments, threads: int) -> NewSmallStates:
+        """Update the part of a unit that is in a sub-group; returns the new small states."""
+        weight, gradient = work.weights[unit.index], work.gradients[unit.index]
+        state = work.state_view(arguments.number)
+        lo, hi = weight.begin - work.group.begin, weight.end - work.group.begin
+        first = weight.begin - unit.origin
+        pairs = ((slot, _segment(slot, first, weight.end - weight.begin, arguments)) for slot in unit.slots)
+        found = [(slot, segment) for slot, segment in pairs if segment is not None]
+        kept = [arguments.small.get(slot.index) for slot, _ in found]
+        run = UpdateRun(
+            weight.bytes.view(work.space.dtype),
+            None if state.remainder is None else state.remainder[lo:hi],
+            state.states.part(lo, hi),
+            gradient.bytes.view(self._gradients.step_gradient(unit.index).dtype),
+            [segment for _, segment in found],
+            [tuple(slot.shape) for slot, _ in found],
+            [NO_SMALL if each is None else each.tensors for each in kept],
+        )
+        made = self._rules.each[unit.rule].update_run(run, arguments.grad_scale, threads)
+        return {slot.index: small for (slot, _), small in zip(found, made or (), strict=bool(made)) if small}
+
+
+def _bytes_of(unit: Unit, flat: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Coordinates [begin, end) of a flat unit in bytes."""
+    width = unit.dtype.itemsize
+    return flat[(begin - unit.begin) * width : (end - unit.begin) * width]
+
+
+def _overlap(unit: Unit, slot: Slot, group: SubGroup) -> bool:
+    begin, end = unit.shard_range(slot)
+    return begin < end and begin < group.end and group.begin < end
+
+
+def _segment(slot: Slot, first: int, numel: int, arguments: StepArguments) -> tuple[int, int, Any] | None:
+    """(begin, end, values) of the slot in a run that starts at element `first` of the unit; None if it has none."""
+    values = arguments.values.get(slot.index)
+    begin, end = max(slot.offset_numel - first, 0), min(slot.end_numel - first, numel)
+    return None if values is None or begin >= end else (begin, end, values)

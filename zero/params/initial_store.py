@@ -1,0 +1,317 @@
+"""Parameters that no engine has adopted yet: their values are in a file and are fetched while they are used."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Collection, Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from offload.disk.init_file import InitFile
+from offload.errors import StateError
+from offload.memory.flat_storage import FlatStorage, Poison
+from offload.memory.host_memory import trim_heap
+from offload.node.shared_init_file import SharedInitFile
+from offload.saved.saved_views import storage_key
+from zero.params.in_memory_init import broadcast_values
+from zero.params.initial_values_file import InitialValuesFile
+from zero.params.released_parameter import (
+    ReleasedParameter,
+    assign_store,
+    drop_shard_view,
+    name_of,
+    set_present,
+    set_released,
+    set_shard_view,
+    store_of,
+)
+
+LARGE_BYTES = 1 << 20
+"""From this size on a spilled parameter's memory is returned to the kernel at once."""
+
+FETCHED_BYTES_MAX = 64 << 20
+"""Values that running constructors have fetched are spilled again when they exceed this size."""
+
+
+class ReadableFile(Protocol):
+    """A file with values: the provisional file, or a checkpoint."""
+
+    def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements of `dtype` at byte `offset`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileLocation:
+    """The place of one parameter's values."""
+
+    file: ReadableFile
+    offset_bytes: int
+    dtype: torch.dtype
+    nbytes: int
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end), 1-D, in the file's dtype."""
+        return self.file.read(self.offset_bytes + begin * self.dtype.itemsize, end - begin, self.dtype)
+
+
+class InitialParameterStore:
+    """Keeps the values of parameters that no engine has adopted yet.
+
+    Args:
+        file: the file with the values.
+        all_ranks_read: all ranks read the same file.
+
+    Attributes:
+        fetches_on_access: True while an `Init` context is open. Constructors and `Module.apply` then find the values of every
+            parameter as if they had never been spilled.
+        accepts_parameters: more parameters may be cut: the context is open, even while an engine is made inside it.
+    """
+
+    partitions = True
+
+    def __init__(self, file: InitialValuesFile, *, all_ranks_read: bool) -> None:
+        self._file, self._all_ranks_read = file, all_ranks_read
+        # Weak: a constructor may replace a parameter (for example to tie it), and the old one is never adopted.
+        self._locations: MutableMapping[nn.Parameter, FileLocation] = WeakTensorKeyDictionary()
+        self._gather_counts: MutableMapping[nn.Parameter, int] = WeakTensorKeyDictionary()
+        self._fetched: list[nn.Parameter] = []
+        self._fetched_bytes = 0
+        self._poison, self._poison_bytes = Poison(1, torch.device("cpu")), 1
+        self.fetches_on_access = self.accepts_parameters = False
+        weakref.finalize(self, self._file.close)
+
+    def spill(self, parameter: nn.Parameter) -> None:
+        """Spill the parameter's values and release it."""
+        self._write_values(parameter)
+        assign_store(parameter, self, _initial_name(parameter))
+        self._free_memory(parameter)
+
+    def store(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """Store values of a parameter that another keeper still has; `take_over` follows."""
+        offset = self._file.append(values)
+        self._locations[parameter] = FileLocation(self._file, offset, values.dtype, values.nbytes)
+
+    def take_over(self, parameter: nn.Parameter) -> None:
+        """Release an ordinary parameter whose values `store` has stored; it gets their dtype."""
+        assign_store(parameter, self, _initial_name(parameter))
+        self.convert(parameter, self._locations[parameter].dtype)
+
+    def read(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+        """Values [begin, end) of a cut parameter, 1-D."""
+        return self._locations[parameter].read(begin, end).to(parameter.dtype)
+
+    def set_location(self, parameter: nn.Parameter, place: FileLocation) -> None:
+        """Make a place in another file the source of a released parameter's values; they are read when needed."""
+        self._locations[parameter] = place
+
+    def convert(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Give a released parameter another dtype; its values are rounded when they are read."""
+        set_present(parameter)
+        with torch.no_grad():
+            # Freed below, before anything is in it.
+            parameter.data = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+        self._free_memory(parameter)
+
+    @property
+    def keeps_saved_tensors(self) -> bool:
+        """True: nothing trains yet."""
+        return True
+
+    def fetch(self, parameter: nn.Parameter) -> None:
+        """Fetch the values until the running constructor returns.
+
+        Raises:
+            StateError: no `Init` context is open, so values are fetched for one operation at a time.
+        """
+        if not self.fetches_on_access:
+            raise StateError(f"parameter {name_of(parameter)}: its values are in a file, and no context is open")
+        if isinstance(parameter, ReleasedParameter):
+            self.begin_gather([parameter])
+            self._fetched.append(parameter)
+            self._fetched_bytes += parameter.numel() * parameter.element_size()
+
+    def accumulated_gradient(self, parameter: nn.Parameter) -> None:
+        """None: nothing trains yet."""
+
+    def on_operation_end(self, parameters: list[nn.Parameter], tensors: list[Any], result: Any) -> Any:
+        """If too much has been fetched, spill the parameters that this operation did not need."""
+        if self._fetched_bytes > FETCHED_BYTES_MAX:
+            self.spill_unreferenced({id(parameter) for parameter in parameters})
+        return result
+
+    def spill_unreferenced(self, needed: Collection[int] = ()) -> None:
+        """Spill fetched parameters again, except those in `needed` (ids) and those whose memory other tensors share."""
+        unseen = [p for p in self._fetched if id(p) not in needed and not _has_other_views(p)]
+        spilled = {id(parameter) for parameter in unseen}
+        self._fetched = [parameter for parameter in self._fetched if id(parameter) not in spilled]
+        self._fetched_bytes -= sum(p.numel() * p.element_size() for p in unseen)
+        self.end_gather(unseen)
+
+    def spill_fetched(self) -> None:
+        """Spill again all parameters that `fetch` has fetched."""
+        fetched, self._fetched, self._fetched_bytes = self._fetched, [], 0
+        self.end_gather(fetched)
+
+    def shard_range(self, parameter: nn.Parameter) -> slice:
+        """All elements: before there is an engine, values are not sharded."""
+        return slice(0, parameter.numel())
+
+    def shares_memory(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
+        """True if both share a storage."""
+        return storage_key(tensor) == storage_key(parameter)
+
+    def begin_gather(self, parameters: list[nn.Parameter]) -> None:
+        """Fetch the values, so that they can be edited."""
+        for parameter in parameters:
+            self._gather_counts[parameter] = self._gather_counts.get(parameter, 0) + 1
+            if self._gather_counts[parameter] == 1:
+                values = self.read(parameter, 0, parameter.numel()).view(parameter.shape)
+                set_present(parameter)
+                with torch.no_grad():
+                    parameter.data = values
+                set_shard_view(parameter)
+
+    def end_gather(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
+        """Spill the values again, as they are on `modifier_rank`; None: each rank spills its own."""
+        for parameter in parameters:
+            self._gather_counts[parameter] -= 1
+            if self._gather_counts[parameter] == 0:
+                if modifier_rank is not None:
+                    broadcast_values(modifier_rank, [parameter])
+                self._write_values(parameter)
+                assign_store(parameter, self, _initial_name(parameter))  # its shape may be another now
+                self._free_memory(parameter)
+        if modifier_rank is not None and isinstance(self._file, SharedInitFile):
+            self._file.sync_edits()
+
+    def end_gather_unchanged(self, parameters: list[nn.Parameter]) -> None:
+        """End `begin_gather` of parameters that were only read: their values in the file are the same."""
+        for parameter in parameters:
+            self._gather_counts[parameter] -= 1
+            if self._gather_counts[parameter] == 0:
+                self._free_memory(parameter)
+
+    def replace_data(self, parameter: nn.Parameter, data: torch.Tensor) -> None:
+        """As `parameter.data = data`. In an open context the client may go on writing to `data`."""
+        if self.fetches_on_access:
+            self.fetch(parameter)
+        set_present(parameter)
+        with torch.no_grad():
+            parameter.data = data
+        if not self.fetches_on_access:
+            self._write_values(parameter)
+            assign_store(parameter, self, _initial_name(parameter))
+            self._free_memory(parameter)
+
+    def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
+        """An independent parameter with the same values, spilled too."""
+        self.begin_gather([parameter])
+        copied: nn.Parameter = copy.deepcopy(parameter)
+        self.end_gather([parameter])
+        self.spill(copied)
+        return copied
+
+    def is_common_to_ranks(self, parameter: nn.Parameter) -> bool:
+        """True if the values are in a file that all ranks read."""
+        return self._all_ranks_read or self._locations[parameter].file is not self._file
+
+    def finish_edits(self) -> bytes:
+        """End editing on all ranks: from now on the file's values count. Returns a digest of this rank's model."""
+        return self._file.end_edits() if isinstance(self._file, SharedInitFile) else b""
+
+    def freeable_bytes_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """(device, bytes) of space that is freed when the parameter is adopted; None: only when all are adopted."""
+        file, place = self._file, self._locations[parameter]
+        # A common file frees space only after all ranks have adopted the parameter, and ranks may be far apart.
+        if place.file is not file or not isinstance(file, InitFile) or not file.can_free_parts:
+            return None
+        return file.device, place.nbytes
+
+    def on_adopted(self, parameter: nn.Parameter) -> None:
+        """An engine has stored the values: free their space. The last parameter closes the file, unless it `accepts_parameters`."""
+        place = self._locations.pop(parameter, None)
+        if place is not None and place.file is self._file:
+            self._file.free(place.offset_bytes, place.nbytes)
+        if not self._locations and not self.accepts_parameters:
+            self._file.close()
+
+    def _write_values(self, parameter: nn.Parameter) -> None:
+        """Write the values to their old place, or to a new place if their size has changed."""
+        nbytes = parameter.numel() * parameter.element_size()
+        place = self._locations.get(parameter)
+        if place is not None and place.file is self._file and place.nbytes == nbytes:
+            self._file.write(place.offset_bytes, parameter.detach())
+            offset = place.offset_bytes
+        else:
+            offset = self._file.append(parameter.detach())
+        self._locations[parameter] = FileLocation(self._file, offset, parameter.dtype, nbytes)
+
+    def _free_memory(self, parameter: nn.Parameter) -> None:
+        drop_shard_view(parameter)
+        nbytes = parameter.numel() * parameter.element_size()
+        if nbytes > self._poison_bytes:
+            self._poison, self._poison_bytes = Poison(nbytes, torch.device("cpu")), nbytes
+        whole = [(0, parameter.shape)]
+        storage = FlatStorage(parameter.numel(), parameter.dtype, whole, self._poison, torch.device("cpu"))
+        with torch.no_grad():
+            parameter.data = storage.views[0]
+        set_released(parameter)
+        if nbytes >= LARGE_BYTES:
+            trim_heap()
+
+
+def initial_store_of(parameter: nn.Parameter) -> InitialParameterStore | None:
+    """The keeper of a parameter that `Init` has cut; None for an ordinary one."""
+    if isinstance(parameter, ReleasedParameter):
+        keeper = store_of(parameter)
+        if isinstance(keeper, InitialParameterStore):
+            return keeper
+    return None
+
+
+def pending_free_bytes(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
+    """Device number -> bytes of provisional files that are freed there before the last parameter is adopted.
+
+    A parameter's space is freed when all of its values have been stored, so the largest may remain until the end.
+    """
+    found: dict[int, list[int]] = {}
+    for parameter in parameters:
+        keeper = initial_store_of(parameter)
+        if keeper is not None and (room := keeper.freeable_bytes_of(parameter)) is not None:
+            device, nbytes = room
+            found.setdefault(device, []).append(nbytes)
+    return {device: sum(sizes) - max(sizes) for device, sizes in found.items()}
+
+
+def drop_initial_values(parameter: nn.Parameter) -> None:
+    """Drop the provisional values: the engine has stored them."""
+    keeper = initial_store_of(parameter)
+    if keeper is not None:
+        keeper.on_adopted(parameter)
+        set_present(parameter)
+
+
+def _initial_name(parameter: nn.Parameter) -> str:
+    return f"of shape {tuple(parameter.shape)}, built under zero.Init"
+
+
+def _has_other_views(parameter: nn.Parameter) -> bool:
+    """True if another tensor shares the parameter's memory: after a spill, writes to that tensor would be lost.
+
+    The parameter's own `ds_tensor` does not count.
+    """
+    alone = torch.empty(1, dtype=torch.float32, device="cpu")
+    drop_shard_view(parameter)
+    looked_at = _storage_use_count(parameter) > _storage_use_count(alone)
+    if looked_at:
+        set_shard_view(parameter)
+    return looked_at
+
+
+def _storage_use_count(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

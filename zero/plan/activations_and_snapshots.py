@@ -1,0 +1,87 @@
+"""Memory in the plan besides planes: for saved activations, and for the second slots of snapshots.
+
+The size of activations depends on the batch: the user sets it, or the memory grows when it is needed.
+"""
+
+from __future__ import annotations
+
+from offload.errors import BudgetError, ConfigError
+from offload.saved.growing_pool import STEP_BYTES
+from offload.saved.spill_store import PIECE_BYTES, PIECES_IN_FLIGHT
+from offload.sizes import PAGE_BYTES, align_up, format_bytes
+from zero.config import Config
+from zero.config.activation_block import ActivationCheckpointing
+from zero.config.offload_block import OffloadOptimizerConfig
+from zero.plan.array_sizes import ArraySizes
+from zero.plan.plan import DEVICE, HOST, NVME, ActivationPlan, Plan, tier_of
+
+ACTIVATION_BYTES_KEY = "activation_checkpointing.activation_bytes"
+
+
+def activation_tier(block: ActivationCheckpointing) -> str | None:
+    """The tier for saved inputs; None: they stay where they are."""
+    tier = tier_of(block.device)
+    return tier if tier != DEVICE or block.contiguous_memory_optimization else None
+
+
+def plan_activations(config: Config) -> ActivationPlan:
+    """The part of the plan for saved activations.
+
+    Raises:
+        BudgetError: host memory is budgeted in bytes, and their part of it is not set.
+    """
+    block, budget = config.activation_checkpointing, config.memory_budget.host
+    tier = activation_tier(block)
+    nbytes = None if block.activation_bytes is None else align_up(block.activation_bytes, PAGE_BYTES)
+    if tier == HOST and nbytes is None and isinstance(budget, int):
+        raise BudgetError(
+            f"{ACTIVATION_BYTES_KEY}: expected bytes, because memory_budget.host is {budget:,} and saved activations go to host "
+            "memory; set how many of these bytes they may take"
+        )
+    if tier != NVME:
+        return ActivationPlan(tier, nbytes)
+    passing_bytes = PIECES_IN_FLIGHT * PIECE_BYTES
+    if nbytes is None:
+        return ActivationPlan(tier, nbytes, passing_bytes, STEP_BYTES)
+    return ActivationPlan(tier, nbytes, min(passing_bytes, nbytes), nbytes)
+
+
+def plan_snapshots(plan: Plan, sizes: ArraySizes, offload: OffloadOptimizerConfig) -> int:
+    """Bytes of NVMe that snapshots take in addition to the planes there; a note in the plan says what they cost.
+
+    Args:
+        plan: complete, except for the result of this function.
+        sizes: sizes of its planes.
+        offload: the block that asks for snapshots.
+
+    Raises:
+        ConfigError: states are not on NVMe.
+    """
+    snapshot = offload.snapshot
+    if snapshot is None:
+        return 0
+    if offload.device != NVME:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.snapshot: snapshots keep states where they are, on NVMe; expected "
+            f'offload_optimizer.device "nvme", got "{offload.device}"; set it, or remove the block'
+        )
+    plan.snapshots = True
+    both = in_memory = through = 0
+    for unit in sizes.layout.units:
+        nbytes = unit.shard_numel * unit.dtype.itemsize
+        both += 2 * nbytes
+        if plan.weight_tiers[unit.index] != NVME:
+            in_memory += nbytes
+            through += nbytes if unit.trainable else 0
+    for group, tier in zip(plan.sub_groups, plan.state_tiers, strict=True):
+        nbytes = sizes.state_bytes(group)
+        both += 2 * nbytes
+        if tier != NVME:
+            in_memory += nbytes
+            through += nbytes
+    often = "step" if snapshot.every == 1 else f"{snapshot.every} steps"
+    plan.notes.append(
+        f"snapshots: weights and states take {format_bytes(both)} of NVMe, twice their size; every {often} "
+        f"{format_bytes(through)} of them that are kept in memory are written too ({through:,} bytes)"
+    )
+    return both // 2 + in_memory

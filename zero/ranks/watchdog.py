@@ -1,0 +1,375 @@
+"""The watch: a thread that publishes this rank's position for the others, and finds out why a wait does not end.
+
+[Note: evidence] A rank may be slow for any length of time: it loads data, computes, saves. So a long wait alone is no
+error, only a reason for a warning; the timeout of the process group ends it. These are proofs of an error:
+- The logs of two ranks differ at some place. Such ranks can never agree again.
+- A rank reports a failure, or has closed its engine, or its process has ended, before it reached the awaited place.
+Every rank publishes its position all the time, and its log on request. A rank requests logs when it has waited for a
+few seconds.
+
+[Note: ending a wait] gloo has no way to cancel a message. Once it is certain that a message cannot arrive, this rank
+publishes the reason on the board and shuts the connections: the waits end here and on the other ranks, which then look
+at the board.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from offload.accelerator import device_initializer
+from offload.errors import RankDivergenceError, RankLostError
+from offload.streams import MaybeEvent
+from zero.ranks.failure_state import FailureState
+from zero.ranks.sequence import OperationLog, describe_difference, format_ranks
+from zero.ranks.status import FAILED, GONE, WORKS, Position, StatusBoard, has_died, process_namespace
+
+logger = logging.getLogger("zero")
+
+LOG_SECONDS = 5.0  # Limit of the wait for logs of other ranks once an error is certain.
+EVIDENCE_SECONDS = 4.0  # Limit of the search for a lost connection's reason; failing ranks write to the board first.
+COMPARE_SECONDS = 5.0  # Interval at which digests are compared with a neighbour's while there is no problem.
+STORE_SECONDS = 5.0  # A store that has not answered for so long is treated as ended.
+
+
+@dataclass(slots=True)
+class Wait:
+    """A collective that this rank is in."""
+
+    place: int
+    what: str
+    since: float
+    event: MaybeEvent = None  # For collectives on a device: passed when the collective is done.
+    warned_at: float = 0.0
+
+
+class Watchdog:
+    """The watch of one engine on this rank.
+
+    Args:
+        failure_state: ended with the error once there is proof.
+        world_size: number of all ranks.
+        deadline_seconds: after so long a wait is logged as a warning; the board is read after a tenth of it.
+        abort: called once after a failure has been published: it ends the collectives in flight.
+    """
+
+    def __init__(
+        self,
+        board: StatusBoard,
+        log: OperationLog,
+        failure_state: FailureState,
+        rank: int,
+        world_size: int,
+        deadline_seconds: float,
+        abort: Callable[[], None],
+    ) -> None:
+        self._board, self._log, self._failure_state, self._rank, self._world_size = (
+            board,
+            log,
+            failure_state,
+            rank,
+            world_size,
+        )
+        self._deadline_seconds = deadline_seconds
+        self._patience_seconds = min(3.0, deadline_seconds / 10)
+        self._waits: dict[int, Wait] = {}
+        self._keys = itertools.count()
+        self._cause_requests: deque[tuple[BaseException, str, Future[BaseException]]] = deque()
+        self._wake_event, self._is_stopped, self._has_aborted = threading.Event(), False, False
+        self._answered_request, self._compared_at = 0, 0.0
+        self._answered_at = time.monotonic()
+        self._last_positions: dict[int, Position] = {}
+        self._initial_positions: dict[int, Position] = {}
+        self._position = Position(process_namespace=process_namespace(), pid=os.getpid())
+        self._abort = abort
+        self._enter_device = device_initializer()
+        self._thread = threading.Thread(target=self._run_thread, name="zero-watch", daemon=True)
+        self._publish()
+        self._thread.start()
+
+    # ---- any thread ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def waiting(self, place: int, what: str) -> Iterator[Wait]:
+        """Inside, this rank is in a collective. If a fence is set on the yielded `Wait`, until the fence is passed."""
+        key, wait = next(self._keys), Wait(place, what, time.monotonic())
+        self._waits[key] = wait
+        try:
+            yield wait
+        finally:
+            if wait.event is None:
+                del self._waits[key]
+
+    def find_cause(self, error: BaseException, what: str) -> Future[BaseException]:
+        """Ask why `what` failed with `error` here. The result is the error to raise; by then it has ended the fate."""
+        question: Future[BaseException] = Future()
+        self._cause_requests.append((error, what, question))
+        self._wake_event.set()
+        if not self._thread.is_alive():
+            self._answer_requests()
+        return question
+
+    def set_initial_positions(self, positions: dict[int, Position]) -> None:
+        """Take the processes of other ranks, as found when they met."""
+        self._initial_positions = positions
+
+    def ended_ranks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Those of these ranks that have closed their engine, or whose process has ended, and what is known of it.
+
+        Blocks for an answer of the store. Where there is none, the first rank, which has it, counts as gone.
+        """
+        dead = {
+            rank: "its process has died"
+            for rank in ranks
+            if rank in self._initial_positions and has_died(self._initial_positions[rank])
+        }
+        if dead:
+            return dead
+        try:
+            positions = self._board.positions(ranks)
+        except Exception:
+            return {rank: "and the store of the process group do not answer" for rank in ranks if rank == 0}
+        return {rank: str(position) for rank, position in positions.items() if position.state == GONE}
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._current_waits())
+
+    def wait_until_idle(self, seconds: float) -> None:
+        """Block until this rank is in no collective any more, or time is up."""
+        end = time.monotonic() + seconds
+        while self.is_waiting and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def wake(self) -> None:
+        """Publish a change at once, which other ranks should know."""
+        self._wake_event.set()
+
+    def stop(self) -> None:
+        """Publish that this rank has left, and end the thread. Idempotent."""
+        self._is_stopped = True
+        self._wake_event.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(STORE_SECONDS)
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def _run_thread(self) -> None:
+        with contextlib.suppress(Exception):  # a failing device is reported by the thread that waits for it
+            self._enter_device()
+        while not self._is_stopped:
+            self._wake_event.wait(self._patience_seconds / 3)
+            self._wake_event.clear()
+            self._run_round()
+            self._answer_requests()
+        with contextlib.suppress(Exception):
+            self._publish()
+        self._answer_requests()
+
+    def _run_round(self) -> None:
+        """One round. A store that does not answer is an error only while this rank waits for other ranks."""
+        try:
+            self._publish()
+            self._abort_once()
+            if self._failure_state.failure is None and not self._is_stopped:
+                self._search_failure()
+            self._answered_at = time.monotonic()
+        except Exception as error:
+            silent = time.monotonic() - self._answered_at
+            if self._long_waits() and silent > STORE_SECONDS and self._failure_state.failure is None:
+                self._failure_state.fail(self._silent_store_error(f"{self._long_waits()[0].what} does not end", error))
+                self._abort_once()
+
+    def _publish(self) -> None:
+        """Publish the position; also the log, if another rank has requested it or after a failure or the end."""
+        position, failure = self._position, self._failure_state.failure
+        now, waits = time.monotonic(), self._current_waits()
+        position.state = FAILED if failure is not None else GONE if self._is_stopped else WORKS
+        position.error = "" if failure is None else str(failure)
+        position.lost = isinstance(failure, RankLostError)
+        position.count, position.last, position.digests = (
+            self._log.count,
+            self._log.describe_last(),
+            self._log.digests(),
+        )
+        position.waits = [(wait.place, wait.what, round(now - wait.since, 1)) for wait in waits[:3]]
+        position.beat += 1
+        self._board.publish_position(position)
+        called = self._board.last_request()
+        if called != self._answered_request or failure is not None or self._is_stopped:
+            self._answered_request = called
+            self._board.publish_log(called, *self._log.tail())
+
+    def _abort_once(self) -> None:
+        if self._failure_state.failure is not None and not self._has_aborted:
+            self._has_aborted = True
+            with contextlib.suppress(Exception):
+                self._abort()
+
+    def _current_waits(self) -> list[Wait]:
+        for key, wait in list(self._waits.items()):
+            try:
+                passed = wait.event is not None and wait.event.query()
+            except Exception as error:  # the device failed: none of its fences will be passed; no other rank is why
+                self._failure_state.fail(
+                    RankLostError(f"rank {self._rank}: {wait.what}: its device failed: {type(error).__name__}: {error}")
+                )
+                passed = True
+            if passed:
+                self._waits.pop(key, None)
+        return sorted(list(self._waits.values()), key=lambda wait: wait.since)
+
+    def _long_waits(self) -> list[Wait]:
+        now = time.monotonic()
+        return [wait for wait in self._current_waits() if now - wait.since > self._patience_seconds]
+
+    def _search_failure(self) -> None:
+        """Look for proof that a wait will not end, or that the ranks' logs differ."""
+        now, blocked, found = time.monotonic(), self._long_waits(), None
+        if blocked:
+            self._board.request_logs()
+            positions = self._other_positions()
+            found = self._find_lost_rank(positions, blocked[0]) or self._compare_logs(positions)
+            if found is None:
+                self._warn_if_long(positions, blocked[0])
+        elif now - self._compared_at > COMPARE_SECONDS:
+            self._compared_at = now
+            found = self._compare_digests(self._board.positions([(self._rank + 1) % self._world_size]))
+        if found is not None:
+            self._failure_state.fail(found)
+            self._publish()
+            self._abort_once()
+
+    def _other_positions(self) -> dict[int, Position]:
+        """The position of each other rank; of one that has published nothing, the position from `set_initial_positions`, if any."""
+        return {**self._initial_positions, **self._board.positions()}
+
+    def _find_lost_rank(self, positions: dict[int, Position], wait: Wait) -> RankDivergenceError | None:
+        """An error if a rank will never reach the place where this one waits."""
+        waited = time.monotonic() - wait.since
+        for rank, position in positions.items():
+            if position.state == FAILED:
+                return self._error_of(rank, position, wait.what)
+            never = position.count <= wait.place or waited > 3 * self._patience_seconds
+            if never and (position.state == GONE or has_died(position)):
+                if position.state != GONE:
+                    position.error, position.state = "its process has died", FAILED
+                position.lost = True
+                return self._error_of(rank, position, wait.what)
+        return None
+
+    def _error_of(self, rank: int, position: Position, what: str) -> RankDivergenceError:
+        if position.state == FAILED and position.error.startswith(("rank", "ranks")):
+            kind = RankLostError if position.lost else RankDivergenceError
+            return kind(position.error)  # it already names the ranks
+        return RankLostError(f"rank {self._rank} waits in {what}; rank {rank} {position}")
+
+    def _compare_logs(self, positions: dict[int, Position]) -> RankDivergenceError | None:
+        """An error if published logs differ."""
+        tails = {rank: (first, entries) for rank, (_, first, entries) in self._board.logs().items()}
+        tails[self._rank] = self._log.tail()
+        found = describe_difference(tails)
+        if found is not None:
+            return RankDivergenceError(self._describe_divergence(found, positions))
+        return self._compare_digests(positions)
+
+    def _compare_digests(self, positions: dict[int, Position]) -> RankDivergenceError | None:
+        """An error if digests differ."""
+        own = dict(self._log.digests())
+        if any(own.get(count, digest) != digest for p in positions.values() for count, digest in p.digests):
+            return self._divergence_error(f"rank {self._rank}", RuntimeError("the ranks have run different operations"))
+        return None
+
+    def _describe_divergence(self, found: str, positions: dict[int, Position]) -> str:
+        now = "; ".join(f"rank {rank} {position}" for rank, position in sorted(positions.items()))
+        return (
+            f"ranks no longer run the same operations: {found}. Now: {now}"
+            if now
+            else f"ranks no longer run the same operations: {found}"
+        )
+
+    def _warn_if_long(self, positions: dict[int, Position], wait: Wait) -> None:
+        now = time.monotonic()
+        if now - max(wait.since, wait.warned_at) < self._deadline_seconds:
+            return
+        wait.warned_at = now
+        behind = {rank: p for rank, p in positions.items() if p.count <= wait.place or not p.waits}
+        told = []
+        for rank, position in sorted((behind or positions).items()):
+            before = self._last_positions.get(rank)
+            silent = before is not None and before.beat == position.beat
+            told.append(f"rank {rank} {position}" + (" and does not respond" if silent else ""))
+        where, self._last_positions = "; ".join(told), positions
+        logger.warning("rank %d has waited %.0f s in %s: %s", self._rank, now - wait.since, wait.what, where)
+
+    def _answer_requests(self) -> None:
+        while self._cause_requests:
+            error, what, question = self._cause_requests.popleft()
+            if self._failure_state.failure is None:
+                try:
+                    final = self._search_cause(error, what)
+                except Exception as silence:
+                    final = self._silent_store_error(f"{what} failed: {error}", silence)
+                self._failure_state.fail(final)
+            with contextlib.suppress(Exception):
+                self._publish()
+            self._abort_once()
+            question.set_result(self._failure_state.failure or error)
+
+    def _search_cause(self, error: BaseException, what: str) -> BaseException:
+        """Look for the cause of an error until it is found or time is up."""
+        if isinstance(error, RankDivergenceError):
+            return self._divergence_error(f"rank {self._rank}, {what}", error)
+        begin = self._other_positions()
+        end, wait = time.monotonic() + EVIDENCE_SECONDS, Wait(self._log.count, what, 0.0)
+        self._board.request_logs()
+        while True:
+            self._publish()
+            positions = self._other_positions()
+            found = self._find_lost_rank(positions, wait) or self._compare_logs(positions)
+            if found is not None:
+                return found
+            if time.monotonic() > end or self._is_stopped:
+                break
+            time.sleep(0.2)
+        silent = [rank for rank, p in positions.items() if rank in begin and begin[rank].beat == p.beat]
+        unknown = [rank for rank in range(self._world_size) if rank != self._rank and rank not in positions]
+        known = f"no response from {format_ranks(silent)}" if silent else "the other ranks are alive"
+        known += f", and nothing is known about {format_ranks(unknown)}" if unknown else ""
+        others = "; ".join(f"rank {rank} {position}" for rank, position in sorted(positions.items()))
+        return RankLostError(f"rank {self._rank}: {what} failed: {error}; {known}: {others}")
+
+    def _silent_store_error(self, what: str, silence: BaseException) -> RankLostError:
+        dead = [rank for rank, position in sorted(self._initial_positions.items()) if has_died(position)]
+        known = f"{format_ranks(dead)}: process has died" if dead else "the state of the other ranks is not known"
+        return RankLostError(
+            f"rank {self._rank}: {what}; {known}: the store of the process group (in rank 0 or the launcher) does not "
+            f"answer: {str(silence).splitlines()[0]}"
+        )
+
+    def _divergence_error(self, where: str, error: BaseException) -> RankDivergenceError:
+        """The error, with the entries of each rank where the logs first differ."""
+        call, end = self._board.request_logs(), time.monotonic() + LOG_SECONDS
+        tails = {}
+        while True:
+            self._publish()
+            logs = self._board.logs()
+            tails = {rank: (first, entries) for rank, (_, first, entries) in logs.items()}
+            fresh = [rank for rank, (called, _, _) in logs.items() if called >= call]
+            found = describe_difference(tails)
+            if found is not None or time.monotonic() > end:
+                break
+            if len(fresh) == self._world_size:
+                break
+            time.sleep(0.05)
+        if found is None:
+            return RankDivergenceError(f"{where}: {error}; the first difference is too old to be in the logs")
+        return RankDivergenceError(self._describe_divergence(found, self._board.positions()))

@@ -1,0 +1,274 @@
+"""Rows of packed experts, gathered alone: only the experts that the router has chosen are fetched.
+
+A loan is some rows of one unit in memory of their own. Its tensors are views of one storage. The storage gets and
+loses its memory as a unit does (offload/memory/flat_storage.py). It has memory during the call that uses the rows, and
+again from the moment gradients reach that call until they have passed it. In a recomputation it keeps the memory until
+the backward that recomputes is over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.memory.flat_storage import FlatStorage, exact_alias
+from offload.memory.pool import Block
+from offload.sizes import ALIGN_BYTES, align_up
+from offload.system.interrupts import atomic, deferring_interrupts
+from zero.optim.pending_updates import PendingUpdates
+from zero.params.binding import UnitBinding
+from zero.params.tiles import user_accumulate_hooks
+from zero.schedule.autograd_markers import join_outputs, make_sentinel
+from zero.schedule.backward import BackwardWatch
+from zero.schedule.compiling import outside_transforms
+from zero.schedule.coordinator import Coordinator
+from zero.schedule.hooks import in_backward
+from zero.schedule.micro_batch_scheduler import MicroBatchScheduler
+from zero.store.storage import Storage
+
+
+class ExpertRows:
+    """Some rows of every parameter of one unit.
+
+    Attributes:
+        rows: row numbers, ascending.
+        runs: (first coordinate, end, first element of the loan) of each run of adjacent rows.
+        views: per slot of the unit, its rows [len(rows), ...].
+    """
+
+    def __init__(self, bound: UnitBinding, rows: tuple[int, ...]) -> None:
+        unit = bound.unit
+        self.unit, self.rows = unit, rows
+        self.runs: list[tuple[int, int, int]] = []
+        cuts: list[tuple[int, torch.Size]] = []
+        position = 0
+        for slot in unit.slots:
+            row_numel = slot.numel // unit.expert_rows
+            cuts.append((position, torch.Size((len(rows), *slot.shape[1:]))))
+            for at, first, count in _runs(rows):
+                begin = unit.origin + slot.offset_numel + first * row_numel
+                self.runs.append((begin, begin + count * row_numel, position + at * row_numel))
+            position = align_up(position + len(rows) * row_numel, ALIGN_BYTES // unit.dtype.itemsize)
+        self.numel = position
+        self.storage = FlatStorage(self.numel, unit.dtype, cuts, bound.poison, bound.flat.device)
+        self.block: Block | None = None
+        self.forward_uses = self.backward_uses = 0
+        self.is_recomputed = (
+            False  # A recomputation used it; it stays until a backward use ends, or the whole backward.
+        )
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """The rows; readable while the loan is in use."""
+        return self.storage.views
+
+    @property
+    def is_in_use(self) -> bool:
+        """True while the values must be in memory."""
+        return bool(self.forward_uses or self.backward_uses or self.is_recomputed)
+
+
+class ExpertRowFetcher:
+    """Lends rows of one engine's packed experts.
+
+    `updates`: bring rows up to date before they are read; `backward_watch`: take gradients.
+    """
+
+    def __init__(
+        self,
+        bound: list[UnitBinding],
+        storage: Storage,
+        coordinator: Coordinator,
+        updates: PendingUpdates,
+        backward_watch: BackwardWatch,
+        scheduler: MicroBatchScheduler,
+    ) -> None:
+        self._bound, self._storage, self._coordinator = bound, storage, coordinator
+        self._updates, self._backward_watch, self._scheduler = updates, backward_watch, scheduler
+        self._place_of = {
+            id(parameter): (unit.unit.index, position)
+            for unit in bound
+            if unit.unit.expert_rows
+            for position, parameter in enumerate(unit.parameters)
+        }
+        # Weak, because a graph keeps its loans alive; a recomputation of the same call finds them here.
+        self._fetched: weakref.WeakValueDictionary[tuple[int, tuple[int, ...]], ExpertRows] = (
+            weakref.WeakValueDictionary()
+        )
+        self._in_backward: dict[int, ExpertRows] = {}  # Loans that a backward uses, by id.
+
+    def can_fetch(self, parameter: nn.Parameter) -> bool:
+        """True if rows of the parameter can be fetched, and its whole unit is not bound."""
+        place = self._place_of.get(id(parameter))
+        return place is not None and not self._bound[place[0]].is_bound
+
+    def run_with_rows(
+        self,
+        parameters: dict[str, nn.Parameter],
+        rows: tuple[int, ...],
+        compute: Callable[[dict[str, torch.Tensor]], Any],
+    ) -> Any:
+        """Return `compute`'s result for the rows of each parameter; their gradients are added to the parameters'.
+
+        Raises StorageError: rows could not be read; BudgetError: units in use leave no room for them.
+
+        Args:
+            parameters: by name; `can_fetch` is true for each.
+            rows: row numbers in the first dimension, ascending.
+            compute: a function of {name: [len(rows), ...]}.
+        """
+        units = dict.fromkeys(self._place_of[id(p)][0] for p in parameters.values())
+        loans = {index: self._expert_rows(index, rows) for index in units}
+        recompute = in_backward()
+        begun: list[ExpertRows] = []
+        try:
+            for loan in loans.values():
+                with deferring_interrupts:
+                    self._begin_forward(loan, recompute)
+                    begun.append(loan)
+            sentinel = None
+            if torch.is_grad_enabled():
+                sentinel = make_sentinel(self._passed_callback(begun), self._coordinator.device)
+            result = compute({name: self._rows_of(p, loans) for name, p in parameters.items()})
+            if sentinel is not None:
+                result = join_outputs(sentinel, result, self._reached_callback(begun))
+            return result
+        finally:
+            with deferring_interrupts:
+                for loan in begun:
+                    loan.forward_uses -= 1
+                    self._free_if_unused(loan)
+
+    def end_backward(self) -> None:
+        """A backward is over: none of its uses is open, even if it has not passed all of them."""
+        while self._in_backward:
+            _, loan = self._in_backward.popitem()
+            loan.backward_uses, loan.is_recomputed = 0, False
+            self._free_if_unused(loan)
+
+    def _expert_rows(self, index: int, rows: tuple[int, ...]) -> ExpertRows:
+        loan = self._fetched.get((index, rows))
+        if loan is None:
+            loan = self._fetched[index, rows] = ExpertRows(self._bound[index], rows)
+        return loan
+
+    def _begin_forward(self, fetched: ExpertRows, recompute: bool) -> None:
+        if not fetched.is_in_use:
+            self._fetch(fetched)
+        fetched.forward_uses += 1
+        if recompute:
+            fetched.is_recomputed = True
+            self._pin_in_backward(fetched)
+
+    def _pin_in_backward(self, fetched: ExpertRows) -> None:
+        self._in_backward[id(fetched)] = fetched
+        if self._scheduler.is_active:
+            self._scheduler.task.pinned_rows.add(id(fetched))
+
+    def _rows_of(self, parameter: nn.Parameter, fetched: dict[int, ExpertRows]) -> torch.Tensor:
+        """A leaf of the graph with the values of the rows; its gradient is added to the unit's gradient."""
+        index, position = self._place_of[id(parameter)]
+        loan = fetched[index]
+        rows = loan.views[position].detach()
+        if not (loan.unit.trainable and parameter.requires_grad and torch.is_grad_enabled()):
+            return rows
+        rows.requires_grad_()
+        events, unit, numbers = self._backward_watch, loan.unit, torch.tensor(loan.rows, device=rows.device)
+
+        @atomic
+        def receive(leaf: torch.Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is not None:
+                events.receive_rows(unit, position, *_apply_user_hooks(parameter, numbers, gradient))
+
+        rows.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
+        return rows
+
+    def _reached_callback(self, fetched: list[ExpertRows]) -> Callable[[], None]:
+        generation = self._backward_watch.graph_version
+
+        @atomic
+        def reached() -> None:
+            self._backward_watch.before_backward(generation)
+            for loan in fetched:
+                if not loan.is_in_use:
+                    self._fetch(loan)
+                loan.backward_uses += 1
+                self._pin_in_backward(loan)
+
+        return reached
+
+    def _passed_callback(self, fetched: list[ExpertRows]) -> Callable[[], None]:
+        @atomic
+        def passed() -> None:
+            for loan in fetched:
+                self._scheduler.task.pinned_rows.discard(id(loan))
+                if loan.backward_uses:
+                    loan.backward_uses -= 1
+                if not loan.backward_uses:
+                    loan.is_recomputed = False
+                    self._in_backward.pop(id(loan), None)
+                    self._free_if_unused(loan)
+                    self._backward_watch.on_rows_passed(loan.unit.index)
+
+        return passed
+
+    def _fetch(self, fetched: ExpertRows) -> None:
+        unit, storage = fetched.unit, self._storage
+        with outside_transforms(), self._backward_watch.tearing() if in_backward() else nullcontext():
+            block = self._coordinator.lease_rows(unit, fetched.numel)
+            job = self._updates.fetch_rows(unit, fetched.runs, exact_alias(block.data), block.events)
+            try:
+                transfer = storage.io_loop.submit(f"fetching rows of {unit.name}", job)
+            except BaseException:
+                self._coordinator.free_rows(block, fetched.numel)
+                raise
+            try:
+                storage.streams.wait_events(transfer.result())
+            except BaseException:  # an interrupt ends only the wait: the transfer still writes rows
+                self._coordinator.free_rows_after(unit, block, fetched.numel, transfer)
+                raise
+            fetched.storage.bind(block.data)
+        fetched.block = block
+
+    def _free_if_unused(self, fetched: ExpertRows) -> None:
+        """Release the values if nothing uses them."""
+        block = fetched.block
+        if fetched.is_in_use or block is None:
+            return
+        fetched.block = None
+        with outside_transforms():
+            fetched.storage.unbind(modified=False)
+            self._coordinator.free_rows(block, fetched.numel)
+
+
+def _runs(rows: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """(position in `rows`, first row, count) of each run of consecutive rows."""
+    start = 0
+    for position in range(1, len(rows) + 1):
+        if position == len(rows) or rows[position] != rows[position - 1] + 1:
+            yield start, rows[start], position - start
+            start = position
+
+
+def _apply_user_hooks(
+    parameter: nn.Parameter, numbers: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, their gradient) after the user's hooks on the parameter, which get the whole gradient."""
+    hooks, behind = tuple((parameter._backward_hooks or {}).values()), user_accumulate_hooks(parameter)
+    if not (hooks or behind):
+        return numbers, gradient
+    whole = gradient.new_zeros(parameter.shape).index_copy_(0, numbers, gradient)
+    for hook in hooks:
+        changed = hook(whole)
+        whole = whole if changed is None else changed
+    for late in behind:
+        parameter.grad = whole
+        late(parameter)
+        whole, parameter.grad = torch.zeros_like(whole) if parameter.grad is None else parameter.grad, None
+    return torch.arange(len(whole), device=whole.device), whole
