@@ -484,9 +484,7 @@ class Gradients:
         wide, narrow, dtype = self._wide_array(unit), state.array, state.dtype
 
         async def widen() -> None:
-            await self._streams.synchronize(
-                state.copy_event
-            )  # until the copies to the host, sums included, are complete
+            await self._streams.synchronize(state.copy_event)  # the copies to the host, sums included
             await self._store.widen(unit, narrow, dtype, wide)
 
         self._storage.io_loop.run(f"widening the gradient of {unit.name}", widen())
