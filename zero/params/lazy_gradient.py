@@ -172,7 +172,7 @@ def _norm(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
     if [*args[1:], *asked.values()] not in ([], [2], ["fro"]):
         return None
     args[0].check_current()
-    norm = args[0].collected.norm()
+    norm = args[0].accumulated.norm()
     return None if norm is None else torch.tensor(norm, dtype=torch.float32, device=args[0].device)
 
 

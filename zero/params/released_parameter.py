@@ -273,7 +273,7 @@ def save_released_as_empty() -> None:
     DeepSpeed does this: its scripts save a whole `state_dict` and gather each parameter afterwards anyway. Without this
     call, saving a released parameter is an error, so that no user finds an empty file later.
     """
-    global _saved_as_empty
+    global _saves_as_empty
     _saves_as_empty = True
 
 
