@@ -282,7 +282,7 @@ class Storage:
             plane.close()
         for region in self._memory_pools:
             region.close()
-        for name in ("arena", "unit_pool", "gradient_pool", "update_pool"):
+        for name in ("host_pool", "unit_pool", "gradient_pool", "update_pool"):
             if hasattr(self, name):
                 getattr(self, name).close()
         self.weights, self.state_arrays, self.gradients = [], [], []
