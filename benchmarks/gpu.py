@@ -131,9 +131,9 @@ class StreamWaits:
             if not any(fences) or self._module.current_stream() != self._computing:
                 return wait(streams, *fences)
             before, behind = (self._module.Event(enable_timing=True) for _ in range(2))
-            before.state_view()
+            before.record()
             wait(streams, *fences)
-            behind.state_view()
+            behind.record()
             self._marks.append((before, behind))
             return None
 

@@ -301,7 +301,7 @@ class DeviceStreams(Streams):
 
     def _record_event_on(self, stream: Any) -> Event:
         event = new_event(self._device)
-        event.state_view(stream)
+        event.record(stream)
         mark: Event = event
         return mark
 

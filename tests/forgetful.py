@@ -155,7 +155,7 @@ class ForgetfulFiles(Files):
     def _node(self, path: Path) -> Any:
         node: Any = self._top
         for part in path.relative_to(self.root).parts:
-            node = node.live_weights[part]
+            node = node.live[part]
         return node
 
     def _folder(self, path: Path) -> _Folder:

@@ -152,7 +152,7 @@ class Event(torch.Event):
         return super().__new__(cls, device=DEVICE, enable_timing=enable_timing, blocking=blocking)
 
     def record(self, stream: torch.Stream | None = None) -> None:
-        super().state_view(current_stream() if stream is None else stream)
+        super().record(current_stream() if stream is None else stream)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         super().wait(current_stream() if stream is None else stream)

@@ -349,10 +349,10 @@ class FakeModule:
 
         def record() -> None:
             module.now += 250.0
-            event.in_state = module.now
+            event.at = module.now
 
         event.state_view = record
-        event.elapsed_time = lambda later: later.in_state - event.in_state
+        event.elapsed_time = lambda later: later.at - event.at
         return event
 
 

@@ -125,7 +125,7 @@ def test_counts_are_read_with_their_unit(train_gpt: ModuleType, text: str, value
 def test_a_config_file_wins_key_by_key(train_gpt: ModuleType) -> None:
     ours = {"a": 1, "block": {"x": 1, "y": {"deep": 1, "kept": 2}}}
     theirs = {"block": {"y": {"deep": 3}, "z": 4}}
-    assert train_gpt.merge(ours, theirs) == {"a": 1, "block": {"x": 1, "y": {"deep": 3, "kept": 2}, "z": 4}}
+    assert train_gpt.merged(ours, theirs) == {"a": 1, "block": {"x": 1, "y": {"deep": 3, "kept": 2}, "z": 4}}
 
 
 def test_the_clock_ends_a_run_in_time_for_the_evaluation(pace: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_the_clock_ends_a_run_in_time_for_the_evaluation(pace: ModuleType, monke
         schedule.done += 1
     evaluation_seconds = 2.0 * 3000 / 100 / 3
     assert 80 - 2 * 2.0 <= now + evaluation_seconds <= 80
-    assert schedule.remaining_chunks() == 80 - now
+    assert schedule.left() == 80 - now
 
 
 def test_the_learning_rate_rises_and_falls_to_nothing(pace: ModuleType) -> None:

@@ -416,7 +416,7 @@ def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(
     train(engine, 8, 10, bf16=True)
     with caplog.at_level(logging.WARNING, "zero"):
         engine.load_checkpoint(tmp_path)
-    assert ["no averages (ema) of 11 parameters" in record.getMessage() for record in caplog.state_arrays] == [True]
+    assert ["no averages (ema) of 11 parameters" in record.getMessage() for record in caplog.records] == [True]
     train(without, 4, 8, bf16=True, after=followed.follow)
     train(engine, 4, 8, bf16=True)
     assert differences(held_by(engine, other), held_by(without, model) | followed.held()) == []

@@ -253,7 +253,7 @@ def test_an_adapter_on_a_tied_head_is_not_folded_into_the_embedding(nvme_path: A
 
 
 def merged_of(model: Any) -> list[bool]:
-    return [module.merge for module in model.modules() if hasattr(module, "merged_adapters")]
+    return [module.merged for module in model.modules() if hasattr(module, "merged_adapters")]
 
 
 @pytest.mark.parametrize("live_blocks", [3, 8])

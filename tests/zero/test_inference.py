@@ -187,7 +187,7 @@ def test_kernels_that_compute_the_same_are_asked_for_without_effect(
     with caplog.at_level(logging.DEBUG, logger="zero"):
         engine = infer(logits(), "cpu", **asked, injection_policy={"Block": ("out",)}, use_triton=True)
     assert torch.equal(engine(tokens(0)), wanted)
-    lines = [record.getMessage() for record in caplog.state_arrays]
+    lines = [record.getMessage() for record in caplog.records]
     (listed,) = [line for line in lines if "these keys have no effect" in line]
     assert "replace_with_kernel_inject" in listed and "enable_cuda_graph" in listed and "use_triton" in listed
     assert len([line for line in lines if "block.compile()" in line]) == 1

@@ -735,7 +735,7 @@ def test_one_line_says_what_cutting_a_whole_model_cost(
             open_engine(model, config)
         lines = [
             line
-            for line in (r.getMessage() for r in caplog.state_arrays)
+            for line in (r.getMessage() for r in caplog.records)
             if line.startswith("model sharded in place in ")
         ]
         assert len(lines) == 1 and words in lines[0] and "KB" in lines[0], lines

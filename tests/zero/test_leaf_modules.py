@@ -197,7 +197,7 @@ def test_a_threshold_that_finds_nothing_says_what_would(caplog: pytest.LogCaptur
     with caplog.at_level("WARNING", "zero"):
         assert flag_fine_modules(fine_tree(), 3) == []
         assert flag_fine_modules(fine_tree(), 4) != []
-    (record,) = caplog.state_arrays
+    (record,) = caplog.records
     assert "no module has at most 3 elements per inner module; the least is 4, in list.0" in record.getMessage()
 
 

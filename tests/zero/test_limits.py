@@ -59,7 +59,7 @@ def test_a_limit_smaller_than_one_unit_holds_that_unit_and_a_warning_names_both(
 ) -> None:
     config = make_config(("nvme", "nvme"), nvme_path, zero={"stage3_max_live_parameters": 1_500})
     engine = open_engine(build("gpt"), config)
-    (warning,) = [r.getMessage() for r in caplog.state_arrays if "stage3_max_live_parameters" in r.getMessage()]
+    (warning,) = [r.getMessage() for r in caplog.records if "stage3_max_live_parameters" in r.getMessage()]
     assert any(unit.name in warning for unit in engine.units)
     statistics = run(engine, steps=2)
     assert max(unit.numel for unit in engine.units) <= statistics.live_numel_peak <= engine.plan.limits.live_numel_max

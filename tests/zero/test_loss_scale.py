@@ -228,7 +228,7 @@ def test_the_parameters_whose_gradients_overflow_are_named(
         with caplog.at_level(logging.WARNING, "zero"):
             one_step(engine, index)
         hook.remove()
-        (line,) = [record.getMessage() for record in caplog.state_arrays if "is skipped" in record.getMessage()]
+        (line,) = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
         assert f"the gradients of {name} (first in backward) are inf or NaN" in line
         assert "the loss and" not in line
 

@@ -201,7 +201,7 @@ def test_states_that_are_elsewhere_stay_and_it_is_said_once(
     with caplog.at_level(logging.INFO, "zero"):
         for _ in range(3):
             engine.offload_states([KINDS[0]])
-    assert [r.message for r in caplog.state_arrays] == [
+    assert [r.message for r in caplog.records] == [
         "offload_states: nothing to do for hp_params, optim_states: they are not on cpu, or share its memory "
         "with others"
     ]
@@ -215,7 +215,7 @@ def test_what_comes_back_by_itself_is_said_with_the_reason(open_engine: Open, ca
     caplog.clear()
     with caplog.at_level(logging.INFO, "zero"):
         train(engine, 1)
-    told = [record.message.split(" are back")[0] for record in caplog.state_arrays]
+    told = [record.message.split(" are back")[0] for record in caplog.records]
     assert told == [
         "forward needs what offload_states has moved away: lp_params",
         "backward needs what offload_states has moved away: lp_grads",

@@ -289,7 +289,7 @@ def test_states_are_read_and_replaced_by_torchs_names(
     plain = Plain(counterpart(name), NAMED[name][1], bf16=False, clipping=0.0)
     train(engine, 0, 3, bf16=False)
     train(plain, 0, 3, bf16=False)
-    weight, master = model.is_inside.weight, plain.masters["inside.weight"]
+    weight, master = model.inside.weight, plain.masters["inside.weight"]
     found = safe_get_full_optimizer_state(weight, "momentum_buffer")
     assert found is not None and torch.equal(found, plain.optimizer.state[master]["momentum_buffer"])
     with pytest.raises(StateError, match="available: momentum_buffer"):

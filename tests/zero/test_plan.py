@@ -295,11 +295,11 @@ def test_a_unit_larger_than_the_live_limit_is_gathered_all_the_same_and_one_warn
 ) -> None:
     largest = max(unit.numel for unit in LAYOUT.units)
     assert Wish(zero={"stage3_max_live_parameters": 100_000}).plan().limits.live_numel_max == largest
-    (said,) = [record.getMessage() for record in caplog.state_arrays if record.levelname == "WARNING"]
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "stage3_max_live_parameters" in said and "u1" in said and f"{largest:,}" in said
     caplog.clear()
     assert Wish(zero={"stage3_max_live_parameters": largest}).plan().limits.live_numel_max == largest
-    assert not caplog.state_arrays
+    assert not caplog.records
 
 
 @settings(max_examples=120, deadline=None)

@@ -438,7 +438,7 @@ def test_one_line_says_what_it_cost_and_statistics_go_on(
     add_adapters(model)
     with caplog.at_level(logging.INFO, "zero"):
         run(engine, range(2, 3))
-    lines = [record.getMessage() for record in caplog.state_arrays]
+    lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1 and "12 parameters (blocks.0.attention.qkv.low, " in lines[0] and "existed" in lines[0]
     after = engine.statistics()
     for name in ("nvme_read_bytes", "nvme_write_bytes", "gathers", "prefetch_misses", "exposed_wait_seconds"):
@@ -565,7 +565,7 @@ def test_a_written_gradient_replaces_what_was_collected_though_the_model_changes
         engine.step()
         engine.module.head.weight.grad = torch.zeros(engine.module.head.weight.shape)
         if change:
-            engine.module.spare_memory = nn.Linear(4, 4)
+            engine.module.spare = nn.Linear(4, 4)
         engine.backward(engine(tokens(1)))
         engine.step()
         found.append(engine.full_parameter("head.weight"))

@@ -75,7 +75,7 @@ def test_parameters_that_hold_inf_or_nan_are_named_once(
         zero.Init(model, config_dict_or_path=config)
     engine = open_engine(model, config)
     engine(tokens(0))
-    (line,) = [record.getMessage() for record in caplog.state_arrays if "inf or NaN" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "inf or NaN" in record.getMessage()]
     assert line.startswith("2 parameters hold inf or NaN before the first step (blocks.1.up.weight, norm.bias)")
 
 
@@ -83,7 +83,7 @@ def test_where_all_values_are_finite_no_parameter_is_named(
     open_engine: Any, nvme_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
-    assert not [record for record in caplog.state_arrays if "inf or NaN" in record.getMessage()]
+    assert not [record for record in caplog.records if "inf or NaN" in record.getMessage()]
 
 
 def test_a_level_holds_until_an_engine_comes_that_sets_none(open_engine: Any, nvme_path: Path) -> None:

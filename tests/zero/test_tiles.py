@@ -280,7 +280,7 @@ def test_a_large_parameter_of_another_module_is_gathered_whole_and_the_warning_n
     open_engine: Open, nvme_path: Any, shared: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = open_engine(Owned(shared), config_for(("cpu", "cpu"), nvme_path))
-    (said,) = [r.getMessage() for r in caplog.state_arrays if "stage3_max_live_parameters" in r.getMessage()]
+    (said,) = [r.getMessage() for r in caplog.records if "stage3_max_live_parameters" in r.getMessage()]
     assert re.search(r"nn\.Linear.*nn\.Embedding.*TiledLinear", said)
     engine.backward(engine(torch.zeros(2, dtype=torch.long)))
     engine.step()

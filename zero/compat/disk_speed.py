@@ -65,7 +65,7 @@ def ds_io(words: Sequence[str]) -> int:
     for name, instead in REFUSED.items():
         if getattr(options, name):
             raise ConfigError(f"--{name}: not available: {instead}")
-    if min(options.is_cyclic, options.multi_process) < 1:
+    if min(options.loops, options.multi_process) < 1:
         raise ConfigError("--loops and --multi_process: expected at least 1")
     given = [options.folder] if options.folder else [m.rpartition(":")[0] for m in options.folder_to_device_mapping]
     word = "Read" if options.read else "Write"
@@ -91,7 +91,7 @@ def _measure(folders: Sequence[str], options: argparse.Namespace) -> list[float]
             jobs.append((handle, buffer, str(Path(place) / "file")))
             if options.read:
                 handle.sync_pwrite(buffer, jobs[-1][2])
-        return [_pass(jobs, options) for _ in range(options.is_cyclic)]
+        return [_pass(jobs, options) for _ in range(options.loops)]
 
 
 def _pass(jobs: Sequence[tuple[aio_handle, torch.Tensor, str]], options: argparse.Namespace) -> float:

@@ -137,7 +137,7 @@ def _is_plain(layer: Any) -> bool:
     return (
         type(base) is nn.Linear
         and base.weight.is_floating_point()
-        and not (layer.training or layer.merge or layer.disable_adapters or layer.lora_variant)
+        and not (layer.training or layer.merged or layer.disable_adapters or layer.lora_variant)
         and not any(layer.lora_bias.values())
         and any(name in layer.lora_A for name in layer.active_adapters)
     )

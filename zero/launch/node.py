@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("job", help="the argument that zero run makes")
     options = parser.parse_args(arguments)
     try:
-        job = Job.decode(options.run_job)
+        job = Job.decode(options.job)
         return run_node(job, find_node_rank(job, options))
     except ZeroInfinityError as error:
         print(f"zero run: {error}", file=sys.stderr)

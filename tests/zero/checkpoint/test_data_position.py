@@ -179,12 +179,12 @@ def test_a_loader_that_is_repeated_goes_on(open_engine: Open, tmp_path: Path) ->
 def test_a_loader_of_somebody_else_gets_its_state_back_whatever_it_is(open_engine: Open, tmp_path: Path) -> None:
     engine = open_engine(model(), config())
     engine.training_dataloader = OwnState()
-    engine.training_dataloader.in_state = Place(7)
+    engine.training_dataloader.at = Place(7)
     engine.save_checkpoint(tmp_path)
     engine = open_engine(model(), config())
     engine.training_dataloader = OwnState()
     engine.load_checkpoint(tmp_path, allow_pickle=True)
-    assert engine.training_dataloader.in_state.number == 7
+    assert engine.training_dataloader.at.number == 7
 
 
 # ---- several ranks -----------------------------------------------------------------------------

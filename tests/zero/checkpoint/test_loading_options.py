@@ -239,7 +239,7 @@ def test_states_that_the_optimizer_does_not_keep_are_told(
             engine.load_checkpoint(saves, load_lr_scheduler_states=False)
     finally:
         engine.close()
-    told = [record.getMessage() for record in caplog.state_arrays if "is not loaded" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "is not loaded" in record.getMessage()]
     assert [message.split("has the state ")[1].split()[0] for message in told] == left
 
 
@@ -440,7 +440,7 @@ class Names(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.step += 1
-        return (x * self.adds.sum() + noise).float().square().mean()
+        return (x * self.again.sum() + noise).float().square().mean()
 
 
 def test_names_that_look_like_those_of_a_checkpoint_and_shared_buffers_come_back(tmp_path: Path) -> None:
@@ -525,7 +525,7 @@ def test_a_module_that_refuses_its_extra_state_leaves_no_engine_that_trains_on(
         again.load_checkpoint(tmp_path / "saves", allow_pickle=True)
     with pytest.raises(StateError):
         step(again)
-    again.module[1].must_skip = False
+    again.module[1].refuses = False
     again.load_checkpoint(tmp_path / "saves", allow_pickle=True)
     assert (again.module[1].calls, again.global_steps) == (1, 1)
     step(again)

@@ -133,7 +133,7 @@ def test_initialize_says_every_value_once_and_changes_no_dict(caplog: pytest.Log
         engine, *_ = zero.initialize(model=sized(hidden_size=8).bfloat16(), config=EVERYTHING)
         engine.destroy()
     assert before == EVERYTHING
-    said = [message for record in caplog.state_arrays if (message := record.getMessage()).startswith("auto: ")]
+    said = [message for record in caplog.records if (message := record.getMessage()).startswith("auto: ")]
     paths = [line.split()[1] for line in said]
     assert len(set(paths)) == len(paths)
     assert set(paths) == leaves(load_config(EVERYTHING))

@@ -184,7 +184,7 @@ def test_initialize_warns_of_tolerated_keys_once(caplog: pytest.LogCaptureFixtur
         engine, *_ = zero.initialize(model=torch.nn.Linear(4, 4), config={**CLIENTS, "optimizer": {"type": "AdamW"}})
         engine.destroy()
     warned = [
-        record.getMessage() for record in caplog.state_arrays if "unknown keys that were ignored" in record.getMessage()
+        record.getMessage() for record in caplog.records if "unknown keys that were ignored" in record.getMessage()
     ]
     assert len(warned) == 1
     assert all(f"{key}: " in warned[0] for key in TOLERATED)
