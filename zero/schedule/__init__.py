@@ -1,1 +1,1 @@
-"""When units are fetched and released: trace, policy, coordinator, hooks."""
+"""When units are fetched and evicted: trace, policy, coordinator, hooks."""

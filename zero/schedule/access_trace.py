@@ -29,17 +29,16 @@ class AccessTrace:
         self._routing = Routing(group_of or {})
         self._uses: list[int] = []  # Uses of the running forward, or of the last one.
         self._tables: dict[str, dict[Key, list[int]]] = {}
-        self._next_choice: dict[
-            tuple[str, Key, int], int
-        ] = {}  # (phase, key, what followed) -> what followed next time.
+        # (phase, key, what followed) -> what followed next time.
+        self._next_choice: dict[tuple[str, Key, int], int] = {}
         # Units that a backward has used although no forward with gradients used them: reentrant checkpointing.
         self._recomputed_units: set[int] = set()
         self._backward_follows = True
         self._phase = "train"
         self._key: Key = (START, START)
-        self._prediction: PredictedUses | None = None  # What follows `_key`, if somebody has asked.
+        self._prediction: PredictedUses | None = None  # What follows `_key`; None: not computed yet.
         self._next_forward: PredictedUses | None = None  # The next forward while a backward runs, likewise.
-        self.prediction_changes = 0  # Changes of the forecast other than that the uses foreseen first have come.
+        self.prediction_changes = 0  # Changes of the prediction, other than that its first uses have come.
         self._backward = BackwardOrder(self._routing.symbol)
 
     def begin_forward(self, phase: str, *, backward_follows: bool = True) -> None:
@@ -81,7 +80,7 @@ class AccessTrace:
             self._learn(END)
             return
         self._next_choice = {
-            turn: unit for turn, unit in self._next_choice.items() if not changed.intersection((*turn[1], unit))
+            choice: unit for choice, unit in self._next_choice.items() if not changed.intersection((*choice[1], unit))
         }
         for table in self._tables.values():
             for key in [key for key in table if changed.intersection(key)]:
@@ -121,17 +120,20 @@ class AccessTrace:
         phase, symbol = self._phase, self._key[1]
         if self._prediction is None:
             self._prediction = self._predict(phase, self._key)
-        course, routing = self._prediction, self._routing
+        prediction, routing = self._prediction, self._routing
         now = routing.units(symbol, phase) if routing.is_routed(symbol) else ()
         yield from now
-        yield from self._units(course.upcoming(), phase)
-        likely = course.likely() if with_backward else []
-        if with_backward and not (to_fetch and any(routing.is_unpredictable(one, phase) for one in (symbol, *likely))):
+        yield from self._units(prediction.upcoming(), phase)
+        likely = prediction.likely() if with_backward else []
+        is_unpredictable = (
+            with_backward and to_fetch and any(routing.is_unpredictable(place, phase) for place in (symbol, *likely))
+        )
+        if with_backward and not is_unpredictable:
             yield from reversed([*now, *self._units(likely, phase)])
             yield from self._backward.upcoming()
 
     def upcoming_in_backward(self, *, forward_follows: bool) -> Iterator[int]:
-        """Units in the order of their use in the rest of this backward.
+        """Units in the order of their use from here to the end of this backward.
 
         With `forward_follows` (accumulation: the weights stay as they are) the next forward's start follows.
         """
@@ -142,10 +144,10 @@ class AccessTrace:
             yield from self._units(self._next_forward.likely(), "train")
 
     def _predict(self, phase: str, key: Key) -> PredictedUses:
-        def likely(key: Key, successors: list[int]) -> int:
+        def choose(key: Key, successors: list[int]) -> int:
             return self._next_choice.get((phase, key, successors[-1]), successors[-1])
 
-        return PredictedUses.find(key, self._tables.get(phase, {}), likely, repeats=phase == GENERATE)
+        return PredictedUses.find(key, self._tables.get(phase, {}), choose, repeats=phase == GENERATE)
 
     def _units(self, symbols: Iterable[int], phase: str) -> Iterator[int]:
         """The units that are worth fetching for these symbols."""
@@ -165,14 +167,14 @@ class AccessTrace:
         if symbol == self._key[1] and self._routing.is_routed(symbol):
             return  # another unit of the same siblings
         successors = self._tables.setdefault(self._phase, {}).setdefault(self._key, [])
-        # The course of a generation comes here again, in the next forward.
+        # The prediction of a generation contains this place again, in the next forward.
         as_known = self._phase != GENERATE or successors[-1:] == [symbol]
         if successors and unit != END:  # not for END: the forward may have been aborted here
             self._next_choice[self._phase, self._key, successors[-1]] = symbol
         if symbol in successors:
             successors.remove(symbol)
         successors.append(symbol)  # the most recent one last
-        # Beyond experts that we could not predict nothing was foreseen.
+        # Beyond experts that we could not predict nothing was predicted.
         self.prediction_changes += self._routing.is_unpredictable(self._key[1], self._phase)
         self._key = (self._key[1], symbol)
         self._next_forward = None

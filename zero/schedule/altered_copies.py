@@ -1,4 +1,4 @@
-"""Copies of units whose values were altered for a generation: in use, or parked until its next call."""
+"""Copies of units whose values were altered for a generation: in use, or parked until the next call."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class AlteredCopies:
         raise NotImplementedError
 
     def is_pinned_for_generation(self, index: int) -> bool:
-        """True if the values are on the device, and the generation keeps them there: the caller may read them."""
-        one = self._units[index]
-        if one.state == UnitState.BOUND and index in self._hot.pinned and one.arrival is not None:
-            self._fetcher.use_on_current_stream(one.arrival)
+        """True if the values are on the device, and the generation pins them there: the caller may read them."""
+        entry = self._units[index]
+        if entry.state == UnitState.BOUND and index in self._hot.pinned and entry.arrival is not None:
+            self._fetcher.use_on_current_stream(entry.arrival)
             return True
         return False
 
@@ -41,7 +41,7 @@ class AlteredCopies:
         return index in self._parked
 
     def _fetch_for_generation(self, entry: UnitEntry) -> bool:
-        """Fetch a unit that the generation keeps. False: there is no room for it, or a call or an editor uses it."""
+        """Fetch and pin a unit for the generation. False: there is no room for it, or a call or an editor uses it."""
         if entry.is_in_use or entry.state in (UnitState.PERSISTENT, UnitState.EDITED):
             return False
         self._fetch_and_bind(entry)
@@ -50,45 +50,45 @@ class AlteredCopies:
         return entry.index in self._hot.pinned
 
     def fetch_to_alter(self, index: int, undo: Callable[[], None]) -> bool:
-        """Fetch a unit that the generation keeps in a copy of its own, so that its values may be altered there.
+        """Fetch a unit, and pin it for the generation in a copy whose values may be altered.
 
-        False: there is no such copy, or no room for one. `undo` is called before the copy is released.
+        False: there is no such copy, or no room for one. `undo` is called before the copy is evicted.
         """
-        one = self._units[index]
-        if not self._fetch_for_generation(one) or one.arrival is None or one.arrival.block is None:
+        entry = self._units[index]
+        if not self._fetch_for_generation(entry) or entry.arrival is None or entry.arrival.block is None:
             return False
-        self._fetcher.wait_for_uses(one.arrival)
+        self._fetcher.wait_for_uses(entry.arrival)
         self._undo.setdefault(index, []).append(undo)
         return True
 
     def drop_altered(self) -> None:
-        """Release every altered copy, used or not: a call that raised has left them."""
+        """Evict every altered copy, used or not: a call that raised has left them."""
         for index in [*self._undo]:
             self._evict_bound(self._units[index])
 
     def park_altered(self) -> None:
-        """Take the altered copies away from the parameters, and keep them: any other use drops its copy and reads."""
+        """Unbind the altered copies and keep them: any use but `resume_altered` drops the copy and fetches the unit."""
         for index in [*self._undo]:
-            one, bound = self._units[index], self._bound_units[index]
-            arrival = one.arrival
-            if one.state != UnitState.BOUND or arrival is None or one.is_pinned or bound.has_changes:
-                self._evict_bound(one)
+            entry, bound = self._units[index], self._bound_units[index]
+            arrival = entry.arrival
+            if entry.state != UnitState.BOUND or arrival is None or entry.is_pinned or bound.has_changes:
+                self._evict_bound(entry)
                 continue
             for undo in self._undo.pop(index):
                 undo()
             self._fetcher.unbind(bound, arrival, modified=True)
-            self._units.move(one, UnitState.EVICTED)
-            self._units.move(one, UnitState.IN_FLIGHT, arrival)
+            self._units.move(entry, UnitState.EVICTED)
+            self._units.move(entry, UnitState.IN_FLIGHT, arrival)
             self._parked.add(index)
 
     def resume_altered(self, index: int, undo: list[Callable[[], None]]) -> bool:
         """Show a parked copy, altered as it is. False: it is gone. `undo`: as for `fetch_to_alter`."""
-        one = self._units[index]
-        if index not in self._parked or one.is_in_use:
+        entry = self._units[index]
+        if index not in self._parked or entry.is_in_use:
             return False
         self._parked.discard(index)
         self._undo[index] = undo
-        if not self._fetch_for_generation(one) or one.arrival is None:
+        if not self._fetch_for_generation(entry) or entry.arrival is None:
             return False
-        self._fetcher.wait_for_uses(one.arrival)
+        self._fetcher.wait_for_uses(entry.arrival)
         return True

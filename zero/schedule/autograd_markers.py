@@ -1,10 +1,10 @@
-"""A frame around one module call, in the autograd graph.
+"""Two marker nodes around one module call, in the autograd graph.
 
 [Note: sentinel and join] A call's outputs pass through a join, the youngest node of the call. A sentinel is
 made before the call; it is the oldest node, and an input of the join. Autograd runs younger nodes first. So
 the join's backward means that gradients have reached the call. The sentinel's backward runs after all other
-nodes of the call that can run, so it means that gradients have passed the call. Inputs are left alone: a node
-around them would make their gradients add up in another order than in plain torch.
+nodes of the call that can run, so it means that gradients have passed the call. Inputs get no node: it would make
+their gradients add up in another order than in plain torch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class _Sentinel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, on_passed: Callable[[], None], token: torch.Tensor) -> torch.Tensor:
         """Return the token, an empty tensor on the compute device, so that all nodes are in one queue, in one order."""
-        ctx.passed = on_passed
+        ctx.on_passed = on_passed
         return token.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
-        """Gradients have passed the whole call."""
-        ctx.passed()
+        """Gradients have passed the call."""
+        ctx.on_passed()
         return None, None
 
 
@@ -44,7 +44,7 @@ class _Join(torch.autograd.Function):
         ctx: Any, on_reached: Callable[[], None], sentinel: torch.Tensor, *outputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Pass the outputs on; detached ones share memory and may be modified in place."""
-        ctx.reached = on_reached
+        ctx.on_reached = on_reached
         ctx.set_materialize_grads(False)  # an unused output must pass no gradient on, not even zeros
         return tuple(output.detach() for output in outputs)
 
@@ -56,7 +56,7 @@ class _Join(torch.autograd.Function):
                 "backward with create_graph=True: gradients of gradients are not available, because the first "
                 "backward releases the weights that they need"
             )
-        ctx.reached()
+        ctx.on_reached()
         return (None, None, *gradients)
 
 
@@ -68,11 +68,11 @@ def make_sentinel(on_passed: Callable[[], None], device: torch.device) -> torch.
 
 @functools.cache
 def _shared_token(device: torch.device) -> torch.Tensor:
-    """One for all calls: selective checkpointing counts operations, and a recompute has frames that its forward lacks.
+    """One for all calls: selective checkpointing counts operations, and a recompute has markers that its forward lacks.
 
-    A unit that an outer call holds in forward is held by the inner calls in the recompute.
+    A unit that an outer call uses in forward is used by the inner calls in the recompute.
     """
-    with torch._C._DisableTorchDispatch():  # also where the first frame is opened in a recompute
+    with torch._C._DisableTorchDispatch():  # also where the first marker is made in a recompute
         return torch.empty(0, device=device, requires_grad=True, dtype=torch.float32)
 
 
@@ -91,7 +91,7 @@ def tensors_in(tree: Any, depth: int = 6) -> list[torch.Tensor]:
 
 
 def replace_tensors(tree: Any, new_of: dict[int, torch.Tensor], depth: int = 6) -> Any:
-    """Return `tree` with tensors exchanged by id. Lists, mappings and objects change in place; tuples are rebuilt."""
+    """Return `tree` with tensors replaced by id. Lists, mappings and objects change in place; tuples are rebuilt."""
     if isinstance(tree, torch.Tensor):
         return new_of.get(id(tree), tree)
     if depth == 0 or _is_leaf(tree):

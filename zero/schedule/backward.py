@@ -1,4 +1,4 @@
-"""Follows a backward: gradients arrive, gradients pass units, and the backward ends."""
+"""Watches a backward: gradients arrive, gradients pass units, and the backward ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ scaled the loss, torch's graph task id replaces None: such a backward may raise 
 
 
 class BackwardWatch:
-    """Receives gradients and the events of the module hooks.
+    """Receives gradients, and calls of the module hooks.
 
     Attributes:
         graph_version: steps taken so far; a graph made before the last one is stale.
@@ -82,21 +82,21 @@ class BackwardWatch:
         `interleaved`: the backward of several micro-batches, which pass each unit one after the other.
         """
         self.end_failed_backward()
-        self._gradient_divisor, broken_off = 1.0, interleaved
+        self._gradient_divisor, aborted = 1.0, interleaved
         with deferring_interrupts:
             self._begin_backward(interleaved=interleaved)
             _RUNNING_BACKWARDS[id(self)] = self._callbacks.loss_scale(), None
         try:
             with self.tearing():
                 yield
-            broken_off = False
+            aborted = False
         except BaseException:
             self.is_torn |= self._has_gradient
             raise
         finally:
             with deferring_interrupts:
                 self._is_running = False
-                self._end_backward(aborted=broken_off)
+                self._end_backward(aborted=aborted)
 
     def mark_torn(self) -> None:
         """A backward cannot get something it needs: the gradients it has not reached will be missing."""
@@ -133,7 +133,7 @@ class BackwardWatch:
         self._note_backward()
 
     def on_unit_passed(self, index: int) -> None:
-        """Gradients have passed a whole call that uses the unit: this call needs the unit no longer."""
+        """Gradients have passed a call that uses the unit: this call needs the unit no longer."""
         with self.tearing():
             if self._coordinator.end_backward_use(index):
                 self._gradients.on_unit_backward_end(index)
@@ -147,7 +147,7 @@ class BackwardWatch:
             self.end_failed_backward()
         self._callbacks.make_ready_to_run("forward")
         if torch.is_grad_enabled():
-            self._callbacks.take_user_gradients()  # gradients of a `loss.backward()` are added to the written ones
+            self._callbacks.take_user_gradients()  # gradients of a `loss.backward()` are added to those of the user
 
     @atomic
     def end_failed_backward(self) -> None:
@@ -162,9 +162,11 @@ class BackwardWatch:
         if self._is_running:
             return
         self._callbacks.take_user_gradients()  # a second backward of one forward adds to it too
-        walk = torch._C._current_graph_task_id()
+        graph_task = torch._C._current_graph_task_id()
         others = [
-            scale for watch, (scale, of) in _RUNNING_BACKWARDS.items() if watch != id(self) and of in (None, walk)
+            scale
+            for watch, (scale, task) in _RUNNING_BACKWARDS.items()
+            if watch != id(self) and task in (None, graph_task)
         ]
         if others and not self.is_scaled:  # another engine has divided the loss, and uses its own loss scale
             self._gradient_divisor = others[-1] / self._callbacks.loss_scale()
@@ -172,14 +174,14 @@ class BackwardWatch:
             self._gradient_divisor = self._callbacks.gradient_divisor(self.is_scaled)
         self._begin_backward()
         if self.is_scaled:
-            _RUNNING_BACKWARDS[id(self)] = self._callbacks.loss_scale(), walk
+            _RUNNING_BACKWARDS[id(self)] = self._callbacks.loss_scale(), graph_task
 
         @atomic
-        def finished() -> None:
+        def on_autograd_end() -> None:
             self._is_running = False
             self._end_backward()
 
-        torch.autograd.Variable._execution_engine.queue_callback(finished)
+        torch.autograd.Variable._execution_engine.queue_callback(on_autograd_end)
 
     def _begin_backward(self, *, interleaved: bool = False) -> None:
         self._is_running, self._has_gradient = True, False
@@ -187,7 +189,7 @@ class BackwardWatch:
         self._gradients.begin_backward(boundary=self._callbacks.should_reduce(), interleaved=interleaved)
 
     def _end_backward(self, *, aborted: bool = False) -> None:
-        """`aborted`: the gradients will be dropped, and other ranks are not asked for theirs."""
+        """`aborted`: the gradients will be dropped, and no collective is started for them."""
         self.is_scaled, self._gradient_divisor = False, 1.0
         _RUNNING_BACKWARDS.pop(id(self), None)
         try:
@@ -197,21 +199,21 @@ class BackwardWatch:
                 self._gradients.end_backward()
         finally:
             self._coordinator.end_backward()
-            for heard in self._end_callbacks:
-                heard()
+            for callback in self._end_callbacks:
+                callback()
 
     def _make_grad_hook(self, pieces: list[tuple[Unit, Slot]]) -> Callable[[nn.Parameter], None]:
         # Weak: torch keeps these hooks where Python's collector does not look; they must not keep the engine alive.
-        watching = weakref.ref(self)
+        watch_reference = weakref.ref(self)
 
         @atomic
         def receive(parameter: torch.Tensor) -> None:
-            watch = watching()
+            watch = watch_reference()
             gradient = torch_gradient(parameter)
             set_torch_gradient(parameter, None)
             if watch is None or gradient is None or not pieces[0][0].trainable:
                 return
-            if gradient.is_sparse:  # an embedding with sparse=True; planes are dense
+            if gradient.is_sparse:  # an embedding with sparse=True; arrays of gradients are dense
                 gradient = gradient.to_dense()
             if len(pieces) == 1:
                 watch._receive(pieces[0][0], pieces[0][1].position, gradient)

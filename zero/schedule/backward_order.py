@@ -45,10 +45,10 @@ class BackwardOrder:
         """A forward uses the unit."""
         self._uses.append(unit)
         if len(self._uses) > USES_MAX:  # parts of the model are called alone, and no forward begins
-            gone = len(self._uses) - USES_MAX // 2
-            del self._uses[:gone]
-            self._starts = [max(start - gone, 0) for start in self._starts]
-            self._position = None if self._position is None else max(self._position - gone, 0)
+            count = len(self._uses) - USES_MAX // 2
+            del self._uses[:count]
+            self._starts = [max(start - count, 0) for start in self._starts]
+            self._position = None if self._position is None else max(self._position - count, 0)
 
     def end_use(self, unit: int) -> None:
         """The use of `unit` is over. If it enclosed other uses, backward needs the unit before theirs."""
@@ -64,7 +64,7 @@ class BackwardOrder:
                 self._first_of[self._symbol(self._part[-1])] = self._symbol(self._part[0])
                 self._jumped_over.remove(unit)
                 return True
-            # What seemed to be a jump was one use out of turn: the units between are used in reverse order.
+            # What seemed to be a jump was one use out of order: the units between are used in reverse order.
             self._go_to(self._limit + len(self._part))
         if unit in self._to_pass:  # a part inside the part may be recomputed again, before gradients pass it
             if not recomputes:
@@ -106,7 +106,7 @@ class BackwardOrder:
         self.restart()
 
     def upcoming(self) -> Iterator[int]:
-        """Units in the order of their use in the rest of the backward."""
+        """Units in the order of their use from here to the end of the backward."""
         yield from self._jumped_over
         yield from self._to_pass
         limit = self._limit

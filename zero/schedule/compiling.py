@@ -1,9 +1,9 @@
 """How our hooks work when torch.compile compiles (parts of) the model, or a transform of torch.func runs it.
 
-Units are fetched and released at the edges of their root module, so a compiled block is one graph between two
-edges: `graph_break_hook` makes a hook at which Dynamo breaks its graph; Dynamo never traces into it. Inside a root, modules
-that own a part of its unit have hooks too. They find the unit in use and do nothing that a graph would need:
-`skip_when_compiling` makes a hook that disappears while Dynamo traces.
+Units are fetched and evicted where the call of their root module begins and ends, so a compiled block is one graph
+between these two places: `graph_break_hook` makes a hook at which Dynamo breaks its graph; Dynamo never traces into it.
+Inside a root, modules that own a part of its unit have hooks too. They find the unit in use and do nothing that a graph
+would need: `skip_when_compiling` makes a hook that disappears while Dynamo traces.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Fetches units before they are used and releases them afterwards: the only writer of every unit's state.
+"""Fetches units before they are used and evicts them afterwards: the only writer of every unit's state.
 
-Hooks report when uses begin and end; the policy decides which units to load and to evict. `residency` has the states.
+Hooks report when uses begin and end; `policy` decides which units to fetch and to evict; `residency` has the states.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from zero.store.storage import Storage
 class Coordinator(AlteredCopies):
     """Owner of residency on the device.
 
-    `unpin_for_room`: called when there is no room; ends uses that are held only because further uses may follow. False: none.
+    `unpin_for_room`: called when there is no room; ends uses that are pinned only because further uses may follow.
+    False: there were none.
     """
 
     def __init__(
@@ -56,19 +57,23 @@ class Coordinator(AlteredCopies):
         # True while the weights will not change after this backward: so its prefetch may cross the boundary.
         self.is_accumulating = False
         self.is_persistent_bound = False  # False between `evict_all` and `bind_persistent`.
-        self._layout, self._bound_units, self._storage, self._limits = layout, bound, storage, limits
-        self._fetcher, self._unpin_for_room = fetcher, unpin_for_room
+        self._layout = layout
+        self._bound_units = bound
+        self._storage = storage
+        self._limits = limits
+        self._fetcher = fetcher
+        self._unpin_for_room = unpin_for_room
         self._numel = {unit.index: unit.numel for unit in layout.units}
         movable = {unit.index: unit.numel for unit in layout.units if not unit.persistent}
         self._hot = HotUnits(movable)
         self._units = Residency(layout.units)
         self._in_backward = False
-        self._prefetched_key: tuple[int, ...] = ()  # The forecast whose units are all there, or on their way.
+        self._prefetched_key: tuple[int, ...] = ()  # The prediction whose units are all on the device, or in flight.
         self._expert_rows_numel = 0  # Elements of the rows of packed experts that are in use.
-        self._extra_numel = 0  # Elements that a generation may hold beyond the limit, in memory of its own.
+        self._extra_numel = 0  # Elements beyond the limit, for a generation, in memory of its own.
         self._undo: dict[int, list[Callable[[], None]]] = {}  # For units whose copies were altered.
-        self._parked: set[int] = set()  # COMING units with altered copies, which only `resume_altered` may show.
-        self._is_generation_paused = False  # The generation is over, and the units it kept stay for the next one.
+        self._parked: set[int] = set()  # IN_FLIGHT units with altered copies, which only `resume_altered` may bind.
+        self._is_generation_paused = False  # The generation is over, and the units it has pinned stay for the next one.
 
     @property
     def device(self) -> torch.device:
@@ -86,22 +91,22 @@ class Coordinator(AlteredCopies):
     def begin_generation(self, room_bytes: int = 0) -> None:
         """Forwards will follow with the same weights: units that fit stay from one forward to the next.
 
-        `room_bytes`: device memory that it may take beyond the plan's. Not taken if a resting generation has some.
+        `room_bytes`: device memory that it may take beyond the plan's. Not taken if a paused generation has some.
         """
         resumed, self._is_generation_paused = self._is_generation_paused, False
-        had_numel = self._extra_numel
-        if not had_numel:
+        old_numel = self._extra_numel
+        if not old_numel:
             self._extra_numel = self._fetcher.allocate_extra_memory(room_bytes)
-        if not resumed or self._extra_numel != had_numel:
+        if not resumed or self._extra_numel != old_numel:
             self._hot.begin_generation(self._live_numel_max)
         self._expect_forward(GENERATE, with_backward=False)
 
     def pause_generation(self) -> None:
-        """The generation is over; units it kept stay for the next one, until a forward with gradients or new values."""
+        """The generation is over; its units stay for the next one, until a forward with gradients or new values."""
         self._is_generation_paused = True
 
     def end_generation(self) -> None:
-        """Release the units that the generation kept, except those in use."""
+        """Evict the units that the generation pinned, except those in use."""
         self._is_generation_paused = False
         for index in self._hot.end_generation():
             if not self._units[index].is_in_use:
@@ -109,19 +114,19 @@ class Coordinator(AlteredCopies):
         self._free_extra_memory()
 
     def end_paused_generation(self) -> None:
-        """Release the units that the last generation has kept for the next one."""
+        """Evict the units that the last generation has pinned for the next one."""
         if self._is_generation_paused:
             self.end_generation()
 
     def _free_extra_memory(self) -> None:
-        """Give the generation's own memory back, and evict all units that may be in it."""
+        """Free the generation's own memory, and evict all units that may be in it."""
         if not self._extra_numel:
             return
         self._extra_numel = 0
         self._hot.shrink(self._live_numel_max)
-        for one in (*self._units.in_state(UnitState.IN_FLIGHT), *self._units.in_state(UnitState.BOUND)):
-            if not one.is_pinned:
-                self._evict(one)
+        for entry in (*self._units.in_state(UnitState.IN_FLIGHT), *self._units.in_state(UnitState.BOUND)):
+            if not entry.is_pinned:
+                self._evict(entry)
         self._fetcher.free_extra_memory()
 
     @property
@@ -134,20 +139,20 @@ class Coordinator(AlteredCopies):
 
     def begin_forward_use(self, index: int, *, backward_follows: bool) -> bool:
         """A module that uses the unit is called. True if this is the outermost such call."""
-        one = self._units[index]
-        one.forward_uses += 1
-        if one.forward_uses > 1 or one.state == UnitState.PERSISTENT:
+        entry = self._units[index]
+        entry.forward_uses += 1
+        if entry.forward_uses > 1 or entry.state == UnitState.PERSISTENT:
             self.use_on_current_stream(index)
-        if one.forward_uses > 1:
+        if entry.forward_uses > 1:
             return False
-        if one.state != UnitState.PERSISTENT:
+        if entry.state != UnitState.PERSISTENT:
             self._in_backward = False
             self.trace.use_forward(index, backward_follows=backward_follows)
             self._hot.note_use(index)
             try:
-                self._fetch_and_bind(one)
+                self._fetch_and_bind(entry)
             except BaseException:
-                one.forward_uses -= 1  # the call does not begin, so nothing will end this use
+                entry.forward_uses -= 1  # the call does not begin, so nothing will end this use
                 self._hot.unpin(index)
                 raise
             self._prefetch(with_backward=self.trace.expects_backward(index, backward_follows))
@@ -155,14 +160,14 @@ class Coordinator(AlteredCopies):
 
     def use_on_current_stream(self, index: int) -> None:
         """A bound unit is used by the current stream from here on; its values may have come there for another one."""
-        one = self._units[index]
-        if one.state == UnitState.PERSISTENT:
+        entry = self._units[index]
+        if entry.state == UnitState.PERSISTENT:
             self._fetcher.use_persistent_on_stream()
-        elif one.state == UnitState.BOUND and one.arrival is not None:
-            self._fetcher.use_on_current_stream(one.arrival)
-        elif one.state == UnitState.EDITED:
+        elif entry.state == UnitState.BOUND and entry.arrival is not None:
+            self._fetcher.use_on_current_stream(entry.arrival)
+        elif entry.state == UnitState.EDITED:
             for memory in self._bound_units[index].flat_buffers:
-                self._storage.streams.wait_and_record_stream(memory, one.edit_event)
+                self._storage.streams.wait_and_record_stream(memory, entry.edit_event)
 
     def is_used(self, index: int) -> bool:
         """True while a call or a backward uses the unit, and always for a persistent unit."""
@@ -174,14 +179,14 @@ class Coordinator(AlteredCopies):
 
     def end_forward_use(self, index: int, *, backward_follows: bool) -> bool:
         """A call that uses the unit returned. True if it was the outermost."""
-        one = self._units[index]
-        one.forward_uses = max(one.forward_uses - 1, 0)
-        if one.forward_uses:
+        entry = self._units[index]
+        entry.forward_uses = max(entry.forward_uses - 1, 0)
+        if entry.forward_uses:
             return False
         self.trace.end_use(index)
-        if one.state != UnitState.PERSISTENT and not one.backward_uses:
+        if entry.state != UnitState.PERSISTENT and not entry.backward_uses:
             with_backward = self.trace.expects_backward(index, backward_follows)
-            self._keep_or_evict(one, self.trace.upcoming_in_forward(with_backward=with_backward))
+            self._keep_or_evict(entry, self.trace.upcoming_in_forward(with_backward=with_backward))
         return True
 
     def begin_backward_use(self, index: int) -> None:
@@ -198,7 +203,7 @@ class Coordinator(AlteredCopies):
         self._units[index].recomputing += by_call
 
     def _use_in_backward(self, entry: UnitEntry, *, recomputes: bool | None) -> None:
-        """`recomputes`: see `Trace.use_backward`; None: code outside any call reads it, out of order."""
+        """`recomputes`: see `AccessTrace.use_backward`; None: code outside any call reads it, out of order."""
         present = entry.state == UnitState.PERSISTENT or entry.backward_uses or entry.is_recomputed
         if present:
             self.use_on_current_stream(entry.index)
@@ -225,36 +230,38 @@ class Coordinator(AlteredCopies):
 
     def end_backward_use(self, index: int) -> bool:
         """Gradients have passed a call that uses the unit. True if that was the last open use; ignored if none was."""
-        one = self._units[index]
-        if not one.backward_uses:
+        entry = self._units[index]
+        if not entry.backward_uses:
             return False
-        one.backward_uses -= 1
-        if one.backward_uses or one.recomputing:  # another micro-batch may still be recomputing it
+        entry.backward_uses -= 1
+        if entry.backward_uses or entry.recomputing:  # another micro-batch may still be recomputing it
             return False
-        one.is_recomputed = False
+        entry.is_recomputed = False
         self.trace.end_backward_use(index)
-        if not one.forward_uses and one.state != UnitState.PERSISTENT:
-            self._keep_or_evict(one, self.trace.upcoming_in_backward(forward_follows=self.is_accumulating))
+        if not entry.forward_uses and entry.state != UnitState.PERSISTENT:
+            self._keep_or_evict(entry, self.trace.upcoming_in_backward(forward_follows=self.is_accumulating))
         return True
 
     def note_read(self, index: int) -> None:
         """A bound unit is read outside any call; a graph may need its values in the next backward."""
-        one = self._units[index]
+        entry = self._units[index]
         self.use_on_current_stream(index)
-        one.is_read_for_backward = one.is_read_for_backward or (
-            torch.is_grad_enabled() and one.state == UnitState.BOUND
+        entry.is_read_for_backward = entry.is_read_for_backward or (
+            torch.is_grad_enabled() and entry.state == UnitState.BOUND
         )
 
     def end_backward(self) -> None:
         """The outermost backward is over: no use is open, even if hooks have missed its end."""
-        open_uses = [one for one in self._units if one.backward_uses or one.is_recomputed or one.is_read_for_backward]
-        # Clear all units before the first release: whether a unit may stay depends on which others are in use.
-        for one in self._units:
-            one.backward_uses = one.recomputing = 0
-            one.is_recomputed = one.is_read_for_backward = False
-        for one in open_uses:
-            if not one.forward_uses and one.state != UnitState.PERSISTENT:
-                self._keep_or_evict(one, self.trace.upcoming_in_backward(forward_follows=self.is_accumulating))
+        open_uses = [
+            entry for entry in self._units if entry.backward_uses or entry.is_recomputed or entry.is_read_for_backward
+        ]
+        # Clear all units before the first eviction: whether a unit may stay depends on which others are in use.
+        for entry in self._units:
+            entry.backward_uses = entry.recomputing = 0
+            entry.is_recomputed = entry.is_read_for_backward = False
+        for entry in open_uses:
+            if not entry.forward_uses and entry.state != UnitState.PERSISTENT:
+                self._keep_or_evict(entry, self.trace.upcoming_in_backward(forward_follows=self.is_accumulating))
         self.trace.end_backward()
 
     def end_forward(self, next_phase: str | None = None) -> None:
@@ -263,12 +270,12 @@ class Coordinator(AlteredCopies):
         `next_phase`: a forward of this phase may follow at once, without a backward in between.
         """
         self.trace.end_forward()
-        open_uses = [one for one in self._units if one.forward_uses]
-        for one in open_uses:
-            one.forward_uses = 0
-        for one in open_uses:
-            if not (one.is_in_use or one.is_edited):
-                self._evict_bound(one)
+        open_uses = [entry for entry in self._units if entry.forward_uses]
+        for entry in open_uses:
+            entry.forward_uses = 0
+        for entry in open_uses:
+            if not (entry.is_in_use or entry.is_edited):
+                self._evict_bound(entry)
         if next_phase is not None:
             self._expect_forward(GENERATE if self._hot.is_active else next_phase, with_backward=False)
 
@@ -298,13 +305,13 @@ class Coordinator(AlteredCopies):
 
     def wait_for_prefetches(self) -> None:
         """Wait until all prefetches have ended, failed or not."""
-        for one in self._units.in_state(UnitState.IN_FLIGHT):
-            if one.arrival is not None and one.arrival.future is not None:
-                one.arrival.future.wait()
+        for entry in self._units.in_state(UnitState.IN_FLIGHT):
+            if entry.arrival is not None and entry.arrival.future is not None:
+                entry.arrival.future.wait()
 
     def check_idle(self) -> None:
         """Raise StateError if a unit is in use: a step or a close was called inside forward or backward."""
-        busy = [one.unit.name for one in self._units.in_state(UnitState.BOUND) if one.is_in_use]
+        busy = [entry.unit.name for entry in self._units.in_state(UnitState.BOUND) if entry.is_in_use]
         if busy:
             raise StateError(
                 f"step: units {', '.join(busy)} are in use, because step() was called inside forward or backward; "
@@ -312,7 +319,7 @@ class Coordinator(AlteredCopies):
             )
 
     def evict_all(self) -> None:
-        """Release every unit: its values are about to change, or the engine closes.
+        """Evict every unit: its values are about to change, or the engine closes.
 
         Persistent units stay on the device, but their parameters are unbound until `bind_persistent`: where torch
         cannot swap storages they see a copy. Raises StateError: a unit is in use, or a parameter was given another
@@ -321,12 +328,12 @@ class Coordinator(AlteredCopies):
         self.check_idle()
         self.is_persistent_bound = False
         self.trace.forget_forwards()
-        for one in self._units:
-            one.is_read_for_backward = False
-        for one in (*self._units.in_state(UnitState.IN_FLIGHT), *self._units.in_state(UnitState.BOUND)):
-            self._evict(one)
+        for entry in self._units:
+            entry.is_read_for_backward = False
+        for entry in (*self._units.in_state(UnitState.IN_FLIGHT), *self._units.in_state(UnitState.BOUND)):
+            self._evict(entry)
         self._fetcher.drain()
-        self._free_extra_memory()  # after `drain`: until then transfers may use this memory
+        self._free_extra_memory()  # after `drain`: until then the I/O loop may use this memory
         refused: list[str] = []
         self._fetcher.use_persistent_on_stream()  # what they see may have been copied there on another stream
         persistent = [bound for bound in self._bound_units if bound.unit.persistent and bound.is_bound]
@@ -349,41 +356,41 @@ class Coordinator(AlteredCopies):
                 bound.leave_device(poison)
 
     def evict_if_unused(self, index: int) -> None:
-        """Release the unit if no use of it is open, so that an editor may bind it to memory of its own."""
+        """Evict the unit if no use of it is open, so that an editor may bind it to memory of its own."""
         self._fetcher.drain()
         if index not in self._units.pinned_units():
             self._evict(self._units[index])
 
     def begin_edit(self, index: int) -> None:
-        """An editor shows the unit, in memory of its own or where it is: uses find it present and do not release it."""
-        one = self._units[index]
-        one.is_edited = one.state == UnitState.BOUND
-        if one.state == UnitState.EVICTED:
-            self._units.move(one, UnitState.EDITED)
-            one.edit_event = self._storage.streams.record_event()
+        """An editor binds the unit, in memory of its own or where it is: uses find it present and do not evict it."""
+        entry = self._units[index]
+        entry.is_edited = entry.state == UnitState.BOUND
+        if entry.state == UnitState.EVICTED:
+            self._units.move(entry, UnitState.EDITED)
+            entry.edit_event = self._storage.streams.record_event()
 
     def is_edited(self, index: int) -> bool:
         """True between `begin_edit` and `end_edit`, if the editor has bound the unit to memory of its own."""
         return self._units[index].state == UnitState.EDITED
 
     def end_edit(self, index: int) -> None:
-        """The editor is done; a unit that nothing uses any more is released."""
-        one = self._units[index]
-        one.is_edited = False
-        if one.state == UnitState.EDITED:
-            self._units.move(one, UnitState.EVICTED)
-        elif one.state == UnitState.EVICTED and one.is_in_use:
-            self._fetch_and_bind(one)  # a use began meanwhile, and goes on
-        elif not one.is_pinned:
-            self._evict_bound(one)
+        """The editor is done; a unit that nothing uses any more is evicted."""
+        entry = self._units[index]
+        entry.is_edited = False
+        if entry.state == UnitState.EDITED:
+            self._units.move(entry, UnitState.EVICTED)
+        elif entry.state == UnitState.EVICTED and entry.is_in_use:
+            self._fetch_and_bind(entry)  # a use began meanwhile, and goes on
+        elif not entry.is_pinned:
+            self._evict_bound(entry)
 
     def on_rewrite(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
         self._fetcher.on_rewrite(indices, unstored)
 
-    # ---- rows of packed experts, fetched and released apart from their unit ---------------------
+    # ---- rows of packed experts, fetched and freed apart from their unit ---------------------
 
     def lease_rows(self, unit: Unit, numel: int) -> Block:
-        """Lease memory for rows of the unit, evicting units not in use. Give it back with `free_rows`.
+        """Lease memory for rows of the unit, evicting units not in use. Free it with `free_rows`.
 
         Raises BudgetError: units in use leave no room.
         """
@@ -415,28 +422,27 @@ class Coordinator(AlteredCopies):
         self._expert_rows_numel -= numel
         block.free(self._storage.streams.record_event())
 
-    def _fetch_and_bind(self, one: UnitEntry) -> None:
-        """Bind the unit now; wait for its values if they are not here yet."""
-        counters, arrival = self.counters, one.arrival
+    def _fetch_and_bind(self, entry: UnitEntry) -> None:
+        """Bind the unit now; wait for its values if they are still in flight."""
+        counters, arrival = self.counters, entry.arrival
         if (
-            one.state == UnitState.IN_FLIGHT
+            entry.state == UnitState.IN_FLIGHT
             and arrival is not None
-            and (arrival.has_reported_failure or one.index in self._parked)
+            and (arrival.has_reported_failure or entry.index in self._parked)
         ):
-            self._drop_arrival(
-                one
-            )  # its failure was already reported: this call tries again; or the values are altered
+            # Its failure was already reported: this call tries again; or the values are altered.
+            self._drop_arrival(entry)
             arrival = None
-        if one.state == UnitState.EDITED:
+        if entry.state == UnitState.EDITED:
             counters.hits += 1
-            self.use_on_current_stream(one.index)
+            self.use_on_current_stream(entry.index)
             return
         if arrival is None:
             counters.misses += 1
-            arrival = self._start_fetch(one)
-        elif one.state == UnitState.BOUND:
+            arrival = self._start_fetch(entry)
+        elif entry.state == UnitState.BOUND:
             counters.hits += 1
-            self._bound_units[one.index].mark_present()
+            self._bound_units[entry.index].mark_present()
             self._fetcher.use_on_current_stream(arrival)
             return
         elif arrival.is_done:
@@ -447,10 +453,10 @@ class Coordinator(AlteredCopies):
             self._fetcher.await_values(arrival)
         except BaseException as error:
             mark_reported(error)
-            self._drop_arrival(one)
+            self._drop_arrival(entry)
             raise
-        self._fetcher.bind(self._bound_units[one.index], arrival)
-        self._units.move(one, UnitState.BOUND, arrival)
+        self._fetcher.bind(self._bound_units[entry.index], arrival)
+        self._units.move(entry, UnitState.BOUND, arrival)
 
     def _start_fetch(self, entry: UnitEntry) -> Arrival:
         """Start to fetch the unit; evict others if needed. Raises BudgetError: units in use now leave no room."""
@@ -476,16 +482,19 @@ class Coordinator(AlteredCopies):
         """Units to evict for a unit that is needed now; None: units in use leave no room."""
         if self._units.resident_numel + entry.unit.numel <= self._live_numel_max:
             return ()
-        units, kept = self._units, self._hot.pinned
-        # It evicts units that a generation keeps, and if necessary recomputed units that only wait for gradients.
+        units, pinned = self._units, self._hot.pinned
+        # It evicts units that a generation pins, and if necessary recomputed units that only wait for gradients.
         # A unit in use is never evicted.
         pins: tuple[Callable[[int], bool], ...] = (
-            lambda i: units[i].is_pinned or i in kept,
+            lambda i: units[i].is_pinned or i in pinned,
             lambda i: units[i].is_pinned,
             lambda i: units[i].is_pinned and not units[i].awaits_gradients,
         )
         resident, upcoming = units.resident_units(), [*self._horizon()]
-        choices = (make_room(entry.index, resident, p, upcoming, self._numel, self._live_numel_max) for p in pins)
+        choices = (
+            make_room(entry.index, resident, is_pinned, upcoming, self._numel, self._live_numel_max)
+            for is_pinned in pins
+        )
         return next((choice for choice in choices if choice is not None), None)
 
     def _on_fetch_start(self, entry: UnitEntry, arrival: Arrival) -> None:
@@ -494,44 +503,44 @@ class Coordinator(AlteredCopies):
         self.counters.whole_experts.update([entry.index] if entry.unit.expert_rows else [])
 
     def _evict_furthest(self, candidates: list[int]) -> None:
-        """Evict the unit whose next use is furthest away; units that a generation keeps are evicted last."""
+        """Evict the unit whose next use is furthest away; units that a generation pins are evicted last."""
         next_use = first_positions(self._horizon())
         last = {i: next_use.get(i, math.inf) for i in candidates}
         self._evict(self._units[max(candidates, key=lambda i: (i not in self._hot.pinned, last[i]))])
 
     def _prefetch(self, *, with_backward: bool) -> None:
-        # A forecast whose units are all there only gets shorter, until a surprise comes or a unit leaves.
-        forecast = (
+        # A prediction whose units are all present only gets shorter, until it changes or a unit is evicted.
+        key = (
             with_backward,
             self._in_backward,
             self.is_accumulating,
             self.trace.prediction_changes,
             self._units.evictions,
         )
-        if forecast == self._prefetched_key:
+        if key == self._prefetched_key:
             return
         upcoming = self._predicted_uses(with_backward=with_backward)
-        moves = plan_prefetch(self._units.resident_units(), self._is_pinned, upcoming, self._numel, self._limits_now)
-        for index in moves.evict:
+        plan = plan_prefetch(self._units.resident_units(), self._is_pinned, upcoming, self._numel, self._limits_now)
+        for index in plan.evict:
             self._evict(self._units[index])
-        for index in moves.fetch:
-            one = self._units[index]
-            if one.state == UnitState.EDITED:
+        for index in plan.fetch:
+            entry = self._units[index]
+            if entry.state == UnitState.EDITED:
                 continue
-            arrival = self._fetcher.fetch(one.unit)
+            arrival = self._fetcher.fetch(entry.unit)
             if arrival is None:  # no memory is free, and no use needs the unit yet
                 return
-            self._on_fetch_start(one, arrival)
-        if moves.is_complete and not moves.evict:
-            self._prefetched_key = forecast
+            self._on_fetch_start(entry, arrival)
+        if plan.is_complete and not plan.evict:
+            self._prefetched_key = key
 
     def _is_pinned(self, index: int) -> bool:
-        """A prefetch must not evict it: it is in use, kept, or in flight (ranks in step: even if it has arrived)."""
-        one, arrival = self._units[index], self._units[index].arrival
-        if one.state == UnitState.IN_FLIGHT and index not in self._parked:
+        """A prefetch must not evict it: it is in use, pinned, or in flight (ranks in step: even if it has arrived)."""
+        entry, arrival = self._units[index], self._units[index].arrival
+        if entry.state == UnitState.IN_FLIGHT and index not in self._parked:
             return self._fetcher.in_step or arrival is None or not arrival.is_done
         return (
-            one.is_pinned and not (one.awaits_gradients and one.has_recompute_returned)
+            entry.is_pinned and not (entry.awaits_gradients and entry.has_recompute_returned)
         ) or index in self._hot.pinned
 
     def _no_room_error(self, what: str, numel: int) -> BudgetError:
@@ -553,21 +562,21 @@ class Coordinator(AlteredCopies):
         """Predicted uses, as far ahead as an eviction can depend on them."""
         return take_until(self._predicted_uses(with_backward=True), HORIZON * self._live_numel_max, self._numel)
 
-    def _keep_or_evict(self, one: UnitEntry, upcoming: Iterator[int]) -> None:
-        if one.is_edited:
+    def _keep_or_evict(self, entry: UnitEntry, upcoming: Iterator[int]) -> None:
+        if entry.is_edited:
             return
-        live = one.state == UnitState.BOUND
-        if live:
-            self._bound_units[one.index].mark_released()
-        if one.is_read_for_backward:
+        is_bound = entry.state == UnitState.BOUND
+        if is_bound:
+            self._bound_units[entry.index].mark_released()
+        if entry.is_read_for_backward:
             return
-        colder = self._hot.try_pin(one.index, lambda other: self._units[other].is_pinned) if live else None
+        colder = self._hot.try_pin(entry.index, lambda other: self._units[other].is_pinned) if is_bound else None
         if colder is not None:
             for other in colder:
                 self._evict(self._units[other])
             return
-        if not is_reused_soon(one.index, upcoming, self._numel, self._limits_now):
-            self._evict_bound(one)
+        if not is_reused_soon(entry.index, upcoming, self._numel, self._limits_now):
+            self._evict_bound(entry)
 
     def _evict(self, entry: UnitEntry) -> None:
         if entry.state == UnitState.BOUND:
@@ -575,26 +584,26 @@ class Coordinator(AlteredCopies):
         else:
             self._drop_arrival(entry)
 
-    def _evict_bound(self, one: UnitEntry) -> None:
-        arrival = one.arrival
-        if one.state != UnitState.BOUND or arrival is None:
+    def _evict_bound(self, entry: UnitEntry) -> None:
+        arrival = entry.arrival
+        if entry.state != UnitState.BOUND or arrival is None:
             return
-        self._units.move(one, UnitState.EVICTED)  # first: if code below raises, the unit must not seem to be present
-        self._hot.unpin(one.index)
-        for undo in self._undo.pop(one.index, ()):
+        self._units.move(entry, UnitState.EVICTED)  # first: if code below raises, the unit must not seem to be present
+        self._hot.unpin(entry.index)
+        for undo in self._undo.pop(entry.index, ()):
             undo()
-        one.is_recomputed = False
-        bound = self._bound_units[one.index]
+        entry.is_recomputed = False
+        bound = self._bound_units[entry.index]
         refused = bound.recapture()
         modified = bound.is_modified
         self._fetcher.unbind(bound, arrival, modified=modified)
-        self.counters.releases[one.index] += 1
-        self._fetcher.evict(one.unit, arrival, modified=modified)
+        self.counters.releases[entry.index] += 1
+        self._fetcher.evict(entry.unit, arrival, modified=modified)
         if refused:
-            raise StateError(f"unit {one.unit.name}: {'; '.join(refused)}")
+            raise StateError(f"unit {entry.unit.name}: {'; '.join(refused)}")
 
     def _drop_arrival(self, entry: UnitEntry) -> None:
-        """Drop values that are in flight and were never bound; waits until their transfer has ended."""
+        """Drop values that are in flight and were never bound; waits until their fetch has ended."""
         arrival = entry.arrival
         if entry.state != UnitState.IN_FLIGHT or arrival is None:
             return

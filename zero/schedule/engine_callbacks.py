@@ -13,9 +13,8 @@ class EngineCallbacks:
     """The only way in which parts call their engine. Parts that replace others get the same object."""
 
     check_open: Callable[[str], None]  # Raises StateError if the engine is closed; the argument names the operation.
-    make_ready_to_run: Callable[
-        [str], None
-    ]  # `check_open`; on return weights are there and persistent units are bound.
+    # `check_open`; on return weights are there and persistent units are bound.
+    make_ready_to_run: Callable[[str], None]
     on_module_call: Callable[[], None]  # A module is called by itself: on return weights are on the device.
     take_user_gradients: Callable[[], None]  # Gradients that user code has put into `.grad` replace the collected ones.
     on_backward_begin: Callable[[], None]  # On return everything that a backward needs is on the device.
@@ -31,7 +30,7 @@ class EngineCallbacks:
     loss_scale: Callable[[], float]
     values_of: Callable[..., Any]  # A parameter's exact values; see `Values.values_of`.
     get_gradients: Callable[[], Any]  # The `Gradients` of the present model.
-    prepare_load: Callable[[], Any]  # The parts for the present model, at rest, so that their planes can be rewritten.
+    prepare_load: Callable[[], Any]  # The parts for the present model, idle, so that their arrays can be rewritten.
     # (folder, names of values): inside they are rewritten; if that fails, only another load is allowed.
     loading: Callable[[str, frozenset[str]], AbstractContextManager[None]]
     close: Callable[[], None]

@@ -1,6 +1,6 @@
-"""Rows of packed experts, gathered alone: only the experts that the router has chosen are fetched.
+"""Rows of packed experts, fetched alone: only the experts that the router has chosen.
 
-A loan is some rows of one unit in memory of their own. Its tensors are views of one storage. The storage gets and
+`ExpertRows` is some rows of one unit in memory of their own. Its tensors are views of one storage. The storage gets and
 loses its memory as a unit does (offload/memory/flat_storage.py). It has memory during the call that uses the rows, and
 again from the moment gradients reach that call until they have passed it. In a recomputation it keeps the memory until
 the backward that recomputes is over.
@@ -37,7 +37,7 @@ class ExpertRows:
 
     Attributes:
         rows: row numbers, ascending.
-        runs: (first coordinate, end, first element of the loan) of each run of adjacent rows.
+        runs: (first coordinate, end, first element in the storage) of each run of adjacent rows.
         views: per slot of the unit, its rows [len(rows), ...].
     """
 
@@ -58,13 +58,12 @@ class ExpertRows:
         self.storage = FlatStorage(self.numel, unit.dtype, cuts, bound.poison, bound.flat.device)
         self.block: Block | None = None
         self.forward_uses = self.backward_uses = 0
-        self.is_recomputed = (
-            False  # A recomputation used it; it stays until a backward use ends, or the whole backward.
-        )
+        # A recomputation used it; it stays until a backward use ends, or the backward itself.
+        self.is_recomputed = False
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """The rows; readable while the loan is in use."""
+        """The rows; readable while they are in use."""
         return self.storage.views
 
     @property
@@ -74,9 +73,9 @@ class ExpertRows:
 
 
 class ExpertRowFetcher:
-    """Lends rows of one engine's packed experts.
+    """Fetches rows of one engine's packed experts.
 
-    `updates`: bring rows up to date before they are read; `backward_watch`: take gradients.
+    `updates` brings rows up to date before they are read; `backward_watch` takes their gradients.
     """
 
     def __init__(
@@ -96,14 +95,14 @@ class ExpertRowFetcher:
             if unit.unit.expert_rows
             for position, parameter in enumerate(unit.parameters)
         }
-        # Weak, because a graph keeps its loans alive; a recomputation of the same call finds them here.
+        # Weak, because a graph keeps its rows alive; a recomputation of the same call finds them here.
         self._fetched: weakref.WeakValueDictionary[tuple[int, tuple[int, ...]], ExpertRows] = (
             weakref.WeakValueDictionary()
         )
-        self._in_backward: dict[int, ExpertRows] = {}  # Loans that a backward uses, by id.
+        self._in_backward: dict[int, ExpertRows] = {}  # Rows that a backward uses, by id.
 
     def can_fetch(self, parameter: nn.Parameter) -> bool:
-        """True if rows of the parameter can be fetched, and its whole unit is not bound."""
+        """True if rows of the parameter can be fetched, and its unit is not bound."""
         place = self._place_of.get(id(parameter))
         return place is not None and not self._bound[place[0]].is_bound
 
@@ -123,128 +122,132 @@ class ExpertRowFetcher:
             compute: a function of {name: [len(rows), ...]}.
         """
         units = dict.fromkeys(self._place_of[id(p)][0] for p in parameters.values())
-        loans = {index: self._expert_rows(index, rows) for index in units}
+        fetched = {index: self._expert_rows(index, rows) for index in units}
         recompute = in_backward()
-        begun: list[ExpertRows] = []
+        in_use: list[ExpertRows] = []
         try:
-            for loan in loans.values():
+            for expert_rows in fetched.values():
                 with deferring_interrupts:
-                    self._begin_forward(loan, recompute)
-                    begun.append(loan)
+                    self._begin_forward(expert_rows, recompute)
+                    in_use.append(expert_rows)
             sentinel = None
             if torch.is_grad_enabled():
-                sentinel = make_sentinel(self._passed_callback(begun), self._coordinator.device)
-            result = compute({name: self._rows_of(p, loans) for name, p in parameters.items()})
+                sentinel = make_sentinel(self._passed_callback(in_use), self._coordinator.device)
+            result = compute({name: self._rows_of(p, fetched) for name, p in parameters.items()})
             if sentinel is not None:
-                result = join_outputs(sentinel, result, self._reached_callback(begun))
+                result = join_outputs(sentinel, result, self._reached_callback(in_use))
             return result
         finally:
             with deferring_interrupts:
-                for loan in begun:
-                    loan.forward_uses -= 1
-                    self._free_if_unused(loan)
+                for expert_rows in in_use:
+                    expert_rows.forward_uses -= 1
+                    self._free_if_unused(expert_rows)
 
     def end_backward(self) -> None:
         """A backward is over: none of its uses is open, even if it has not passed all of them."""
         while self._in_backward:
-            _, loan = self._in_backward.popitem()
-            loan.backward_uses, loan.is_recomputed = 0, False
-            self._free_if_unused(loan)
+            _, expert_rows = self._in_backward.popitem()
+            expert_rows.backward_uses, expert_rows.is_recomputed = 0, False
+            self._free_if_unused(expert_rows)
 
     def _expert_rows(self, index: int, rows: tuple[int, ...]) -> ExpertRows:
-        loan = self._fetched.get((index, rows))
-        if loan is None:
-            loan = self._fetched[index, rows] = ExpertRows(self._bound[index], rows)
-        return loan
+        expert_rows = self._fetched.get((index, rows))
+        if expert_rows is None:
+            expert_rows = self._fetched[index, rows] = ExpertRows(self._bound[index], rows)
+        return expert_rows
 
-    def _begin_forward(self, fetched: ExpertRows, recompute: bool) -> None:
-        if not fetched.is_in_use:
-            self._fetch(fetched)
-        fetched.forward_uses += 1
+    def _begin_forward(self, expert_rows: ExpertRows, recompute: bool) -> None:
+        if not expert_rows.is_in_use:
+            self._fetch(expert_rows)
+        expert_rows.forward_uses += 1
         if recompute:
-            fetched.is_recomputed = True
-            self._pin_in_backward(fetched)
+            expert_rows.is_recomputed = True
+            self._pin_in_backward(expert_rows)
 
-    def _pin_in_backward(self, fetched: ExpertRows) -> None:
-        self._in_backward[id(fetched)] = fetched
+    def _pin_in_backward(self, expert_rows: ExpertRows) -> None:
+        self._in_backward[id(expert_rows)] = expert_rows
         if self._scheduler.is_active:
-            self._scheduler.task.pinned_rows.add(id(fetched))
+            self._scheduler.task.pinned_rows.add(id(expert_rows))
 
     def _rows_of(self, parameter: nn.Parameter, fetched: dict[int, ExpertRows]) -> torch.Tensor:
         """A leaf of the graph with the values of the rows; its gradient is added to the unit's gradient."""
         index, position = self._place_of[id(parameter)]
-        loan = fetched[index]
-        rows = loan.views[position].detach()
-        if not (loan.unit.trainable and parameter.requires_grad and torch.is_grad_enabled()):
+        expert_rows = fetched[index]
+        rows = expert_rows.views[position].detach()
+        if not (expert_rows.unit.trainable and parameter.requires_grad and torch.is_grad_enabled()):
             return rows
         rows.requires_grad_()
-        events, unit, numbers = self._backward_watch, loan.unit, torch.tensor(loan.rows, device=rows.device)
+        watch, unit, numbers = (
+            self._backward_watch,
+            expert_rows.unit,
+            torch.tensor(expert_rows.rows, device=rows.device),
+        )
 
         @atomic
         def receive(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             if gradient is not None:
-                events.receive_rows(unit, position, *_apply_user_hooks(parameter, numbers, gradient))
+                watch.receive_rows(unit, position, *_apply_user_hooks(parameter, numbers, gradient))
 
         rows.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
         return rows
 
     def _reached_callback(self, fetched: list[ExpertRows]) -> Callable[[], None]:
-        generation = self._backward_watch.graph_version
+        graph_version = self._backward_watch.graph_version
 
         @atomic
-        def reached() -> None:
-            self._backward_watch.before_backward(generation)
-            for loan in fetched:
-                if not loan.is_in_use:
-                    self._fetch(loan)
-                loan.backward_uses += 1
-                self._pin_in_backward(loan)
+        def on_reached() -> None:
+            self._backward_watch.before_backward(graph_version)
+            for expert_rows in fetched:
+                if not expert_rows.is_in_use:
+                    self._fetch(expert_rows)
+                expert_rows.backward_uses += 1
+                self._pin_in_backward(expert_rows)
 
-        return reached
+        return on_reached
 
     def _passed_callback(self, fetched: list[ExpertRows]) -> Callable[[], None]:
         @atomic
-        def passed() -> None:
-            for loan in fetched:
-                self._scheduler.task.pinned_rows.discard(id(loan))
-                if loan.backward_uses:
-                    loan.backward_uses -= 1
-                if not loan.backward_uses:
-                    loan.is_recomputed = False
-                    self._in_backward.pop(id(loan), None)
-                    self._free_if_unused(loan)
-                    self._backward_watch.on_rows_passed(loan.unit.index)
+        def on_passed() -> None:
+            for expert_rows in fetched:
+                self._scheduler.task.pinned_rows.discard(id(expert_rows))
+                if expert_rows.backward_uses:
+                    expert_rows.backward_uses -= 1
+                if not expert_rows.backward_uses:
+                    expert_rows.is_recomputed = False
+                    self._in_backward.pop(id(expert_rows), None)
+                    self._free_if_unused(expert_rows)
+                    self._backward_watch.on_rows_passed(expert_rows.unit.index)
 
-        return passed
+        return on_passed
 
-    def _fetch(self, fetched: ExpertRows) -> None:
-        unit, storage = fetched.unit, self._storage
+    def _fetch(self, expert_rows: ExpertRows) -> None:
+        unit, storage = expert_rows.unit, self._storage
         with outside_transforms(), self._backward_watch.tearing() if in_backward() else nullcontext():
-            block = self._coordinator.lease_rows(unit, fetched.numel)
-            job = self._updates.fetch_rows(unit, fetched.runs, exact_alias(block.data), block.events)
+            block = self._coordinator.lease_rows(unit, expert_rows.numel)
+            job = self._updates.fetch_rows(unit, expert_rows.runs, exact_alias(block.data), block.events)
             try:
-                transfer = storage.io_loop.submit(f"fetching rows of {unit.name}", job)
+                future = storage.io_loop.submit(f"fetching rows of {unit.name}", job)
             except BaseException:
-                self._coordinator.free_rows(block, fetched.numel)
+                self._coordinator.free_rows(block, expert_rows.numel)
                 raise
             try:
-                storage.streams.wait_events(transfer.result())
-            except BaseException:  # an interrupt ends only the wait: the transfer still writes rows
-                self._coordinator.free_rows_after(unit, block, fetched.numel, transfer)
+                storage.streams.wait_events(future.result())
+            except BaseException:  # an interrupt ends only the wait: the I/O loop still writes rows
+                self._coordinator.free_rows_after(unit, block, expert_rows.numel, future)
                 raise
-            fetched.storage.bind(block.data)
-        fetched.block = block
+            expert_rows.storage.bind(block.data)
+        expert_rows.block = block
 
-    def _free_if_unused(self, fetched: ExpertRows) -> None:
-        """Release the values if nothing uses them."""
-        block = fetched.block
-        if fetched.is_in_use or block is None:
+    def _free_if_unused(self, expert_rows: ExpertRows) -> None:
+        """Free the memory of the rows if nothing uses them."""
+        block = expert_rows.block
+        if expert_rows.is_in_use or block is None:
             return
-        fetched.block = None
+        expert_rows.block = None
         with outside_transforms():
-            fetched.storage.unbind(modified=False)
-            self._coordinator.free_rows(block, fetched.numel)
+            expert_rows.storage.unbind(modified=False)
+            self._coordinator.free_rows(block, expert_rows.numel)
 
 
 def _runs(rows: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
@@ -259,16 +262,16 @@ def _runs(rows: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
 def _apply_user_hooks(
     parameter: nn.Parameter, numbers: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, their gradient) after the user's hooks on the parameter, which get the whole gradient."""
-    hooks, behind = tuple((parameter._backward_hooks or {}).values()), user_accumulate_hooks(parameter)
-    if not (hooks or behind):
+    """(rows, their gradient) after the user's hooks on the parameter, which get the gradient of all rows."""
+    hooks, late_hooks = tuple((parameter._backward_hooks or {}).values()), user_accumulate_hooks(parameter)
+    if not (hooks or late_hooks):
         return numbers, gradient
-    whole = gradient.new_zeros(parameter.shape).index_copy_(0, numbers, gradient)
+    full = gradient.new_zeros(parameter.shape).index_copy_(0, numbers, gradient)
     for hook in hooks:
-        changed = hook(whole)
-        whole = whole if changed is None else changed
-    for late in behind:
-        parameter.grad = whole
-        late(parameter)
-        whole, parameter.grad = torch.zeros_like(whole) if parameter.grad is None else parameter.grad, None
-    return torch.arange(len(whole), device=whole.device), whole
+        changed = hook(full)
+        full = full if changed is None else changed
+    for hook_after in late_hooks:
+        parameter.grad = full
+        hook_after(parameter)
+        full, parameter.grad = torch.zeros_like(full) if parameter.grad is None else parameter.grad, None
+    return torch.arange(len(full), device=full.device), full

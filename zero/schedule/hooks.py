@@ -2,12 +2,12 @@
 
 [Note: what a use is] In forward, a use of a unit lasts from the outermost call of a module that owns one of its
 parameters to that call's return. In backward it lasts from the moment gradients reach such a call to the moment they
-have passed it (see frame.py). A module may borrow weights: it reads another module's parameter directly. Then the
-innermost open call uses them; or a single operation, if only its result needs them, as in
+have passed it (see autograd_markers.py). A module may borrow weights: it reads another module's parameter directly.
+Then the innermost open call uses them; or a single operation, if only its result needs them, as in
 `sum(p.square().sum() for p in model.parameters())`. A forward inside a backward (recomputation) ends no use.
 
-[Note: transforms] Inside a transform of torch.func we cannot see gradients pass, because torch refuses the nodes of a
-frame. Units used there stay until the end of the next backward, or until the next step.
+[Note: transforms] Inside a transform of torch.func we cannot see gradients pass, because torch refuses our marker
+nodes. Units used there stay until the end of the next backward, or until the next step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zero.schedule.coordinator import Coordinator
 from zero.schedule.micro_batch_scheduler import MicroBatchScheduler, OpenCall, OpenCalls
 
 FORWARD, BACKWARD = "forward", "backward"
-"""Why a round of micro-batches holds a unit."""
+"""Why a round of micro-batches pins a unit."""
 
 
 def in_backward() -> bool:
@@ -49,18 +49,18 @@ def in_backward() -> bool:
 
 def count_open_calls(module: nn.Module) -> int:
     """How many calls of the module are on the stacks of this process's threads."""
-    found = 0
+    count = 0
     for frame in sys._current_frames().values():
         while frame is not None:
             name = frame.f_code.co_name  # a compiled call goes on in functions named after it, without its variables
-            called = name == "_call_impl" or "resume_in__call_impl" in name
-            mine = called and frame.f_locals.get("self", module) is module
-            found, frame = found + mine, frame.f_back  # type: ignore[assignment]
-    return found
+            is_call = name == "_call_impl" or "resume_in__call_impl" in name
+            is_of_module = is_call and frame.f_locals.get("self", module) is module
+            count, frame = count + is_of_module, frame.f_back  # type: ignore[assignment]
+    return count
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
-    """A module's `_parameters_getter` that reports each read of a parameter."""
+    """A module's `_parameters` that reports each read of a parameter."""
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: Callable[[nn.Parameter], None]) -> None:
         super().__init__(parameters)
@@ -80,7 +80,7 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 def _modules_around_units(root: nn.Module, fetched: dict[nn.Module, set[int]]) -> set[nn.Module]:
     """Modules around fetched units or next to them: units that such a module borrows are in use until it returns.
 
-    `fetched`: scope -> its units that are fetched and released.
+    `fetched`: scope -> its units that are fetched and evicted.
     """
     if not any(fetched.values()):
         return set()
@@ -91,21 +91,21 @@ def _modules_around_units(root: nn.Module, fetched: dict[nn.Module, set[int]]) -
             below[module] = set().union(*(units_below(c) | fetched.get(c, set()) for c in module.children()))
         return below[module]
 
-    found: set[nn.Module] = set()
+    modules: set[nn.Module] = set()
     pending = [root]
     while pending:
         module = pending.pop()
         own = fetched.get(module)
-        if module not in found and not (own and units_below(module) <= own):
+        if module not in modules and not (own and units_below(module) <= own):
             pending += module.children()
-        found.add(module)
-    return {module for module in found if can_root(module)}
+        modules.add(module)
+    return {module for module in modules if can_root(module)}
 
 
 class ModuleHooks:
     """Installs and removes the hooks of one model.
 
-    `root`: the model; its forward bounds the trace. `scopes`: module -> indices of the units its calls use.
+    `root`: the model; its forward bounds the trace. `scopes`: module -> indices of the units that its calls use.
     """
 
     def __init__(
@@ -128,9 +128,8 @@ class ModuleHooks:
         self._names = {module: name or type(module).__name__ for name, module in root.named_modules()}
         self._unit_of = {id(p): unit.unit.index for unit in bound for p in unit.parameters}
         self._handles: list[RemovableHandle] = []
-        self._watched_modules: list[
-            nn.Module
-        ] = []  # Modules whose parameters are watched; some may have left the tree since.
+        # Modules whose parameters are watched; some may have left the tree since.
+        self._watched_modules: list[nn.Module] = []
         self.install_callbacks: list[Callable[[], Callable[[], None]]] = []  # Each returns a function that undoes it.
         self._undo: list[Callable[[], None]] = []
         self._is_suspended = False
@@ -155,10 +154,10 @@ class ModuleHooks:
     def install(self) -> None:
         """Install the hooks. Before this call the model is unchanged."""
         self._handles.append(self._root.register_forward_pre_hook(graph_break_hook(self._begin_root), prepend=True))
-        enclosed, number = self._enclosed(), RemovableHandle.next_id
+        enclosed, number = self._enclosed_modules(), RemovableHandle.next_id
         for module, units in self._scopes.items():
-            stand = skip_when_compiling if module in enclosed else graph_break_hook
-            pre, post = stand(self._pre_forward(units)), stand(self._post_forward(units))
+            make_hook = skip_when_compiling if module in enclosed else graph_break_hook
+            pre, post = make_hook(self._pre_forward(units)), make_hook(self._post_forward(units))
             first = module is not self._root  # the root's own hook above comes before
             before = register_numbered(module.register_forward_pre_hook, pre, number, with_kwargs=True, prepend=first)
             # First, before users' hooks: outputs that they capture are joined then, so a loss on them gets the weights.
@@ -187,7 +186,7 @@ class ModuleHooks:
             self._is_suspended = False
             self.install()
 
-    def _enclosed(self) -> set[nn.Module]:
+    def _enclosed_modules(self) -> set[nn.Module]:
         """Modules whose units all have another scope around them: their calls begin and end no use."""
         around: set[tuple[nn.Module, int]] = set()
         for module, units in self._scopes.items():
@@ -219,7 +218,7 @@ class ModuleHooks:
         self._coordinator.end_forward()
 
     def _forget_interrupted(self, uncounted_calls: int = 0) -> None:
-        """Forget calls that an interrupt has ended: torch calls no hooks then, and a call past the engine tells nobody.
+        """Forget calls that an interrupt has ended: torch calls no hooks then, nor for a call past the engine.
 
         `uncounted_calls`: calls of the root that are not counted yet.
         """
@@ -244,8 +243,8 @@ class ModuleHooks:
 
     def _is_in_use(self, index: int) -> bool:
         """True while an open call of this forward uses the unit, and always for a persistent unit."""
-        look = self._open_calls.operation
-        if self._bound[index].unit.persistent or (look is not None and index in look.forward_uses):
+        operation = self._open_calls.operation
+        if self._bound[index].unit.persistent or (operation is not None and index in operation.forward_uses):
             return True
         return any(index in call.forward_uses for call in self._calls)
 
@@ -258,8 +257,8 @@ class ModuleHooks:
         follows, end = torch.is_grad_enabled(), self._coordinator.end_forward_use
         with outside_transforms() as inside_transform:
             self._coordinator.begin_forward_use(index, backward_follows=follows)
-            comes = not self._bound[index].unit.persistent
-            if comes and self._scheduler.pin_once((FORWARD, index), lambda: end(index, backward_follows=follows)):
+            is_fetched = not self._bound[index].unit.persistent
+            if is_fetched and self._scheduler.pin_once((FORWARD, index), lambda: end(index, backward_follows=follows)):
                 self._coordinator.begin_forward_use(index, backward_follows=follows)
             if inside_transform:
                 self._coordinator.note_read(index)
@@ -274,12 +273,12 @@ class ModuleHooks:
                     and not self._scheduler.is_pinned((FORWARD, index))
                     and self._coordinator.is_last_use(index)
                 ):
-                    self._scheduler.unpin(FORWARD)  # uses that the round holds are inside this use, so they end first
+                    self._scheduler.unpin(FORWARD)  # uses that the round pins are inside this use, so they end first
                 self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
 
     @atomic
     def begin_operation(self, index: int) -> None:
-        """An operation inside a call reads the unit without its owning module; `end_operation` follows the operation."""
+        """An operation inside a call reads the unit without its owning module; `end_operation` follows it."""
         if in_backward() or self._is_in_use(index):
             self.borrow(index)
             return
@@ -288,24 +287,24 @@ class ModuleHooks:
 
     @atomic
     def end_operation(self, inputs: list[Any], result: Any) -> Any:
-        """The operation is over; returns its result, framed so that its gradients can be followed.
+        """The operation is over; returns its result, joined so that we see its gradients.
 
-        The units are released, and fetched again for its backward. In some cases they stay until the innermost call
+        The units are evicted, and fetched again for its backward. In some cases they stay until the innermost call
         returns: the result is a view of them, or the operation has changed its input, or it has no result.
         """
-        look, self._open_calls.operation = self._open_calls.operation, None
-        if look is None:
+        operation, self._open_calls.operation = self._open_calls.operation, None
+        if operation is None:
             return result
         tensors = tensors_in(result)
         stays = result is None or any(
-            any(tensor is old for old in inputs) or self._is_memory_of(look.units, tensor) for tensor in tensors
+            any(tensor is old for old in inputs) or self._is_memory_of(operation.units, tensor) for tensor in tensors
         )
-        if look.sentinel is not None and not stays:
-            result = join_outputs(look.sentinel, result, self._reached_callback(look))
-        look.drop_graph()
-        for index in look.forward_uses if stays else ():
+        if operation.sentinel is not None and not stays:
+            result = join_outputs(operation.sentinel, result, self._reached_callback(operation))
+        operation.drop_graph()
+        for index in operation.forward_uses if stays else ():
             self._begin_use_in_graph(index, self._calls[-1])  # before the operation's own use ends
-        self._end_uses(look)
+        self._end_uses(operation)
         return result
 
     def _is_memory_of(self, units: list[int], tensor: torch.Tensor) -> bool:
@@ -370,7 +369,7 @@ class ModuleHooks:
         return hook
 
     def _yield_to_others(self, units: list[int]) -> None:
-        """Micro-batches side by side: before a unit that none of them uses is begun, the others take their turns."""
+        """Micro-batches side by side: before a unit that none of them uses is begun, the others compute."""
         if self._scheduler.is_active and not all(self._coordinator.is_used(index) for index in units):
             self._scheduler.yield_to_next()
 
@@ -394,10 +393,10 @@ class ModuleHooks:
             if output is not None:
                 output = self._clone_views(call, output)
             if call.sentinel is not None and torch.is_grad_enabled():
-                reached = self._reached_callback(call)
+                on_reached = self._reached_callback(call)
                 if output is not None:
-                    output = join_outputs(call.sentinel, output, reached)
-                self._hook_modified_inputs(call, reached)
+                    output = join_outputs(call.sentinel, output, on_reached)
+                self._hook_modified_inputs(call, on_reached)
             call.drop_graph()
             if call.recompute:
                 with outside_transforms():
@@ -409,14 +408,14 @@ class ModuleHooks:
 
     def _passed_callback(self, call: OpenCall) -> Callable[[], None]:
         @atomic
-        def passed() -> None:
+        def on_passed() -> None:
             self._add_span("backward", call, call.backward_ns)
             call.backward_ns = 0  # a retained graph may run backward again
             with outside_transforms():
                 for index in call.units:
                     self._backward_watch.on_unit_passed(index)
 
-        return passed
+        return on_passed
 
     def _add_span(self, what: str, call: OpenCall, begin_ns: int) -> None:
         if self._timeline.is_on and call.units and begin_ns:
@@ -425,22 +424,22 @@ class ModuleHooks:
             )
 
     def _reached_callback(self, call: OpenCall) -> Callable[[], None]:
-        generation, events, coordinator = self._backward_watch.graph_version, self._backward_watch, self._coordinator
+        graph_version, watch, coordinator = self._backward_watch.graph_version, self._backward_watch, self._coordinator
 
         @atomic
-        def reached() -> None:
-            events.before_backward(generation)
+        def on_reached() -> None:
+            watch.before_backward(graph_version)
             self._yield_to_others(call.units)
-            with outside_transforms(), events.tearing():
+            with outside_transforms(), watch.tearing():
                 for index in call.units:
                     coordinator.begin_backward_use(index)
                     self._pin_in_backward(index)
             call.backward_ns = call.backward_ns or time.perf_counter_ns()
 
-        return reached
+        return on_reached
 
     def _clone_views(self, call: OpenCall, output: Any) -> Any:
-        """Clone outputs that are (views of) parameters: they must outlive the unit's release."""
+        """Clone outputs that are (views of) parameters: they must outlive the unit's eviction."""
         units = [index for index in call.units if not self._bound[index].unit.persistent]
         inside = [tensor for tensor in tensors_in(output) if self._is_memory_of(units, tensor)]
         return replace_tensors(output, {id(tensor): tensor.clone() for tensor in inside}) if inside else output
@@ -455,5 +454,5 @@ class ModuleHooks:
         older = next((old for _, old in changed if old is not None), None)
         if older is not None:
             # No join connects the sentinel to them; the node that made the input is the first one after the call.
-            passed = self._passed_callback(call)
-            older.register_prehook(lambda gradients: passed())
+            on_passed = self._passed_callback(call)
+            older.register_prehook(lambda gradients: on_passed())

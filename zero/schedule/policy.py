@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from zero.plan.plan import Limits
 
-STREAMED_AT_ONCE = 2  # Units that need room besides the kept ones: one in use, one in flight.
+STREAMED_AT_ONCE = 2  # Units that need room besides the pinned ones: one in use, one in flight.
 HORIZON = 2  # Times the live limit: so far ahead an eviction looks; units that are needed later are all alike.
 MUCH_HOTTER = 2  # A unit that is used more than this many times as often replaces another.
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPlan:
-    """Units to evict and units to load now: first evict, then load.
+    """Units to evict and units to fetch now: first evict, then fetch.
 
-    `is_complete`: then every unit of the forecast is there.
+    `is_complete`: after that every predicted unit is on the device.
     """
 
     evict: tuple[int, ...] = ()
@@ -50,13 +50,13 @@ def make_room(
 
 def _enough(units: Iterable[int], needed_numel: int, numel: Mapping[int, int]) -> tuple[int, ...] | None:
     """The first units that have `needed_numel` elements together; None: all have fewer."""
-    found: list[int] = []
+    chosen: list[int] = []
     for unit in units:
         if needed_numel <= 0:
             break
-        found.append(unit)
+        chosen.append(unit)
         needed_numel -= numel[unit]
-    return tuple(found) if needed_numel <= 0 else None
+    return tuple(chosen) if needed_numel <= 0 else None
 
 
 def plan_prefetch(
@@ -66,29 +66,29 @@ def plan_prefetch(
     numel: Mapping[int, int],
     limits: Limits,
 ) -> PrefetchPlan:
-    """Loads worth starting now, and the evictions they need.
+    """Fetches worth starting now, and the evictions they need.
 
-    If there is room, one unit is always in flight ahead of its use. Further units are loaded until the look-ahead is
+    If there is room, one unit is always in flight ahead of its use. Further units are fetched until the look-ahead is
     full. A unit is evicted for another only if it is needed later than the other. `upcoming` is read as far as needed:
     there may be thousands of units, and a decision is made at each use.
     """
-    there = dict.fromkeys(resident)  # a set that keeps the order
-    free_numel = limits.live_numel_max - sum([numel[u] for u in there])
+    present = dict.fromkeys(resident)  # a set that keeps the order
+    free_numel = limits.live_numel_max - sum([numel[u] for u in present])
     evict: list[int] = []
-    load: list[int] = []
-    ahead_numel, complete = 0, False
+    fetch: list[int] = []
+    ahead_numel, is_complete = 0, False
     next_use: dict[int, int] = {}
     uses = _first_uses(upcoming, next_use)
     while (unit := next(uses, None)) is not None:
-        if unit in there:
-            if load:
+        if unit in present:
+            if fetch:
                 ahead_numel += numel[unit]
             continue
-        if load and ahead_numel + numel[unit] > limits.prefetch_numel:
+        if fetch and ahead_numel + numel[unit] > limits.prefetch_numel:
             break
         chosen: tuple[int, ...] | None = ()
         if free_numel < numel[unit]:
-            later = [u for u in there if next_use.get(u, math.inf) > next_use[unit] and not pinned(u)]
+            later = [u for u in present if next_use.get(u, math.inf) > next_use[unit] and not pinned(u)]
             if later:
                 # From now on `next_use` has every unit that matters.
                 uses = iter([*take_until(uses, HORIZON * limits.live_numel_max, numel)])
@@ -96,16 +96,16 @@ def plan_prefetch(
             chosen = _enough(later, numel[unit] - free_numel, numel)
         if chosen is None:
             break
-        if load:
+        if fetch:
             ahead_numel += numel[unit]
         evict += chosen
         for other in chosen:
-            del there[other]
-        load.append(unit)
+            del present[other]
+        fetch.append(unit)
         free_numel += sum(numel[u] for u in chosen) - numel[unit]
     else:
-        complete = True
-    return PrefetchPlan(tuple(evict), tuple(load), complete)
+        is_complete = True
+    return PrefetchPlan(tuple(evict), tuple(fetch), is_complete)
 
 
 def _first_uses(upcoming: Iterable[int], next_use: dict[int, int]) -> Iterator[int]:
@@ -157,24 +157,24 @@ class HotUnits:
     """The units that stay on the device between the forwards of a generation.
 
     Every token uses the same units in the same order. For such a cycle the best cache keeps a fixed part and streams
-    the rest. So a kept unit stays, and gives way only to a unit that is used far more often (a unit of the decoder
-    replaces one of the encoder, which was kept first; a popular expert replaces a rare one).
+    the others. So a pinned unit stays, and is replaced only by a unit that is used far more often (a unit of the
+    decoder replaces one of the encoder, which was pinned first; a popular expert replaces a rare one).
 
-    There may be thousands of units: a use looks at all kept ones only if it may exchange some.
+    There may be thousands of units: a use looks at all pinned ones only if it may replace some.
 
-    `numel`: elements of every unit that is fetched and released.
+    `numel`: elements of every unit that is fetched and evicted.
     """
 
     def __init__(self, numel: Mapping[int, int]) -> None:
         self._numel, self._live_numel_max = numel, 0
         self._uses: Counter[int] = Counter()
-        self._coldest: list[tuple[int, int]] = []  # Heap of (uses, unit) of the kept units; uses may have grown since.
+        self._coldest: list[tuple[int, int]] = []  # Heap of (uses, unit) of pinned units; uses may have grown since.
         self.pinned: set[int] = set()
         self._in_use: set[int] = set()  # Units whose use has not ended.
-        self._resident_numel = 0  # Elements of the units that are kept or open.
-        self._streamed = Counter(numel.values())  # Elements of a unit -> how many such units are not held.
+        self._resident_numel = 0  # Elements of the units that are pinned or in use.
+        self._streamed = Counter(numel.values())  # Elements of a unit -> how many such units are not resident.
         self._sizes = sorted(self._streamed, reverse=True)
-        self._pinned_by_size: dict[int, set[int]] = {size: set() for size in self._sizes}  # Elements -> kept units.
+        self._pinned_by_size: dict[int, set[int]] = {size: set() for size in self._sizes}  # Elements -> units.
         self._numel_of_all = sum(numel.values())
         self.is_active = False  # Inside a generation.
 
@@ -190,13 +190,13 @@ class HotUnits:
         self._live_numel_max = live_numel_max
 
     def end_generation(self) -> frozenset[int]:
-        """The generation is over; returns the units that were kept."""
-        kept = frozenset(self.pinned)
+        """The generation is over; returns the units that were pinned."""
+        pinned = frozenset(self.pinned)
         self.is_active = False
         self._coldest = []
-        for unit in kept | self._in_use:
+        for unit in pinned | self._in_use:
             self.unpin(unit)
-        return kept
+        return pinned
 
     def note_use(self, unit: int) -> None:
         """A use of the unit begins."""
@@ -208,47 +208,49 @@ class HotUnits:
         self._set_status(unit, pinned=False, in_use=False)
 
     def _set_status(self, unit: int, *, pinned: bool, in_use: bool) -> None:
-        was = unit in self.pinned or unit in self._in_use
+        was_resident = unit in self.pinned or unit in self._in_use
         for group in (self.pinned, self._pinned_by_size[self._numel[unit]]):
             (group.add if pinned else group.discard)(unit)
         (self._in_use.add if in_use else self._in_use.discard)(unit)
-        more = (pinned or in_use) - was
-        self._resident_numel += more * self._numel[unit]
-        self._streamed[self._numel[unit]] -= more
+        change = (pinned or in_use) - was_resident
+        self._resident_numel += change * self._numel[unit]
+        self._streamed[self._numel[unit]] -= change
 
     def try_pin(self, unit: int, in_use: Callable[[int], bool]) -> tuple[int, ...] | None:
-        """A use of the unit has ended. Returns the units to release so that it can stay; None: it does not stay.
+        """A use of the unit has ended. Returns the units to evict so that it can stay; None: it does not stay.
 
-        `in_use`: true for a unit that cannot be released now.
+        `in_use`: true for a unit that cannot be evicted now.
         """
         if not self.is_active:
             return None
         if unit in self.pinned:
             self._set_status(unit, pinned=True, in_use=False)
             return ()
-        self._set_status(unit, pinned=False, in_use=True)  # it is there, and needs its room until this is decided
+        self._set_status(
+            unit, pinned=False, in_use=True
+        )  # it is on the device, and needs its room until this is decided
         uses, numel = self._uses, self._numel
         colder: list[int] = []
         if MUCH_HOTTER * self._fewest_uses() < uses[unit]:
-            colder = [one for one in self.pinned if MUCH_HOTTER * uses[one] < uses[unit] and not in_use(one)]
-        leave = self._choose_evictions(sorted(colder, key=lambda one: (uses[one], one)))
-        if leave is None:
+            colder = [other for other in self.pinned if MUCH_HOTTER * uses[other] < uses[unit] and not in_use(other)]
+        evict = self._choose_evictions(sorted(colder, key=lambda other: (uses[other], other)))
+        if evict is None:
             # A large unit is worth more than smaller ones: the streamed units then need less room.
-            smaller = (one for size in self._sizes if size < numel[unit] for one in self._pinned_by_size[size])
-            even = [one for one in smaller if uses[one] <= uses[unit] and not in_use(one)]
-            leave = self._choose_evictions(sorted(even, key=lambda one: (numel[one], one)))
-            if leave is not None and sum(numel[one] for one in leave) >= numel[unit]:
-                leave = None
-        self._set_status(unit, pinned=leave is not None, in_use=False)
-        if leave is None:
+            smaller = (other for size in self._sizes if size < numel[unit] for other in self._pinned_by_size[size])
+            even = [other for other in smaller if uses[other] <= uses[unit] and not in_use(other)]
+            evict = self._choose_evictions(sorted(even, key=lambda other: (numel[other], other)))
+            if evict is not None and sum(numel[other] for other in evict) >= numel[unit]:
+                evict = None
+        self._set_status(unit, pinned=evict is not None, in_use=False)
+        if evict is None:
             return None
         heapq.heappush(self._coldest, (uses[unit], unit))
-        for one in leave:
-            self._set_status(one, pinned=False, in_use=False)
-        return tuple(leave)
+        for other in evict:
+            self._set_status(other, pinned=False, in_use=False)
+        return tuple(evict)
 
     def _fewest_uses(self) -> float:
-        """Uses of the kept unit that has the fewest."""
+        """Uses of the pinned unit that has the fewest."""
         while self._coldest:
             uses, unit = self._coldest[0]
             if unit not in self.pinned:
@@ -260,18 +262,18 @@ class HotUnits:
         return math.inf
 
     def _choose_evictions(self, candidates: list[int]) -> list[int] | None:
-        """The shortest list of first candidates whose release lets all others stay; None: releasing all is not enough.
+        """The shortest list of first candidates whose eviction lets all others stay; None: evicting all is not enough.
 
-        Units that are not held are streamed and need room too.
+        Units that are not resident are streamed and need room too.
         """
-        held_numel, rest_numel = self._resident_numel, self._numel_of_all - self._resident_numel
+        resident_numel, streamed_numel = self._resident_numel, self._numel_of_all - self._resident_numel
         largest_numel = next((size for size in self._sizes if self._streamed[size]), 0)
-        leave: list[int] = []
-        while held_numel + min(STREAMED_AT_ONCE * largest_numel, rest_numel) > self._live_numel_max:
-            if len(leave) == len(candidates):
+        evict: list[int] = []
+        while resident_numel + min(STREAMED_AT_ONCE * largest_numel, streamed_numel) > self._live_numel_max:
+            if len(evict) == len(candidates):
                 return None
-            leave.append(candidates[len(leave)])
-            given_up_numel = self._numel[leave[-1]]
-            held_numel, rest_numel = held_numel - given_up_numel, rest_numel + given_up_numel
-            largest_numel = max(largest_numel, given_up_numel)
-        return leave
+            evict.append(candidates[len(evict)])
+            evicted_numel = self._numel[evict[-1]]
+            resident_numel, streamed_numel = resident_numel - evicted_numel, streamed_numel + evicted_numel
+            largest_numel = max(largest_numel, evicted_numel)
+        return evict

@@ -1,7 +1,7 @@
-"""The uses that are likely to follow in a forward, kept from one use to the next.
+"""The uses that are likely to follow in a forward: a prediction that is valid for more than one use.
 
-A forward of a model of experts has thousands of uses, and each of them asks what follows. The course is looked up once
-and then followed: if the use that comes is the one that was expected, the rest of the course is the new course.
+A forward of a model of experts has thousands of uses, and each of them needs to know what follows. The prediction is
+looked up once. While each use is the one that was predicted, the prediction only moves on by one place.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Key = tuple[int, int]  # The last two symbols: a unit, or a number that stands f
 class PredictedUses:
     """Attributes:
     symbols: what is likely to be used, in order; END is among them if another forward follows.
-    alternatives: position in `symbols` -> what else is known to have followed there; it may be the position after the last.
-    is_cyclic: the table leads back to where it has been: the course ends early, and cannot be followed.
+    alternatives: position in `symbols` -> what else has followed there; it may be the position after the last.
+    is_cyclic: the table leads back to where it has been: the prediction ends early, and `advance` is never true.
     """
 
     symbols: list[int] = field(default_factory=list)
@@ -32,19 +32,19 @@ class PredictedUses:
     def find(
         cls, key: Key, table: Mapping[Key, list[int]], choose: Callable[[Key, list[int]], int], *, repeats: bool = False
     ) -> PredictedUses:
-        """The course from `key` on.
+        """The prediction from `key` on.
 
         Args:
             table: key -> what has followed it, the most recent one last.
             choose: chooses among what has followed a key.
-            repeats: the next forward is a part of the course.
+            repeats: the next forward is a part of the prediction.
         """
-        course = cls()
-        symbols, seen = course.symbols, {key}
+        prediction = cls()
+        symbols, seen = prediction.symbols, {key}
         while successors := table.get(key):
             symbol = choose(key, successors)
             if len(successors) > 1:
-                course.alternatives[len(symbols)] = [other for other in successors if other not in (symbol, END)]
+                prediction.alternatives[len(symbols)] = [other for other in successors if other not in (symbol, END)]
             if symbol == END and not repeats:
                 break
             symbols.append(symbol)
@@ -54,10 +54,10 @@ class PredictedUses:
             else:
                 key = (key[1], symbol)
             if key in seen:
-                course.is_cyclic = True
+                prediction.is_cyclic = True
                 break
             seen.add(key)
-        return course
+        return prediction
 
     def advance(self, symbol: int) -> bool:
         """`symbol` is used now. False: it was not expected, and what follows is not known here."""

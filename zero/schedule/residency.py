@@ -1,4 +1,4 @@
-"""Where each unit is: one object per unit, one enum, and a table of the legal moves; and how often units came.
+"""Where each unit is: one object per unit, one enum, a table of the legal moves, and counters of the fetches.
 
 The coordinator is the only writer. Order matters: units are listed in the order in which they entered a state, so that
 all ranks make the same choice among them.
@@ -20,11 +20,11 @@ from zero.schedule.unit_fetcher import Arrival
 class UnitState(Enum):
     """State of a unit's values on the device."""
 
-    EVICTED = "where its planes keep them"
-    IN_FLIGHT = "on their way, or waiting in a block"
+    EVICTED = "in its tiered arrays"
+    IN_FLIGHT = "in flight, or waiting in a block"
     BOUND = "in a block, and its parameters see them"
     EDITED = "in memory of an editor, and its parameters see them"
-    PERSISTENT = "always there; its parameters look away while a step changes it"
+    PERSISTENT = "always there; its parameters are unbound while a step changes it"
 
 
 # State -> states that may follow.
@@ -43,14 +43,14 @@ class UnitEntry:
     """One unit: where it is, and who uses it.
 
     Attributes:
-        arrival: its values, while it is coming or live.
+        arrival: its values, while it is in flight or bound.
         forward_uses: open calls of a forward.
         backward_uses: calls that gradients have reached and not passed.
         recomputing: open calls of a recomputation.
-        is_recomputed: a backward has fetched it: it stays until a backward use of it ends, or the whole backward.
+        is_recomputed: a backward has fetched it: it stays until a backward use of it ends, or the backward itself.
         has_recompute_returned: it was used by a recomputing call, and such a call has returned.
         is_read_for_backward: it was read with gradients outside any call: it stays until a backward has ended.
-        is_edited: an editor shows its live values: it stays until the editor is done.
+        is_edited: an editor works on its bound values: it stays until the editor is done.
         edit_event: after the work that has filled the memory of an editor.
     """
 
@@ -58,8 +58,13 @@ class UnitEntry:
         self.unit = unit
         self.state = UnitState.PERSISTENT if unit.persistent else UnitState.EVICTED
         self.arrival: Arrival | None = None
-        self.forward_uses = self.backward_uses = self.recomputing = 0
-        self.is_recomputed = self.has_recompute_returned = self.is_read_for_backward = self.is_edited = False
+        self.forward_uses = 0
+        self.backward_uses = 0
+        self.recomputing = 0
+        self.is_recomputed = False
+        self.has_recompute_returned = False
+        self.is_read_for_backward = False
+        self.is_edited = False
         self.edit_event: MaybeEvent = None
 
     @property
@@ -90,10 +95,10 @@ class Residency:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = [UnitEntry(unit) for unit in units]
         self._by_state: dict[UnitState, dict[int, UnitEntry]] = {state: {} for state in UnitState}
-        for one in self._units:
-            self._by_state[one.state][one.index] = one
+        for entry in self._units:
+            self._by_state[entry.state][entry.index] = entry
         self.resident_numel = 0  # Elements of all units in RESIDENT states.
-        self.evictions = 0  # How often a unit has gone away.
+        self.evictions = 0  # How often a unit was evicted.
 
     def __getitem__(self, index: int) -> UnitEntry:
         return self._units[index]
@@ -102,7 +107,7 @@ class Residency:
         return iter(self._units)
 
     def move(self, entry: UnitEntry, state: UnitState, arrival: Arrival | None = None) -> None:
-        """The unit is in `state` from now on; `arrival` is given if the state is COMING or LIVE.
+        """The unit is in `state` from now on; `arrival` is not None if the state is IN_FLIGHT or BOUND.
 
         Raises StateError: the table has no such move.
         """
@@ -119,12 +124,12 @@ class Residency:
         return list(self._by_state[state].values())
 
     def resident_units(self) -> list[int]:
-        """Units in RESIDENT states: live ones, then coming ones."""
+        """Units in RESIDENT states: bound ones, then those in flight."""
         return [*self._by_state[UnitState.BOUND], *self._by_state[UnitState.IN_FLIGHT]]
 
     def pinned_units(self) -> set[int]:
-        """Live units that cannot be evicted."""
-        return {one.index for one in self._by_state[UnitState.BOUND].values() if one.is_pinned}
+        """Bound units that cannot be evicted."""
+        return {entry.index for entry in self._by_state[UnitState.BOUND].values() if entry.is_pinned}
 
     def evictable_units(self) -> list[int]:
         """Units that can be evicted: those not in use; if there are none, those that only wait for gradients."""
@@ -134,7 +139,7 @@ class Residency:
 
 @dataclass(slots=True)
 class FetchCounters:
-    """Counters of the fetches and releases of one engine."""
+    """Counters of the fetches and evictions of one engine."""
 
     gathers: int = 0
     gathered_bytes: int = 0
@@ -143,11 +148,11 @@ class FetchCounters:
     misses: int = 0  # The unit was neither there nor in flight when it was used.
     releases: Counter[int] = field(default_factory=Counter)
     expert_row_bytes: int = 0  # The part of `gathered_bytes` for rows of packed experts that were fetched alone.
-    whole_experts: Counter[int] = field(default_factory=Counter)  # How often packed experts were fetched whole.
+    whole_experts: Counter[int] = field(default_factory=Counter)  # How often all rows of packed experts were fetched.
     live_numel_peak: int = 0
 
     def note_fetch(self, nbytes: int, live_numel: int) -> None:
-        """So many bytes were fetched, and then so many elements were live."""
+        """So many bytes were fetched, and then so many elements were on the device."""
         self.gathers += 1
         self.gathered_bytes += nbytes
         self.live_numel_peak = max(self.live_numel_peak, live_numel)

@@ -16,9 +16,8 @@ FIRST_SYMBOL = -10  # Symbols of routed siblings count down from here; units are
 CERTAIN_SHARE = 0.75  # A sibling with this share of recent forwards is prefetched: one fetch in four may be unused.
 FORK_USES_MAX = 1.25  # If a forward uses at most so many of the less certain siblings, they are branches of a fork.
 FORK_SHARE = 0.25  # Branches with at least this share are prefetched. One expert of many never has it.
-UNPREDICTED_USES_MAX = (
-    0.5  # If a forward uses more siblings than this that we cannot predict, we do not plan beyond them.
-)
+# If a forward uses more siblings than this that we cannot predict, we do not plan beyond them.
+UNPREDICTED_USES_MAX = 0.5
 RECENT_FORWARDS = 16
 PRIOR_FORWARDS = 4  # At first all siblings have equal shares; this prior counts as much as so many forwards.
 
@@ -42,13 +41,12 @@ class Routing:
         self._members: dict[int, list[int]] = {}
         for unit, group in sorted(self._group_of.items()):
             self._members.setdefault(group, []).append(unit)
-        self._partial_forwards: Counter[int] = (
-            Counter()
-        )  # By group: forwards that used a part, minus those that used all.
+        # By group: forwards that used a part, minus those that used all.
+        self._partial_forwards: Counter[int] = Counter()
         self._routed_groups: set[int] = set()
         self._used_units: dict[int, set[int]] = {}
         self._shares: dict[tuple[str, int], _Shares] = {}
-        self._guesses: dict[tuple[str, int], tuple[list[int], float]] = {}  # What the shares say: see `_likely`.
+        self._guesses: dict[tuple[str, int], tuple[list[int], float]] = {}  # Results of `_likely`.
 
     def begin_forward(self) -> None:
         self._used_units = {}

@@ -29,28 +29,28 @@ class Arrival:
     """A unit's values in flight, or waiting to be bound."""
 
     data: torch.Tensor  # uint8, the unit's bytes; its storage has exactly this length.
-    block: Block | None  # Memory to release; None if the values are used where they live.
+    block: Block | None  # Memory to free; None if the values are used where they live.
     future: IoFuture[Any] | None
-    event: MaybeEvent = None  # On a device the values are there after this fence; known once the transfer has settled.
+    event: MaybeEvent = None  # On a device the values are there after this event; known once the future is done.
     streams: set[Any] = field(default_factory=set)  # The user's streams that have read the values, or will read them.
     copy: torch.Tensor | None = None  # What the parameters see, where that is not `data` itself.
 
     @property
     def is_done(self) -> bool:
-        """True once the transfer has ended, failed or not."""
+        """True once the fetch has ended, failed or not."""
         return self.future is None or self.future.done()
 
     @property
     def has_reported_failure(self) -> bool:
-        """True if the transfer failed and its error was already reported."""
+        """True if the fetch failed and its error was already reported."""
         return self.future is not None and self.future.done() and is_reported(self.future.wait())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrainingBlock:
-    """Memory of a unit that was released while a transfer read or wrote it.
+    """Memory of a unit that was evicted while the I/O loop read or wrote it.
 
-    `transfer`: nobody has waited for its end, or for the fence that it returns.
+    `future`: nobody has waited for its end, or for the event that it returns.
     """
 
     unit: Unit
@@ -60,12 +60,15 @@ class DrainingBlock:
 
 
 class _FetchJobs:
-    """Jobs that fetch units, on the mover's loop. No reference to the engine: a job must not keep it alive."""
+    """Jobs that fetch units, on the I/O loop. No reference to the engine: a job must not keep it alive."""
 
     def __init__(
         self, storage: Storage, updates: PendingUpdates, collectives: Collectives, neighbours: SecondaryShards
     ) -> None:
-        self._storage, self._updates, self._collectives, self._neighbours = storage, updates, collectives, neighbours
+        self._storage = storage
+        self._updates = updates
+        self._collectives = collectives
+        self._neighbours = neighbours
 
     async def fetch(
         self, unit: Unit, flat: torch.Tensor, events: tuple[MaybeEvent, ...], work: PendingWork
@@ -80,7 +83,7 @@ class _FetchJobs:
     async def fetch_all_shards(
         self, unit: Unit, memory: torch.Tensor, work: PendingWork, ungathered: set[int]
     ) -> MaybeEvent:
-        """Bring all slices up to date where they live; the unit stays `ungathered` if that fails."""
+        """Update all shards where they live; the unit stays `ungathered` if that fails."""
         try:
             await self._updates.update_unit(unit)
         except BaseException as error:
@@ -97,9 +100,9 @@ class _FetchJobs:
 class UnitFetcher:
     """Leases memory for units and starts the reads into it.
 
-    If a unit is released while its update is still being written from its memory, the memory is kept until the write
-    is over. Where ranks fetch in step, memory is returned only when it is needed, in the order in which units were
-    released: so every rank finds room for the same units at the same places.
+    If a unit is evicted while its update is still being written from its memory, the memory is freed when the write is
+    over. Where ranks fetch in step, memory is freed only when it is needed, in the order in which units were evicted:
+    so every rank finds room for the same units at the same places.
 
     Args:
         in_place: values in memory that the device can address are used where they live.
@@ -118,19 +121,23 @@ class UnitFetcher:
         callbacks: EngineCallbacks,
         collectives: Collectives,
     ) -> None:
-        self._layout, self._bound, self._storage, self._updates = layout, bound, storage, updates
-        self._in_place, self._callbacks, self._collectives = in_place, callbacks, collectives
+        self._layout = layout
+        self._bound = bound
+        self._storage = storage
+        self._updates = updates
+        self._in_place = in_place
+        self._callbacks = callbacks
+        self._collectives = collectives
         self._neighbours = SecondaryShards(layout, storage, collectives)
         self._jobs = _FetchJobs(storage, updates, collectives, self._neighbours)
         self.in_step = collectives.placement.fetches_collectively
         self._draining: list[DrainingBlock] = []
         self._persistent_events: list[MaybeEvent] = []
-        self._persistent_futures: list[IoFuture[Any]] = []  # Transfers of persistent units, begun ahead.
-        self._copied_units = [one for one in bound if one.unit.persistent and one.binds_copy]
+        self._persistent_futures: list[IoFuture[Any]] = []  # Updates of persistent units, begun ahead.
+        self._copied_units = [binding for binding in bound if binding.unit.persistent and binding.binds_copy]
         self._step_stream: Any = None  # The stream of the last step.
-        self._ungathered = set(
-            storage.plan.unsharded_units
-        )  # Their home has room for all slices, but only this rank's is current.
+        # Units whose home has room for all shards, but only this rank's is current.
+        self._ungathered = set(storage.plan.unsharded_units)
 
     def fetch(self, unit: Unit) -> Arrival | None:
         """Start to fetch the unit; None if no block is free."""
@@ -138,16 +145,16 @@ class UnitFetcher:
         memory = self._storage.flat_buffer(unit) if self._in_place and self._is_on_device(unit) else None
         if memory is not None:
             return Arrival(exact_alias(memory), None, self._fetch_in_place(unit, memory))
-        for leaving in self._draining:
-            if leaving.unit is unit and leaving.future is not None:
-                leaving.future.wait()  # it may be storing the values that are to be read now
+        for draining in self._draining:
+            if draining.unit is unit and draining.future is not None:
+                draining.future.wait()  # it may be storing the values that are to be read now
         block = self.lease_block(unit.nbytes)
         if block is None:
             return None
         # An alias: binding swaps the storage of `block.data`, while the update still writes from this memory.
-        flat, turn = exact_alias(block.data), self._neighbours.enqueue_near(unit)
-        if turn is not None:
-            job = self._neighbours.gather(unit, flat, block.events, turn)
+        flat, work = exact_alias(block.data), self._neighbours.enqueue_near(unit)
+        if work is not None:
+            job = self._neighbours.gather(unit, flat, block.events, work)
         else:
             job = self._jobs.fetch(unit, flat, block.events, self._collectives.enqueue("gather", unit))
         return Arrival(block.data, block, self._storage.io_loop.submit(f"fetching unit {unit.name}", job))
@@ -177,10 +184,10 @@ class UnitFetcher:
             self._persistent_futures += self._start_persistent_fetches()
 
     def bind_persistent(self) -> None:
-        """Bring persistent units up to date, and bind those that are not bound to their home.
+        """Update persistent units, and bind those that are not bound to their home.
 
         Their parameters can be read at any time without a call of the engine, as those of torch: after a step the
-        reader expects the new values on the step's stream, even if another one has had them brought.
+        reader expects the new values on the step's stream, even if they were fetched for another one.
         """
         self._finish_persistent()
         for bound in self._bound:
@@ -193,21 +200,23 @@ class UnitFetcher:
             self.use_persistent_on_stream()
 
     def _finish_persistent(self) -> None:
-        """This rank's slices, and the slices of the other ranks."""
-        transfers, self._persistent_futures = [*self._persistent_futures, *self._start_persistent_fetches()], []
-        gathered = [transfer.result() for transfer in transfers]
+        """Wait for this rank's shards, and for those of the other ranks."""
+        futures, self._persistent_futures = [*self._persistent_futures, *self._start_persistent_fetches()], []
+        gathered = [future.result() for future in futures]
         self._persistent_events = [*gathered, self._storage.streams.record_update_event()]
         self.use_persistent_on_stream()
 
     def _start_persistent_fetches(self) -> list[IoFuture[Any]]:
-        transfers = [self._fetch_in_place(unit, self._flat_of(unit)) for unit in self._layout.units if unit.persistent]
-        return [transfer for transfer in transfers if transfer is not None]
+        futures = [self._fetch_in_place(unit, self._flat_of(unit)) for unit in self._layout.units if unit.persistent]
+        return [future for future in futures if future is not None]
 
     def use_persistent_on_stream(self) -> None:
         """The calling thread's stream uses persistent units from now on; other streams may have used them before."""
         streams = self._storage.streams
         streams.wait_events(*self._persistent_events)
-        self._persistent_events = [f for f in self._persistent_events if f is not None and not f.query()]
+        self._persistent_events = [
+            event for event in self._persistent_events if event is not None and not event.query()
+        ]
         for bound in self._copied_units:
             if bound.is_bound:
                 streams.wait_and_record_stream(bound.flat)
@@ -221,7 +230,7 @@ class UnitFetcher:
     def await_values(self, arrival: Arrival) -> None:
         """Return when the values are on the device, or when the current stream is queued to wait for them.
 
-        Raises StorageError: the transfer failed.
+        Raises StorageError: the fetch failed.
         """
         streams = self._storage.streams
         if arrival.future is not None:
@@ -253,7 +262,7 @@ class UnitFetcher:
         bound.unbind(modified=modified)
 
     def lease_block(self, nbytes: int) -> Block | None:
-        """Memory for values of units; waits for writes from released memory if needed. None: not enough memory."""
+        """Memory for values of units; waits for writes from evicted units if needed. None: not enough memory."""
         self._reclaim()
         block = self._storage.lease_unit(nbytes)
         while block is None and self._draining:
@@ -263,19 +272,19 @@ class UnitFetcher:
 
     def allocate_extra_memory(self, nbytes: int) -> int:
         """Take more device memory for units, at most `nbytes`; returns the number of elements it has room for."""
-        moving = [unit for unit in self._layout.units if not unit.persistent]
-        leased = [unit for unit in moving if not (self._in_place and self._is_on_device(unit))]
-        whole_bytes = sum(unit.nbytes for unit in leased)
+        movable = [unit for unit in self._layout.units if not unit.persistent]
+        leased = [unit for unit in movable if not (self._in_place and self._is_on_device(unit))]
+        all_bytes = sum(unit.nbytes for unit in leased)
         nbytes //= 1 + any(self._bound[unit.index].binds_copy for unit in leased)
         if nbytes <= 0:
             return 0
-        if whole_bytes <= self._storage.unit_pool.capacity_bytes:
+        if all_bytes <= self._storage.unit_pool.capacity_bytes:
             return sum(unit.numel for unit in leased)  # the pool holds all: only the limit of elements is in the way
-        taken_bytes = self._storage.add_unit_pool(min(nbytes, whole_bytes))
-        return sum(unit.numel for unit in leased) * taken_bytes // whole_bytes
+        extra_bytes = self._storage.add_unit_pool(min(nbytes, all_bytes))
+        return sum(unit.numel for unit in leased) * extra_bytes // all_bytes
 
     def free_extra_memory(self) -> None:
-        """Give the memory of `allocate_extra_memory` back; no unit in it may be bound."""
+        """Free the memory of `allocate_extra_memory`; no unit in it may be bound."""
         self.drain()
         self._storage.remove_unit_pool()
 
@@ -288,79 +297,79 @@ class UnitFetcher:
         return self._storage.unit_pool.allocate(unit.nbytes, f"unit {unit.name}")
 
     def evict(self, unit: Unit, arrival: Arrival, *, modified: bool) -> None:
-        """Release the unit; waits until no transfer writes into its memory.
+        """Evict the unit; waits until no fetch writes into its memory.
 
-        Raises StorageError: modified values could not be stored; the plane keeps them in memory. Raises StateError:
-        other ranks use the modified memory too.
+        Raises StorageError: modified values could not be stored; the tiered array keeps them in memory. Raises
+        StateError: other ranks use the modified memory too.
 
         Args:
             unit: was bound, or in flight.
             arrival: the unit's arrival, as `fetch` returned it.
-            modified: the model has changed a weight inside its forward (a clamped temperature, a codebook): keep it.
+            modified: the model has changed a weight inside its forward (a clamped temperature, a codebook): store it.
         """
-        moving = arrival.future
+        pending = arrival.future
         try:
             if arrival.future is not None and arrival.future.wait() is None:
                 # A fetch that was never used may have no waiter: its collectives still write there, and they end
                 # late if another rank is late.
                 self._storage.streams.wait_events(arrival.future.result())
-            moving = None
+            pending = None
             if modified and (self._collectives.reads_homes and self._collectives.placement.weights_sharded):
                 raise StateError(
                     f"unit {unit.name}: forward modified its weights in place, which is not possible while the ranks "
-                    "of this node read each other's slices in shared memory; set "
+                    "of this node read each other's shards in shared memory; set "
                     "zero_optimization.shared_host_memory to false"
                 )
             if modified and arrival.block is not None:
-                moving = self._store_modified(unit, arrival)
-                moving.result()
+                pending = self._store_modified(unit, arrival)
+                pending.result()
             elif modified:
                 self._callbacks.on_forward_modify(unit.index)
                 self.order_io_after_writes()
         except StorageError as error:
             mark_reported(error)
             raise
-        finally:  # an interrupt may have ended the wait: then a transfer is still in flight
+        finally:  # an interrupt may have ended the wait: then the I/O loop is still busy with it
             if arrival.block is not None:
-                self._draining.append(DrainingBlock(unit, arrival.block, moving, self._events_after_uses(arrival)))
+                self._draining.append(DrainingBlock(unit, arrival.block, pending, self._events_after_uses(arrival)))
                 self._reclaim()
 
     def order_io_after_writes(self) -> None:
-        """The current stream has written to homes of units; what the mover does from now on comes behind that."""
+        """The current stream has written to homes of units; what the I/O loop does from now on comes after that."""
         streams = self._storage.streams
-        fence = streams.record_event()
+        event = streams.record_event()
 
-        async def follow() -> None:
-            streams.wait_events(fence)
+        async def wait_for_event() -> None:
+            streams.wait_events(event)
 
-        if fence is not None:
-            self._storage.io_loop.run("following what has been written on the device", follow())
+        if event is not None:
+            self._storage.io_loop.run("following what has been written on the device", wait_for_event())
 
     def free_after(self, unit: Unit, block: Block, future: IoFuture[MaybeEvent]) -> None:
-        """Give the unit's memory back once `future` has ended; nobody waits for the transfer any more."""
+        """Free the unit's memory once `future` is done; nobody waits for it any more."""
         self._draining.append(DrainingBlock(unit, block, future, (self._storage.streams.record_event(),)))
         self._reclaim()
 
     def wait_for_uses(self, arrival: Arrival) -> None:
-        """The current stream is about to write to the values: it waits for all who use them."""
+        """The current stream is about to write to the values: it waits for all uses of them."""
         self._storage.streams.wait_events(*self._events_after_uses(arrival))
 
     def _events_after_uses(self, arrival: Arrival) -> tuple[MaybeEvent, ...]:
-        """Fences after the uses on every stream: the releasing stream has not waited for the other streams."""
+        """Events after the uses on every stream: the evicting stream has not waited for the other streams."""
         streams = self._storage.streams
-        fences = [streams.record_event()]
+        events = [streams.record_event()]
         for stream in arrival.streams - {streams.wait_stream(None)}:
             with streams.use_stream(stream):
-                fences.append(streams.record_event())
-        return tuple(fences)
+                events.append(streams.record_event())
+        return tuple(events)
 
     def drain(self) -> None:
-        """Wait for all writes from released memory, and give that memory back."""
+        """Wait for all writes from the memory of evicted units, and free that memory."""
         while self._draining:
             self._drain_one()
 
     def _fetch_in_place(self, unit: Unit, memory: torch.Tensor) -> IoFuture[Any] | None:
-        """Begin to bring the unit up to date; None: nothing to do. The result is a fence after a gather, or None."""
+        """Begin to update the unit; None: nothing to do. The result is an event after a gather, or None."""
         if unit.index in self._ungathered:
             self._ungathered.discard(unit.index)
             job = self._jobs.fetch_all_shards(unit, memory, self._collectives.enqueue("gather", unit), self._ungathered)
@@ -370,14 +379,14 @@ class UnitFetcher:
         return self._storage.io_loop.submit(f"updating unit {unit.name}", self._updates.update_unit(unit))
 
     def _reclaim(self) -> None:
-        """Give back released memory that no transfer uses any more."""
+        """Free the memory of evicted units that the I/O loop no longer uses."""
         if self.in_step:
             return
-        moving = [leaving for leaving in self._draining if self._is_busy(leaving)]
-        for leaving in self._draining:
-            if leaving not in moving:
-                self._free(leaving)
-        self._draining = moving
+        busy = [draining for draining in self._draining if self._is_busy(draining)]
+        for draining in self._draining:
+            if draining not in busy:
+                self._free(draining)
+        self._draining = busy
 
     def _is_busy(self, draining: DrainingBlock) -> bool:
         if draining.future is not None and not draining.future.done():
@@ -386,23 +395,23 @@ class UnitFetcher:
         return self._storage.streams.has_unified_memory and self._updates.is_written_from(draining.unit.index)
 
     def _free(self, draining: DrainingBlock) -> None:
-        transfer = draining.future
-        moved = transfer.result() if transfer is not None and transfer.wait() is None else None
-        draining.block.free(*draining.events, moved)
+        future = draining.future
+        event = future.result() if future is not None and future.wait() is None else None
+        draining.block.free(*draining.events, event)
 
     def _drain_one(self) -> None:
-        leaving = self._draining[0]
-        if leaving.future is not None:
-            leaving.future.wait()
-        unit = leaving.unit
+        draining = self._draining[0]
+        if draining.future is not None:
+            draining.future.wait()
+        unit = draining.unit
         self._storage.io_loop.run(f"storing unit {unit.name}", self._updates.wait_for_writes(unit))
-        self._free(leaving)
-        self._draining.remove(leaving)
+        self._free(draining)
+        self._draining.remove(draining)
         self._reclaim()
 
     def _store_modified(self, unit: Unit, arrival: Arrival) -> IoFuture[MaybeEvent]:
-        """Begin to store the values; if the waiting thread is interrupted, the transfer continues."""
-        plane, streams = self._storage.weights[self._layout.space_of(unit)], self._storage.streams
+        """Begin to store the values; if the waiting thread is interrupted, the I/O loop still stores them."""
+        array, streams = self._storage.weights[self._layout.space_of(unit)], self._storage.streams
         self._callbacks.on_forward_modify(unit.index)
         data, modified = arrival.data, self._events_after_uses(arrival)
 
@@ -410,15 +419,15 @@ class UnitFetcher:
             streams.wait_events(*modified)
             await streams.synchronize(*modified, streams.record_copy_event())
             await self._updates.wait_for_writes(unit)  # its update writes to the same place
-            kept = self._neighbours.store_part(unit, data, None)  # no fence: the device has reached all of them
+            event = self._neighbours.store_part(unit, data, None)  # no event: the device has reached all of them
             try:
-                await write_array(plane, unit.begin, unit.end, unit.shard_of(data), self._storage.host_pool)
-                return kept
+                await write_array(array, unit.begin, unit.end, unit.shard_of(data), self._storage.host_pool)
+                return event
             except StorageError as error:
-                plane.keep_failed_write(unit.begin, unit.end, aligned_copy(unit.shard_of(data).cpu()))
+                array.keep_failed_write(unit.begin, unit.end, aligned_copy(unit.shard_of(data).cpu()))
                 self._updates.set_failure(error)
                 if self._updates.is_single_rank:
                     raise
-                return kept
+                return event
 
         return self._storage.io_loop.submit(f"storing what forward has modified in {unit.name}", store())
