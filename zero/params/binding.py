@@ -1,4 +1,4 @@
-"""Parameters as views into flat units, bound to memory while in use."""
+"""Parameters as views into the flat buffer of their unit, bound to memory while in use."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class UnitBinding:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The flat unit, 1-D, `unit.numel` elements; poison unless bound."""
+        """The flat buffer, 1-D, `unit.numel` elements; poison unless bound."""
         return self._storage.flat
 
     @property
     def flat_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What its parameters see, and what views from before `bind_private_copy` see."""
+        """The flat buffer that its parameters see, and the one that views from before `bind_private_copy` see."""
         return self._storage.flat, self._home.flat
 
     def contains(self, tensor: torch.Tensor) -> bool:
@@ -85,8 +85,8 @@ class UnitBinding:
 
     def _switch_storage(self, storage: FlatStorage) -> list[nn.Parameter]:
         """Make the parameters views of `storage`, present ones. Returns them, without those with other memory."""
-        left, self._storage = self._storage, storage
-        pairs = [each for each in zip(self.parameters, storage.views, strict=True) if left.is_base_of(each[0])]
+        previous, self._storage = self._storage, storage
+        pairs = [pair for pair in zip(self.parameters, storage.views, strict=True) if previous.is_base_of(pair[0])]
         for parameter, view in pairs:
             self._set_view(parameter, view)
         return [parameter for parameter, _ in pairs]
@@ -100,7 +100,7 @@ class UnitBinding:
         self._has_replaced_data = False
 
     def bind_private_copy(self, data: torch.Tensor) -> None:
-        """Bind values for an editor, in a storage of their own: tensors that share it keep it beyond `unbind_private_copy`.
+        """Bind values for an editor, in a storage of their own; tensors that share it keep it afterwards.
 
         Views from before, such as those that autograd saved, see these values until then: they may be used inside.
         """
@@ -116,10 +116,10 @@ class UnitBinding:
         self.mark_released()
 
     def mark_present(self, *, for_edit: bool = False) -> None:
-        """Mark the bound parameters as present: a module call or an editor uses them now, so accesses ask no keeper.
+        """Mark the bound parameters as present: a module call or an editor uses them, so accesses do not ask the store.
 
         Args:
-            for_edit: an editor has them, and it compares all values afterwards.
+            for_edit: an editor has gathered them, and compares all values afterwards.
         """
         for parameter in self.parameters:
             set_present(parameter, for_edit=for_edit)
@@ -128,7 +128,7 @@ class UnitBinding:
                 watch(parameter)
 
     def mark_released(self) -> None:
-        """Mark the parameters as released, but keep the values: an access asks the keeper, which then notes the use."""
+        """Mark the parameters as released, but keep the values: an access asks the store, which then notes the use."""
         for parameter in self.parameters:
             set_released(parameter)
 
@@ -143,7 +143,7 @@ class UnitBinding:
 
     @property
     def has_changes(self) -> bool:
-        """True if it is `modified`, or would be after `recapture`."""
+        """True if `is_modified` is, or would be after `recapture`."""
         in_place = map(self._is_in_place, self.parameters, self._storage.views)
         return self.is_modified or not all(in_place)
 
@@ -157,22 +157,22 @@ class UnitBinding:
 
     def take_replaced_data(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[str]]:
         """The first half of `recapture`: (view, its new values) of each replaced `.data`, and the messages."""
-        given: list[tuple[torch.Tensor, torch.Tensor]] = []
+        replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         refused: list[str] = []
         for slot, parameter, view in zip(self.unit.slots, self.parameters, self._storage.views, strict=True):
             if self._is_in_place(parameter, view):
                 continue
             values, parameter.data = parameter.data, view
             if values.shape == view.shape:
-                given.append((view, values))
+                replaced.append((view, values))
             else:
                 refused.append(
                     f"parameter {slot.name} was given .data of shape {tuple(values.shape)}, expected "
                     f"{tuple(slot.shape)}: parameters of an engine cannot change their size; resize before "
                     "zero.initialize (also inside zero.Init), or close the engine and initialize again"
                 )
-        self._has_replaced_data = self._has_replaced_data or bool(given)
-        return given, refused
+        self._has_replaced_data = self._has_replaced_data or bool(replaced)
+        return replaced, refused
 
     def _is_in_place(self, parameter: nn.Parameter, view: torch.Tensor) -> bool:
         return (
@@ -199,9 +199,9 @@ class UnitBinding:
 
 def recapture_all(units: Iterable[UnitBinding]) -> list[str]:
     """`UnitBinding.recapture` of several units, which may have exchanged the `.data` of their parameters."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # else hidden parameters would ask the keeper
-        taken = [unit.take_replaced_data() for unit in units]
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # else released parameters would ask their store
+        results = [unit.take_replaced_data() for unit in units]
         # Read all before the first write: the new `.data` of one parameter may be the memory of another.
-        for view, values in [(view, values.clone()) for given, _ in taken for view, values in given]:
+        for view, values in [(view, values.clone()) for replaced, _ in results for view, values in replaced]:
             view.data.copy_(values)
-    return [message for _, refused in taken for message in refused]
+    return [message for _, refused in results for message in refused]

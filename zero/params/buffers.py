@@ -36,12 +36,12 @@ def _dtype_of_statistics(module: nn.Module) -> torch.dtype | None:
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that `state_dict` would hold."""
-    found: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):  # under each of its names, as torch has it
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+                buffers[f"{prefix}.{name}" if prefix else name] = buffer
+    return buffers
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""DeepSpeed's attributes on parameters that have a keeper, for libraries that read them.
+"""DeepSpeed's attributes on parameters that have a store, for libraries that read them.
 
 The attributes only describe: a write to one changes what later readers see, but not what the engine does.
 """
@@ -56,22 +56,26 @@ def set_ds_attributes(
     """Set or update the attributes; `ds_id` stays.
 
     Args:
-        parameter: a keeper is responsible for it from now on.
+        parameter: a parameter store is responsible for it from now on.
         persistent: its values never leave the device.
         private: internal attributes, which are not pickled.
         unsharded: every rank has all of it (stages 0 to 2), so it gets none of the attributes.
     """
-    face = parameter.__dict__
+    attributes = parameter.__dict__
     if unsharded:
         remove_ds_attributes(parameter)
-        face[_STATE] = _state_without(parameter, private)
+        attributes[_STATE] = _state_without(parameter, private)
         return
-    face.setdefault("ds_id", next(_numbers))
-    face["ds_shape"], face["ds_numel"], face["ds_persist"] = parameter.shape, parameter.numel(), persistent
-    face["ds_status"] = AVAILABLE  # the class of a released parameter overrides it
-    face["ds_active_sub_modules"] = set()
-    face[_NUMEL] = functools.partial(_mean_shard_numel, parameter.numel())
-    face[_STATE] = _state_without(parameter, (*_DS_ATTRIBUTES, *private))
+    attributes.setdefault("ds_id", next(_numbers))
+    attributes["ds_shape"], attributes["ds_numel"], attributes["ds_persist"] = (
+        parameter.shape,
+        parameter.numel(),
+        persistent,
+    )
+    attributes["ds_status"] = AVAILABLE  # the class of a released parameter overrides it
+    attributes["ds_active_sub_modules"] = set()
+    attributes[_NUMEL] = functools.partial(_mean_shard_numel, parameter.numel())
+    attributes[_STATE] = _state_without(parameter, (*_DS_ATTRIBUTES, *private))
 
 
 def _mean_shard_numel(numel: int) -> int:
@@ -94,9 +98,9 @@ def _state_without(parameter: nn.Parameter, private: tuple[str, ...]) -> Callabl
     """A function for `__getstate__`: the attributes that `pickle` and `torch.save` write, without the private ones."""
     reference = TensorWeakRef(parameter)
 
-    def state() -> dict[str, Any]:
-        alive = reference()
-        attributes = {} if alive is None else alive.__dict__
+    def get_state() -> dict[str, Any]:
+        target = reference()
+        attributes = {} if target is None else target.__dict__
         return {name: value for name, value in attributes.items() if name not in private}
 
-    return state
+    return get_state

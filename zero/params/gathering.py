@@ -26,11 +26,11 @@ def _save_tensor(tensor: torch.Tensor) -> UnmovedTensor:
 
 
 class GatheredParameters:
-    """Inside the context the given parameters hold their whole values; edits are kept.
+    """Inside the context the parameters have their whole values; edits are kept.
 
     Args:
         params: a parameter, or any iterable of them (lists, generators; duplicates are fine).
-            Parameters that no engine or `Init` keeps are left alone.
+            Parameters that belong to no engine and no `Init` are left alone.
         modifier_rank: the rank whose edits are kept; None: all ranks make the same edits, which are kept. Every rank
             enters and leaves the context, with the same parameters. Before there is an engine, None lets each rank keep
             its own edits.
@@ -45,13 +45,13 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, nn.Parameter) else list(params)
-        unique = {id(p): p for p in given if enabled and is_managed(p)}
+        candidates = [params] if isinstance(params, nn.Parameter) else list(params)
+        unique = {id(p): p for p in candidates if enabled and is_managed(p)}
         self._by_store: dict[int, tuple[ParameterStore, list[nn.Parameter]]] = {}
         for parameter in unique.values():
-            keeper = store_of(parameter)
-            self._by_store.setdefault(id(keeper), (keeper, []))[1].append(parameter)
-        self._in_memory = list({id(p): p for p in given if enabled and is_in_memory_init(p)}.values())
+            store = store_of(parameter)
+            self._by_store.setdefault(id(store), (store, []))[1].append(parameter)
+        self._in_memory = list({id(p): p for p in candidates if enabled and is_in_memory_init(p)}.values())
         self._modifier_rank = modifier_rank
         self._active: list[tuple[ParameterStore, list[nn.Parameter]]] = []
         self._saved_tensor_hooks = ExitStack()
@@ -60,10 +60,8 @@ class GatheredParameters:
         """True if `tensor` shares values that are released when the context ends and are not fetched for backward."""
         if tensor.layout != torch.strided:
             return False
-        held = (
-            (keeper, p) for keeper, parameters in self._active if not keeper.keeps_saved_tensors for p in parameters
-        )
-        return any(keeper.shares_memory(p, tensor) for keeper, p in held)
+        pairs = ((store, p) for store, parameters in self._active if not store.keeps_saved_tensors for p in parameters)
+        return any(store.shares_memory(p, tensor) for store, p in pairs)
 
     def __enter__(self) -> None:
         """Fetch the values: all of them, or none and an error."""
@@ -71,10 +69,10 @@ class GatheredParameters:
             check_modifier_rank(self._modifier_rank)
         try:
             with deferring_interrupts:
-                for keeper, parameters in self._by_store.values():
-                    keeper.begin_gather(parameters)
-                    self._active.append((keeper, parameters))
-            if torch.is_grad_enabled() and not all(keeper.keeps_saved_tensors for keeper, _ in self._active):
+                for store, parameters in self._by_store.values():
+                    store.begin_gather(parameters)
+                    self._active.append((store, parameters))
+            if torch.is_grad_enabled() and not all(store.keeps_saved_tensors for store, _ in self._active):
                 self._copy_saved_tensors()
         except BaseException:
             self._saved_tensor_hooks.close()
@@ -101,14 +99,14 @@ class GatheredParameters:
 
     @atomic
     def _end_all(self) -> None:
-        """Close every keeper, even if one of them raises; the first error is raised at the end."""
+        """End every store's gather, even if one of them raises; the first error is raised at the end."""
         first: BaseException | None = None
         while self._active:
-            keeper, parameters = self._active.pop()
-            if not any(is_managed(p) and store_of(p) is keeper for p in parameters):
-                continue  # its engine has given the model back and is closed
+            store, parameters = self._active.pop()
+            if not any(is_managed(p) and store_of(p) is store for p in parameters):
+                continue  # its engine has unwrapped the model and is closed
             try:
-                keeper.end_gather(parameters, self._modifier_rank)
+                store.end_gather(parameters, self._modifier_rank)
             except Exception as error:
                 first = first or error
         if first is not None:

@@ -1,4 +1,4 @@
-"""Parameters that were built under `Init` but stay in memory: they have no keeper, and ranks may edit them differently.
+"""Parameters that were built under `Init` but stay in memory: they have no store, and ranks may edit them differently.
 
 An engine takes the first rank's values. Until then each rank has its own values, and only `GatheredParameters` with a
 `modifier_rank` makes them equal.
@@ -19,7 +19,7 @@ from zero.ranks import backend, world
 
 
 def is_in_memory_init(parameter: torch.Tensor) -> bool:
-    """True if it has DeepSpeed's attributes and no keeper."""
+    """True if it has DeepSpeed's attributes and no parameter store."""
     return isinstance(parameter, nn.Parameter) and has_ds_attributes(parameter) and not is_managed(parameter)
 
 

@@ -39,7 +39,7 @@ FETCHED_BYTES_MAX = 64 << 20
 
 
 class ReadableFile(Protocol):
-    """A file with values: the provisional file, or a checkpoint."""
+    """A file with values: the file of initial values, or a checkpoint."""
 
     def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` at byte `offset`."""
@@ -67,9 +67,9 @@ class InitialParameterStore:
         all_ranks_read: all ranks read the same file.
 
     Attributes:
-        fetches_on_access: True while an `Init` context is open. Constructors and `Module.apply` then find the values of every
-            parameter as if they had never been spilled.
-        accepts_parameters: more parameters may be cut: the context is open, even while an engine is made inside it.
+        fetches_on_access: True while an `Init` context is open. Constructors and `Module.apply` then find the values of
+            every parameter as if they had never been spilled.
+        accepts_parameters: more parameters may be spilled: the context is open, even while an engine is made inside it.
     """
 
     partitions = True
@@ -92,7 +92,7 @@ class InitialParameterStore:
         self._free_memory(parameter)
 
     def store(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
-        """Store values of a parameter that another keeper still has; `take_over` follows."""
+        """Store values of a parameter that still belongs to another store; `take_over` follows."""
         offset = self._file.append(values)
         self._locations[parameter] = FileLocation(self._file, offset, values.dtype, values.nbytes)
 
@@ -102,12 +102,12 @@ class InitialParameterStore:
         self.convert(parameter, self._locations[parameter].dtype)
 
     def read(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
-        """Values [begin, end) of a cut parameter, 1-D."""
+        """Values [begin, end) of a spilled parameter, 1-D."""
         return self._locations[parameter].read(begin, end).to(parameter.dtype)
 
-    def set_location(self, parameter: nn.Parameter, place: FileLocation) -> None:
-        """Make a place in another file the source of a released parameter's values; they are read when needed."""
-        self._locations[parameter] = place
+    def set_location(self, parameter: nn.Parameter, location: FileLocation) -> None:
+        """Make a location in another file the source of a released parameter's values; they are read when needed."""
+        self._locations[parameter] = location
 
     def convert(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """Give a released parameter another dtype; its values are rounded when they are read."""
@@ -146,11 +146,11 @@ class InitialParameterStore:
 
     def spill_unreferenced(self, needed: Collection[int] = ()) -> None:
         """Spill fetched parameters again, except those in `needed` (ids) and those whose memory other tensors share."""
-        unseen = [p for p in self._fetched if id(p) not in needed and not _has_other_views(p)]
-        spilled = {id(parameter) for parameter in unseen}
+        unreferenced = [p for p in self._fetched if id(p) not in needed and not _has_other_views(p)]
+        spilled = {id(parameter) for parameter in unreferenced}
         self._fetched = [parameter for parameter in self._fetched if id(parameter) not in spilled]
-        self._fetched_bytes -= sum(p.numel() * p.element_size() for p in unseen)
-        self.end_gather(unseen)
+        self._fetched_bytes -= sum(p.numel() * p.element_size() for p in unreferenced)
+        self.end_gather(unreferenced)
 
     def spill_fetched(self) -> None:
         """Spill again all parameters that `fetch` has fetched."""
@@ -226,27 +226,27 @@ class InitialParameterStore:
 
     def freeable_bytes_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """(device, bytes) of space that is freed when the parameter is adopted; None: only when all are adopted."""
-        file, place = self._file, self._locations[parameter]
+        file, location = self._file, self._locations[parameter]
         # A common file frees space only after all ranks have adopted the parameter, and ranks may be far apart.
-        if place.file is not file or not isinstance(file, InitFile) or not file.can_free_parts:
+        if location.file is not file or not isinstance(file, InitFile) or not file.can_free_parts:
             return None
-        return file.device, place.nbytes
+        return file.device, location.nbytes
 
     def on_adopted(self, parameter: nn.Parameter) -> None:
-        """An engine has stored the values: free their space. The last parameter closes the file, unless it `accepts_parameters`."""
-        place = self._locations.pop(parameter, None)
-        if place is not None and place.file is self._file:
-            self._file.free(place.offset_bytes, place.nbytes)
+        """An engine has stored the values: free their space. After the last, close the file, unless more may come."""
+        location = self._locations.pop(parameter, None)
+        if location is not None and location.file is self._file:
+            self._file.free(location.offset_bytes, location.nbytes)
         if not self._locations and not self.accepts_parameters:
             self._file.close()
 
     def _write_values(self, parameter: nn.Parameter) -> None:
-        """Write the values to their old place, or to a new place if their size has changed."""
+        """Write the values to their old location, or to a new one if their size has changed."""
         nbytes = parameter.numel() * parameter.element_size()
-        place = self._locations.get(parameter)
-        if place is not None and place.file is self._file and place.nbytes == nbytes:
-            self._file.write(place.offset_bytes, parameter.detach())
-            offset = place.offset_bytes
+        location = self._locations.get(parameter)
+        if location is not None and location.file is self._file and location.nbytes == nbytes:
+            self._file.write(location.offset_bytes, parameter.detach())
+            offset = location.offset_bytes
         else:
             offset = self._file.append(parameter.detach())
         self._locations[parameter] = FileLocation(self._file, offset, parameter.dtype, nbytes)
@@ -256,8 +256,8 @@ class InitialParameterStore:
         nbytes = parameter.numel() * parameter.element_size()
         if nbytes > self._poison_bytes:
             self._poison, self._poison_bytes = Poison(nbytes, torch.device("cpu")), nbytes
-        whole = [(0, parameter.shape)]
-        storage = FlatStorage(parameter.numel(), parameter.dtype, whole, self._poison, torch.device("cpu"))
+        views = [(0, parameter.shape)]
+        storage = FlatStorage(parameter.numel(), parameter.dtype, views, self._poison, torch.device("cpu"))
         with torch.no_grad():
             parameter.data = storage.views[0]
         set_released(parameter)
@@ -266,33 +266,33 @@ class InitialParameterStore:
 
 
 def initial_store_of(parameter: nn.Parameter) -> InitialParameterStore | None:
-    """The keeper of a parameter that `Init` has cut; None for an ordinary one."""
+    """The store of a parameter that `Init` has spilled; None for an ordinary one."""
     if isinstance(parameter, ReleasedParameter):
-        keeper = store_of(parameter)
-        if isinstance(keeper, InitialParameterStore):
-            return keeper
+        store = store_of(parameter)
+        if isinstance(store, InitialParameterStore):
+            return store
     return None
 
 
 def pending_free_bytes(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
-    """Device number -> bytes of provisional files that are freed there before the last parameter is adopted.
+    """Device number -> bytes of files of initial values that are freed there before the last parameter is adopted.
 
     A parameter's space is freed when all of its values have been stored, so the largest may remain until the end.
     """
-    found: dict[int, list[int]] = {}
+    sizes_of: dict[int, list[int]] = {}
     for parameter in parameters:
-        keeper = initial_store_of(parameter)
-        if keeper is not None and (room := keeper.freeable_bytes_of(parameter)) is not None:
-            device, nbytes = room
-            found.setdefault(device, []).append(nbytes)
-    return {device: sum(sizes) - max(sizes) for device, sizes in found.items()}
+        store = initial_store_of(parameter)
+        if store is not None and (freeable := store.freeable_bytes_of(parameter)) is not None:
+            device, nbytes = freeable
+            sizes_of.setdefault(device, []).append(nbytes)
+    return {device: sum(sizes) - max(sizes) for device, sizes in sizes_of.items()}
 
 
 def drop_initial_values(parameter: nn.Parameter) -> None:
-    """Drop the provisional values: the engine has stored them."""
-    keeper = initial_store_of(parameter)
-    if keeper is not None:
-        keeper.on_adopted(parameter)
+    """Drop the initial values: the engine has stored them."""
+    store = initial_store_of(parameter)
+    if store is not None:
+        store.on_adopted(parameter)
         set_present(parameter)
 
 
@@ -305,12 +305,12 @@ def _has_other_views(parameter: nn.Parameter) -> bool:
 
     The parameter's own `ds_tensor` does not count.
     """
-    alone = torch.empty(1, dtype=torch.float32, device="cpu")
+    unshared = torch.empty(1, dtype=torch.float32, device="cpu")
     drop_shard_view(parameter)
-    looked_at = _storage_use_count(parameter) > _storage_use_count(alone)
-    if looked_at:
+    has_views = _storage_use_count(parameter) > _storage_use_count(unshared)
+    if has_views:
         set_shard_view(parameter)
-    return looked_at
+    return has_views
 
 
 def _storage_use_count(tensor: torch.Tensor) -> int:

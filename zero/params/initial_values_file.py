@@ -37,16 +37,16 @@ def open_initial_values_file(folders: Sequence[str]) -> tuple[InitialValuesFile 
     world_size = world.world_size()
     if world_size == 1:
         return (InitFile.on_disk(folders) if folders else None), True
-    said = _StoreMessages(range(world_size))
+    messages = _StoreMessages(range(world_size))
     place = json.dumps([node_identity().decode(), list(folders)]).encode()
-    neighbours = [rank for rank, answer in enumerate(said.all_gather(place)) if answer == place]
-    share = _StoreMessages(neighbours, said).all_gather
-    if len(neighbours) == 1 or not same_node(share):
+    neighbours = [rank for rank, answer in enumerate(messages.all_gather(place)) if answer == place]
+    all_gather = _StoreMessages(neighbours, messages).all_gather
+    if len(neighbours) == 1 or not same_node(all_gather):
         return (InitFile.on_disk(folders) if folders else None), False
-    own = InitFile.on_disk(folders) if folders else InitFile.in_memory()
+    file = InitFile.on_disk(folders) if folders else InitFile.in_memory()
     index = neighbours.index(world.rank())
     with naming_ranks("sharing initial values", neighbours):
-        return SharedInitFile.join(own, index, len(neighbours), share), len(neighbours) == world_size
+        return SharedInitFile.join(file, index, len(neighbours), all_gather), len(neighbours) == world_size
 
 
 class _StoreMessages:

@@ -1,7 +1,7 @@
 """`Init`: build a model that is larger than memory module by module, and write the values of each module to disk.
 
 Constructors run unchanged and in fp32, so a model built under `Init` has the same bits as without it. When a module's
-`__init__` returns, its parameters are cut: their values are spilled and the parameters are released. Code that
+`__init__` returns, its parameters are spilled: their values are written and the parameters are released. Code that
 initialises them later, in the constructor of a parent or by `apply`, gets the values fetched again.
 """
 
@@ -39,7 +39,7 @@ DEEPSPEED_ONLY = {
     *("sequence_data_parallel_group", "param_swapper"),
 }
 
-INITIALISERS = {name: drawn for name, drawn in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
+INITIALISERS = {name: draw for name, draw in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
 """torch's own; clients switch them off while they build a model whose values they load, or draw at the end."""
 WEIGHT_TRANSFORMS: tuple[tuple[Any, str], ...] = (
     (parametrize, "register_parametrization"),
@@ -126,7 +126,7 @@ class Init:
         return self
 
     def _open_store(self) -> InitialParameterStore | None:
-        """The keeper for cut parameters; None: values stay in memory. All ranks call this together."""
+        """The store for spilled parameters; None: values stay in memory. All ranks call this together."""
         return _open_store_in(self._paths)
 
     def _patch_torch(self) -> None:
@@ -162,7 +162,7 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop watching; cut and cast the remaining parameters."""
+        """Stop watching; spill and cast the remaining parameters."""
         self._unpatch_torch()
         if self in _open_contexts:
             _open_contexts.remove(self)
@@ -173,16 +173,16 @@ class Init:
         self._modules.clear()
 
     def _spill_modules(self) -> None:
-        """Cut parameters that were registered outside of constructors, and cast all to `dtype`."""
-        for module in [made() for made in self._modules]:
+        """Spill parameters that were registered outside of constructors, and cast all to `dtype`."""
+        for module in [reference() for reference in self._modules]:
             for parameter in list(module._parameters.values()) if module is not None else ():
                 if parameter is None:
                     continue
                 self._spill(parameter)
                 if self._dtype is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
-                    keeper = initial_store_of(parameter)
-                    if keeper is not None:
-                        keeper.convert(parameter, self._dtype)
+                    store = initial_store_of(parameter)
+                    if store is not None:
+                        store.convert(parameter, self._dtype)
                     elif not is_managed(parameter):
                         parameter.data = parameter.data.to(self._dtype)
 
@@ -208,7 +208,7 @@ class Init:
                 if outermost:
                     watcher._constructing.discard(id(module))
             if watcher._store is not None:
-                watcher._store.spill_unreferenced()  # "unseen": an outer constructor may hold a view of a parameter
+                watcher._store.spill_unreferenced()  # an outer constructor may have a view of a parameter
             if outermost:
                 watcher._modules.append(weakref.ref(module))
                 for parameter in list(module.parameters()):  # children's too: some may have been replaced
@@ -217,7 +217,7 @@ class Init:
         self._replace(kind, "__init__", constructor)
 
     def _spilling_register_parameter(self) -> Callable[[nn.Module, str, nn.Parameter | None], None]:
-        """`Module.register_parameter`, which cuts a parameter that replaces one on the meta device."""
+        """`Module.register_parameter`, which spills a parameter that replaces one on the meta device."""
         original = nn.Module.register_parameter
         watcher = self
 
@@ -230,15 +230,15 @@ class Init:
         return register_parameter
 
     def _spill(self, parameter: nn.Parameter) -> None:
-        here = parameter.device.type == "cpu" and not is_wrapper(parameter)
-        if self._store is not None and not is_managed(parameter) and here and parameter.numel():
+        is_on_host = parameter.device.type == "cpu" and not is_wrapper(parameter)
+        if self._store is not None and not is_managed(parameter) and is_on_host and parameter.numel():
             self._store.spill(parameter)
         elif self.sets_ds_attributes and not is_managed(parameter) and not is_wrapper(parameter) and parameter.numel():
             set_in_memory_init(parameter)
 
 
 def open_initial_store(config: Config) -> InitialParameterStore | None:
-    """A keeper for a model that waits for its next engine; None: its values have to stay in memory.
+    """A store for a model that waits for its next engine; None: its values have to stay in memory.
 
     All ranks call this together.
     """
@@ -248,8 +248,8 @@ def open_initial_store(config: Config) -> InitialParameterStore | None:
 def _open_store_in(folders: tuple[str, ...] | None) -> InitialParameterStore | None:
     if folders is None:
         return None
-    file, everywhere = open_initial_values_file(folders)
-    return None if file is None else InitialParameterStore(file, all_ranks_read=everywhere)
+    file, all_ranks_read = open_initial_values_file(folders)
+    return None if file is None else InitialParameterStore(file, all_ranks_read=all_ranks_read)
 
 
 _open_contexts: list[Init] = []
@@ -274,10 +274,10 @@ def refuse_without_values(model: nn.Module) -> None:
     tensors = (*model.named_parameters(), *model.named_buffers())
     missing = [name for name, tensor in tensors if tensor.is_meta and tensor.numel()]
     if missing:
-        named = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
+        names = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
         raise ConfigError(
             f"model: {len(missing):,} of {len(tensors):,} parameters and buffers are on the meta device and have no "
-            f"values ({named}); build or load the model under zero.Init, which does not need memory for the whole "
+            f"values ({names}); build or load the model under zero.Init, which does not need memory for the whole "
             "model either"
         )
 
@@ -328,26 +328,26 @@ def _load_without_batch(source: str | os.PathLike[str] | dict[str, Any] | Config
 
 
 def _module_classes() -> list[type]:
-    found: list[type] = []
+    classes: list[type] = []
     pending: list[type] = [nn.Module]
     while pending:
         parent: Any = pending.pop()
         for kind in parent.__subclasses__():
-            if kind not in found:
-                found.append(kind)
+            if kind not in classes:
+                classes.append(kind)
                 pending.append(kind)
-    return found
+    return classes
 
 
 def _draw_weight_first(original: Callable[..., Any], is_static: bool) -> Any:
-    """One of `WEIGHT_TRANSFORMS`, which first draws a weight that its constructor did not, because that was switched off.
+    """One of `WEIGHT_TRANSFORMS`, which first draws a weight that its constructor did not: that was switched off.
 
     It is too late once the weight is computed: a client that draws all values at the end writes to the result, which is
     dropped. In memory as well what the constructor has drawn stays.
     """
 
     @functools.wraps(original)
-    def computed(module: nn.Module, name: str = "weight", *args: Any, **kwargs: Any) -> Any:
+    def transform(module: nn.Module, name: str = "weight", *args: Any, **kwargs: Any) -> Any:
         parameter, draw = module._parameters.get(name), getattr(module, "reset_parameters", None)
         switched_off = {key: now for key, now in vars(nn.init).items() if INITIALISERS.get(key, now) is not now}
         if parameter is not None and draw is not None and switched_off and parameter._version == 0:
@@ -361,7 +361,7 @@ def _draw_weight_first(original: Callable[..., Any], is_static: bool) -> Any:
                 vars(nn.init).update(switched_off)
         return original(module, name, *args, **kwargs)
 
-    return staticmethod(computed) if is_static else computed
+    return staticmethod(transform) if is_static else transform
 
 
 def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:

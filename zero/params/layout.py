@@ -1,16 +1,16 @@
-"""The layout: the place of every parameter in the flat space.
+"""The layout: the place of every parameter in its unit, and of every unit in its address space.
 
-[Note: spaces and coordinates] A *unit* is one contiguous buffer of parameters that are fetched and released together,
-padded so that every rank's slice is a multiple of 4096 elements. All units of one dtype, one trainability and one
-update rule form a *space*: their slices, end to end, have the coordinates [0, numel). Every plane (weight, state
-record, gradient) is an array over a space, so a value has the same coordinate on every tier. The layout depends only on
-the model, the world size and explicit layout keys, never on a tier, a budget or the machine. Therefore results are
+[Note: address spaces] A *unit* is one flat buffer of parameters that are fetched and released together, padded so that
+every rank's shard is a multiple of 4096 elements. All units of one dtype, one trainability and one update rule form an
+*address space*: their shards, end to end, have the coordinates [0, numel). Every tiered array (weights, optimizer
+states, gradients) covers one address space, so a value has the same coordinate on every tier. The layout depends only
+on the model, the world size and explicit layout keys, never on a tier, a budget or the machine. Therefore results are
 bit-equal on all tiers.
 
 [Note: whole matrices] A rule that needs whole parameters (Muon) never gets a part of one: in its units every parameter
-begins on a new block and lies entirely in one rank's slice, and sub-groups are cut between parameters. With several
-ranks, parameters are distributed over the slices by size, so slices end with padding; a sub-group is then one unit's
-slice, with the same length on all ranks.
+begins on a new block and lies entirely in one rank's shard, and sub-groups are cut between parameters. With several
+ranks, parameters are distributed over the shards by size, so shards end with padding; a sub-group is then one unit's
+shard, with the same length on all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Slot:
     shape: torch.Size
     numel: int
     offset_numel: int
-    """First element inside the flat unit; 64-byte aligned."""
+    """First element inside the flat buffer; 64-byte aligned."""
     index: int
     """Position of the parameter in the engine's list of parameters."""
     first_numel: int = 0
@@ -49,7 +49,7 @@ class Slot:
 
     @property
     def end_numel(self) -> int:
-        """One past its last element inside the flat unit."""
+        """One past its last element inside the flat buffer."""
         return self.offset_numel + self.numel
 
 
@@ -61,20 +61,20 @@ class Unit:
     name: str
     slots: tuple[Slot, ...]
     numel: int
-    """Length of the flat unit, padding included."""
+    """Length of the flat buffer, padding included."""
     shard_numel: int
-    """Length of one rank's slice."""
+    """Length of one rank's shard."""
     dtype: torch.dtype
     trainable: bool
     persistent: bool
     begin: int
-    """First coordinate of this rank's slice in its space."""
+    """First coordinate of this rank's shard in its address space."""
     sibling_group: str = ""
     """The list (or dict) of modules of one type that the unit is one of; "" for none."""
     expert_rows: int = 0
     """Number of experts, the first dimension of every slot, whose rows may be fetched alone; 0 for other units."""
     first_numel: int = 0
-    """First element of the flat unit that is in this rank's slice."""
+    """First element of the flat buffer that is in this rank's shard."""
     rule: int = 0
     """Number of the rule that updates it."""
     needs_whole_parameters: bool = False
@@ -84,37 +84,37 @@ class Unit:
 
     @property
     def space_key(self) -> tuple[torch.dtype, bool, int]:
-        """The properties that all units of a space share."""
+        """The properties that all units of an address space share."""
         return self.dtype, self.trainable, self.rule
 
     @property
     def end(self) -> int:
-        """One past the last coordinate of this rank's slice."""
+        """One past the last coordinate of this rank's shard."""
         return self.begin + self.shard_numel
 
     @property
     def origin(self) -> int:
-        """The coordinate that the flat unit's first element would have: element i of the unit is at origin + i."""
+        """The coordinate that the flat buffer's first element would have: element i of the unit is at origin + i."""
         return self.begin - self.first_numel
 
     @property
     def last_numel(self) -> int:
-        """One past the last element of the flat unit that is in this rank's slice."""
+        """One past the last element of the flat buffer that is in this rank's shard."""
         return self.first_numel + self.shard_numel
 
     def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of `flat`, the bytes (uint8) or the elements of the flat unit."""
+        """This rank's shard of `flat`, the bytes (uint8) or the elements of the flat buffer."""
         scale = self.dtype.itemsize if flat.dtype == torch.uint8 and flat.numel() == self.nbytes else 1
         return flat[self.first_numel * scale : self.last_numel * scale]
 
     def shard_range(self, slot: Slot) -> tuple[int, int]:
-        """Coordinates [begin, end) of the part of a slot that is in this rank's slice; empty if none is."""
+        """Coordinates [begin, end) of the part of a slot that is in this rank's shard; empty if none is."""
         begin = min(max(self.origin + slot.offset_numel, self.begin), self.end)
         return begin, max(begin, min(self.origin + slot.end_numel, self.end))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the flat unit."""
+        """Bytes of the flat buffer."""
         return self.numel * self.dtype.itemsize
 
 
@@ -163,7 +163,7 @@ class AddressSpace:
 
 @dataclass(frozen=True, slots=True)
 class SubGroup:
-    """A run of a space that one optimizer step and one state transfer handle."""
+    """A range of an address space whose elements are updated, and whose optimizer state is moved, together."""
 
     space: int
     begin: int
@@ -181,7 +181,7 @@ class SubGroup:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All spaces, and the units in the order of the cover."""
+    """All address spaces, and the units in the order of the cover."""
 
     spaces: tuple[AddressSpace, ...]
     units: tuple[Unit, ...]
@@ -192,7 +192,7 @@ class Layout:
         return sum(unit.numel for unit in self.units)
 
     def space_of(self, unit: Unit) -> int:
-        """Index of the unit's space."""
+        """Index of the unit's address space."""
         return next(i for i, space in enumerate(self.spaces) if space.space_key == unit.space_key)
 
     def units_in(self, group: SubGroup) -> Iterator[Unit]:
@@ -200,10 +200,10 @@ class Layout:
         return self.spaces[group.space].units_between(group.begin, group.end)
 
     def sub_groups(self, numel_max: int) -> tuple[SubGroup, ...]:
-        """Every trainable space cut into runs of at most `numel_max` (rounded to 4096) elements.
+        """Every trainable address space, cut into runs of at most `numel_max` (rounded to 4096) elements.
 
         A unit that is fetched shares no sub-group with others: a fetch then waits only for the unit's own sub-groups.
-        Neighbouring persistent units, which are small and never fetched, share sub-groups, so that records stay long.
+        Neighbouring persistent units, which are small and never fetched, share sub-groups, so that transfers stay long.
         If a rule needs whole parameters, a run may be longer: as long as one parameter.
         """
         return tuple(
@@ -213,7 +213,7 @@ class Layout:
         )
 
     def sub_group_runs(self, numel_max: int) -> Iterator[tuple[int, int, int, int]]:
-        """As `sub_groups`, run by run: (space, begin, end, elements of each sub-group of the run but the last)."""
+        """As `sub_groups`, run by run: (address space, begin, end, elements of each sub-group but the last)."""
         step = max(numel_max // BLOCK_NUMEL, 1) * BLOCK_NUMEL
         for index, space in enumerate(self.spaces):
             if not space.trainable:
@@ -226,7 +226,7 @@ class Layout:
                 yield index, begin, end, align_up(-(-(end - begin) // count), BLOCK_NUMEL)  # nearly equal lengths
 
     def longest_sub_group(self, space: int, numel_max: int) -> int:
-        """Elements of the longest sub-group of a trainable space, but at least `numel_max`."""
+        """Elements of the longest sub-group of a trainable address space, but at least `numel_max`."""
         if not self.spaces[space].needs_whole_parameters:
             return numel_max
         return max(
@@ -237,7 +237,7 @@ class Layout:
 def _whole_parameter_runs(units: Iterable[Unit], numel_max: int) -> Iterator[tuple[int, int]]:
     """[begin, end) of runs of whole parameters, each of at most `numel_max` elements or of one piece."""
     for unit in units:
-        # A sharded slice is one piece: ranks have different parameters in it, but must have the same sub-groups.
+        # A shard is one piece if there are several: ranks have different parameters in it, but the same sub-groups.
         starts = [slot.offset_numel for slot in unit.slots if slot.numel] if unit.shard_numel == unit.numel else []
         begin = end = unit.begin
         for stop in [*(unit.begin + start for start in starts[1:]), unit.end]:
@@ -285,7 +285,7 @@ class UnitContent:
 
     @property
     def space_key(self) -> tuple[torch.dtype, bool, int]:
-        """The properties that all units of a space share."""
+        """The properties that all units of an address space share."""
         return self.dtype, self.trainable, self.rule
 
 
@@ -294,7 +294,7 @@ def build_layout(contents: Sequence[UnitContent], placement: Placement, *, bf16_
 
     Args:
         contents: the cover's units, in model order.
-        placement: which ranks share each unit. A unit can be cut into as many slices as there are ranks, each a
+        placement: which ranks share each unit. A unit can be cut into as many shards as there are ranks, each a
             multiple of 4096 elements.
         bf16_masters: weights in bf16 are their own masters.
     """
@@ -306,7 +306,7 @@ def build_layout(contents: Sequence[UnitContent], placement: Placement, *, bf16_
             if content.needs_whole_parameters
             else _offsets(content, placement)
         )
-        # An empty parameter occupies no space; it is sorted before the parameter with the same offset.
+        # An empty parameter occupies no elements; it is sorted before the parameter with the same offset.
         by_place = sorted(zip(offsets, content.parameters, strict=True), key=lambda pair: (pair[0], pair[1][2].numel()))
         slots = tuple(
             Slot(names, shape, shape.numel(), offset, parameter, content.first_numel, position)
@@ -335,7 +335,7 @@ def build_layout(contents: Sequence[UnitContent], placement: Placement, *, bf16_
                 remainder_dtype(content.dtype) if exact else None,
             )
         )
-    spaces = (AddressSpace(*kind[:2], tuple(u for u in units if u.space_key == kind), kind[2]) for kind in ends)
+    spaces = (AddressSpace(*key[:2], tuple(u for u in units if u.space_key == key), key[2]) for key in ends)
     return Layout(tuple(spaces), tuple(units))
 
 
@@ -350,21 +350,21 @@ def _offsets(content: UnitContent, placement: Placement) -> tuple[list[int], int
 
 
 def _whole_parameter_offsets(content: UnitContent, placement: Placement) -> tuple[list[int], int]:
-    """As `_offsets`, each parameter in one slice: the largest first, each into the slice with the least so far."""
+    """As `_offsets`, each parameter in one shard: the largest first, each into the shard with the least so far."""
     sizes = [align_up(shape.numel(), BLOCK_NUMEL) for _, _, shape in content.parameters]
     order = range(len(sizes)) if placement.shard_size == 1 else sorted(range(len(sizes)), key=lambda i: -sizes[i])
     filled = [0] * placement.shard_size
-    found: dict[int, tuple[int, int]] = {}
+    positions: dict[int, tuple[int, int]] = {}
     for i in order:
         shard = filled.index(min(filled))
-        found[i] = shard, filled[shard]
+        positions[i] = shard, filled[shard]
         filled[shard] += sizes[i]
     shard_numel = align_up(max(*filled, 1), BLOCK_NUMEL * (placement.world_size // placement.shard_size))
-    return [found[i][0] * shard_numel + found[i][1] for i in range(len(sizes))], shard_numel * len(filled)
+    return [positions[i][0] * shard_numel + positions[i][1] for i in range(len(sizes))], shard_numel * len(filled)
 
 
 def sibling_group(units: Iterable[Unit]) -> dict[int, int]:
     """Index of each unit that has siblings and is always fetched whole -> number of its group of siblings."""
     names: dict[str, int] = {}
-    placed = [unit for unit in units if unit.sibling_group and not unit.persistent and not unit.expert_rows]
-    return {unit.index: names.setdefault(unit.sibling_group, len(names)) for unit in placed}
+    grouped = [unit for unit in units if unit.sibling_group and not unit.persistent and not unit.expert_rows]
+    return {unit.index: names.setdefault(unit.sibling_group, len(names)) for unit in grouped}

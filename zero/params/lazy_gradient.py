@@ -1,11 +1,11 @@
-"""`p.grad` of a parameter whose gradient an engine has collected: a tensor without memory.
+"""`p.grad` of a parameter whose gradient an engine has accumulated: a tensor without memory.
 
 It has the parameter's shape and dtype. What torch's gradient utilities do with it needs no memory either: its 2-norm
-comes from the sums that are kept for the step, and a factor is noted and applied in the step. Other operations read the
-one gradient that they are given, and store it if they have changed it. An operation whose result shares the gradient's
-memory (a view, `numpy()`) makes a copy torch's own `p.grad`, which the engine takes over if it was changed.
+comes from the sums that are stored for the step, and a factor is noted and applied in the step. Other operations read
+the gradients that are their arguments, and store those that they have changed. An operation whose result shares the
+gradient's memory (a view, `numpy()`) makes a copy torch's own `p.grad`, which the engine takes over if it was changed.
 
-On several ranks all ranks do the same, as the values are in slices; to ask whether `p.grad` is None needs no others.
+On several ranks all ranks do the same, as the values are sharded; to ask whether `p.grad` is None needs no other rank.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _COPY_METHODS = frozenset(("__deepcopy__", "__reduce_ex__", "__reduce__"))
 _PRODUCTS = frozenset(("mul_", "__imul__", "multiply_", "_foreach_mul_"))
 _QUOTIENTS = frozenset(("div_", "__itruediv__", "__idiv__", "divide_", "true_divide_", "_foreach_div_"))
 _IN_PLACE_OPERATORS = frozenset(f"__i{word}__" for word in ("add", "sub", "mul", "truediv", "div"))
-IS_EXPOSED = "_zero_looked_at"  # Of a gradient that is torch's own because a view or an address of it was taken.
+IS_EXPOSED = "_zero_is_exposed"  # Attribute of a gradient that is torch's own because something shares its memory.
 _NORMS = frozenset(("linalg_vector_norm", "_foreach_norm", "norm"))
-"""They compute the 2-norm if they are not asked for another."""
+"""They compute the 2-norm by default."""
 _PLAIN_RESULTS = (
     int,
     float,
@@ -45,12 +45,12 @@ _PLAIN_RESULTS = (
 
 
 class LazyGradient(torch.Tensor):
-    """See above.
+    """The gradient of one parameter, without memory.
 
     Attributes:
         parameter: whose gradient it is.
-        accumulated: the engine's access to it.
-        epoch: of `collected` when this was made; after a step there is another gradient, or none.
+        accumulated: reads and writes the gradient in the engine.
+        epoch: of `accumulated` when this was made; after a step there is another gradient, or none.
     """
 
     parameter: nn.Parameter
@@ -63,9 +63,9 @@ class LazyGradient(torch.Tensor):
     ) -> LazyGradient:
         """What `parameter.grad` is."""
         make: Any = torch.Tensor._make_wrapper_subclass
-        shown: LazyGradient = make(cls, parameter.shape, dtype=parameter.dtype, device=device)
-        shown.parameter, shown.accumulated, shown.epoch = parameter, accumulated, accumulated.epoch
-        return shown
+        gradient: LazyGradient = make(cls, parameter.shape, dtype=parameter.dtype, device=device)
+        gradient.parameter, gradient.accumulated, gradient.epoch = parameter, accumulated, accumulated.epoch
+        return gradient
 
     def is_gradient_of(self, parameter: nn.Parameter) -> bool:
         """True if it is what `parameter.grad` is now."""
@@ -95,20 +95,20 @@ class LazyGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse what no function of Python has asked for."""
+        """Refuse an operation that has not come through `__torch_function__`, such as one of compiled code."""
         raise StateError(f"p.grad: {func} cannot read a gradient that an engine keeps; give it p.grad.clone()")
 
     def read_values(self, *, wide: bool) -> Tensor:
         """A copy, or torch's own gradient; `wide`: in fp32. Raises StateError: a step has used it."""
-        own = torch_gradient(self.parameter)
-        if own is not None:
-            return own
+        assigned = torch_gradient(self.parameter)
+        if assigned is not None:
+            return assigned
         self.check_current()
         with torch.inference_mode(False), torch.no_grad():
-            found = self.accumulated.read()
-            if found is None:
-                found = torch.zeros(self.parameter.shape, dtype=torch.float32, device=self.device)
-            return found if wide else found.to(self.dtype)
+            values = self.accumulated.read()
+            if values is None:
+                values = torch.zeros(self.parameter.shape, dtype=torch.float32, device=self.device)
+            return values if wide else values.to(self.dtype)
 
     def check_current(self) -> None:
         """Raise StateError: a step has used it, or it was dropped."""
@@ -120,37 +120,37 @@ class LazyGradient(torch.Tensor):
 
 
 def _compute(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    known = _compute_lazily(name, args, kwargs)
-    return _run_with_values(func, name, args, kwargs) if known is None else known
+    result = _compute_lazily(name, args, kwargs)
+    return _run_with_values(func, name, args, kwargs) if result is None else result
 
 
 def _compute_lazily(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an operation that needs no values; None: it needs them."""
-    shown = args[0] if args else None
-    if not isinstance(shown, LazyGradient) or torch_gradient(shown.parameter) is not None:
+    gradient = args[0] if args else None
+    if not isinstance(gradient, LazyGradient) or torch_gradient(gradient.parameter) is not None:
         return None
     factor = _scale_factor(name, args, kwargs)
     if factor is None:
         return _norm(name, args, kwargs)
-    shown.check_current()
-    shown.accumulated.scale(factor)
-    return shown
+    gradient.check_current()
+    gradient.accumulated.scale(factor)
+    return gradient
 
 
 def _run_foreach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of lists for one gradient after the other: they need not be in memory together."""
     name, count = func.__name__, len(args[0])
     results = []
-    for at in range(count):
-        cut = [arg[at] if isinstance(arg, (list, tuple)) and len(arg) == count else arg for arg in args]
-        known = _compute_lazily(name, tuple(cut), kwargs)
-        lists = tuple([one] if isinstance(arg, (list, tuple)) else one for one, arg in zip(cut, args, strict=True))
-        results.append([known] if known is not None else _run_with_values(func, name, lists, kwargs))
+    for index in range(count):
+        items = [arg[index] if isinstance(arg, (list, tuple)) and len(arg) == count else arg for arg in args]
+        result = _compute_lazily(name, tuple(items), kwargs)
+        lists = tuple([item] if isinstance(arg, (list, tuple)) else item for item, arg in zip(items, args, strict=True))
+        results.append([result] if result is not None else _run_with_values(func, name, lists, kwargs))
     return None if name.endswith("_") else tuple(result[0] for result in results)
 
 
 def _scale_factor(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """What the operation multiplies a gradient by; None: it does something else."""
+    """The factor that the operation multiplies a gradient by; None: it does something else."""
     if (name not in _PRODUCTS and name not in _QUOTIENTS) or len(args) != 2 or kwargs:
         return None
     other = args[1]
@@ -166,10 +166,10 @@ def _norm(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
     """The 2-norm of a gradient, fp32; None: the operation is another, or the gradient has to be read."""
     if name not in _NORMS or len(args) > 2:
         return None
-    asked = {key: value for key, value in kwargs.items() if value is not None and value is not False}
-    if set(asked) - {"p", "ord"}:
+    options = {key: value for key, value in kwargs.items() if value is not None and value is not False}
+    if set(options) - {"p", "ord"}:
         return None
-    if [*args[1:], *asked.values()] not in ([], [2], ["fro"]):
+    if [*args[1:], *options.values()] not in ([], [2], ["fro"]):
         return None
     args[0].check_current()
     norm = args[0].accumulated.norm()
@@ -178,7 +178,7 @@ def _norm(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
 
 def _run_with_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on the gradients' values; store what it has changed."""
-    found: dict[int, tuple[LazyGradient, Tensor]] = {}
+    gradients: dict[int, tuple[LazyGradient, Tensor]] = {}
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     wide = is_in_place or name in _IN_PLACE_OPERATORS or "out" in kwargs
     may_write = wide or getattr(func, "__module__", "").startswith("torch.distributed")
@@ -186,29 +186,29 @@ def _run_with_values(func: Callable[..., Any], name: str, args: tuple[Any, ...],
     def read(leaf: Any) -> Any:
         if not isinstance(leaf, LazyGradient):
             return leaf
-        if id(leaf) not in found:
-            found[id(leaf)] = leaf, leaf.read_values(wide=wide)
-        return found[id(leaf)][1]
+        if id(leaf) not in gradients:
+            gradients[id(leaf)] = leaf, leaf.read_values(wide=wide)
+        return gradients[id(leaf)][1]
 
     args, kwargs = _map_tree(args, read), _map_tree(kwargs, read)
     if name in _COPY_METHODS:
         return func(args[0].clone(), *args[1:], **kwargs)
     # Collectives and the kernels of GradScaler write without a new version, so what may write is compared.
-    before = {key: values.clone() if may_write else values._version for key, (_, values) in found.items()}
+    before = {key: values.clone() if may_write else values._version for key, (_, values) in gradients.items()}
     result = func(*args, **kwargs)
     if may_write and hasattr(result, "wait"):
         result.wait()
-    for key, (shown, values) in found.items():
-        if torch_gradient(shown.parameter) is values:
+    for key, (gradient, values) in gradients.items():
+        if torch_gradient(gradient.parameter) is values:
             continue
-        known = before[key]
-        if not torch.equal(values, known) if isinstance(known, Tensor) else values._version != known:
-            shown.accumulated.write(values)
+        previous = before[key]
+        if not torch.equal(values, previous) if isinstance(previous, Tensor) else values._version != previous:
+            gradient.accumulated.write(values)
         elif name in _MEMORY_ACCESSORS or _shares_memory(result, values):
             values.__dict__[IS_EXPOSED] = True
-            set_torch_gradient(shown.parameter, values)
-    back = {id(values): shown for shown, values in found.values()}
-    return _map_tree(result, lambda leaf: back.get(id(leaf), leaf))
+            set_torch_gradient(gradient.parameter, values)
+    gradient_of = {id(values): gradient for gradient, values in gradients.values()}
+    return _map_tree(result, lambda leaf: gradient_of.get(id(leaf), leaf))
 
 
 def _shares_memory(result: Any, values: Tensor) -> bool:

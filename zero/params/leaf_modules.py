@@ -111,14 +111,14 @@ def apply_zero_leaf_module_config(model: nn.Module, config: LeafModuleConfig | N
     modules = _flag_classes(model, config.classes, True, raise_if_not_found=False) if config.classes else []
     if not modules and set(config.classes) - set(DEEPSPEED_LEAF_CLASSES):
         raise ConfigError(f"{key}.classes: {_nothing_found('of the classes', list(config.classes), model)}")
-    for name, words, phrase, wanted in (
+    for name, words, phrase, matches in (
         ("names", config.names, "named", operator.eq),
         ("name_suffixes", config.name_suffixes, "whose name ends in", str.endswith),
     ):
-        found, missing = _flag_words(model, words, True, False, phrase, wanted)
+        named_modules, missing = _flag_words(model, words, True, False, phrase, matches)
         if missing:
             raise ConfigError(f"{key}.{name}: {_nothing_found(phrase, missing, model)}")
-        modules += found
+        modules += named_modules
     return list(dict.fromkeys(modules))
 
 
@@ -138,17 +138,17 @@ def flag_fine_modules(model: nn.Module, granularity_numel: int) -> list[nn.Modul
     """
     if granularity_numel <= 0:
         return []
-    found: list[nn.Module] = []
+    flagged: list[nn.Module] = []
     pending = [model]
     while pending:
         module = pending.pop()
         granularity = _granularity_numel(module)
         if granularity is not None and granularity <= granularity_numel:
             set_z3_leaf_module(module, True)
-            found.append(module)
+            flagged.append(module)
         else:
             pending += reversed(list(module.children()))
-    if not found:
+    if not flagged:
         known = [(_granularity_numel(module), name) for name, module in model.named_modules()]
         finest, name = min(((numel, name) for numel, name in known if numel is not None), default=(None, ""))
         logger.warning(
@@ -157,7 +157,7 @@ def flag_fine_modules(model: nn.Module, granularity_numel: int) -> list[nn.Modul
             granularity_numel,
             "" if finest is None else f"; the least is {finest}, in {name or type(model).__name__}",
         )
-    return found
+    return flagged
 
 
 def _granularity_numel(module: nn.Module) -> int | None:
@@ -189,13 +189,13 @@ def mark_leaf_parameters(model: nn.Module) -> None:
 def _flag_classes(
     model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
-    given = [classes] if isinstance(classes, (type, str)) else list(classes)
-    wrong = [entry for entry in given if not isinstance(entry, (type, str))]
+    entries = [classes] if isinstance(classes, (type, str)) else list(classes)
+    wrong = [entry for entry in entries if not isinstance(entry, (type, str))]
     if wrong:
         raise TypeError(f"leaf_module_classes: expected classes or names of classes, got {wrong}")
-    modules = [module for module in model.modules() if any(_matches_class(module, entry) for entry in given)]
+    modules = [module for module in model.modules() if any(_matches_class(module, entry) for entry in entries)]
     if not modules and raise_if_not_found:
-        names = [entry if isinstance(entry, str) else f"{entry.__module__}.{entry.__qualname__}" for entry in given]
+        names = [entry if isinstance(entry, str) else f"{entry.__module__}.{entry.__qualname__}" for entry in entries]
         raise ValueError(_nothing_found("of the classes", names, model))
     for module in modules:
         set_z3_leaf_module(module, flag)
@@ -208,21 +208,21 @@ def _flag_words(
     flag: bool,
     raise_if_not_found: bool,
     phrase: str,
-    wanted: Callable[[str, str], bool],
+    matches: Callable[[str, str], bool],
 ) -> tuple[list[nn.Module], list[str]]:
     named = list(model.named_modules())
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     missing: list[str] = []
     for word in words:
-        matching = [module for name, module in named if wanted(name, word)]
-        found += matching
+        matching = [module for name, module in named if matches(name, word)]
+        modules += matching
         if not matching:
             missing.append(word)
     if missing and raise_if_not_found:
         raise ValueError(_nothing_found(phrase, missing, model))
-    for module in found:
+    for module in modules:
         set_z3_leaf_module(module, flag)
-    return list(dict.fromkeys(found)), missing
+    return list(dict.fromkeys(modules)), missing
 
 
 def _matches_class(module: nn.Module, wanted: type | str) -> bool:

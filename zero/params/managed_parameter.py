@@ -1,7 +1,7 @@
-"""Parameters that a keeper is responsible for: classes that are mixed into theirs, and what their `.grad` is.
+"""Parameters that a parameter store is responsible for: classes mixed into theirs, and what their `.grad` is.
 
-An engine collects gradients elsewhere, so torch's own `.grad` of a parameter is empty after a backward. A kept
-parameter's class answers `p.grad` with a `EngineGradient` instead; what user code assigns is torch's own gradient
+An engine accumulates gradients elsewhere, so torch's own `.grad` of a parameter is empty after a backward. The class of
+a managed parameter answers `p.grad` with a `LazyGradient` instead; what user code assigns is torch's own gradient
 until the engine takes it over.
 """
 
@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-STORE_ATTRIBUTE = "_zero_keeper"
+STORE_ATTRIBUTE = "_zero_store"
 _GRAD: Any = torch._C.TensorBase.grad
 
 
 class AccumulatedGradient(Protocol):
-    """The gradient of one parameter that an engine has collected since the last step, over all ranks.
+    """The gradient of one parameter that an engine has accumulated since the last step, over all ranks.
 
     In the units of the loss: without the loss scale. Its methods are called on all ranks together.
     """
@@ -36,7 +36,7 @@ class AccumulatedGradient(Protocol):
         """Multiply it, at the latest in the step."""
 
     def norm(self) -> float | None:
-        """The 2-norm, made of the sums that are kept for the step; None: it has to be read."""
+        """The 2-norm, from the sums that are stored for the step; None: it has to be read."""
 
     def clear(self) -> None:
         """The parameter has no gradient any more."""
@@ -46,32 +46,32 @@ class AccumulatedGradient(Protocol):
 
 
 class ManagedParameter(nn.Parameter):
-    """Mixed into the class of every parameter with a keeper."""
+    """Mixed into the class of every parameter with a store."""
 
     @property
     def grad(self) -> Tensor | None:
-        """A gradient that was assigned; else what the engine has collected; None in a backward or without either."""
-        own = torch_gradient(self)
-        collected = None if own is not None else _accumulated_gradient(self)
-        return own if collected is None else collected.lazy_gradient()
+        """A gradient that was assigned; else the one that the engine has accumulated; None in a backward or without."""
+        assigned = torch_gradient(self)
+        accumulated = None if assigned is not None else _accumulated_gradient(self)
+        return assigned if accumulated is None else accumulated.lazy_gradient()
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        collected = _accumulated_gradient(self)
-        shown: Any = gradient if hasattr(gradient, "is_gradient_of") else None
-        if shown is not None and shown.is_gradient_of(self):
+        accumulated = _accumulated_gradient(self)
+        lazy: Any = gradient if hasattr(gradient, "is_gradient_of") else None
+        if lazy is not None and lazy.is_gradient_of(self):
             return  # `p.grad *= 2` has changed it in place
-        gradient = gradient if shown is None else shown.clone()
+        gradient = gradient if lazy is None else lazy.clone()
         set_torch_gradient(self, gradient)
-        if gradient is None and collected is not None:
-            collected.clear()
+        if gradient is None and accumulated is not None:
+            accumulated.clear()
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A copy belongs to the caller: it has no keeper."""
+        """A copy belongs to the caller: it has no store."""
         copied: nn.Parameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         MANAGED.remove(copied)
         return copied
@@ -90,12 +90,12 @@ def set_torch_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 
 
 def _accumulated_gradient(parameter: Tensor) -> AccumulatedGradient | None:
-    keeper = parameter.__dict__.get(STORE_ATTRIBUTE)
+    store = parameter.__dict__.get(STORE_ATTRIBUTE)
     in_backward = torch._C._current_graph_task_id() != -1
-    found: AccumulatedGradient | None = (
-        None if keeper is None or in_backward else keeper.accumulated_gradient(parameter)
+    gradient: AccumulatedGradient | None = (
+        None if store is None or in_backward else store.accumulated_gradient(parameter)
     )
-    return found
+    return gradient
 
 
 class ClassMixin:
@@ -103,32 +103,32 @@ class ClassMixin:
 
     Args:
         mixed: the class for `nn.Parameter` itself; for other classes it is a base class.
-        word: prefix for the names of the mixed classes.
+        prefix: of the names of the mixed classes.
     """
 
     _original_class: ClassVar[dict[type, type]] = {}
     """Mixed class, of any mixin -> the class that the parameter had."""
 
-    def __init__(self, mixed: type, word: str) -> None:
-        self._mixed, self._prefix = mixed, word
+    def __init__(self, mixed: type, prefix: str) -> None:
+        self._mixed, self._prefix = mixed, prefix
         self._mixed_class: dict[type, type] = {nn.Parameter: mixed}
         self._original_class[mixed] = nn.Parameter
 
     def mix_in(self, parameter: nn.Parameter) -> None:
-        """Idempotent; takes off a mixin of another kind, but not one of a subclass of this one."""
+        """Mix it in; removes a mixin of another kind, but not one of a subclass of this one. Idempotent."""
         if issubclass(type(parameter), self._mixed):
             return
-        own = self._original_class.get(type(parameter), type(parameter))
-        if own not in self._mixed_class:
-            self._mixed_class[own] = type(f"{self._prefix}{own.__name__}", (self._mixed, own), {})
-            self._original_class[self._mixed_class[own]] = own
-        parameter.__class__ = self._mixed_class[own]
+        original = self._original_class.get(type(parameter), type(parameter))
+        if original not in self._mixed_class:
+            self._mixed_class[original] = type(f"{self._prefix}{original.__name__}", (self._mixed, original), {})
+            self._original_class[self._mixed_class[original]] = original
+        parameter.__class__ = self._mixed_class[original]
 
     def remove(self, parameter: nn.Parameter) -> None:
-        """Take off any mixin. Idempotent."""
-        own = self._original_class.get(type(parameter))
-        if own is not None:
-            parameter.__class__ = own
+        """Remove any mixin. Idempotent."""
+        original = self._original_class.get(type(parameter))
+        if original is not None:
+            parameter.__class__ = original
 
 
 MANAGED = ClassMixin(ManagedParameter, "Kept")

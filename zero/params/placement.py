@@ -1,10 +1,10 @@
-"""Placement: which ranks share units and which planes are sharded. The ZeRO stage determines both.
+"""Placement: which ranks share units and which values are sharded. The ZeRO stage determines both.
 
-[Note: groups] Each rank of a *shard group* holds a different slice of every unit; all ranks of a *replica group* hold
-the same slice. At stage 0 a shard group has one rank, at stages 1 to 3 all ranks, with MiCS a few. The stage decides
-which planes are sharded. Optimizer states always are. Gradients are sharded as soon as a backward is over, or (stages 0
-and 1) shortly before the step. Weights are sharded only at stage 3; below it every rank has all of them on its device.
-hpZ adds a second plane of weights at stage 3, sharded among a few ranks of a node.
+[Note: groups] Each rank of a *shard group* has a different shard of every unit; all ranks of a *replica group* have the
+same shard. At stage 0 a shard group has one rank, at stages 1 to 3 all ranks, with MiCS a few. The stage decides which
+values are sharded. Optimizer states always are. Gradients are sharded as soon as a backward is over, or (stages 0 and
+1) shortly before the step. Weights are sharded only at stage 3; below it every rank has all of them on its device. hpZ
+adds secondary shards of the weights at stage 3, among a few ranks of a node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Placement:
         shard_size: ranks of a shard group; neighbours in rank order.
         weights_sharded: a unit's weights are gathered when it is used; else every rank has them.
         gradients_deferred: between steps each rank adds up its own whole gradients; they are reduced once per step.
-        shares_memory: all ranks are on one node, and keep their slices in memory that all of them can read.
+        shares_memory: all ranks are on one node, and keep their shards in memory that all of them can read.
         secondary_size: number of ranks that shard weights a second time, neighbours in rank order; 1: they do not.
     """
 
@@ -37,34 +37,34 @@ class Placement:
 
     @property
     def shard_index(self) -> int:
-        """Number of this rank's slice."""
+        """Number of this rank's shard."""
         return self.rank % self.shard_size
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
-        """The ranks whose slices make up a unit, in the order of the slices."""
+        """The ranks whose shards make up a unit, in the order of the shards."""
         first = self.rank - self.shard_index
         return tuple(range(first, first + self.shard_size))
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold the same slice."""
+        """The ranks that have the same shard."""
         return tuple(range(self.shard_index, self.world_size, self.shard_size))
 
     @property
     def secondary_index(self) -> int:
-        """Number of this rank's part of the second plane of weights."""
+        """Number of this rank's secondary shard of the weights."""
         return self.rank % self.secondary_size
 
     @property
     def secondary_ranks(self) -> tuple[int, ...]:
-        """The ranks whose parts make up a unit, in the order of the parts."""
+        """The ranks whose secondary shards make up a unit, in the order of the shards."""
         first = self.rank - self.secondary_index
         return tuple(range(first, first + self.secondary_size))
 
     @property
     def is_single_rank(self) -> bool:
-        """True if there is one rank only: nothing is exchanged."""
+        """True if there is one rank only: it needs no collectives."""
         return self.world_size == 1
 
     @property
@@ -97,17 +97,17 @@ def make_placement(config: Config, rank: int, world_size: int, *, shares_memory:
             raise ConfigError(
                 f"zero_optimization.{key}: {size} does not divide the {world_size} ranks; choose a divisor"
             )
-    near_size = (
+    secondary_size = (
         1 if why_no_secondary_shards(config, world_size, shares_memory=shares_memory) else zero.zero_hpz_partition_size
     )
-    return Placement(rank, world_size, shard_size, zero.stage == 3, zero.stage < 2, shares_memory, near_size)
+    return Placement(rank, world_size, shard_size, zero.stage == 3, zero.stage < 2, shares_memory, secondary_size)
 
 
 def why_no_secondary_shards(config: Config, world_size: int, *, shares_memory: bool) -> str:
     """The reason why `zero_hpz_partition_size` has no effect; empty if it has one, or is not set."""
     size = config.zero_optimization.zero_hpz_partition_size
     if size > 1 and shares_memory:
-        return "all ranks see each other's slices in shared host memory"
+        return "all ranks see each other's shards in shared host memory"
     if size > 1 and size == world_size:
         return "a group of all ranks is what every gather has already"
     return ""

@@ -55,16 +55,19 @@ class QuantizedLinear(nn.Module):
         wrong = codes.why_not(out_features, in_features)
         if wrong:
             raise ConfigError(f"QuantizedLinear of ({out_features}, {in_features}): {wrong}")
-        self.in_features, self.out_features, self.codes, self.dtype = in_features, out_features, codes, dtype
+        self.in_features = in_features
+        self.out_features = out_features
+        self.codes = codes
+        self.dtype = dtype
         shape = codes.group_shape(out_features, in_features)
         nbytes = in_features * codes.num_bits // 8
 
-        def kept(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+        def make_frozen(*shape: int, dtype: torch.dtype) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
 
-        self.packed = kept(out_features, nbytes, dtype=torch.uint8)
-        self.steps = kept(*shape, dtype=torch.float16)
-        self.register_parameter("least", None if codes.symmetric else kept(*shape, dtype=torch.float16))
+        self.packed = make_frozen(out_features, nbytes, dtype=torch.uint8)
+        self.steps = make_frozen(*shape, dtype=torch.float16)
+        self.register_parameter("least", None if codes.symmetric else make_frozen(*shape, dtype=torch.float16))
         self.register_parameter("bias", bias)
 
     @classmethod
@@ -74,14 +77,14 @@ class QuantizedLinear(nn.Module):
         Raises ConfigError: the shape cannot be cut into such groups, or a value is not finite or beyond fp16's range.
         """
         weight = linear.weight.detach()
-        made = cls(
+        layer = cls(
             linear.in_features, linear.out_features, codes, dtype=weight.dtype, bias=linear.bias, device=weight.device
         )
         packed, steps, least = encode(weight, codes)
-        for parameter, values in ((made.packed, packed), (made.steps, steps), (made.least, least)):
+        for parameter, values in ((layer.packed, packed), (layer.steps, steps), (layer.least, least)):
             if parameter is not None and values is not None:
                 parameter.data.copy_(values)
-        return made.train(linear.training)
+        return layer.train(linear.training)
 
     @property
     def weight(self) -> Tensor:
@@ -129,7 +132,7 @@ class _Product(torch.autograd.Function):
 
 
 def encode(weight: Tensor, codes: Codes) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(packed, steps, least) of a weight, see the format above. Raises ConfigError: as `QuantizedLinear.from_linear`."""
+    """(packed, steps, least) of a weight, see the format above. Raises ConfigError as `QuantizedLinear.from_linear`."""
     if not bool(torch.isfinite(weight).all()):
         raise ConfigError("the weight to be quantised has values that are inf or NaN")
     values = _split_groups(weight.float(), codes)
@@ -144,12 +147,12 @@ def encode(weight: Tensor, codes: Codes) -> tuple[Tensor, Tensor, Tensor | None]
         least = _round_to_half(low, up=False)
         steps = _round_to_half((high - least.float()) / codes.largest, up=True)
         q = (values - least.float()) / _replace_zeros(steps.float())
-    whole = q.round_().clamp_(0, codes.largest).to(torch.uint8).view(weight.shape)
+    integers = q.round_().clamp_(0, codes.largest).to(torch.uint8).view(weight.shape)
     if not all(bool(torch.isfinite(part).all()) for part in (steps, *([] if least is None else [least]))):
         raise ConfigError(
             "the weight to be quantised has values outside the range of fp16; leave the layer out, or scale its weight"
         )
-    return _pack(whole, codes.num_bits), steps.squeeze(axis), None if least is None else least.squeeze(axis)
+    return _pack(integers, codes.num_bits), steps.squeeze(axis), None if least is None else least.squeeze(axis)
 
 
 def decode(packed: Tensor, steps: Tensor, least: Tensor | None, codes: Codes, dtype: torch.dtype) -> Tensor:
@@ -166,14 +169,14 @@ def decode(packed: Tensor, steps: Tensor, least: Tensor | None, codes: Codes, dt
 
 def _row_runs(rows: int, columns: int, codes: Codes) -> Iterator[tuple[int, int]]:
     """[begin, end) of rows that are decoded together; groups along columns are not cut."""
-    unit = codes.group_size if codes.group_dim == 0 else 1
-    height = max(CHUNK_NUMEL // max(columns, 1) // unit, 1) * unit
+    multiple = codes.group_size if codes.group_dim == 0 else 1
+    height = max(CHUNK_NUMEL // max(columns, 1) // multiple, 1) * multiple
     for begin in range(0, rows, height):
         yield begin, min(begin + height, rows)
 
 
 def _select_rows(parts: Tensor, begin: int, end: int, codes: Codes) -> Tensor:
-    """The part of steps or least values for rows [begin, end), in fp32, in a shape that broadcasts to `_split_groups`."""
+    """The part of steps or least values for rows [begin, end), fp32, in a shape that broadcasts to `_split_groups`."""
     if codes.group_dim == 1:
         return parts[begin:end].float().unsqueeze(2)
     return parts[begin // codes.group_size : end // codes.group_size].float().unsqueeze(1)
@@ -187,8 +190,8 @@ def _split_groups(values: Tensor, codes: Codes) -> Tensor:
     return values.view(rows // codes.group_size, codes.group_size, columns)
 
 
-def _pack(whole: Tensor, num_bits: int) -> Tensor:
-    return whole[:, 0::2] | (whole[:, 1::2] << 4) if num_bits == 4 else whole
+def _pack(integers: Tensor, num_bits: int) -> Tensor:
+    return integers[:, 0::2] | (integers[:, 1::2] << 4) if num_bits == 4 else integers
 
 
 def _unpack(packed: Tensor, num_bits: int) -> Tensor:
@@ -202,9 +205,9 @@ def _replace_zeros(steps: Tensor) -> Tensor:
 
 def _round_to_half(values: Tensor, *, up: bool) -> Tensor:
     """fp16, rounded towards plus (`up`) or minus infinity."""
-    near = values.half()
-    wrong = near.float() < values if up else near.float() > values
-    bits = near.view(torch.int16)
+    nearest = values.half()
+    wrong = nearest.float() < values if up else nearest.float() > values
+    bits = nearest.view(torch.int16)
     # Neighbouring fp16 numbers have neighbouring bit patterns; for negative numbers they grow towards minus infinity.
     grows = torch.where(bits >= 0, 1, -1).to(torch.int16)
     return torch.where(wrong, bits + grows if up else bits - grows, bits).view(torch.float16)

@@ -2,7 +2,7 @@
 
 A released parameter stays the same Python object with its shape, dtype and names; only its class changes to a Parameter
 subclass with `__torch_function__`. Metadata and aliasing operations work, and the parameter stays released. An
-operation that needs the values asks the parameter's keeper. The keeper fetches them (inside a forward or backward), or
+operation that needs the values asks the parameter's store. The store fetches them (inside a forward or backward), or
 raises an error that names the parameter and the call to use.
 """
 
@@ -57,7 +57,7 @@ _ALIASING_WORDS = """
 _ALIASING_METHODS = frozenset(_ALIASING_WORDS.split())
 ALIASING_ATTRIBUTES = frozenset(("data", "T", "mT", "H", "mH", "real"))
 _ADDRESSES = frozenset(("data_ptr", "const_data_ptr", "untyped_storage", "__cuda_array_interface__"))
-"""Whoever asks for them may read there later, without holding the memory, or only compare them."""
+"""A caller may read there later, without a reference to the memory, or only compare addresses."""
 _MEMORY_ACCESSORS = _ADDRESSES | {"storage", "_typed_storage", "numpy", "__array__", "__dlpack__"}
 """Their results refer to the memory of the values, and are no tensors."""
 _CONVERSIONS: dict[str, torch.dtype | None] = {
@@ -73,7 +73,7 @@ _CONVERSIONS: dict[str, torch.dtype | None] = {
 
 
 class ParameterStore(Protocol):
-    """Has access to the values of released parameters."""
+    """Reads and writes the values of released parameters."""
 
     @property
     def partitions(self) -> bool:
@@ -90,7 +90,7 @@ class ParameterStore(Protocol):
         """An operation on parameters that `fetch` fetched is over; returns the value to use as its result.
 
         Args:
-            parameters: the operation's parameters that belong to this keeper; present since `fetch`.
+            parameters: the operation's parameters that belong to this store; present since `fetch`.
             tensors: all tensor arguments of the operation.
             result: any tree; None if the operation raised.
         """
@@ -102,18 +102,18 @@ class ParameterStore(Protocol):
         """True if `tensor` shares the values that `parameter` has now."""
 
     def accumulated_gradient(self, parameter: nn.Parameter) -> AccumulatedGradient | None:
-        """Its gradient since the last step, if there is one and it can be shown."""
+        """Its gradient since the last step, if there is one that `.grad` can be."""
 
     def begin_gather(self, parameters: list[nn.Parameter]) -> None:
         """Fetch values for `GatheredParameters`: private copies that may be edited."""
 
     def end_gather(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
-        """End `begin_gather`: store the edits of `modifier_rank` (None: all ranks have made the same edits) and release."""
+        """End `begin_gather`: store the edits and release. `modifier_rank`: see `GatheredParameters`."""
 
 
 @runtime_checkable
 class EditableStore(ParameterStore, Protocol):
-    """A keeper whose parameters are in no plan yet: any operation may read and write them, and replace `.data`."""
+    """A store whose parameters no engine has yet: any operation may read and write them, and replace `.data`."""
 
     def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
         """An independent parameter with the same values."""
@@ -126,15 +126,15 @@ class EditableStore(ParameterStore, Protocol):
 
 
 def _with_torch_function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of tensors that asks no `__torch_function__`, made one that does."""
+    """Make a method of tensors that bypasses `__torch_function__` call it."""
 
     @functools.wraps(method)
-    def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch._C._is_torch_function_enabled():
             return method(self, *args, **kwargs)
         return self.__torch_function__(method, (), (self, *args), kwargs)
 
-    return ask
+    return dispatch
 
 
 class ReleasedParameter(ManagedParameter):
@@ -175,16 +175,16 @@ class ReleasedParameter(ManagedParameter):
         return _make_shard(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An independent copy, if the keeper can make one."""
-        keeper = store_of(self)
+        """An independent copy, if the store can make one."""
+        store = store_of(self)
         if id(self) not in memo:
-            if not isinstance(keeper, EditableStore):
-                if not keeper.partitions:  # always present, except between a step and the next access
-                    keeper.fetch(self)
-                if keeper.partitions or isinstance(self, ReleasedParameter):
+            if not isinstance(store, EditableStore):
+                if not store.partitions:  # always present, except between a step and the next access
+                    store.fetch(self)
+                if store.partitions or isinstance(self, ReleasedParameter):
                     raise _released_error(self, "copied")
                 return copy.deepcopy(self, memo)
-            memo[id(self)] = keeper.duplicate(self)
+            memo[id(self)] = store.duplicate(self)
         copied: nn.Parameter = memo[id(self)]
         return copied
 
@@ -299,18 +299,18 @@ def _picklable(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
 
 
 def store_of(parameter: nn.Parameter) -> ParameterStore:
-    """The keeper that `assign_store` gave the parameter."""
-    keeper: ParameterStore = parameter.__dict__[STORE_ATTRIBUTE]
-    return keeper
+    """The store that `assign_store` gave the parameter."""
+    store: ParameterStore = parameter.__dict__[STORE_ATTRIBUTE]
+    return store
 
 
 def name_of(parameter: nn.Parameter) -> str:
-    """The model's name of a parameter that has a keeper; else "?"."""
+    """The model's name of a parameter that has a store; else "?"."""
     return str(parameter.__dict__.get(NAME_ATTRIBUTE, "?"))
 
 
 def assign_store(parameter: nn.Parameter, store: ParameterStore, name: str, *, persistent: bool = False) -> None:
-    """Make `store` responsible for the parameter's values, and give it DeepSpeed's attributes if it partitions."""
+    """Make `store` responsible for the values; if it partitions, the parameter gets DeepSpeed's attributes."""
     parameter.__dict__[STORE_ATTRIBUTE] = store
     parameter.__dict__[NAME_ATTRIBUTE] = name
     set_ds_attributes(parameter, persistent, (STORE_ATTRIBUTE, NAME_ATTRIBUTE), unsharded=not store.partitions)
@@ -336,7 +336,7 @@ def remove_store(parameter: nn.Parameter) -> None:
 
 
 def is_managed(parameter: torch.Tensor) -> bool:
-    """True if a keeper is responsible for the values."""
+    """True if a parameter store is responsible for the values."""
     return STORE_ATTRIBUTE in getattr(parameter, "__dict__", {})
 
 
@@ -349,7 +349,7 @@ def set_released(parameter: nn.Parameter) -> None:
 
 
 def set_present(parameter: nn.Parameter, *, for_edit: bool = False) -> None:
-    """Change the class back to the parameter's own class, with the `.grad` of `ManagedParameter` if it has a keeper.
+    """Change the class back to the parameter's own class, with the `.grad` of `ManagedParameter` if it has a store.
 
     `for_edit`: it is gathered for its user, who sees the class itself, unless there is a gradient to show.
     """
@@ -393,35 +393,35 @@ def _read_address(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _run_with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool) -> Any:
-    """Run `func` after the keepers have fetched the values it needs; if they cannot, an alias stays released."""
-    given = _tensors_in((args, kwargs))
-    if any(isinstance(t, ReleasedAlias) and _is_editable(t.source) for t in given):
+    """Run `func` after the stores have fetched the values it needs; if they cannot, an alias stays released."""
+    tensors = _tensors_in((args, kwargs))
+    if any(isinstance(t, ReleasedAlias) and _is_editable(t.source) for t in tensors):
         return _run_on_editable(func, args, kwargs, aliasing=aliasing)
-    sources = [_source_of(tensor) for tensor in given]
-    keepers: dict[int, tuple[ParameterStore, list[nn.Parameter]]] = {}
-    lasts = not _MEMORY_ACCESSORS.isdisjoint(operation_names(func))
+    sources = [_source_of(tensor) for tensor in tensors]
+    stores: dict[int, tuple[ParameterStore, list[nn.Parameter]]] = {}
+    exposes_memory = not _MEMORY_ACCESSORS.isdisjoint(operation_names(func))
     result: Any = None
     try:
-        for tensor, parameter in zip(given, sources, strict=True):
+        for tensor, parameter in zip(tensors, sources, strict=True):
             if isinstance(parameter, ReleasedParameter):
-                keeper = store_of(parameter)
+                store = store_of(parameter)
                 try:
-                    keeper.fetch(parameter)
+                    store.fetch(parameter)
                 except StateError:
                     if _is_editable(parameter):
                         return _run_on_editable(func, args, kwargs, aliasing=aliasing)
                     if aliasing and (alias := _try_alias(func, args, kwargs, tensor)) is not None:
                         return alias
                     raise
-                keepers.setdefault(id(keeper), (keeper, []))[1].append(parameter)
-                unseen = lasts or tensor is not parameter or operation_names(func)[1] == "data"
-                if unseen and isinstance(parameter, (ReleasedParameter, WatchedParameter)):
+                stores.setdefault(id(store), (store, []))[1].append(parameter)
+                may_write_unseen = exposes_memory or tensor is not parameter or operation_names(func)[1] == "data"
+                if may_write_unseen and isinstance(parameter, (ReleasedParameter, WatchedParameter)):
                     save_data_copy(parameter)
         result = _run_undispatched(func, args, kwargs)
     finally:
-        for keeper, parameters in keepers.values():
-            seen = keeper.on_operation_end(parameters, given, None if lasts else result)
-            result = result if lasts else seen
+        for store, parameters in stores.values():
+            checked = store.on_operation_end(parameters, tensors, None if exposes_memory else result)
+            result = result if exposes_memory else checked
     return result
 
 
@@ -451,32 +451,32 @@ def _run_on_editable(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     They are stored again if the operation has written to them: models initialise themselves in this way, some of them
     after the `Init` context in which they were built. Results that are views become aliases.
     """
-    name, given = operation_names(func)[0], _tensors_in((args, kwargs))
-    if (aliasing or (name == "__getitem__" and _is_basic_index(args[1]))) and is_managed(_source_of(given[0])):
-        alias = _try_alias(func, args, kwargs, given[0])
+    name, tensors = operation_names(func)[0], _tensors_in((args, kwargs))
+    if (aliasing or (name == "__getitem__" and _is_basic_index(args[1]))) and is_managed(_source_of(tensors[0])):
+        alias = _try_alias(func, args, kwargs, tensors[0])
         if alias is not None:
             return alias
-    sources = {id(source): source for tensor in given if _is_editable(source := _source_of(tensor))}
-    opened: list[tuple[nn.Parameter, int]] = []
+    sources = {id(source): source for tensor in tensors if _is_editable(source := _source_of(tensor))}
+    gathered: list[tuple[nn.Parameter, int]] = []
     try:
         for source in sources.values():
             if isinstance(source, ReleasedParameter):
                 store_of(source).begin_gather([source])
-                opened.append((source, source._version))
-        there = {
-            id(t): _view_like(t, t.source) for t in given if isinstance(t, ReleasedAlias) and id(t.source) in sources
+                gathered.append((source, source._version))
+        views = {
+            id(t): _view_like(t, t.source) for t in tensors if isinstance(t, ReleasedAlias) and id(t.source) in sources
         }
-        owners = {storage_key(source): source for source, _ in opened}
+        owners = {storage_key(source): source for source, _ in gathered}
         with _save_copies_of(owners):
-            present, named = _map_tensors(lambda tensor: there.get(id(tensor), tensor), (args, kwargs))
+            present, named = _map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
             result = func(*present, **named)
             if name == "cpu" and result is present[0]:  # asks for the values, as a copy from a device
                 result = result.clone()
     finally:
-        for source, version in opened:
-            keeper: Any = store_of(source)
-            (keeper.end_gather_unchanged if source._version == version else keeper.end_gather)([source])
-    originals = {id(there[id(tensor)]): tensor for tensor in given if id(tensor) in there}
+        for source, version in gathered:
+            store: Any = store_of(source)
+            (store.end_gather_unchanged if source._version == version else store.end_gather)([source])
+    originals = {id(views[id(tensor)]): tensor for tensor in tensors if id(tensor) in views}
 
     def as_alias(tensor: torch.Tensor) -> torch.Tensor:
         owner = owners.get(storage_key(tensor)) if tensor.layout == torch.strided else None
@@ -524,9 +524,9 @@ def _require_ds_attributes(parameter: nn.Parameter, name: str) -> None:
 
 
 def _make_shard(parameter: nn.Parameter) -> torch.Tensor:
-    part = store_of(parameter).shard_range(parameter)
+    elements = store_of(parameter).shard_range(parameter)
     with torch._C.DisableTorchFunctionSubclass(), viewable(parameter):
-        shard = parameter.detach().view(-1)[part].as_subclass(ShardAlias)
+        shard = parameter.detach().view(-1)[elements].as_subclass(ShardAlias)
     shard.owner = TensorWeakRef(parameter)
     return shard
 
@@ -543,15 +543,15 @@ def _make_alias(tensor: torch.Tensor, source: nn.Parameter) -> torch.Tensor:
 
 def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
     """Refuse to replace `.data` of an engine's parameter, which would leave its unit unnoticed; itself is allowed."""
-    keeper = store_of(parameter)
+    store = store_of(parameter)
     if data is parameter:
         return
-    if not isinstance(keeper, EditableStore):
+    if not isinstance(store, EditableStore):
         raise StateError(
             f"parameter {name_of(parameter)} is released: its .data cannot be replaced; edit its values inside "
             "zero.GatheredParameters([parameter])"
         )
-    keeper.replace_data(parameter, data.clone() if isinstance(data, (ReleasedAlias, ReleasedParameter)) else data)
+    store.replace_data(parameter, data.clone() if isinstance(data, (ReleasedAlias, ReleasedParameter)) else data)
 
 
 def _keeps_dtype(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -142,8 +142,8 @@ class TiledLinearReturnBias(TiledLinear):
 
 def _starts(items: int, parts: int) -> list[int]:
     """The start of each part, and the end of the last; if there is a remainder, the first parts have one item more."""
-    length, rest = divmod(items, parts)
-    return [part * length + min(part, rest) for part in range(parts + 1)]
+    length, remainder = divmod(items, parts)
+    return [part * length + min(part, remainder) for part in range(parts + 1)]
 
 
 def _sizes(starts: list[int]) -> list[int]:

@@ -1,7 +1,7 @@
 """Parameters with more elements than may be live: they are cut by rows into tiles, and each tile is a unit.
 
 The model keeps its parameter object, with its name and shape; only its class changes, to one that computes `F.linear`
-and `F.embedding` tile by tile. A tile is a module with a slice of the rows as its weight. So a tile is fetched for its
+and `F.embedding` tile by tile. A tile is a module with some of the rows as its weight. So a tile is fetched for its
 call and released afterwards, in forward and backward, like the weights of any other module.
 
 [Note: what is bit-equal] Rows are outputs. Each output element and each element of the weight's gradient is the same
@@ -12,7 +12,6 @@ dtype.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,7 +59,7 @@ class Tile(nn.Module):
         self.weight = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
 
     def forward(self, function: Callable[..., torch.Tensor], x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        """`function(x, rows, *rest)`."""
+        """`function(x, rows, *arguments)`."""
         return function(x, self.weight, *arguments)
 
 
@@ -103,22 +102,22 @@ def row_ranges(rows: int, width: int, tile_numel_max: int) -> list[tuple[int, in
 
 
 class TiledParameterStore:
-    """The keeper of one tiled parameter.
+    """The store of one tiled parameter.
 
     Args:
         parameter: the model's parameter.
         tiles: its tiles, in the order of their rows.
-        engine_store: the keeper of the tiles' weights.
+        engine_store: the store of the tiles' weights.
     """
 
     def __init__(self, parameter: nn.Parameter, tiles: Sequence[Tile], engine_store: ParameterStore) -> None:
         self.parameter, self.tiles, self.engine_store = parameter, tuple(tiles), engine_store
         self._tiles_to_store = len(self.tiles)
-        self._gather_count: Counter[int] = Counter()
+        self._gather_count = 0
 
     @property
     def partitions(self) -> bool:
-        """As in the keeper of the tiles."""
+        """As in the store of the tiles."""
         return self.engine_store.partitions
 
     @property
@@ -133,7 +132,7 @@ class TiledParameterStore:
 
     def free_memory(self, name: str) -> None:
         """Release the parameter: it keeps its whole shape but no memory."""
-        set_present(self.parameter)  # it may still have the class from another keeper or from other tiles
+        set_present(self.parameter)  # it may still have the class from another store or from other tiles
         drop_shard_view(self.parameter)
         weight = self.tiles[0].weight
         nothing = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(self._shape)
@@ -168,14 +167,14 @@ class TiledParameterStore:
         return storage_key(tensor) == storage_key(parameter)
 
     def accumulated_gradient(self, parameter: nn.Parameter) -> AccumulatedGradient | None:
-        """As in the keeper of the tiles."""
+        """As in the store of the tiles."""
         return self.engine_store.accumulated_gradient(parameter)
 
     def begin_gather(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins: read all tiles into one tensor for the parameter, outside of any limit."""
         self.engine_store.begin_gather([tile.weight for tile in self.tiles])
-        self._gather_count[0] += 1
-        if self._gather_count[0] == 1:
+        self._gather_count += 1
+        if self._gather_count == 1:
             values = torch.cat([tile.weight.detach() for tile in self.tiles])
             set_present(self.parameter, for_edit=True)
             with torch.no_grad():
@@ -188,13 +187,13 @@ class TiledParameterStore:
         Raises:
             StateError: the parameter got another shape.
         """
-        self._gather_count[0] -= 1
+        self._gather_count -= 1
         shape, got = self._shape, self.parameter.shape
         try:
-            if not self._gather_count[0] and got == shape:
+            if not self._gather_count and got == shape:
                 self._store_edits()
         finally:
-            if not self._gather_count[0]:
+            if not self._gather_count:
                 self.free_memory(name_of(self.parameter))
             self.engine_store.end_gather([tile.weight for tile in self.tiles], modifier_rank)
         if got != shape:
@@ -217,9 +216,9 @@ class TiledParameterStore:
 
 
 def engine_store_of(parameter: nn.Parameter) -> ParameterStore:
-    """The keeper of the parameter's values, whether in tiles or not."""
-    keeper = store_of(parameter)
-    return keeper.engine_store if isinstance(keeper, TiledParameterStore) else keeper
+    """The store of the parameter's values, whether in tiles or not."""
+    store = store_of(parameter)
+    return store.engine_store if isinstance(store, TiledParameterStore) else store
 
 
 class TiledParameter(ReleasedParameter):
@@ -237,17 +236,17 @@ class TiledParameter(ReleasedParameter):
                 "made one by one, so a hook of the whole weight would not be called; register it before "
                 "zero.initialize, or raise zero_optimization.stage3_max_live_parameters to the weight's elements"
             )
-        known: dict[Any, Callable[..., torch.Tensor]] = {F.linear: _linear, F.embedding: _embedding}
-        by_tiles = known.get(func)
+        functions: dict[Any, Callable[..., torch.Tensor]] = {F.linear: _linear, F.embedding: _embedding}
+        compute = functions.get(func)
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
-        keeper = store_of(weight) if isinstance(weight, TiledParameter) else None
-        if by_tiles is None or not isinstance(keeper, TiledParameterStore):
+        store = store_of(weight) if isinstance(weight, TiledParameter) else None
+        if compute is None or not isinstance(store, TiledParameterStore):
             return super().__torch_function__(func, types, args, kwargs)
-        for tile in keeper.tiles:
-            tile.weight.requires_grad_(keeper.parameter.requires_grad)  # the user freezes and unfreezes the whole
+        for tile in store.tiles:
+            tile.weight.requires_grad_(store.parameter.requires_grad)  # the user freezes and unfreezes the parameter
         first = args[0] if args else kwargs.pop("input")
         kwargs.pop("weight", None)
-        return by_tiles(keeper.tiles, first, *args[2:], **kwargs)
+        return compute(store.tiles, first, *args[2:], **kwargs)
 
 
 _TILED = ClassMixin(TiledParameter, "Tiled")
@@ -279,25 +278,25 @@ def _embedding(
         padding_idx += rows
     flat = ids.reshape(-1)
     with_gradient = torch.is_grad_enabled() and tiles[0].weight.requires_grad
-    found, places = [], []
+    outputs, places = [], []
     for tile in tiles:
-        place = ((flat >= tile.begin) & (flat < tile.end)).nonzero().squeeze(1)
-        if place.numel() or with_gradient or world_size() > 1:
+        positions = ((flat >= tile.begin) & (flat < tile.end)).nonzero().squeeze(1)
+        if positions.numel() or with_gradient or world_size() > 1:
             inside = padding_idx is not None and tile.begin <= padding_idx < tile.end
             padding = padding_idx - tile.begin if inside and padding_idx is not None else None
             arguments = (padding, max_norm, norm_type, scale_grad_by_freq)
-            found.append(tile(F.embedding, flat[place] - tile.begin, *arguments))
-            places.append(place)
+            outputs.append(tile(F.embedding, flat[positions] - tile.begin, *arguments))
+            places.append(positions)
     order = torch.cat(places) if places else flat.new_empty(0, dtype=torch.int64)
     if order.numel() != flat.numel():
         raise IndexError(
             f"index out of range in embedding: expected ids in [0, {rows}), got {_first_invalid_id(flat, rows)}"
         )
-    if not found:
+    if not outputs:
         return tiles[0].weight.new_empty((*ids.shape, width))
-    back = torch.empty_like(order)
-    back[order] = torch.arange(order.numel(), device=order.device)
-    return torch.cat(found).index_select(0, back).view(*ids.shape, width)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return torch.cat(outputs).index_select(0, inverse).view(*ids.shape, width)
 
 
 def _first_invalid_id(ids: torch.Tensor, rows: int) -> int:

@@ -118,15 +118,15 @@ def coded_numel(leaves: Iterable[Leaf]) -> dict[int, int]:
 
     A byte may hold two codes of 4 bits. Tensors that decode codes stand for 0 elements: the model was not given them.
     """
-    found: dict[int, int] = {}
+    numels: dict[int, int] = {}
     for leaf in leaves:
         shape = getattr(getattr(leaf.parameter, "quant_state", None), "shape", None)  # bitsandbytes'
-        ours = next((owner for owner in leaf.owners if isinstance(owner, QuantizedLinear)), None)
+        linear = next((owner for owner in leaf.owners if isinstance(owner, QuantizedLinear)), None)
         if shape is not None:
-            found[leaf.index] = math.prod(shape)
-        elif ours is not None and leaf.parameter is not ours.bias:
-            found[leaf.index] = ours.in_features * ours.out_features if leaf.parameter is ours.packed else 0
-    return found
+            numels[leaf.index] = math.prod(shape)
+        elif linear is not None and leaf.parameter is not linear.bias:
+            numels[leaf.index] = linear.in_features * linear.out_features if leaf.parameter is linear.packed else 0
+    return numels
 
 
 def can_root(module: nn.Module) -> bool:
@@ -171,20 +171,20 @@ def cover(model: nn.Module, leaves: list[Leaf], trainable: Container[int], rules
     if rules.numel_max is not None:
         numel_max = min(numel_max, rules.numel_max)
     by_id = {id(leaf.parameter): leaf for leaf in leaves}
-    taken: set[int] = set()
+    covered_ids: set[int] = set()
     persistent: list[Leaf] = []
     units: list[CoveredUnit] = []
-    for found in _groups(model, _Place("", model), numel_max):
-        group: list[Leaf] = []
-        for tensor in (tensor for parameter in found.parameters for _, tensor in inner_tensors(parameter, "")):
-            if id(tensor) not in taken:
-                taken.add(id(tensor))
-                stays = 0 < rules.persistence_numel >= tensor.numel()
-                (persistent if stays else group).append(by_id[id(tensor)])
-        for leaf in [] if z3_leaf_module(found.root) else _leaves_to_tile(group, trainable, rules):
-            group.remove(leaf)
-            units.extend(_tile_units(found, leaf, rules.kind_of(leaf, trainable), rules))
-        units.extend(_uniform_units(found, group, trainable, rules))
+    for group in _groups(model, _Place("", model), numel_max):
+        members: list[Leaf] = []
+        for tensor in (tensor for parameter in group.parameters for _, tensor in inner_tensors(parameter, "")):
+            if id(tensor) not in covered_ids:
+                covered_ids.add(id(tensor))
+                is_persistent = 0 < rules.persistence_numel >= tensor.numel()
+                (persistent if is_persistent else members).append(by_id[id(tensor)])
+        for leaf in [] if z3_leaf_module(group.root) else _leaves_to_tile(members, trainable, rules):
+            members.remove(leaf)
+            units.extend(_tile_units(group, leaf, rules.kind_of(leaf, trainable), rules))
+        units.extend(_uniform_units(group, members, trainable, rules))
     return _with_unique_names([*_persistent_units(model, persistent, trainable, rules), *units])
 
 
@@ -254,22 +254,22 @@ def _subtree_numel(module: nn.Module) -> int:
 
 
 def _uniform_units(
-    found: _Group, group: list[Leaf], trainable: Container[int], rules: CoverRules
+    group: _Group, leaves: list[Leaf], trainable: Container[int], rules: CoverRules
 ) -> Iterator[CoveredUnit]:
     """Split a group so that a unit holds one dtype, one trainability and one rule."""
-    kinds = _by_kind(group, trainable, rules)
+    kinds = _by_kind(leaves, trainable, rules)
     for kind, members in kinds.items():
         content = UnitContent(
-            found.name + ("" if len(kinds) == 1 else f"[{_describe_kind(kind)}]"),
+            group.name + ("" if len(kinds) == 1 else f"[{_describe_kind(kind)}]"),
             _entries(members),
             *kind[:2],
             persistent=False,
-            sibling_group=found.siblings,
-            expert_rows=found.expert_rows,
+            sibling_group=group.siblings,
+            expert_rows=group.expert_rows,
             rule=kind[2],
             needs_whole_parameters=rules.needs_whole_parameters(kind),
         )
-        yield CoveredUnit(content, _scopes(found.root, members), found.root)
+        yield CoveredUnit(content, _scopes(group.root, members), group.root)
 
 
 def _persistent_units(
@@ -287,9 +287,9 @@ def _persistent_units(
             runs[-1].append(leaf)
         for number, run in enumerate(runs):
             name = f"persistent {number}[{_describe_kind(kind)}]"
-            whole = rules.needs_whole_parameters(kind)
+            needs_whole = rules.needs_whole_parameters(kind)
             content = UnitContent(
-                name, _entries(run), *kind[:2], persistent=True, rule=kind[2], needs_whole_parameters=whole
+                name, _entries(run), *kind[:2], persistent=True, rule=kind[2], needs_whole_parameters=needs_whole
             )
             yield CoveredUnit(content, _scopes(model, run), model)
 
@@ -299,12 +299,12 @@ def _with_unique_names(units: list[CoveredUnit]) -> list[CoveredUnit]:
 
     Checkpoints and statistics find units by name. The top module's unit is "root", and a child may be called that too.
     """
-    taken: set[str] = set()
+    names: set[str] = set()
     for unit in units:
         name, number = unit.content.name, 2
-        while name in taken:
+        while name in names:
             name, number = f"{unit.content.name} ({number})", number + 1
-        taken.add(name)
+        names.add(name)
         unit.content = replace(unit.content, name=name)
     return units
 
@@ -320,26 +320,26 @@ def _entries(leaves: list[Leaf]) -> tuple[tuple[int, tuple[str, ...], torch.Size
     return tuple((leaf.index, tuple(leaf.names), leaf.parameter.shape) for leaf in leaves)
 
 
-def _leaves_to_tile(group: list[Leaf], trainable: Container[int], rules: CoverRules) -> list[Leaf]:
-    """Parameters that have to be tiled, the largest first, so that the rest of the group can be live at once.
+def _leaves_to_tile(leaves: list[Leaf], trainable: Container[int], rules: CoverRules) -> list[Leaf]:
+    """Parameters that have to be tiled, the largest first, so that the others can be live at once.
 
     A parameter whose rule needs it whole cannot be tiled.
     """
     if rules.live_numel_max is None or rules.live_numel_max < BLOCK_NUMEL:  # no unit can be that small
         return []
-    numel = sum(leaf.parameter.numel() for leaf in group)
+    numel = sum(leaf.parameter.numel() for leaf in leaves)
     large: list[Leaf] = []
-    for leaf in sorted(group, key=lambda leaf: -leaf.parameter.numel()):
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.parameter.numel()):
         if align_up(numel, BLOCK_NUMEL) <= rules.live_numel_max:
             break
-        whole = leaf.is_quantized or rules.needs_whole_parameters(rules.kind_of(leaf, trainable))
-        if not whole and can_tile(leaf.parameter, leaf.owners):
+        needs_whole = leaf.is_quantized or rules.needs_whole_parameters(rules.kind_of(leaf, trainable))
+        if not needs_whole and can_tile(leaf.parameter, leaf.owners):
             large.append(leaf)
             numel -= leaf.parameter.numel()
     return large
 
 
-def _tile_units(found: _Group, leaf: Leaf, kind: Kind, rules: CoverRules) -> Iterator[CoveredUnit]:
+def _tile_units(group: _Group, leaf: Leaf, kind: Kind, rules: CoverRules) -> Iterator[CoveredUnit]:
     rows, width = leaf.parameter.shape
     for begin, end in row_ranges(rows, width, rules.numel_max or rows * width):
         tile = Tile(leaf.parameter, begin, end)
@@ -348,11 +348,11 @@ def _tile_units(found: _Group, leaf: Leaf, kind: Kind, rules: CoverRules) -> Ite
             ((leaf.index, tuple(leaf.names), tile.weight.shape),),
             *kind[:2],
             persistent=False,
-            sibling_group=found.siblings,
+            sibling_group=group.siblings,
             first_numel=begin * width,
             rule=kind[2],
         )
-        yield CoveredUnit(content, [tile], found.root, tile)
+        yield CoveredUnit(content, [tile], group.root, tile)
 
 
 def _describe_kind(kind: Kind) -> str:
@@ -390,7 +390,7 @@ class LiveNumels:
 def live_numels(model: nn.Module, covered: list[CoveredUnit], layout: Layout) -> LiveNumels:
     """Elements that must be on the device together when each module that roots units is called by modules above it."""
     rooted: dict[nn.Module, int] = {}
-    held: dict[nn.Module, int] = {}
+    call_numels: dict[nn.Module, int] = {}
     tiles: list[tuple[nn.Module, int]] = []
     for unit, placed in zip(covered, layout.units, strict=True):
         if placed.persistent:
@@ -399,26 +399,26 @@ def live_numels(model: nn.Module, covered: list[CoveredUnit], layout: Layout) ->
             tiles.append((unit.root, placed.numel))
             continue
         rooted[unit.root] = rooted.get(unit.root, 0) + placed.numel
-        # Packed experts are fetched when rows are asked for; the call of their module does not hold them.
-        held[unit.root] = held.get(unit.root, 0) + (0 if placed.expert_rows else placed.numel)
+        # Packed experts are fetched when rows are asked for; their module's call does not keep them on the device.
+        call_numels[unit.root] = call_numels.get(unit.root, 0) + (0 if placed.expert_rows else placed.numel)
     around: dict[nn.Module, int] = {}
     pending = [(model, 0)]
     while pending:
         module, outside = pending.pop()
         if around.get(module, -1) < outside:  # else it is shared, and was visited with more around it
             around[module] = outside
-            pending += [(child, outside + held.get(module, 0)) for child in module.children()]
+            pending += [(child, outside + call_numels.get(module, 0)) for child in module.children()]
     uses = [(root, around[root], numel) for root, numel in rooted.items()]
-    uses += [(root, around[root] + held.get(root, 0), numel) for root, numel in tiles]
-    alone = [outside + numel for _, outside, numel in uses]
+    uses += [(root, around[root] + call_numels.get(root, 0), numel) for root, numel in tiles]
+    peaks = [outside + numel for _, outside, numel in uses]
     # A recomputed block is fetched again while the backward of its last module still holds that module's units.
     inside = {module for block in _recomputed_blocks(model) for module in block.modules()}
-    again = max((numel for root, _, numel in uses if root in inside), default=0)
-    alone += [outside + numel + again for root, outside, numel in uses if root in inside]
+    recomputed_numel = max((numel for root, _, numel in uses if root in inside), default=0)
+    peaks += [outside + numel + recomputed_numel for root, outside, numel in uses if root in inside]
     return LiveNumels(
         tuple(numel for _, _, numel in uses),
         max((outside for _, outside, _ in uses), default=0),
-        max(alone, default=0),
+        max(peaks, default=0),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zero.params.managed_parameter import ClassMixin, ManagedParameter
 
 _DATA: Any = torch._C.TensorBase.data
-_DATA_COPY = "_zero_before"
+_DATA_COPY = "_zero_data_copy"
 """Attribute of a parameter: its values at the first access to `.data`, on the host."""
 
 
@@ -44,8 +44,8 @@ def save_data_copy(parameter: nn.Parameter) -> None:
 
 def is_data_written(parameter: nn.Parameter) -> bool:
     """True if any bit has changed since `save_data_copy`; False without a `save_data_copy`."""
-    before = parameter.__dict__.get(_DATA_COPY)
-    return before is not None and not torch.equal(_bits(before), _bits(_values_of(parameter)))
+    copy = parameter.__dict__.get(_DATA_COPY)
+    return copy is not None and not torch.equal(_bits(copy), _bits(_values_of(parameter)))
 
 
 def drop_data_copy(parameter: nn.Parameter) -> None:
