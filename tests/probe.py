@@ -207,7 +207,7 @@ def units_read_once(trainer: Any) -> Iterator[None]:
         trainer.full_parameter(name)  # what a failed step has left to the next call happens now, with its own reads
     editor = keeper_of(trainer).editor
     once = _ReadOnce(trainer)
-    source = (once if editor.placement.shard_size == 1 else GatheredValues(once, editor._exchange)).pieces
+    source = (once if editor.placement.shard_size == 1 else GatheredValues(once, editor._collectives)).pieces
     held: dict[tuple[int, bool], list[Piece]] = {}
 
     def read(parameter: Any, begin: int, end: int, state: bool) -> Iterator[Piece]:

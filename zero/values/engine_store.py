@@ -1,4 +1,4 @@
-"""The engine's keeper of parameters: it handles access to values that are not present."""
+"""The engine's parameter store: it handles access to values that are not present."""
 
 from __future__ import annotations
 
@@ -56,24 +56,24 @@ class EngineGradient:
         return self._gradients().epoch
 
     def read(self) -> torch.Tensor | None:
-        found: torch.Tensor | None = self._events.values_of(self._parameter).gradient()
-        self._is_missing = found is None
-        return None if found is None else (found / self._events.loss_scale()).to(self._device)
+        gradient: torch.Tensor | None = self._events.values_of(self._parameter).gradient()
+        self._is_missing = gradient is None
+        return None if gradient is None else (gradient / self._events.loss_scale()).to(self._device)
 
     def write(self, values: torch.Tensor) -> None:
         if self._is_missing and not values.any():
-            return  # other parameters of the unit have gradients: without one it is left as it is
-        access = self._events.values_of(self._parameter, to_change=True)
-        access.set_gradient(values.reshape(self._parameter.shape).float() * self._events.loss_scale())
+            return  # other parameters of the unit have gradients: this one stays without
+        parameter_values = self._events.values_of(self._parameter, to_change=True)
+        parameter_values.set_gradient(values.reshape(self._parameter.shape).float() * self._events.loss_scale())
 
     def scale(self, factor: float) -> None:
         factors = self._gradients().factors
-        before = factors.get(self._index, 1.0)
-        factors[self._index] = factor if before is None else before * factor
+        previous = factors.get(self._index, 1.0)
+        factors[self._index] = factor if previous is None else previous * factor
 
     def norm(self) -> float | None:
-        found: float | None = self._events.values_of(self._parameter).gradient_norm()
-        return None if found is None else found / self._events.loss_scale()
+        norm: float | None = self._events.values_of(self._parameter).gradient_norm()
+        return None if norm is None else norm / self._events.loss_scale()
 
     def clear(self) -> None:
         self._gradients().factors[self._index] = None
@@ -85,10 +85,10 @@ class EngineGradient:
 class EngineParameterStore:
     """Knows every parameter's unit and fetches its values.
 
-    `rows`: lends rows of packed experts; `partitions`: weights are sharded, see `ParameterStore.partitions`.
+    `rows`: fetches rows of packed experts; `partitions`: weights are sharded, see `ParameterStore.partitions`.
 
     Attributes:
-        slots: of the model's parameters, one place for each tile.
+        slots: of the model's parameters, one for each tile.
     """
 
     def __init__(
@@ -104,18 +104,21 @@ class EngineParameterStore:
         partitions: bool = True,
     ) -> None:
         self.events, self.rows, self.partitions = events, rows, partitions
-        self._bindings, self._coordinator, self._hooks, self.editor = bindings, coordinator, hooks, editor
+        self.editor = editor
+        self._bindings = bindings
+        self._coordinator = coordinator
+        self._hooks = hooks
         # id(parameter, or weight of a tile) -> where it is bound.
         self._binding_of_id = {id(p): (b, s) for b in bindings for p, s in zip(b.parameters, b.unit.slots, strict=True)}
         self._parameters = parameters
         self._dtype_of = {id(p): p.dtype for p in parameters}
         self.slots: ParameterSlots = {}
         self._by_name: dict[str, nn.Parameter] = {}
-        for b in bindings:
-            for slot in b.unit.slots:
-                whole_parameter = parameters[slot.index]
-                self.slots.setdefault(id(whole_parameter), []).append((b.unit, slot))
-                self._by_name.update(dict.fromkeys(slot.names, whole_parameter))
+        for binding in bindings:
+            for slot in binding.unit.slots:
+                parameter = parameters[slot.index]
+                self.slots.setdefault(id(parameter), []).append((binding.unit, slot))
+                self._by_name.update(dict.fromkeys(slot.names, parameter))
 
     @property
     def device(self) -> torch.device:
@@ -158,24 +161,24 @@ class EngineParameterStore:
         self._coordinator.note_read(index)
 
     def accumulated_gradient(self, parameter: nn.Parameter) -> EngineGradient | None:
-        """See `ParameterStore`. A pipeline's stage has only a part of the parameters, so it shows none and says so once."""
-        places, gradients = self.slots.get(id(parameter), []), self.events.get_gradients()
-        if not any(gradients.has_gradient(unit, slot) for unit, slot in places):
+        """See `ParameterStore`. None in a stage of a pipeline, which has only some parameters; that is logged once."""
+        slots, gradients = self.slots.get(id(parameter), []), self.events.get_gradients()
+        if not any(gradients.has_gradient(unit, slot) for unit, slot in slots):
             return None
         if self.editor.is_stage:
             warn_of_hidden_gradients()
             return None
-        return EngineGradient(self.events, parameter, places[0][1].index, self.device)
+        return EngineGradient(self.events, parameter, slots[0][1].index, self.device)
 
     def on_operation_end(self, parameters: list[nn.Parameter], tensors: list[Any], result: Any) -> Any:
         """End the use that `fetch` began, unless more than the operation's result needs the values."""
         return self._hooks.end_operation(tensors, result)
 
     def shard_range(self, parameter: nn.Parameter) -> slice:
-        """The part of the parameter in this rank's slice of its unit; it may be empty."""
-        (bound, slot), placement = self._binding_of_id[id(parameter)], self.editor.placement
-        run = shard_runs(placement, bound.unit, slot, slot.first_numel, slot.first_numel + slot.numel)
-        return run[placement.shard_index]
+        """The part of the parameter in this rank's shard of its unit; it may be empty."""
+        (binding, slot), placement = self._binding_of_id[id(parameter)], self.editor.placement
+        runs = shard_runs(placement, binding.unit, slot, slot.first_numel, slot.first_numel + slot.numel)
+        return runs[placement.shard_index]
 
     def shares_memory(self, parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
         """True if `tensor` is a view of the parameter's unit."""
@@ -196,7 +199,7 @@ class EngineParameterStore:
     def unwrap_model(self, initial_store: InitialParameterStore | None = None) -> None:
         """Make every parameter an ordinary one with its values, and close the engine.
 
-        `initial_store`: it keeps the values instead, as if the model had just been built under `Init`.
+        `initial_store`: it gets the values instead, as if the model had just been built under `Init`.
 
         Raises StateError: the engine is closed already; the values are lost.
         """
@@ -211,20 +214,22 @@ class EngineParameterStore:
             logger.warning(
                 "the engine of %s and %s closes, because another model with %s gets an engine; models that share "
                 "parameters need one engine: put them into one module",
-                *(name_of(shared), other, name_of(shared)),
+                name_of(shared),
+                other,
+                name_of(shared),
             )
 
     def restore_parameters(
         self, close: Callable[[], None] | None = None, initial_store: InitialParameterStore | None = None
     ) -> None:
-        """Read the values from the planes, then call `close`, then give the parameters up.
+        """Read the stored values, then call `close`, then remove the parameters from this store.
 
-        They become ordinary ones, or those of `initial_store`. A parameter that was fp32 in the model gets its fp32 master,
-        so nothing is rounded.
+        They become ordinary ones, or those of `initial_store`. A parameter that was fp32 in the model gets its fp32
+        master, so nothing is rounded.
         """
         values: list[tuple[nn.Parameter, torch.Tensor]] = []
         stored: list[tuple[nn.Parameter, InitialParameterStore]] = []
-        for slot in (slot for bound in self._bindings for slot in bound.unit.slots if slot.first_numel == 0):
+        for slot in (slot for binding in self._bindings for slot in binding.unit.slots if slot.first_numel == 0):
             parameter = self._parameters[slot.index]
             if is_managed(parameter) and engine_store_of(parameter) is self:
                 if initial_store is None or is_wrapper(parameter):
@@ -236,12 +241,12 @@ class EngineParameterStore:
             close()
         for parameter, value in values:
             self.restore_parameter(parameter, value)
-        for parameter, keeper in stored:
+        for parameter, store in stored:
             remove_store(parameter)
-            keeper.take_over(parameter)
+            store.take_over(parameter)
 
     def restore_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Make one an ordinary parameter with these values."""
+        """Make it an ordinary parameter with these values."""
         remove_store(parameter)
         with torch.no_grad():
             parameter.data = value
@@ -290,24 +295,26 @@ class EngineParameterStore:
         """The parameter's pieces, with their remainders and states if `state`; weights as they are used now."""
         with self.editor.open_reader(self.slots) as read:
             for unit, slot in self.slots[id(parameter)]:
-                used = self.editor.live_weights(unit)
+                live = self.editor.live_weights(unit)
                 first, last = slot.first_numel, slot.first_numel + slot.numel
-                own = None if used is None else used[slot.offset_numel : slot.end_numel]
-                if own is not None and not (state and unit.trainable):
-                    yield Piece(first, own)
+                weights = None if live is None else live[slot.offset_numel : slot.end_numel]
+                if weights is not None and not (state and unit.trainable):
+                    yield Piece(first, weights)
                     continue
                 for piece in read(parameter, first, last, state):
-                    at = piece.first - first
-                    yield piece if own is None else piece._replace(weight=own[at : at + piece.weight.numel()])
+                    offset = piece.first - first
+                    if weights is not None:
+                        piece = piece._replace(weight=weights[offset : offset + piece.weight.numel()])
+                    yield piece
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, copy of the weights); one unit or tiled parameter in memory at a time; tied ones under each name."""
-        for bound in self._bindings:
-            flat = self.editor.read_unit(bound.unit).view(bound.unit.dtype)
-            for slot in bound.unit.slots:
+        for binding in self._bindings:
+            flat = self.editor.read_unit(binding.unit).view(binding.unit.dtype)
+            for slot in binding.unit.slots:
                 tiled = len(self.slots[id(self._parameters[slot.index])]) > 1
                 if tiled and slot.first_numel:
-                    continue  # the first tile has given the whole parameter
+                    continue  # the first tile has yielded the whole parameter
                 for name in slot.names:
                     yield name, self.weights(name) if tiled else self._slot_values(flat, slot)
 
@@ -319,14 +326,14 @@ class EngineParameterStore:
 
 
 def unwrap_parameters(parameters: Iterable[nn.Parameter], except_store: EngineParameterStore | None = None) -> None:
-    """Before a model is wrapped again: the engines that keep its parameters give the values back and close.
+    """Before a model is wrapped again: unwrap the models whose engines have some of its parameters.
 
-    `except_store`: this keeper keeps its parameters.
+    `except_store`: its parameters stay in it.
     """
     wrapped = {id(parameter): parameter for parameter in parameters}
     for parameter in wrapped.values():
         if is_managed(parameter):
-            keeper = engine_store_of(parameter)
-            if isinstance(keeper, EngineParameterStore) and keeper is not except_store:
-                keeper.warn_of_other_parameters(parameter, wrapped)
-                keeper.unwrap_model()
+            store = engine_store_of(parameter)
+            if isinstance(store, EngineParameterStore) and store is not except_store:
+                store.warn_of_other_parameters(parameter, wrapped)
+                store.unwrap_model()

@@ -4,7 +4,7 @@ They wait for the updates of the last step. A frozen parameter has neither state
 parameter without an engine has nothing but its `.grad`: for other values `safe_get_*` returns None and `safe_set_*`
 does nothing, as with DeepSpeed. The full forms have the same result on every rank, and every rank must call them; every
 rank must also call `safe_set_local_fp32_param`, because it changes the weights of all ranks. The local forms read or
-write this rank's part, 1-D: the elements in its slices. So the length need not be an equal share of the parameter, and
+write this rank's part, 1-D: the elements in its shards. So the length need not be an equal share of the parameter, and
 may be 0.
 """
 
@@ -48,13 +48,13 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole gradient collected since the last step, the mean over ranks, fp32, a copy on the engine's device.
+    """The whole gradient accumulated since the last step, the mean over ranks, fp32, a copy on the engine's device.
 
     None if there is no gradient: before a backward, after `step()` or `zero_grad()`, or if backward did not reach the
     parameter. With fp16 it is scaled like the loss, by `engine.optimizer.cur_scale`, as in DeepSpeed.
     """
-    own = _torch_grad(param)
-    return own if own is not None else _read(param, ParameterValues.gradient)
+    gradient = _torch_grad(param)
+    return gradient if gradient is not None else _read(param, ParameterValues.gradient)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -62,9 +62,9 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
     Raises StateError: another shape.
     """
-    own = _torch_grad(param)
-    if own is not None:
-        own.copy_(value)
+    gradient = _torch_grad(param)
+    if gradient is not None:
+        gradient.copy_(value)
         return
     _write(param, lambda values: values.set_gradient(value))
 
@@ -113,8 +113,8 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _engine_store_of(param: nn.Parameter) -> EngineParameterStore | None:
-    keeper = engine_store_of(param) if is_managed(param) else None
-    return keeper if isinstance(keeper, EngineParameterStore) else None
+    store = engine_store_of(param) if is_managed(param) else None
+    return store if isinstance(store, EngineParameterStore) else None
 
 
 def _torch_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -123,13 +123,13 @@ def _torch_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def _read(param: nn.Parameter, read: Callable[[ParameterValues], torch.Tensor | None]) -> torch.Tensor | None:
-    keeper = _engine_store_of(param)
-    values = keeper.events.values_of(param) if keeper is not None else None
-    found = read(values) if values is not None and values.is_trained else None
-    return None if keeper is None or found is None else found.to(keeper.device)
+    store = _engine_store_of(param)
+    values = store.events.values_of(param) if store is not None else None
+    result = read(values) if values is not None and values.is_trained else None
+    return None if store is None or result is None else result.to(store.device)
 
 
 def _write(param: nn.Parameter, write: Callable[[ParameterValues], None]) -> None:
-    keeper = _engine_store_of(param)
-    if keeper is not None and keeper.events.values_of(param).is_trained:
-        write(keeper.events.values_of(param, to_change=True))
+    store = _engine_store_of(param)
+    if store is not None and store.events.values_of(param).is_trained:
+        write(store.events.values_of(param, to_change=True))

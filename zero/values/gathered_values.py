@@ -1,4 +1,4 @@
-"""Values from the planes of all ranks, read by parameter; and a check that all ranks have changed the model alike."""
+"""Stored values of all ranks, read by parameter; and a check that all ranks have changed the model alike."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SHOWN_MAX = 3
 class GatheredValues:
     """`StoredValues` of several ranks. All ranks read the same parameters, in the same order.
 
-    `local`: the values of this rank's planes.
+    `local`: the values that this rank stores.
     """
 
-    def __init__(self, local: StoredValues, exchange: Collectives) -> None:
-        self._local, self._exchange = local, exchange
+    def __init__(self, local: StoredValues, collectives: Collectives) -> None:
+        self._local, self._collectives = local, collectives
 
     def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
         """As `StoredValues.pieces`; on the host."""
@@ -45,17 +45,17 @@ class GatheredValues:
             dtypes += [] if unit.remainder is None else [unit.remainder]
             dtypes += [torch.float32] * self._local.states_count(unit)
         values = [torch.empty(end - begin, dtype=dtype, device="cpu") for dtype in dtypes]
-        placement = self._exchange.placement
+        placement = self._collectives.placement
         runs = shard_runs(placement, unit, slot, begin, end)
-        own = runs[placement.shard_index]
-        if own.start < own.stop:
-            for piece in self._local.pieces_of_slot(unit, slot, begin + own.start, begin + own.stop, state):
-                at = slice(piece.first - begin, piece.first - begin + piece.weight.numel())
-                held = [piece.weight, piece.remainder, *(piece.states or ())]
-                for whole, part in zip(values, [part for part in held if part is not None], strict=True):
-                    whole[at].copy_(part)
-        message = b"".join(bytes_of(whole[own].view(torch.uint8)) for whole in values)
-        answers = self._exchange.all_gather_bytes(f"reading {slot.name}", message)
+        run = runs[placement.shard_index]
+        if run.start < run.stop:
+            for piece in self._local.pieces_of_slot(unit, slot, begin + run.start, begin + run.stop, state):
+                span = slice(piece.first - begin, piece.first - begin + piece.weight.numel())
+                tensors = [piece.weight, piece.remainder, *(piece.states or ())]
+                for output, part in zip(values, [part for part in tensors if part is not None], strict=True):
+                    output[span].copy_(part)
+        message = b"".join(bytes_of(output[run].view(torch.uint8)) for output in values)
+        answers = self._collectives.all_gather_bytes(f"reading {slot.name}", message)
         join_runs(placement, runs, [bytes_tensor(answer) for answer in answers], values)
         weight, *states = values
         if not state:
@@ -66,11 +66,11 @@ class GatheredValues:
 
 
 class FirstRankReader:
-    """Reads parameters from the planes of all ranks, for the first rank.
+    """Reads stored parameters of all ranks, for the first rank.
 
     Args:
-        stored: this rank's planes; no transfer is in flight.
-        relay: transfers between the ranks; all of them read the same parameters, in the same order.
+        stored: this rank's values; no transfer is in flight.
+        relay: collectives of the ranks; all of them read the same parameters, in the same order.
         masters: read fp32 masters of trained parameters instead of weights.
     """
 
@@ -105,16 +105,16 @@ class FirstRankReader:
     ) -> Iterator[torch.Tensor]:
         placement = self._relay.placement
         runs = shard_runs(placement, unit, slot, begin, end)
-        own, payload = runs[placement.shard_index], b""
-        if own.start < own.stop and placement.rank < placement.shard_size:
+        run, payload = runs[placement.shard_index], b""
+        if run.start < run.stop and placement.rank < placement.shard_size:
             with self._relay.deferring_failure():
-                values = self._read_local(unit, slot, begin + own.start, begin + own.stop, dtype)
+                values = self._read_local(unit, slot, begin + run.start, begin + run.stop, dtype)
                 payload = bytes_of(values.view(torch.uint8))
         answers = self._relay.all_gather_results(f"reading {slot.name}", payload)
         if placement.rank == 0:
-            whole = torch.empty(end - begin, dtype=dtype, device="cpu")
-            join_runs(placement, runs, [bytes_tensor(answer) for answer in answers], [whole])
-            yield whole
+            output = torch.empty(end - begin, dtype=dtype, device="cpu")
+            join_runs(placement, runs, [bytes_tensor(answer) for answer in answers], [output])
+            yield output
 
     def _read_local(self, unit: Unit, slot: Slot, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         values = torch.empty(end - begin, dtype=dtype, device="cpu")
@@ -124,7 +124,7 @@ class FirstRankReader:
 
 
 def shard_runs(placement: Placement, unit: Unit, slot: Slot, begin: int, end: int) -> list[slice]:
-    """Each slice's part of elements [begin, end) of a parameter in one slot of a unit, counted from `begin`."""
+    """Each shard's part of elements [begin, end) of a parameter in one slot of a unit, counted from `begin`."""
     first = slot.offset_numel - slot.first_numel  # position that the parameter's first element would have in the unit
     ends = [min(max(k * unit.shard_numel - first, begin), end) for k in range(placement.shard_size + 1)]
     return [slice(a - begin, b - begin) for a, b in pairwise(ends)]
@@ -133,22 +133,22 @@ def shard_runs(placement: Placement, unit: Unit, slot: Slot, begin: int, end: in
 def join_runs(
     placement: Placement, runs: Sequence[slice], payloads: list[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> None:
-    """Copy every slice's run into each of `outputs`.
+    """Copy every shard's run into each of `outputs`.
 
     Args:
         runs: from `shard_runs`.
-        payloads: of each rank, bytes that begin with its runs, one tensor after the other; the other bytes stay in `payloads`.
+        payloads: of each rank, bytes that begin with its runs, one tensor after the other; the others stay in the list.
         outputs: 1-D, on the host.
     """
     for run, rank in zip(runs, placement.shard_ranks, strict=True):
-        for whole in outputs:
-            nbytes = (run.stop - run.start) * whole.element_size()
-            whole[run].view(torch.uint8).copy_(payloads[rank][:nbytes])
+        for output in outputs:
+            nbytes = (run.stop - run.start) * output.element_size()
+            output[run].view(torch.uint8).copy_(payloads[rank][:nbytes])
             payloads[rank] = payloads[rank][nbytes:]
 
 
 def agree_on_change(
-    exchange: Collectives, model: nn.Module, trained_ids: Collection[int], *, accumulating: bool
+    collectives: Collectives, model: nn.Module, trained_ids: Collection[int], *, accumulating: bool
 ) -> None:
     """Check that all ranks have changed their model alike, and that none has gradients. All ranks call this together.
 
@@ -159,24 +159,26 @@ def agree_on_change(
         trained_ids: id(parameter) of the parameters in param groups.
         accumulating: this rank has gradients that no step has used.
     """
-    if exchange.placement.is_single_rank:
+    if collectives.placement.is_single_rank:
         return
     with torch._C.DisableTorchFunctionSubclass():
-        mine = [
+        lines = [
             f"{name} {list(p.shape)} {p.dtype}, {'trained' if id(p) in trained_ids else 'not trained'}"
             for name, p in model.named_parameters()
         ]
-    digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=16).hexdigest()
-    told = [
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+    answers = [
         json.loads(answer)
-        for answer in exchange.all_gather_bytes("a change", json.dumps([digest, accumulating]).encode())
+        for answer in collectives.all_gather_bytes("a change", json.dumps([digest, accumulating]).encode())
     ]
-    if len({digest for digest, _ in told}) > 1:
-        lists = [json.loads(answer) for answer in exchange.all_gather_bytes("what differs", json.dumps(mine).encode())]
+    if len({digest for digest, _ in answers}) > 1:
+        lists = [
+            json.loads(answer) for answer in collectives.all_gather_bytes("what differs", json.dumps(lines).encode())
+        ]
         raise StateError(
             f"the ranks have changed the model differently: {_differences(lists)}; make the same changes on each rank"
         )
-    ranks = [rank for rank, (_, holds) in enumerate(told) if holds]
+    ranks = [rank for rank, (_, has_gradients) in enumerate(answers) if has_gradients]
     if ranks:
         raise StateError(
             f"the model has changed in the middle of a step: ranks {', '.join(map(str, ranks))} have gradients; with "
@@ -186,9 +188,9 @@ def agree_on_change(
 
 def _differences(lists: list[list[str]]) -> str:
     common = set(lists[0]).intersection(*lists[1:])
-    found = []
+    parts = []
     for rank, lines in enumerate(lists):
-        own = [line for line in lines if line not in common]
-        more = f" and {len(own) - SHOWN_MAX} more" if len(own) > SHOWN_MAX else ""
-        found.append(f"rank {rank}: {'; '.join(own[:SHOWN_MAX]) or 'nothing of its own'}{more}")
-    return ", ".join(found) if any(len(lines) != len(common) for lines in lists) else "the order of its parameters"
+        extra = [line for line in lines if line not in common]
+        more = f" and {len(extra) - SHOWN_MAX} more" if len(extra) > SHOWN_MAX else ""
+        parts.append(f"rank {rank}: {'; '.join(extra[:SHOWN_MAX]) or 'nothing of its own'}{more}")
+    return ", ".join(parts) if any(len(lines) != len(common) for lines in lists) else "the order of its parameters"

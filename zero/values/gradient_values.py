@@ -1,4 +1,4 @@
-"""Read or replace the gradients collected since the last step, one parameter at a time; whole on every rank."""
+"""Read or replace the gradients accumulated since the last step, one parameter at a time; whole on every rank."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from zero.values.gathered_values import CHUNK_NUMEL, join_runs, shard_runs
 class GradientValues:
     """Gradients of an engine between a backward and the step, by slot."""
 
-    def __init__(self, gradients: Gradients, exchange: Collectives) -> None:
-        self._gradients, self._exchange = gradients, exchange
-        self._placement = exchange.placement
+    def __init__(self, gradients: Gradients, collectives: Collectives) -> None:
+        self._gradients, self._collectives = gradients, collectives
+        self._placement = collectives.placement
 
     def wait_in_flight(self) -> None:
         """Wait until no gradient is in flight. Raises StorageError."""
@@ -34,43 +34,48 @@ class GradientValues:
 
         All ranks call this together.
         """
-        state, waiting = self._gradients.state_of(unit), self._gradients.unreduced_gradients(unit.index).get(unit.index)
-        had = bool(state.contributions[slot.position])
-        answers = self._exchange.all_gather_bytes(
-            f"gradient of {slot.name}", json.dumps([had, waiting is not None]).encode()
+        state = self._gradients.state_of(unit)
+        unreduced = self._gradients.unreduced_gradients(unit.index).get(unit.index)
+        has_gradient = bool(state.contributions[slot.position])
+        answers = self._collectives.all_gather_bytes(
+            f"gradient of {slot.name}", json.dumps([has_gradient, unreduced is not None]).encode()
         )
-        told = [json.loads(answer) for answer in answers]
-        if not any(had for had, _ in told):
+        states = [json.loads(answer) for answer in answers]
+        if not any(has_gradient for has_gradient, _ in states):
             return None
         out = torch.empty(slot.numel, dtype=torch.float32, device="cpu")
         for lo in range(0, slot.numel, CHUNK_NUMEL):
             hi = min(lo + CHUNK_NUMEL, slot.numel)
-            self._read_chunk(state, slot, waiting, [waits for _, waits in told], out[lo:hi], lo)
+            self._read_chunk(state, slot, unreduced, [has_unreduced for _, has_unreduced in states], out[lo:hi], lo)
         return out
 
     def _read_chunk(
         self,
         state: UnitGradient,
         slot: Slot,
-        waiting: torch.Tensor | None,
-        waits: list[bool],
+        unreduced: torch.Tensor | None,
+        has_unreduced: list[bool],
         out: torch.Tensor,
         lo: int,
     ) -> None:
-        """Elements of the slot from `lo` on: reduced slices, plus the mean of gradients that are not reduced yet."""
+        """Elements of the slot from `lo` on: reduced shards, plus the mean of gradients that are not reduced yet."""
         hi, placement = lo + out.numel(), self._placement
         runs = shard_runs(placement, state.unit, slot, slot.first_numel + lo, slot.first_numel + hi)
-        own = runs[placement.shard_index]
-        message = self._read_stored(state, slot, lo + own.start, lo + own.stop)
-        if waiting is not None:
-            part = waiting[slot.offset_numel + lo : slot.offset_numel + hi].float()
+        run = runs[placement.shard_index]
+        message = self._read_stored(state, slot, lo + run.start, lo + run.stop)
+        if unreduced is not None:
+            part = unreduced[slot.offset_numel + lo : slot.offset_numel + hi].float()
             message = torch.cat([message, part])
-        answers = self._exchange.all_gather_bytes(f"gradient of {slot.name}", bytes_of(message.view(torch.uint8)))
-        told = [bytes_tensor(answer) for answer in answers]
-        join_runs(placement, runs, told, [out])
-        late = [rest.view(torch.float32)[-out.numel() :] for rest, has in zip(told, waits, strict=True) if has]
-        if late:
-            out += torch.stack(late).sum(dim=0) * self._exchange.share
+        answers = self._collectives.all_gather_bytes(f"gradient of {slot.name}", bytes_of(message.view(torch.uint8)))
+        payloads = [bytes_tensor(answer) for answer in answers]
+        join_runs(placement, runs, payloads, [out])
+        addends = [
+            payload.view(torch.float32)[-out.numel() :]
+            for payload, included in zip(payloads, has_unreduced, strict=True)
+            if included
+        ]
+        if addends:
+            out += torch.stack(addends).sum(dim=0) * self._collectives.share
         out.mul_(self.factor_of(slot))
 
     def factor_of(self, slot: Slot) -> float:
@@ -79,22 +84,22 @@ class GradientValues:
         return 0.0 if factor is None else factor
 
     def read_shard(self, unit: Unit, slot: Slot, begin: int, end: int) -> torch.Tensor | None:
-        """Elements [begin, end) of the slot, which are in this rank's slice, fp32; None if this rank has none."""
+        """Elements [begin, end) of the slot, which are in this rank's shard, fp32; None if this rank has none."""
         state = self._gradients.state_of(unit)
         # With several ranks, `contributions` counts only this rank's; parts without any gradient are stored as zeros.
         if state.is_empty or (self._placement.is_single_rank and not state.contributions[slot.position]):
             return None
         return self._read_stored(state, slot, begin, end) * self.factor_of(slot)
 
-    def square_sum(self, places: Sequence[tuple[Unit, Slot]]) -> SquareSum | None:
+    def square_sum(self, slots: Sequence[tuple[Unit, Slot]]) -> SquareSum | None:
         """Over all ranks, without the factor; from the block sums where they are of these slots alone.
 
         All ranks call this together. None: some gradient is not reduced yet.
         """
-        own = SquareSum.merge(part for unit, slot in places for part in self._shard_sums(unit, slot))
-        waits = any(unit.index in self._gradients.unreduced_gradients(unit.index) for unit, _ in places)
-        answers = self._exchange.all_gather_bytes(
-            f"norm of the gradient of {places[0][1].name}", bytes([waits]) + own.pack()
+        local_sum = SquareSum.merge(part for unit, slot in slots for part in self._shard_sums(unit, slot))
+        has_unreduced = any(unit.index in self._gradients.unreduced_gradients(unit.index) for unit, _ in slots)
+        answers = self._collectives.all_gather_bytes(
+            f"norm of the gradient of {slots[0][1].name}", bytes([has_unreduced]) + local_sum.pack()
         )
         if any(answer[0] for answer in answers):
             return None
@@ -102,7 +107,7 @@ class GradientValues:
 
     def _shard_sums(self, unit: Unit, slot: Slot) -> Iterator[SquareSum]:
         state = self._gradients.state_of(unit)
-        lo, hi = (place - unit.begin for place in unit.shard_range(slot))
+        lo, hi = (coordinate - unit.begin for coordinate in unit.shard_range(slot))
         if state.is_empty or lo >= hi:
             return
         begin = min(align_up(lo, BLOCK_NUMEL), hi)
@@ -132,11 +137,11 @@ class GradientValues:
         self._gradients.factors.pop(slot.index, None)
 
     def drop_unreduced(self, unit: Unit, slot: Slot) -> None:
-        """Discard the slot's gradient that this rank has collected but not reduced yet."""
+        """Drop the slot's gradient that this rank has accumulated but not reduced yet."""
         self._gradients.scale_unreduced(unit, slot, None)
 
     def write_shard(self, unit: Unit, slot: Slot, begin: int, values: torch.Tensor) -> None:
-        """Replace elements of the slot from `begin` on, which are in this rank's slice; rounded to the stored dtype.
+        """Replace elements of the slot from `begin` on, which are in this rank's shard; rounded to the stored dtype.
 
         All ranks call this with the same slot, each with its own elements, after the updates of the last step.
         """
@@ -155,20 +160,22 @@ class GradientValues:
         lo, hi = first // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(last, BLOCK_NUMEL), unit.end)
         if fresh:
             lo, hi = unit.begin, unit.end
-        for at in range(lo, hi, CHUNK_NUMEL):
-            to = min(at + CHUNK_NUMEL, hi)
+        for chunk_begin in range(lo, hi, CHUNK_NUMEL):
+            chunk_end = min(chunk_begin + CHUNK_NUMEL, hi)
             chunk = (
-                torch.zeros(to - at, dtype=state.dtype, device="cpu")
+                torch.zeros(chunk_end - chunk_begin, dtype=state.dtype, device="cpu")
                 if fresh
-                else self._gradients.read_stored(state, at, to)
+                else self._gradients.read_stored(state, chunk_begin, chunk_end)
             )
-            begins, ends = max(first, at), min(last, to)
-            if begins < ends:
-                chunk[begins - at : ends - at].copy_(values[begins - first : ends - first])
-            self._gradients.write_stored(state, at, chunk)
+            copy_begin, copy_end = max(first, chunk_begin), min(last, chunk_end)
+            if copy_begin < copy_end:
+                chunk[copy_begin - chunk_begin : copy_end - chunk_begin].copy_(
+                    values[copy_begin - first : copy_end - first]
+                )
+            self._gradients.write_stored(state, chunk_begin, chunk)
 
     def _read_stored(self, state: UnitGradient, slot: Slot, begin: int, end: int) -> torch.Tensor:
-        """Elements [begin, end) of the slot in this rank's slice, fp32; zeros if nothing is stored."""
+        """Elements [begin, end) of the slot in this rank's shard, fp32; zeros if nothing is stored."""
         if begin >= end or state.is_empty:
             return torch.zeros(max(end - begin, 0), dtype=torch.float32, device="cpu")
         first = state.unit.origin + slot.offset_numel

@@ -1,7 +1,7 @@
 """Read and replace one parameter's exact values, optimizer states and gradient, whole or this rank's part.
 
 Whole values are the same on all ranks, and all ranks call these methods together. This rank's own part is 1-D: the
-elements in its slices of the parameter's units. It may be empty, since units are sharded, not parameters.
+elements in its shards of the parameter's units. It may be empty, since units are sharded, not parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class SlotRun(NamedTuple):
-    """A part of a parameter that is in this rank's slice of one unit."""
+    """A part of a parameter that is in this rank's shard of one unit."""
 
     unit: Unit
     slot: Slot
@@ -42,23 +42,23 @@ class SlotRun(NamedTuple):
 class ParameterValues:
     """Values of one parameter that an engine trains.
 
-    `parts`: the engine's parts; every update of the last step is complete. `parameter`: kept by the engine.
+    `parts`: the engine's parts; every update of the last step is complete. `parameter`: managed by the engine.
     `optimizer`: has the small states; None: there are none.
     """
 
     def __init__(
         self,
         parts: EngineParts,
-        exchange: Collectives,
+        collectives: Collectives,
         parameter: nn.Parameter,
         optimizer: ExternalStateOptimizer | None,
     ) -> None:
-        self._parts, self._exchange, self._parameter = parts, exchange, parameter
+        self._parts, self._collectives, self._parameter = parts, collectives, parameter
         self._small_states = {} if optimizer is None else optimizer.small
         self._small_shapes = {} if optimizer is None else optimizer.small_shapes(parameter)
         self._name = name_of(parameter)
         self._slots = parts.parameter_store.slots[id(parameter)]
-        self._gradients = GradientValues(parts.gradients, exchange)
+        self._gradients = GradientValues(parts.gradients, collectives)
 
     @property
     def is_trained(self) -> bool:
@@ -72,8 +72,8 @@ class ParameterValues:
         """All whole optimizer states, on the host: in fp32, small ones in their own dtype."""
         if not self._small_shapes:
             return self._parts.parameter_store.moments(self._name)
-        mine = self._parts.small_states({id(self._parameter): self._name})
-        small = gather_small_states(self._exchange, mine).get(self._name, {})
+        local_states = self._parts.small_states({id(self._parameter): self._name})
+        small = gather_small_states(self._collectives, local_states).get(self._name, {})
         return {**self._parts.parameter_store.moments(self._name), **small}
 
     def state(self, key: str) -> torch.Tensor:
@@ -90,8 +90,9 @@ class ParameterValues:
     def state_shard(self, key: str) -> torch.Tensor:
         """This rank's part of an optimizer state, 1-D fp32. Raises StateError: no state has this name."""
         if key in self._small_shapes:
-            mine = self._parts.small_states({id(self._parameter): self._name})
-            return mine.get(self._name, {}).get(key, torch.empty(0, dtype=torch.float32, device="cpu")).reshape(-1)
+            local_states = self._parts.small_states({id(self._parameter): self._name})
+            empty = torch.empty(0, dtype=torch.float32, device="cpu")
+            return local_states.get(self._name, {}).get(key, empty).reshape(-1)
         return self._read_shard(self._state_number(key))
 
     def _state_number(self, key: str) -> int:
@@ -106,39 +107,38 @@ class ParameterValues:
 
     def _read_shard(self, state: int | None) -> torch.Tensor:
         """This rank's part of a state, by its number, or of the fp32 value (None)."""
-        stored, runs = self._parts.values_reader(few=True), list(self._runs())
+        reader, runs = self._parts.values_reader(few=True), list(self._runs())
         parts = [torch.empty(run.end - run.begin, dtype=torch.float32, device="cpu") for run in runs]
         try:
             for run, part in zip(runs, parts, strict=True):
                 begin, end = run.slot.first_numel + run.begin, run.slot.first_numel + run.end
-                for piece in stored.pieces_of_slot(run.unit, run.slot, begin, end, True):
+                for piece in reader.pieces_of_slot(run.unit, run.slot, begin, end, True):
                     piece.copy_into(part, begin, state)
         finally:
-            stored.close()
+            reader.close()
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def _runs(self) -> Iterator[SlotRun]:
-        index = self._exchange.placement.shard_index
+        placement = self._collectives.placement
         for unit, slot in self._slots:
-            run = shard_runs(self._exchange.placement, unit, slot, slot.first_numel, slot.first_numel + slot.numel)[
-                index
-            ]
+            runs = shard_runs(placement, unit, slot, slot.first_numel, slot.first_numel + slot.numel)
+            run = runs[placement.shard_index]
             if run.start < run.stop:
                 yield SlotRun(unit, slot, run.start, run.stop)
 
-    def gather_whole(self, own: torch.Tensor) -> torch.Tensor:
+    def gather_whole(self, part: torch.Tensor) -> torch.Tensor:
         """Join the parts of all ranks to the whole value. All ranks call this together."""
         out = torch.empty(self._parameter.shape, dtype=torch.float32, device="cpu")
-        flat, placement = out.view(-1), self._exchange.placement
-        payload = bytes_of(own.detach().float().cpu().contiguous().view(torch.uint8))
-        told = [bytes_tensor(part) for part in self._exchange.all_gather_bytes("own parts", payload)]
+        flat, placement = out.view(-1), self._collectives.placement
+        message = bytes_of(part.detach().float().cpu().contiguous().view(torch.uint8))
+        payloads = [bytes_tensor(payload) for payload in self._collectives.all_gather_bytes("own parts", message)]
         for unit, slot in self._slots:
             runs = shard_runs(placement, unit, slot, slot.first_numel, slot.first_numel + slot.numel)
-            join_runs(placement, runs, told, [flat[slot.first_numel : slot.first_numel + slot.numel]])
+            join_runs(placement, runs, payloads, [flat[slot.first_numel : slot.first_numel + slot.numel]])
         return out
 
     def gradient(self) -> torch.Tensor | None:
-        """The whole gradient collected since the last step, the mean over ranks, fp32; None if there is none."""
+        """The whole gradient accumulated since the last step, the mean over ranks, fp32; None if there is none."""
         self._gradients.wait_in_flight()
         parts = [self._gradients.read(unit, slot) for unit, slot in self._slots]
         flat = _join(parts, [slot.numel for _, slot in self._slots])
@@ -153,7 +153,7 @@ class ParameterValues:
         return total.norm() * abs(self._gradients.factor_of(self._slots[0][1]))
 
     def apply_factor(self) -> None:
-        """Multiply what this rank has collected by the factor that user code has given it."""
+        """Multiply what this rank has accumulated by the factor that user code has applied to `.grad`."""
         self._gradients.wait_in_flight()
         for unit, slot in self._slots:
             self._gradients.apply_factor(unit, slot)
@@ -184,22 +184,22 @@ class ParameterValues:
             return
         number = self._state_number(key)
 
-        def put(record: SubGroupState, lo: int, values: torch.Tensor) -> None:
-            record.states.write(number, lo, values)
+        def write(state: SubGroupState, lo: int, values: torch.Tensor) -> None:
+            state.states.write(number, lo, values)
 
-        self._rewrite_states(value.detach().float().cpu().reshape(-1), put)
+        self._rewrite_states(value.detach().float().cpu().reshape(-1), write)
 
     def _set_small_state(self, key: str, value: torch.Tensor) -> None:
-        """Replace it on the ranks that have a part of the parameter; the others do not keep it."""
+        """Replace it on the ranks that have a part of the parameter; the others do not store it."""
         shape, dtype = self._small_shapes[key]
-        holds = any(True for _ in self._runs())
-        if value.numel() != shape.numel() and (holds or value.numel()):  # so that no rank goes on alone
+        has_part = any(True for _ in self._runs())
+        if value.numel() != shape.numel() and (has_part or value.numel()):  # so that no rank goes on alone
             raise StateError(f"parameter {self._name}: {key}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
-        if not holds:
+        if not has_part:
             return
-        held = self._small_states.setdefault(id(self._parameter), SmallStates())
-        given = value.detach().to("cpu", dtype, copy=True).reshape(shape)
-        held.tensors = {**held.tensors, key: given}
+        small_states = self._small_states.setdefault(id(self._parameter), SmallStates())
+        tensor = value.detach().to("cpu", dtype, copy=True).reshape(shape)
+        small_states.tensors = {**small_states.tensors, key: tensor}
 
     def set_gradient(self, value: torch.Tensor) -> None:
         """Replace the gradient; `value` is whole or this rank's part, and is rounded to the gradients' dtype.
@@ -207,16 +207,16 @@ class ParameterValues:
         All ranks call this together.
         """
         self._gradients.wait_in_flight()
-        for unit, slot in self._slots:  # a rank may have collected gradients of another rank's slice
+        for unit, slot in self._slots:  # a rank may have accumulated gradients of another rank's shard
             self._gradients.drop_unreduced(unit, slot)
         for run, part in self._split_by_run(value):
             self._gradients.write_shard(run.unit, run.slot, run.begin, part)
         self._gradients.drop_factor(self._slots[0][1])
 
-    def _rewrite_states(self, value: torch.Tensor, put: StateWriter) -> None:
-        """Let `put` change this rank's records; `value` is whole or this rank's part."""
+    def _rewrite_states(self, value: torch.Tensor, write: StateWriter) -> None:
+        """Let `write` change this rank's optimizer states; `value` is whole or this rank's part."""
         for run, part in self._split_by_run(value):
-            self._parts.parameter_store.editor.rewrite_states(run.unit, run.slot.offset_numel + run.begin, part, put)
+            self._parts.parameter_store.editor.rewrite_states(run.unit, run.slot.offset_numel + run.begin, part, write)
 
     def _split_by_run(self, value: torch.Tensor) -> list[tuple[SlotRun, torch.Tensor]]:
         """(run, its part of `value`) for each run of this rank; `value` is whole or this rank's part."""
@@ -251,6 +251,6 @@ def _join(parts: Sequence[torch.Tensor | None], numels: Sequence[int]) -> torch.
     return torch.cat([zero if part is None else part for zero, part in zip(zeros, (None, *parts), strict=True)])
 
 
-def _write_remainder(record: SubGroupState, lo: int, values: torch.Tensor) -> None:
-    if record.remainder is not None:
-        record.remainder[lo : lo + values.numel()].copy_(values)
+def _write_remainder(state: SubGroupState, lo: int, values: torch.Tensor) -> None:
+    if state.remainder is not None:
+        state.remainder[lo : lo + values.numel()].copy_(values)

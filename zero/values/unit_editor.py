@@ -28,12 +28,11 @@ from zero.store.storage import Storage
 from zero.store.stored_values import ParameterSlots, StoredValues
 from zero.values.gathered_values import GatheredValues
 
-# (record of a sub-group, first of the visited elements in it, which of them these are) -> was the record changed?
 StateVisitor = Callable[[SubGroupState, int, slice], bool]
+"""(state of a sub-group, first of the visited elements in it, which of them these are) -> was the state changed?"""
 
-StateWriter = Callable[
-    [SubGroupState, int, torch.Tensor], None
-]  # (record, first element in it, values) for the record.
+StateWriter = Callable[[SubGroupState, int, torch.Tensor], None]
+"""(state of a sub-group, first element in it, values to write)."""
 EDIT = "an edit of values"
 """The name that `check_open` gets before an edit."""
 
@@ -51,7 +50,7 @@ class Edit(NamedTuple):
 class UnitEditor:
     """Opens units of one engine for reading and editing, in private copies.
 
-    `exchange`: transfers between the ranks; all of them open and close the same units.
+    `collectives`: of the ranks; all of them begin and end edits of the same units.
     """
 
     def __init__(
@@ -61,16 +60,19 @@ class UnitEditor:
         storage: Storage,
         coordinator: Coordinator,
         events: EngineCallbacks,
-        exchange: Collectives,
+        collectives: Collectives,
     ) -> None:
-        self._layout, self._bindings, self._storage, self._coordinator = layout, bindings, storage, coordinator
-        self._events, self._exchange = events, exchange
-        self.placement, self.is_stage = exchange.placement, exchange.is_pipeline_stage
+        self._layout = layout
+        self._bindings = bindings
+        self._storage = storage
+        self._coordinator = coordinator
+        self._events = events
+        self._collectives = collectives
+        self.placement, self.is_stage = collectives.placement, collectives.is_pipeline_stage
         self._edit_counts: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
-        self._modifier_ranks: dict[
-            int, set[int | None]
-        ] = {}  # Unit -> those of the gathers inside the one that is open.
+        self._modifier_ranks: dict[int, set[int | None]] = {}
+        """Unit -> those of the gathers inside the one that is open."""
         self._pending_edits: list[Edit] = []
 
     def state_names(self, unit: Unit) -> tuple[str, ...]:
@@ -115,22 +117,22 @@ class UnitEditor:
             )
 
     def _begin_unit(self, index: int) -> None:
-        bound = self._bindings[index]
+        binding = self._bindings[index]
         self._coordinator.evict_if_unused(index)
-        if bound.is_bound:
+        if binding.is_bound:
             # In use by an enclosing forward, or persistent: edits happen in place.
-            bound.mark_present(for_edit=True)
+            binding.mark_present(for_edit=True)
             self._events.on_edit_begin()
             self._coordinator.use_on_current_stream(index)
-            self._recapture(bound)
-            self._before[index] = bound.flat.detach().clone().view(torch.uint8)
+            self._recapture(binding)
+            self._before[index] = binding.flat.detach().clone().view(torch.uint8)
             self._coordinator.begin_edit(index)
             return
-        before = self.read_unit(self._layout.units[index]).to(bound.flat.device)
+        before = self.read_unit(self._layout.units[index]).to(binding.flat.device)
         copy = torch.empty_like(before)
         copy.copy_(before)
         self._before[index] = before
-        bound.bind_private_copy(copy)
+        binding.bind_private_copy(copy)
         self._coordinator.begin_edit(index)
 
     @torch.inference_mode(False)
@@ -145,51 +147,53 @@ class UnitEditor:
         self._edit_counts.subtract(indices := list(indices))
         for index in indices:
             self._modifier_ranks.setdefault(index, set()).add(modifier_rank)
-        closed = [index for index in indices if not self._edit_counts[index]]
+        ended = [index for index in indices if not self._edit_counts[index]]
         edits: dict[int | None, list[Edit]] = {}  # By the rank whose edits count.
-        refused = recapture_all([self._bindings[index] for index in closed])
-        for index in closed:
-            bound = self._bindings[index]
+        refused = recapture_all([self._bindings[index] for index in ended])
+        for index in ended:
+            binding = self._bindings[index]
             before = self._before.pop(index)
-            after = bound.flat.detach().view(torch.uint8)
-            named = self._modifier_ranks.pop(index) - {None}
-            counts = next(iter(named)) if len(named) == 1 else None
-            edits.setdefault(counts, []).append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
+            after = binding.flat.detach().view(torch.uint8)
+            named_ranks = self._modifier_ranks.pop(index) - {None}
+            modifier = next(iter(named_ranks)) if len(named_ranks) == 1 else None
+            edits.setdefault(modifier, []).append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
             if self._coordinator.is_edited(index):
                 self._coordinator.end_edit(index)
-                bound.unbind_private_copy()
+                binding.unbind_private_copy()
             else:
-                bound.mark_present()
+                binding.mark_present()
         try:
             refused += self._store_agreed(edits or {modifier_rank: []})  # a rank that has opened none takes part too
         finally:
             with ExitStack() as ends:  # each, even if another raises
-                for index in reversed(closed):  # last: what is released now must have the values that count
+                for index in reversed(ended):  # last: the released units must have the values that count
                     ends.callback(self._coordinator.end_edit, index)
         if refused:
             raise StateError(f"GatheredParameters: {'; '.join(refused)}")
 
     def _store_agreed(self, edits: Mapping[int | None, list[Edit]]) -> list[str]:
-        """Store the edits that count. Returns messages about those of which none counts.
+        """Store the edits that count. Returns messages about units of which no edit counts.
 
-        `edits`: by the rank whose edits count. All are agreed on before one is stored, which may fail.
+        `edits`: by the rank whose edits count. All are agreed on before the first is stored, which may fail.
         """
         refused: list[str] = []
         changes: list[Edit] = []
-        for counts, made in edits.items():
+        for modifier, unit_edits in edits.items():
             try:
-                agreed = agree_on_edits(self._exchange, made, counts)
+                agreed = agree_on_edits(self._collectives, unit_edits, modifier)
                 if agreed:
                     self._events.check_open(EDIT)
                 changes += agreed
             except StateError as error:
                 refused.append(str(error))
-        self._revert([edit for made in edits.values() for edit in made], {change.unit.index for change in changes})
+        self._revert(
+            [edit for unit_edits in edits.values() for edit in unit_edits], {change.unit.index for change in changes}
+        )
         for change in changes:
             self._events.on_weights_change(change.unit.index)
-            bound = self._bindings[change.unit.index]
-            if bound.is_bound:
-                bound.flat.detach().view(torch.uint8).copy_(change.after)
+            binding = self._bindings[change.unit.index]
+            if binding.is_bound:
+                binding.flat.detach().view(torch.uint8).copy_(change.after)
         self._pending_edits += changes
         try:
             self.store_edits()
@@ -202,14 +206,14 @@ class UnitEditor:
     def _revert(self, edits: list[Edit], stored: set[int]) -> None:
         """Restore the values of edits that do not count, where they were made in place."""
         for edit in edits:
-            bound = self._bindings[edit.unit.index]
-            if edit.unit.index not in stored and bound.is_bound and edit.is_changed:
-                bound.flat.detach().view(torch.uint8).copy_(edit.before)
+            binding = self._bindings[edit.unit.index]
+            if edit.unit.index not in stored and binding.is_bound and edit.is_changed:
+                binding.flat.detach().view(torch.uint8).copy_(edit.before)
 
     def store_edits(self) -> None:
         """Store the edits that are not stored yet. Those that fail stay in memory, and the next call tries again.
 
-        Raises StorageError: the first failure. The planes must not be read before a call succeeds.
+        Raises StorageError: the first failure. The tiered arrays must not be read before a call succeeds.
         """
         error: BaseException | None = None
         for change in list(self._pending_edits):
@@ -228,46 +232,46 @@ class UnitEditor:
         if live is not None:
             return live.view(torch.uint8).cpu().clone()
         out = torch.empty(unit.nbytes, dtype=torch.uint8, device="cpu")
-        plane = self._storage.weights[self._layout.space_of(unit)]
-        job = read_array(plane, unit.begin, unit.end, unit.shard_of(out), self._storage.host_pool)
+        array = self._storage.weights[self._layout.space_of(unit)]
+        job = read_array(array, unit.begin, unit.end, unit.shard_of(out), self._storage.host_pool)
         self._storage.io_loop.run(f"reading {unit.name}", job)
-        return gather_on_host(self._exchange, unit, out)
+        return gather_on_host(self._collectives, unit, out)
 
     def live_weights(self, unit: Unit) -> torch.Tensor | None:
-        """The unit's weights as they are used: the plane's, or newer ones if forward has modified a weight in place.
+        """The unit's weights as they are used: stored ones, or newer ones if forward has modified one in place.
 
         None: they are not bound, or other ranks have bound them at another time.
         """
-        bound = self._bindings[unit.index]
-        if not (bound.is_bound and (unit.persistent or self._exchange.placement.is_single_rank)):
+        binding = self._bindings[unit.index]
+        if not (binding.is_bound and (unit.persistent or self._collectives.placement.is_single_rank)):
             return None
         self._coordinator.use_on_current_stream(unit.index)
-        self._recapture(bound)
-        return bound.flat.detach()
+        self._recapture(binding)
+        return binding.flat.detach()
 
-    def _recapture(self, bound: UnitBinding) -> None:
-        refused = bound.recapture()
+    def _recapture(self, binding: UnitBinding) -> None:
+        refused = binding.recapture()
         if refused:
             raise StateError("; ".join(refused))
 
     @contextmanager
-    def open_reader(self, places: ParameterSlots) -> Iterator[ReadSource]:
-        """Inside, a function that reads values of all ranks from the planes; `places`: of the parameters it reads."""
-        stored = StoredValues(self._layout, self._storage, places, reads_few=True)
+    def open_reader(self, slots: ParameterSlots) -> Iterator[ReadSource]:
+        """Inside, a function that reads stored values of all ranks; `slots`: of the parameters that it reads."""
+        stored = StoredValues(self._layout, self._storage, slots, reads_few=True)
         try:
-            yield (stored if self.placement.shard_size == 1 else GatheredValues(stored, self._exchange)).pieces
+            yield (stored if self.placement.shard_size == 1 else GatheredValues(stored, self._collectives)).pieces
         finally:
             stored.close()
 
     async def _store_edit(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
         """Write the new weights. Where a weight has changed, its old master is invalid and becomes the weight."""
         space = self._layout.space_of(unit)
-        plane, streams = self._storage.weights[space], self._storage.streams
-        await streams.synchronize(streams.record_copy_event())  # an earlier forward may still copy from this plane
-        own = unit.shard_of(after)
-        await write_array(plane, unit.begin, unit.end, own, self._storage.host_pool)
-        await self._reset_masters(unit, unit.shard_of(before), own)
-        self._exchange.on_weights_stored(unit.index)
+        array, streams = self._storage.weights[space], self._storage.streams
+        await streams.synchronize(streams.record_copy_event())  # an earlier forward may still copy from this array
+        shard = unit.shard_of(after)
+        await write_array(array, unit.begin, unit.end, shard, self._storage.host_pool)
+        await self._reset_masters(unit, unit.shard_of(before), shard)
+        self._collectives.on_weights_stored(unit.index)
 
     async def _reset_masters(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
         space = self._layout.space_of(unit)
@@ -275,13 +279,13 @@ class UnitEditor:
             return
         edited = before.view(torch.int16) != after.view(torch.int16)
         first, last = _true_range(edited)
-        edited, own = edited[first:last], after.view(unit.dtype)[first:last]
+        edited, shard = edited[first:last], after.view(unit.dtype)[first:last]
 
-        def visit(record: SubGroupState, lo: int, part: slice) -> bool:
-            mask, weights = edited[part], own[part]
-            if record.remainder is None or not bool(mask.any()):
+        def visit(state: SubGroupState, lo: int, part: slice) -> bool:
+            mask, weights = edited[part], shard[part]
+            if state.remainder is None or not bool(mask.any()):
                 return False
-            masters.reset_remainder_where(mask, weights, record.remainder[lo : lo + mask.numel()])
+            masters.reset_remainder_where(mask, weights, state.remainder[lo : lo + mask.numel()])
             return True
 
         await self._visit_states(unit, visit, unit.begin + first, unit.begin + last)
@@ -292,20 +296,20 @@ class UnitEditor:
         for index in indices:
             self._events.on_weights_change(index)
 
-    def rewrite_states(self, unit: Unit, begin: int, values: torch.Tensor, put: StateWriter) -> None:
-        """Let `put` change the records of elements of the flat unit from `begin` on, all in this rank's slice.
+    def rewrite_states(self, unit: Unit, begin: int, values: torch.Tensor, write: StateWriter) -> None:
+        """Let `write` change the optimizer states of elements of the unit from `begin` on, all in this rank's shard.
 
-        Raises StorageError: a record could not be read or written.
+        Raises StorageError: a state could not be read or written.
 
         Args:
             unit: a trained unit.
-            begin: first element in the flat unit.
-            values: 1-D, host; `put` gets the part that belongs to each record.
-            put: changes a record.
+            begin: first element in the flat buffer.
+            values: 1-D, host; `write` gets the part that belongs to each sub-group.
+            write: changes the state of one sub-group.
         """
 
-        def visit(record: SubGroupState, lo: int, part: slice) -> bool:
-            put(record, lo, values[part])
+        def visit(state: SubGroupState, lo: int, part: slice) -> bool:
+            write(state, lo, values[part])
             return True
 
         first = unit.origin + begin
@@ -320,7 +324,7 @@ class UnitEditor:
         for group in self._storage.plan.groups_over(index, begin, end):
             lo, hi = max(begin, group.begin), min(end, group.end)
             staged = stage_state(self._storage, self._layout, group, lo, hi)
-            await staged.lease("state record")
+            await staged.lease("optimizer state")
             try:
                 await staged.read()
                 if visit(staged.state_view(), lo - staged.begin, slice(lo - begin, hi - begin)):
@@ -329,7 +333,7 @@ class UnitEditor:
                 staged.free()
 
 
-def agree_on_edits(exchange: Collectives, edits: list[Edit], modifier_rank: int | None) -> list[Edit]:
+def agree_on_edits(collectives: Collectives, edits: list[Edit], modifier_rank: int | None) -> list[Edit]:
     """The edits to be stored: the same edits on every rank. All ranks call this with the same units.
 
     Raises StateError: ranks have made different edits; names the unit and the ranks.
@@ -338,7 +342,7 @@ def agree_on_edits(exchange: Collectives, edits: list[Edit], modifier_rank: int 
         edits: this rank's edits, in the same order on all ranks, including those that changed nothing.
         modifier_rank: the rank whose edits count; None: all ranks must have made the same edits.
     """
-    placement = exchange.placement
+    placement = collectives.placement
     if placement.is_single_rank:
         return [edit for edit in edits if edit.is_changed]
     if modifier_rank is not None and not 0 <= modifier_rank < placement.world_size:
@@ -346,12 +350,12 @@ def agree_on_edits(exchange: Collectives, edits: list[Edit], modifier_rank: int 
             f"GatheredParameters: expected a modifier_rank from 0 to {placement.world_size - 1}, got {modifier_rank}"
         )
     digests = [_digest(edit.after) if edit.is_changed else "" for edit in edits]
-    answers = [json.loads(answer) for answer in exchange.all_gather_bytes("edits", json.dumps(digests).encode())]
+    answers = [json.loads(answer) for answer in collectives.all_gather_bytes("edits", json.dumps(digests).encode())]
     if modifier_rank is not None:
-        given = [edit for edit, digest in zip(edits, answers[modifier_rank], strict=True) if digest]
-        for edit in given:
-            exchange.broadcast([edit.after], modifier_rank)
-        return given
+        broadcast_edits = [edit for edit, digest in zip(edits, answers[modifier_rank], strict=True) if digest]
+        for edit in broadcast_edits:
+            collectives.broadcast([edit.after], modifier_rank)
+        return broadcast_edits
     for position, edit in enumerate(edits):
         kinds = {answer[position] for answer in answers}
         if len(kinds) > 1:
