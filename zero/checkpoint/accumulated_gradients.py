@@ -1,7 +1,7 @@
 """Gradients of an incomplete step: each rank saves its own, and only the same ranks load them.
 
 The gradients collected between two steps are no tensors of the model: below stage 2 each rank has a sum of its own, at
-stages 2 and 3 it has slices of one common sum. So the same number of ranks, at a stage that collects in the same way,
+stages 2 and 3 it has shards of one common sum. So the same number of ranks, at a stage that collects in the same way,
 continues exactly; any other combination is refused.
 """
 
@@ -26,19 +26,24 @@ def add_accumulated(extents: Extents, parts: EngineParts) -> dict[str, Any] | No
     Returns the further information that `load_accumulated` needs; None if nothing has been collected.
     """
     gradients, rank = parts.gradients, parts.collectives.placement.rank
-    waiting = gradients.unreduced_gradients()
+    unreduced_of = gradients.unreduced_gradients()
     units: dict[str, dict[str, Any]] = {}
     for state in gradients.states():
         unit = state.unit
-        held = waiting.get(unit.index)
-        if held is not None:
-            extents.add(_waiting_name(rank, unit.index), held)
+        unreduced = unreduced_of.get(unit.index)
+        if unreduced is not None:
+            extents.add(_waiting_name(rank, unit.index), unreduced)
         if not state.is_empty:
             extents.add_array(_stored_name(rank, unit.index), state.dtype, state.array, unit)
-        if held is not None or any(state.contributions) or not state.is_empty:
+        if unreduced is not None or any(state.contributions) or not state.is_empty:
             names = [slot.name for slot in unit.slots]
-            told = {"index": unit.index, "contributions": list(state.contributions), "slots": names}
-            units[unit.name] = {**told, "numel": unit.numel, "stored": not state.is_empty, "waiting": held is not None}
+            entry = {"index": unit.index, "contributions": list(state.contributions), "slots": names}
+            units[unit.name] = {
+                **entry,
+                "numel": unit.numel,
+                "stored": not state.is_empty,
+                "waiting": unreduced is not None,
+            }
     if not units:
         return None
     return {"deferred": gradients.has_deferred, "units": units}
@@ -49,17 +54,21 @@ def check_accumulated(parts: EngineParts, saved: list[int], description: dict[st
 
     `saved`: `ranks_shape` when they were saved; `description`: the result of `add_accumulated` of the same rank then.
     """
-    mine = ranks_shape(parts.collectives.placement)
-    if saved != mine:
+    own = ranks_shape(parts.collectives.placement)
+    if saved != own:
         raise ConfigError(
             "load_checkpoint: the checkpoint was saved in the middle of a gradient accumulation, and each rank has "
-            f"its own sums: expected {_describe_ranks(saved)}, got {_describe_ranks(mine)}; load it with the same ranks and stage, save "
-            "after step(), or pass load_module_only=True"
+            f"its own sums: expected {_describe_ranks(saved)}, got {_describe_ranks(own)}; load it with the same "
+            "ranks and stage, save after step(), or pass load_module_only=True"
         )
-    here = {state.unit.name: state.unit for state in parts.gradients.states()}
+    own_units = {state.unit.name: state.unit for state in parts.gradients.states()}
     for name, unit in (description or {"units": {}})["units"].items():
-        known = here.get(name)
-        if known is None or known.numel != unit["numel"] or [slot.name for slot in known.slots] != unit["slots"]:
+        own_unit = own_units.get(name)
+        if (
+            own_unit is None
+            or own_unit.numel != unit["numel"]
+            or [slot.name for slot in own_unit.slots] != unit["slots"]
+        ):
             raise ConfigError(
                 "load_checkpoint: the checkpoint was saved in the middle of a gradient accumulation with other units "
                 f"({name} differs); load it with the same model and the same zero_optimization sizes, save after "
@@ -90,7 +99,7 @@ def _load_stored(parts: EngineParts, state: UnitGradient, source: Source, name: 
     unit = state.unit
     if source.tensors[name].dtype == torch.float32:
         parts.gradients.make_wide(state)
-    parts.gradients.reclaim_memory(unit)  # updates may still use this memory for records
+    parts.gradients.reclaim_memory(unit)  # updates may still use this memory for optimizer states
     for lo in range(0, unit.shard_numel, PIECE_NUMEL):
         hi = min(lo + PIECE_NUMEL, unit.shard_numel)
         chunk = source.read(name, lo, hi).to(state.dtype)

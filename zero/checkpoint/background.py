@@ -1,13 +1,13 @@
 """Asynchronous saves: training continues while state is written.
 
-[Note: copy on write] A save takes the state as of the last step. Sub-groups are written one after the other; a pending
-update of a sub-group is done first. When a later step wants to update a sub-group that has not been taken, its old
-values are first read into blocks of memory, from which they are written to the file. The room in the file was reserved
-before. So nothing is written twice, and an update waits at most for memory that is being written.
+[Note: copy on write] A save writes the state as of the last step. Sub-groups are written one after the other; a pending
+update of a sub-group is done first. Before a later step updates a sub-group that has not been read yet, its old values
+are read into blocks of memory, from which they are written to the file. The room in the file was reserved before. So
+nothing is written twice, and an update waits at most for memory that is being written.
 
 [Note: several ranks] Collectives run only when a save begins, and when the next one begins. In between each rank makes
-a file that says that its part is written, or has failed, and the first rank looks for these files. The other ranks look
-whether the folder gets its name. Whoever waits also asks the board whether the ranks that it waits for still live.
+a file when its part is written, or has failed, and the first rank polls for these files. The other ranks poll until the
+folder has its name. A rank that waits also checks on the board whether the ranks that it waits for still live.
 """
 
 from __future__ import annotations
@@ -36,18 +36,22 @@ logger = logging.getLogger("zero")
 
 EXTENTS_IN_FLIGHT = 2  # Extents in flight: while one is written the next is read.
 POLL_SECONDS = 0.05
-LIVENESS_SECONDS = 1.0  # Between two questions whether the ranks that this one waits for still live.
-PEER_TIMEOUT_SECONDS = 600.0  # Once its own part is written the first rank waits so long for a sign of the other ranks.
+LIVENESS_SECONDS = 1.0  # Between two checks whether the ranks that this one waits for still live.
+PEER_TIMEOUT_SECONDS = 600.0  # Once its own part is written the first rank waits so long for progress of the others.
 
 
 class BackgroundSave:
     """One save in progress; its room on the disk is reserved. `describe`: the text that is logged at the end."""
 
-    _last_liveness_check = 0.0  # When the ranks that this one waits for were last looked at.
+    _last_liveness_check = 0.0  # Time of the last check of the ranks that this one waits for.
 
     def __init__(self, save: SaveJob, parts: EngineParts, *, save_latest: bool, describe: str) -> None:
-        self._save, self._rank_data_file, self._updates = save, save.rank_data_file, parts.stepper.updates
-        self._pipeline, self._describe, self._save_latest = parts.stepper.pipeline, describe, save_latest
+        self._save = save
+        self._rank_data_file = save.rank_data_file
+        self._updates = parts.stepper.updates
+        self._pipeline = parts.stepper.pipeline
+        self._describe = describe
+        self._save_latest = save_latest
         self._extent_of = {extent.group: extent for extent in self._rank_data_file.extents if extent.group is not None}
         self._encode_tasks: dict[int, asyncio.Task[None]] = {}  # id(extent) -> the task that reads it into memory.
         self._store_tasks: list[asyncio.Task[None]] = []
@@ -67,7 +71,7 @@ class BackgroundSave:
         """Block until the checkpoint is complete. Returns the error if the save has failed."""
         return self._future.wait()
 
-    # ---- on the mover's loop ------------------------------------------------------------------
+    # ---- on the I/O loop ----------------------------------------------------------------------
 
     async def _run(self) -> None:
         worker = self._worker
@@ -119,10 +123,10 @@ class BackgroundSave:
 
     async def _encode(self, extent: Extent) -> None:
         group = extent.group
-        # Only updates of the last step (`_step_arguments`) or older belong to the save. A later step begins only when no update
-        # is pending, so updates pending after that are not ours. It may begin right now on another thread, which sets
-        # `arguments` first. So `is_busy` is asked before `arguments` is compared: if they are still those of the last
-        # step, the group was busy with an update of that step, or an older one.
+        # Only updates of the last step (`_step_arguments`) or older belong to the save. A later step begins when no
+        # update is pending, so updates that are pending after that do not belong to it. The step may begin right now on
+        # another thread, which sets `arguments` first. So `is_busy` is read before `arguments` is compared: if they are
+        # still those of the last step, the group was busy with an update of that step, or an older one.
         if group is not None and self._updates.is_busy(group) and self._updates.arguments is self._step_arguments:
             await self._updates.finish_groups([group])
         self._store_tasks += await self._rank_data_file.writer.encode(extent)
@@ -134,25 +138,25 @@ class BackgroundSave:
         await asyncio.wait([self._encode_once(extent)])  # if it fails, the save fails, and not the step
 
     async def _assemble(self) -> None:
-        until, seen, left = 0.0, None, dict[int, str]()
+        deadline, last_missing, ended = 0.0, None, dict[int, str]()
         while missing := await self._worker.run(self._save.missing_parts):
-            self._raise_if_ended({rank: why for rank, why in left.items() if rank in missing})
-            if missing != seen:
-                until, seen = time.monotonic() + PEER_TIMEOUT_SECONDS, missing
-            if time.monotonic() > until:
+            self._raise_if_ended({rank: why for rank, why in ended.items() if rank in missing})
+            if missing != last_missing:
+                deadline, last_missing = time.monotonic() + PEER_TIMEOUT_SECONDS, missing
+            if time.monotonic() > deadline:
                 raise StateError(
-                    f"saving a checkpoint: ranks {list(missing)} have written nothing for {PEER_TIMEOUT_SECONDS:.0f} s, "
-                    f"and their parts of {self._save.tag} are not complete"
+                    f"saving a checkpoint: ranks {list(missing)} have written nothing for "
+                    f"{PEER_TIMEOUT_SECONDS:.0f} s, and their parts of {self._save.tag} are not complete"
                 )
-            left = await self._ended_ranks(missing)
+            ended = await self._ended_ranks(missing)
             await asyncio.sleep(POLL_SECONDS)
         await self._worker.run(lambda: self._save.assemble(save_latest=self._save_latest))
 
     async def _await_first(self) -> None:
-        left = dict[int, str]()
+        ended = dict[int, str]()
         while not await self._worker.run(self._save.is_completed):
-            self._raise_if_ended(left)
-            left = await self._ended_ranks([0])
+            self._raise_if_ended(ended)
+            ended = await self._ended_ranks([0])
             await asyncio.sleep(POLL_SECONDS)
 
     async def _ended_ranks(self, ranks: Collection[int]) -> dict[int, str]:
@@ -161,8 +165,9 @@ class BackgroundSave:
         self._last_liveness_check = time.monotonic()
         return await self._worker.run(lambda: self._save.ended_ranks(ranks))
 
-    def _raise_if_ended(self, left: Mapping[int, str]) -> None:
-        for rank, why in left.items():  # known before the last look, so what it wrote before its end was seen
+    def _raise_if_ended(self, ended: Mapping[int, str]) -> None:
+        # It was known before the last poll, which has found all that the rank wrote before its end.
+        for rank, why in ended.items():
             raise StateError(f"saving a checkpoint: rank {rank} {why}, and {self._save.tag} is not complete")
 
 
@@ -174,13 +179,14 @@ class CheckpointState(StepListener):
         partially_loaded_names: names of those values.
         frozen_sums: checksums of the weights that are not trained; None once these may have changed on this rank.
         modified_units: units that a forward has changed in place so far, in memory that a save reads.
-        edited_units: persistent units that somebody has changed in place: between the last two steps, and since.
+        edited_units: persistent units that were changed in place: between the last two steps, and since.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._background_save: BackgroundSave | None = None
-        self.partially_loaded_folder, self.partially_loaded_names = "", frozenset[str]()
+        self.partially_loaded_folder = ""
+        self.partially_loaded_names = frozenset[str]()
         self.frozen_sums: Sums | None = None
         self.modified_units: set[str] = set()
         self.edited_units: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
@@ -223,8 +229,8 @@ class CheckpointState(StepListener):
 
     def join(self) -> BaseException | None:
         """Like `wait_for_checkpoint`, but returns the error."""
-        behind = self._background_save
-        error = None if behind is None else behind.join()
+        save = self._background_save
+        error = None if save is None else save.join()
         self._background_save = None  # an interrupt that ends the wait does not end the save
         return error
 
@@ -232,8 +238,8 @@ class CheckpointState(StepListener):
     def check_call(self, what: str) -> None:
         if self.partially_loaded_folder:
             raise StateError(
-                f"{what}: loading {self.partially_loaded_folder} failed half way, so some values are from there and others "
-                "are not; load it again or a checkpoint, or close the engine"
+                f"{what}: loading {self.partially_loaded_folder} failed half way, so some values are from there and "
+                "others are not; load it again or a checkpoint, or close the engine"
             )
 
     @override
@@ -246,7 +252,7 @@ class CheckpointState(StepListener):
         bound = (
             bound for bound in self._run.parts.bound if bound.unit.persistent and bound.is_bound and bound.has_changes
         )
-        self.edited_units = self.edited_units[0], self.edited_units[1] | {each.unit.name for each in bound}
+        self.edited_units = self.edited_units[0], self.edited_units[1] | {binding.unit.name for binding in bound}
 
     @override
     def on_step_begin(self) -> None:
@@ -255,8 +261,8 @@ class CheckpointState(StepListener):
 
     @override
     def on_weights_change(self, index: int) -> None:
-        # The save has to take the old weights first. An error of the save is left to the next call, which raises it:
-        # raised here it would prevent the change.
+        # The save has to read the old weights first. The next call raises an error of the save: raised here it would
+        # prevent the change.
         if self._background_save is not None:
             self._background_save.join()
         if not self._run.parts.layout.units[index].trainable:

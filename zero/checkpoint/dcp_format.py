@@ -29,7 +29,7 @@ from offload.kernels import kernels
 from offload.system.regular_files import report_read_errors
 
 MODEL = "model."  # Prefix of a parameter's or a buffer's name: its value, the fp32 master where there is one.
-# Prefix of a parameter's name and the name of one of its states: a plane (`exp_avg`, ...) or a number (`STEP`, ...).
+# Prefix of a parameter's name and the name of one of its states: a tensor (`exp_avg`, ...) or a number (`STEP`, ...).
 OPTIMIZER = "optim.state."
 STEP = "step"
 METADATA_FILE, MANIFEST_FILE = ".metadata", "manifest.json"
@@ -103,9 +103,9 @@ def begin_of(shape: Sequence[int], offsets: Sequence[int]) -> int:
 
 def is_contiguous(shape: Sequence[int], sizes: Sequence[int]) -> bool:
     """True when a box of these sizes is contiguous in the flattened tensor."""
-    inner = [size == whole for size, whole in zip(sizes, shape, strict=True)]
+    is_full = [size == full for size, full in zip(sizes, shape, strict=True)]
     first = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
-    return all(inner[first + 1 :])
+    return all(is_full[first + 1 :])
 
 
 class FileBox(NamedTuple):
@@ -133,30 +133,30 @@ def make_metadata(files: Mapping[str, Iterable[FileBox]], aliases: Mapping[str, 
     from torch.distributed.checkpoint import metadata as dcp  # see Note: late
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    told: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+    entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for file, boxes in files.items():
         for box in boxes:
             info = _StorageInfo(file, box.begin, box.nbytes)
             if box.dtype is None:
-                told[box.name] = dcp.BytesStorageMetadata()
+                entries[box.name] = dcp.BytesStorageMetadata()
                 places[dcp.MetadataIndex(box.name)] = info
                 continue
             chunk = dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            tensor = told.get(box.name)
+            tensor = entries.get(box.name)
             if not isinstance(tensor, dcp.TensorStorageMetadata):
                 properties = dcp.TensorProperties(dtype=getattr(torch, box.dtype))
-                tensor = told[box.name] = dcp.TensorStorageMetadata(properties, torch.Size(box.shape), [])
+                tensor = entries[box.name] = dcp.TensorStorageMetadata(properties, torch.Size(box.shape), [])
             places[dcp.MetadataIndex(box.name, chunk.offsets, len(tensor.chunks))] = info
             tensor.chunks.append(chunk)
     for alias, name in aliases.items():
-        known = told[name]
-        told[alias] = known
-        if isinstance(known, dcp.TensorStorageMetadata):
-            for chunk in known.chunks:
+        entry = entries[name]
+        entries[alias] = entry
+        if isinstance(entry, dcp.TensorStorageMetadata):
+            for chunk in entry.chunks:
                 places[dcp.MetadataIndex(alias, chunk.offsets)] = places[dcp.MetadataIndex(name, chunk.offsets)]
-    paths = {name: _torch_path(name) for name in told}
-    return pickle.dumps(dcp.Metadata(told, paths, places, dcp.StorageMeta()), protocol=4)
+    paths = {name: _torch_path(name) for name in entries}
+    return pickle.dumps(dcp.Metadata(entries, paths, places, dcp.StorageMeta()), protocol=4)
 
 
 def _torch_path(name: str) -> tuple[str, ...]:
@@ -219,28 +219,28 @@ def read_metadata(data: bytes, path: str) -> list[tuple[str, FileBox]]:
 def _boxes_in(metadata: Any, path: str) -> list[tuple[str, FileBox]]:
     from torch.distributed.checkpoint import metadata as dcp
 
-    found: list[tuple[str, FileBox]] = []
+    boxes: list[tuple[str, FileBox]] = []
 
     def note(index: dcp.MetadataIndex, dtype: str | None, shape: Sequence[int], sizes: Sequence[int]) -> None:
         info = metadata.storage_data.get(index)
         if info is None:
             raise ConfigError(f"{path} is damaged: it does not say where {index.fqn} is")
-        where = tuple(shape), tuple(index.offset or ()), tuple(sizes), info.offset, info.length
-        numbers = (*where[0], *where[1], *where[2], info.offset, info.length)
+        place = tuple(shape), tuple(index.offset or ()), tuple(sizes), info.offset, info.length
+        numbers = (*place[0], *place[1], *place[2], info.offset, info.length)
         if not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise ConfigError(f"{path} is damaged: {index.fqn} has sizes or a place that are no numbers of elements")
-        found.append((info.relative_path, FileBox(index.fqn, dtype, *where, 0, 0, 0)))
+        boxes.append((info.relative_path, FileBox(index.fqn, dtype, *place, 0, 0, 0)))
 
-    for name, told in metadata.state_dict_metadata.items():
-        if not isinstance(told, dcp.TensorStorageMetadata):
+    for name, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(tensor, dcp.TensorStorageMetadata):
             note(dcp.MetadataIndex(name), None, (), ())
             continue
-        for chunk in told.chunks:
-            if not isinstance(told.properties.dtype, torch.dtype):
-                raise ConfigError(f"{path} is damaged: {name} has the dtype {told.properties.dtype!r:.40}")
-            dtype = str(told.properties.dtype).removeprefix("torch.")
-            note(dcp.MetadataIndex(name, chunk.offsets), dtype, told.size, chunk.sizes)
-    return found
+        for chunk in tensor.chunks:
+            if not isinstance(tensor.properties.dtype, torch.dtype):
+                raise ConfigError(f"{path} is damaged: {name} has the dtype {tensor.properties.dtype!r:.40}")
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            note(dcp.MetadataIndex(name, chunk.offsets), dtype, tensor.size, chunk.sizes)
+    return boxes
 
 
 class FileEntry(BaseModel):
@@ -306,10 +306,10 @@ def read_manifest(files: Files, folder: Path) -> Manifest:
 
 
 def _manifest_of(content: Any, path: Path) -> Manifest:
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
+    format_name = content.get("format") if isinstance(content, dict) else None
+    if format_name != FORMAT:
         raise ConfigError(
-            f"{path}: expected the format {FORMAT!r}, got {found!r}: it is not a checkpoint of this engine"
+            f"{path}: expected the format {FORMAT!r}, got {format_name!r}: it is not a checkpoint of this engine"
         )
     if content.get("version") != VERSION:
         raise ConfigError(
@@ -324,9 +324,9 @@ def _manifest_of(content: Any, path: Path) -> Manifest:
         raise ConfigError(f"{path} is damaged: {wrong}") from error
     if expected != _checksum(content):
         raise ConfigError(f"{path} is damaged: expected the checksum {expected!r}, got {_checksum(content)!r}")
-    odd = [name for name in manifest.files if not _is_valid_name(name)]
-    if odd:
-        raise ConfigError(f"{path} is damaged: {odd[0]!r} is not a valid name of a file in this folder")
+    invalid = [name for name in manifest.files if not _is_valid_name(name)]
+    if invalid:
+        raise ConfigError(f"{path} is damaged: {invalid[0]!r} is not a valid name of a file in this folder")
     return manifest
 
 

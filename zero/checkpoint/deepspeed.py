@@ -1,6 +1,6 @@
 """A checkpoint of DeepSpeed as a `Source`: any stage, any number of ranks, universal ones too, read by range.
 
-`deepspeed_stage0` and `deepspeed_universal` know where values lie in theirs; here are the sharded ones. Stages 1 and 2
+`deepspeed_stage0` and `deepspeed_universal` read those two kinds; this module reads the sharded ones. Stages 1 and 2
 (and BF16_Optimizer, which has the same form) flatten each param group and cut it into equal parts, one for each rank.
 Stage 3 cuts each parameter into equal parts; a rank's parts of a sub-group lie one after the other. Nothing is
 gathered: the position of an element follows from the shapes.
@@ -69,7 +69,7 @@ def trained_values(ranks: Sequence[RankFile], shapes: Sequence[Shapes], head: Co
         shapes: `param_shapes`: for each flat group, its parameters, in order.
         head: the first model_states.
     """
-    found: FoundTensors = {}
+    tensors: FoundTensors = {}
     for place, group in enumerate(shapes):
         places = (
             _places_per_parameter(ranks, group) if ranks[0].stage == 3 else _places_in_flat_group(ranks, place, group)
@@ -77,15 +77,15 @@ def trained_values(ranks: Sequence[RankFile], shapes: Sequence[Shapes], head: Co
         step = _step(ranks[0], place, head)
         for name, (part_numel, first, base) in places.items():
             for key, parts in _state_regions(ranks, place, name).items():
-                found[key] = (group[name], ShardedTensor(parts, part_numel, torch.float32, first, base))
+                tensors[key] = (group[name], ShardedTensor(parts, part_numel, torch.float32, first, base))
             if step is not None:
-                found[state_name(name, STEP)] = (torch.Size(), ConstantTensor(step, torch.int64))
+                tensors[state_name(name, STEP)] = (torch.Size(), ConstantTensor(step, torch.int64))
                 if not ranks[0].parts[place].kinds:
                     # Adam makes its moments in its first step: before it, all are 0.
-                    found.update(
+                    tensors.update(
                         {state_name(name, kind): (group[name], ConstantTensor(0.0, torch.float32)) for kind in KINDS}
                     )
-    return found
+    return tensors
 
 
 def _places_in_flat_group(ranks: Sequence[RankFile], place: int, group: Shapes) -> dict[str, tuple[int, int, int]]:
@@ -102,8 +102,8 @@ def _places_in_flat_group(ranks: Sequence[RankFile], place: int, group: Shapes) 
         places[name] = (part_numel, first, 0)
         first += shape.numel() + gap
     for index, rank in enumerate(ranks):
-        rest = max(first - index * part_numel, 0)
-        _check_parts(rank, place, rest if rank is ranks[-1] else min(rest, part_numel))
+        needed = max(first - index * part_numel, 0)
+        _check_parts(rank, place, needed if rank is ranks[-1] else min(needed, part_numel))
     return places
 
 
@@ -127,21 +127,21 @@ def check_sub_groups(ranks: Sequence[RankFile], shapes: Sequence[Shapes]) -> Non
 
 def _check_parts(rank: RankFile, place: int, needed: int) -> None:
     part = rank.parts[place]
-    for what, region in {"weights": part.master, **part.moments}.items():
+    for kind, region in {"weights": part.master, **part.moments}.items():
         if region.numel < needed:
             raise ConfigError(
-                f"{region.path}: {what} of group {place}: expected at least {needed:,} elements, got {region.numel:,}. "
+                f"{region.path}: {kind} of group {place}: expected at least {needed:,} elements, got {region.numel:,}. "
                 f"{COPY}"
             )
 
 
 def _state_regions(ranks: Sequence[RankFile], place: int, name: str) -> dict[str, list[FileTensor]]:
     """Key -> each rank's region: the weights, and the moments if the optimizer is Adam."""
-    planes = {MODEL + name: [rank.parts[place].master for rank in ranks]}
+    regions = {MODEL + name: [rank.parts[place].master for rank in ranks]}
     if ranks[0].parts[place].moments.keys() >= set(KINDS):
         for kind in KINDS:
-            planes[state_name(name, kind)] = [rank.parts[place].moments[kind] for rank in ranks]
-    return planes
+            regions[state_name(name, kind)] = [rank.parts[place].moments[kind] for rank in ranks]
+    return regions
 
 
 def _step(rank: RankFile, place: int, head: Contents) -> int | None:
@@ -156,7 +156,7 @@ def _step(rank: RankFile, place: int, head: Contents) -> int | None:
 
 
 def frozen_values(models: Sequence[TorchFile], stage: int, others: set[str]) -> FoundTensors:
-    """Frozen parameters: below stage 3 they are whole in the module, at stage 3 each rank has saved its part.
+    """Frozen parameters: below stage 3 they are unsharded in the module, at stage 3 each rank has saved its part.
 
     Raises ConfigError: a rank's part is missing.
 
@@ -173,12 +173,12 @@ def frozen_values(models: Sequence[TorchFile], stage: int, others: set[str]) -> 
             for name, value in values
             if isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE_SUFFIX)
         }
-    found: FoundTensors = {}
+    tensors: FoundTensors = {}
     for name, shape in (head.get("frozen_param_shapes") or {}).items():
         part_numel = -(-shape.numel() // len(models))
         parts = [_fragment(model, name, part_numel) for model in models]
-        found[MODEL + name] = (shape, ShardedTensor(parts, max(part_numel, 1), parts[0].dtype))
-    return found
+        tensors[MODEL + name] = (shape, ShardedTensor(parts, max(part_numel, 1), parts[0].dtype))
+    return tensors
 
 
 def _fragment(model: TorchFile, name: str, numel: int) -> FileTensor:
@@ -201,8 +201,8 @@ def open_deepspeed_folder(path: Path | str, groups: Sequence[Sequence[str]] | No
     loaded. Raises ConfigError: a file is missing or damaged, ranks do not agree, or it is a kind of checkpoint that is
     not read.
 
-    `groups`: the names of the trained parameters in each param group of the optimizer that goes on, in order; at stage
-    0, where DeepSpeed saves no names, states belong to them by position. None: none goes on.
+    `groups`: the names of the trained parameters in each param group of the optimizer that continues, in order; at
+    stage 0, where DeepSpeed saves no names, states belong to them by position. None: no optimizer continues.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -219,12 +219,14 @@ def _open(folder: Path, groups: Sequence[Sequence[str]] | None) -> OpenCheckpoin
     buffers = [name for name in head["buffer_names"] if name in head["module"]]
     others = {*trained.names, *buffers, *trained.aliases}
     frozen = frozen_values(trained.models, trained.stage, others)
-    found = {**trained.found, **frozen}
+    tensors = {**trained.tensors, **frozen}
     for name in buffers:
         buffer = head["module"][name]
-        found[MODEL + name] = (buffer.shape, unsharded_tensor(trained.models[0], buffer))
+        tensors[MODEL + name] = (buffer.shape, unsharded_tensor(trained.models[0], buffer))
     aliases = trained.aliases
-    found.update({MODEL + name: found[MODEL + first] for name, first in aliases.items() if MODEL + first in found})
+    tensors.update(
+        {MODEL + name: tensors[MODEL + first] for name, first in aliases.items() if MODEL + first in tensors}
+    )
     state = {
         **{"accumulating": None, "frozen_sums": {}, "buffers": buffers, "aliases": dict(aliases)},
         **{
@@ -235,7 +237,7 @@ def _open(folder: Path, groups: Sequence[Sequence[str]] | None) -> OpenCheckpoin
         "loss_scaler": trained.loss_scaler,
     }
     return OpenCheckpoint(
-        folder, DeepSpeedSource(found, str(folder)), state, _client_reader(trained.models[0]), lambda rank: None
+        folder, DeepSpeedSource(tensors, str(folder)), state, _client_reader(trained.models[0]), lambda rank: None
     )
 
 
@@ -247,9 +249,9 @@ def _read_trained(folder: Path, groups: Sequence[Sequence[str]] | None) -> Train
     if (folder / COMMON.parent).is_dir():
         return read_universal(folder)
     if (folder / UNSHARDED_FILE).is_file():
-        found = read_stage0(folder, groups)
-        if found is not None:
-            return found
+        trained = read_stage0(folder, groups)
+        if trained is not None:
+            return trained
     raise ConfigError(
         f"{folder}: expected *zero_pp_rank_0_mp_rank_00_optim_states.pt, or {COMMON} of a universal checkpoint, or an "
         f"optimizer in {UNSHARDED_FILE} as of stage 0; found none of them. {COPY}"
@@ -264,23 +266,23 @@ def _read_sharded(folder: Path, paths: Mapping[int, Path]) -> TrainedParameters:
     _check_agreement(ranks, models, len(shapes))
     if stage == 3:
         check_sub_groups(ranks, shapes)
-    found = trained_values(ranks, shapes, head)
+    tensors = trained_values(ranks, shapes, head)
     scaler = replace_unknown(ranks[0].loss_scaler, f"{ranks[0].path}: loss_scaler", resolve_stranger)
     names = [name for group in shapes for name in group]
     groups = groups_with_names(ranks[0].groups, ranks[0].path, shapes)
-    return TrainedParameters(found, names, groups, tied_names(head, stage), stage, models, scaler)
+    return TrainedParameters(tensors, names, groups, tied_names(head, stage), stage, models, scaler)
 
 
 def _describe_parameters(
     head: Contents, trained: set[str], frozen: FoundTensors, aliases: Mapping[str, str]
 ) -> dict[str, Any]:
-    still = [name.removeprefix(MODEL) for name in frozen]
-    module, names = head["module"], trained | set(still)
+    frozen_names = [name.removeprefix(MODEL) for name in frozen]
+    module, names = head["module"], trained | set(frozen_names)
     return {
         "parameters": [*(name for name in module if name in names), *sorted(names - set(module))],
-        "frozen": still,
+        "frozen": frozen_names,
         # The file does not say whether frozen parameters were left out: if it has none, none are required.
-        "has_frozen": bool(still),
+        "has_frozen": bool(frozen_names),
         "dtypes": {
             name: str(value.dtype).removeprefix("torch.")
             for name, value in module.items()
@@ -313,12 +315,12 @@ def _read_ranks(folder: Path, paths: Mapping[int, Path]) -> list[RankFile]:
 def _check_agreement(ranks: Sequence[RankFile], models: Sequence[TorchFile], flat_groups: int) -> None:
     """Raise ConfigError if two runs have written into the folder, or if a part of it was not copied."""
     for rank in ranks:
-        told = (rank.stage, rank.ranks, len(rank.parts))
-        wanted = (ranks[0].stage, ranks[0].ranks, flat_groups)
-        if told != wanted:
+        actual = (rank.stage, rank.ranks, len(rank.parts))
+        expected = (ranks[0].stage, ranks[0].ranks, flat_groups)
+        if actual != expected:
             raise ConfigError(
-                f"{rank.path}: expected stage {wanted[0]} on {wanted[1]} ranks with {wanted[2]} flat groups, got "
-                f"stage {told[0]}, {told[1]} ranks, {told[2]} groups: the file is from another run. {COPY}"
+                f"{rank.path}: expected stage {expected[0]} on {expected[1]} ranks with {expected[2]} flat groups, got "
+                f"stage {actual[0]}, {actual[1]} ranks, {actual[2]} groups: the file is from another run. {COPY}"
             )
         for place, part in enumerate(rank.parts):
             first = ranks[0].parts[place]
@@ -361,20 +363,20 @@ def _client_reader(model: TorchFile) -> Callable[[bool], dict[str, Any]]:
     The values are read now, since the file does not stay mapped; an error is raised when called.
     """
     users = {key: value for key, value in model.contents.items() if key not in OWN_KEYS}
-    found: dict[str, Any] | ConfigError
+    result: dict[str, Any] | ConfigError
     try:
-        found = {
+        result = {
             "client_state": replace_unknown(users, f"{model.path}: client_state", resolve_stranger),
             "lr_scheduler": replace_unknown(
                 model.contents.get("lr_scheduler"), f"{model.path}: lr_scheduler", resolve_stranger
             ),
         }
     except ConfigError as error:
-        found = error
+        result = error
 
     def client(_trusted: bool) -> dict[str, Any]:
-        if isinstance(found, ConfigError):
-            raise found
-        return found
+        if isinstance(result, ConfigError):
+            raise result
+        return result
 
     return client

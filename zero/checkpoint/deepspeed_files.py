@@ -37,7 +37,7 @@ class RankPartition:
 
     Attributes:
         padding: number of elements that were cut off at its end.
-        moments: kind -> region; empty before the first step.
+        moments: kind -> its place in a file; empty before the first step.
         step: None if the file does not have it here.
         kinds: the kinds of state that its optimizer keeps.
     """
@@ -72,10 +72,12 @@ def is_deepspeed_folder(path: Path | str) -> bool:
 def check_kind(folder: Path) -> None:
     """Raise ConfigError if it is a checkpoint of parts of a model (experts, pipelines, tensors), which is not read."""
     names = sorted(entry.name for entry in folder.iterdir())
-    for prefix, what in OTHER_FILES.items():
-        found = next((name for name in names if name.startswith(prefix) and name.endswith(".pt")), None)
-        if found is not None:
-            raise ConfigError(f"{folder}: {found}: checkpoints with {what} cannot be read; only data-parallel ones can")
+    for prefix, feature in OTHER_FILES.items():
+        file_name = next((name for name in names if name.startswith(prefix) and name.endswith(".pt")), None)
+        if file_name is not None:
+            raise ConfigError(
+                f"{folder}: {file_name}: checkpoints with {feature} cannot be read; only data-parallel ones can"
+            )
     matches = [match for pattern in (OPTIM_FILE, MODEL_FILE) for match in map(pattern.fullmatch, names) if match]
     parallel = next((match.string for match in matches if int(match["mp"])), None)
     if parallel is not None:
@@ -158,13 +160,15 @@ def _read_partition(
     file: TorchFile, swap: Path, master: torch.Tensor, state: Contents, padding: int, step: int | None
 ) -> RankPartition:
     kinds = frozenset(kind for kind, value in state.items() if isinstance(value, torch.Tensor) and value.ndim)
-    moments = {kind: _region(file, swap, state[kind]) for kind in KINDS if kind in state}
-    told = state.get("step", step)
-    return RankPartition(_region(file, swap, master), padding, moments, None if told is None else to_int(told), kinds)
+    moments = {kind: _locate(file, swap, state[kind]) for kind in KINDS if kind in state}
+    saved_step = state.get("step", step)
+    return RankPartition(
+        _locate(file, swap, master), padding, moments, None if saved_step is None else to_int(saved_step), kinds
+    )
 
 
-def _region(file: TorchFile, swap: Path, tensor: torch.Tensor) -> FileTensor:
-    """The region of a tensor: in the file, or in a copied swap file, which the tensor's attribute `ds_id` names."""
+def _locate(file: TorchFile, swap: Path, tensor: torch.Tensor) -> FileTensor:
+    """The place of a tensor: in the file, or in a copied swap file, which the tensor's attribute `ds_id` names."""
     name = getattr(tensor, "ds_id", None)
     if tensor.numel() or name is None:
         return file.locate(tensor)

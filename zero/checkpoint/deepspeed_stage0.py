@@ -5,7 +5,7 @@ masters besides: flattened group by group (`fp32_groups_flat`, whose states are 
 (`fp32_groups`).
 
 [Note: names] No parameter is named: states belong to the parameters of the param groups by position, so they need the
-optimizer that goes on. Without one, masters are found by their values, which the module has in 16 bits.
+optimizer that continues with them. Without one, masters are found by their values, which the module has in 16 bits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Optimizer:
 
 
 def read_stage0(folder: Path, groups: Sequence[Sequence[str]] | None) -> TrainedParameters | None:
-    """What a checkpoint of stage 0 has; None: its optimizer was sharded, and the files of that are not there.
+    """What a checkpoint of stage 0 has; None: its optimizer was sharded, and the files of its states are missing.
 
     Raises ConfigError: the file is missing or damaged, it is a checkpoint of a pipeline, or `groups` (the names in each
     param group; None: there is no optimizer) are not those of the optimizer that was saved.
@@ -78,17 +78,17 @@ def read_stage0(folder: Path, groups: Sequence[Sequence[str]] | None) -> Trained
     elif optimizer is not None and optimizer.masters is not None:
         groups = _names_by_value(file.path, optimizer, weights)
     if optimizer is None or groups is None:
-        found: FoundTensors = {
+        tensors: FoundTensors = {
             MODEL + name: (value.shape, unsharded_tensor(file, value)) for name, value in weights.items()
         }
-        return TrainedParameters(found, list(weights), [], aliases, 0, [file], None)
-    found = {}
+        return TrainedParameters(tensors, list(weights), [], aliases, 0, [file], None)
+    tensors = {}
     for place, names in enumerate(groups):
-        found.update(_group_values(optimizer, place, names, weights))
+        tensors.update(_group_values(optimizer, place, names, weights))
     options = [{**group, "params": [place]} for place, group in enumerate(optimizer.groups)]
-    named = groups_with_names(options, file.path, groups)
+    named_groups = groups_with_names(options, file.path, groups)
     trained = [name for names in groups for name in names]
-    return TrainedParameters(found, trained, named, aliases, 0, [file], _loss_scaler(head["optimizer"]))
+    return TrainedParameters(tensors, trained, named_groups, aliases, 0, [file], _loss_scaler(head["optimizer"]))
 
 
 def _tied_names(file: TorchFile, module: Mapping[str, Any]) -> dict[str, str]:
@@ -97,9 +97,9 @@ def _tied_names(file: TorchFile, module: Mapping[str, Any]) -> dict[str, str]:
     ties = {}
     for name, value in module.items():
         if isinstance(value, torch.Tensor) and value.numel():
-            known = first.setdefault((file.locate(value), value.shape), name)
-            if known != name:
-                ties[name] = known
+            first_name = first.setdefault((file.locate(value), value.shape), name)
+            if first_name != name:
+                ties[name] = first_name
     return ties
 
 
@@ -109,15 +109,16 @@ def _read_optimizer(file: TorchFile) -> _Optimizer:
     masters = next((saved[key] for key in (FLAT_MASTERS, SEPARATE_MASTERS) if key in saved), None)
     if not {"state", "param_groups"} <= inner.keys() or (inner is not saved and masters is None):
         raise ConfigError(
-            f"{file.path}: optimizer: expected the state dict of a torch optimizer, alone or with {FLAT_MASTERS} or {SEPARATE_MASTERS}, "
-            f"got {', '.join(map(str, saved))}; save the weights with DeepSpeed's save_16bit_model and begin from them"
+            f"{file.path}: optimizer: expected the state dict of a torch optimizer, alone or with {FLAT_MASTERS} or "
+            f"{SEPARATE_MASTERS}, got {', '.join(map(str, saved))}; save the weights with DeepSpeed's "
+            "save_16bit_model and begin from them"
         )
     is_flat = FLAT_MASTERS in saved
     if is_flat:
         masters = [[master] for master in saved[FLAT_MASTERS]]
     groups = [{**group, "params": [place]} for place, group in enumerate(inner["param_groups"])]
-    taken = to_int(file.contents["global_steps"]) - to_int(file.contents["skipped_steps"])
-    steps = [taken if step is None else step for step in group_steps(groups, len(groups), None)]
+    global_step = to_int(file.contents["global_steps"]) - to_int(file.contents["skipped_steps"])
+    steps = [global_step if step is None else step for step in group_steps(groups, len(groups), None)]
     return _Optimizer(file, inner["state"], inner["param_groups"], masters, is_flat, steps)
 
 
@@ -126,8 +127,8 @@ def _check_names(
 ) -> None:
     if len(groups) != len(optimizer.groups):
         raise ConfigError(
-            f"{path}: expected {len(optimizer.groups)} param groups as in the checkpoint, got {len(groups)}; {GROUPS_ADVICE}, "
-            f"{NO_STATES_ADVICE}"
+            f"{path}: expected {len(optimizer.groups)} param groups as in the checkpoint, got {len(groups)}; "
+            f"{GROUPS_ADVICE}, {NO_STATES_ADVICE}"
         )
     unknown = [name for names in groups for name in names if name not in weights]
     if unknown:
@@ -141,7 +142,7 @@ def _group_values(
     optimizer: _Optimizer, place: int, names: Sequence[str], weights: Mapping[str, torch.Tensor]
 ) -> FoundTensors:
     """Weights, states and step counts of a param group."""
-    found: FoundTensors = {}
+    tensors: FoundTensors = {}
     numbers = list(optimizer.groups[place]["params"])
     if optimizer.is_flat:
         master, first = optimizer.masters[place][0], 0  # type: ignore[index]
@@ -152,9 +153,9 @@ def _group_values(
                 f"checkpoint, got {total:,}; {GROUPS_ADVICE}, {NO_STATES_ADVICE}"
             )
         for name in names:
-            found.update(_values(optimizer, place, name, weights[name], master, numbers[0], first))
+            tensors.update(_values(optimizer, place, name, weights[name], master, numbers[0], first))
             first += weights[name].numel()
-        return found
+        return tensors
     if len(numbers) != len(names):  # DeepSpeed may have listed frozen parameters too
         numbers = [index for index in numbers if index in optimizer.state]
     if len(numbers) != len(names) and optimizer.state:
@@ -165,8 +166,8 @@ def _group_values(
     for position, name in enumerate(names):
         master = weights[name] if optimizer.masters is None else optimizer.masters[place][position]
         index = numbers[position] if position < len(numbers) else -1
-        found.update(_values(optimizer, place, name, weights[name], master, index, 0))
-    return found
+        tensors.update(_values(optimizer, place, name, weights[name], master, index, 0))
+    return tensors
 
 
 def _values(
@@ -179,28 +180,29 @@ def _values(
     file, shape = optimizer.file, weight.shape
     state = optimizer.state.get(index, {})
     tensors = {str(kind): value for kind, value in state.items() if kind != STEP and isinstance(value, torch.Tensor)}
-    wanted = master.shape if optimizer.is_flat else shape
+    expected_shape = master.shape if optimizer.is_flat else shape
     for value in (master, *(tensors[kind] for kind in KINDS if kind in tensors)):
-        if value.shape != wanted:
+        if value.shape != expected_shape:
             raise ConfigError(
-                f"{file.path}: {name}: expected shape {tuple(wanted)}, got {tuple(value.shape)}; {GROUPS_ADVICE}, {NO_STATES_ADVICE}"
+                f"{file.path}: {name}: expected shape {tuple(expected_shape)}, got {tuple(value.shape)}; "
+                f"{GROUPS_ADVICE}, {NO_STATES_ADVICE}"
             )
-    states = {kind: value for kind, value in tensors.items() if value.shape == wanted}
+    states = {kind: value for kind, value in tensors.items() if value.shape == expected_shape}
     if optimizer.masters is not None and not _may_round_to(weight, master, first):
         raise ConfigError(
-            f"{file.path}: {name}: its fp32 values in param group {place} are not those of the module; {GROUPS_ADVICE}, "
-            f"{NO_STATES_ADVICE}"
+            f"{file.path}: {name}: its fp32 values in param group {place} are not those of the module; "
+            f"{GROUPS_ADVICE}, {NO_STATES_ADVICE}"
         )
 
-    def spread(tensor: torch.Tensor) -> ShardedTensor:
+    def locate(tensor: torch.Tensor) -> ShardedTensor:
         return ShardedTensor([file.locate(tensor)], max(tensor.numel(), 1), torch.float32, first)
 
-    found: FoundTensors = {MODEL + name: (shape, spread(master))}
-    found.update({state_name(name, kind): (shape, spread(value)) for kind, value in states.items()})
+    values: FoundTensors = {MODEL + name: (shape, locate(master))}
+    values.update({state_name(name, kind): (shape, locate(value)) for kind, value in states.items()})
     if states:
         step = to_int(state[STEP]) if STEP in state else optimizer.steps[place]
-        found[state_name(name, STEP)] = torch.Size(), ConstantTensor(step, torch.int64)
-    return found
+        values[state_name(name, STEP)] = torch.Size(), ConstantTensor(step, torch.int64)
+    return values
 
 
 def _may_round_to(weight: torch.Tensor, master: torch.Tensor, first: int) -> bool:
@@ -237,7 +239,7 @@ def _names_by_value(path: Path, optimizer: _Optimizer, weights: Mapping[str, tor
                         f"{first:,} on, and DeepSpeed saves no names at stage 0: load the checkpoint with an engine "
                         "whose optimizer has the same param groups"
                     )
-                name = max(fitting, key=lambda each: weights[each].numel())
+                name = max(fitting, key=lambda candidate: weights[candidate].numel())
                 by_first[float(weights[name].reshape(-1)[0])].remove(name)
                 groups[-1].append(name)
                 first += weights[name].numel()
@@ -247,5 +249,5 @@ def _names_by_value(path: Path, optimizer: _Optimizer, weights: Mapping[str, tor
 def _loss_scaler(saved: Contents) -> dict[str, Any] | None:
     if "cur_scale" not in saved:
         return None
-    kept = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-    return {"dynamic": bool(saved.get("dynamic_loss_scale")), **{key: saved[key] for key in kept if key in saved}}
+    keys = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+    return {"dynamic": bool(saved.get("dynamic_loss_scale")), **{key: saved[key] for key in keys if key in saved}}

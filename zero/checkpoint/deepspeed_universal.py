@@ -43,14 +43,14 @@ def read_universal(folder: Path) -> TrainedParameters:
     models = [read_model(folder, stage, rank) for rank in range(ranks if stage == 3 else 1)]
     head, shapes = models[0].contents, shapes_of(models[0].contents)
     steps = _steps(common, shapes)
-    found: FoundTensors = {}
+    tensors: FoundTensors = {}
     for place, group in enumerate(shapes):
         for name, shape in group.items():
-            found.update(_values(folder, name, shape, steps[place], head))
+            tensors.update(_values(folder, name, shape, steps[place], head))
     scaler = replace_unknown(common.get("loss_scaler"), f"{path}: loss_scaler", resolve_stranger)
     groups = groups_with_names(common["param_groups"], path, shapes)
     names = [name for group in shapes for name in group]
-    return TrainedParameters(found, names, groups, tied_names(head, stage), stage, models, scaler)
+    return TrainedParameters(tensors, names, groups, tied_names(head, stage), stage, models, scaler)
 
 
 def _steps(common: Contents, shapes: list[Shapes]) -> list[int | None]:
@@ -71,16 +71,16 @@ def _values(folder: Path, name: str, shape: torch.Size, step: int | None, head: 
     paths: Mapping[str, Path] = {path.stem: path for path in sorted(own.glob("*.pt"))}
     if WEIGHT not in paths:
         raise ConfigError(f"{own / WEIGHT}.pt: missing; expected the weight of {name}. {COPY}")
-    found: FoundTensors = {}
+    tensors: FoundTensors = {}
     for kind, path in paths.items():
         if kind == STEP:
             step = to_int(TorchFile(path, f"{kind} of {name}").contents)
         else:
-            found[MODEL + name if kind == WEIGHT else state_name(name, kind)] = shape, _tensor(path, name, shape)
-    if len(found) > 1:
+            tensors[MODEL + name if kind == WEIGHT else state_name(name, kind)] = shape, _tensor(path, name, shape)
+    if len(tensors) > 1:
         step = to_int(head["global_steps"]) - to_int(head["skipped_steps"]) if step is None else step
-        found[state_name(name, STEP)] = torch.Size(), ConstantTensor(step, torch.int64)
-    return found
+        tensors[state_name(name, STEP)] = torch.Size(), ConstantTensor(step, torch.int64)
+    return tensors
 
 
 def _tensor(path: Path, name: str, shape: torch.Size) -> ShardedTensor:

@@ -15,9 +15,8 @@ from offload.system.regular_files import report_read_errors
 from zero.checkpoint.deepspeed_files import Contents, resolve_stranger
 from zero.checkpoint.source import TensorInfo
 
-EXTRA_STATE_SUFFIX = (
-    "_extra_state"  # End of the names under which modules add other things than parameters to a state dict.
-)
+# End of the names under which modules add other things than parameters to a state dict.
+EXTRA_STATE_SUFFIX = "_extra_state"
 Shapes = Mapping[str, torch.Size]
 # Keys of param groups that choose between implementations, or are not options.
 SWITCHES = frozenset(
@@ -36,7 +35,7 @@ class ShardedTensor:
     flattened together and then sharded have a common `part_numel`, and a `first` each. Tensors that were sharded one by
     one have a `base` each, and `first` is 0.
 
-    `parts`: one region for each rank. `dtype`: the dtype that `read` gives; at least as wide as the regions.
+    `parts`: the part of each rank. `dtype`: the dtype that `read` returns; at least as wide as the parts.
     """
 
     parts: Sequence[FileTensor]
@@ -76,19 +75,19 @@ Values = ShardedTensor | ConstantTensor
 
 
 class DeepSpeedSource:
-    """A `Source` of such tensors. `found`: name -> (shape, values); `where`: the folder, for errors."""
+    """A `Source` of such tensors. `tensors`: name -> (shape, values); `where`: the folder, for errors."""
 
-    def __init__(self, found: Mapping[str, tuple[torch.Size, Values]], where: str) -> None:
-        self._found, self._folder_name = found, where
+    def __init__(self, tensors: Mapping[str, tuple[torch.Size, Values]], where: str) -> None:
+        self._values_of, self._folder_name = tensors, where
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(shape, values.dtype) for name, (shape, values) in found.items()
+            name: TensorInfo(shape, values.dtype) for name, (shape, values) in tensors.items()
         }
 
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the flattened tensor. Raises StorageError."""
-        if name not in self._found:
-            raise ConfigError(f"{self._folder_name}: it has no tensor {name}; it has {len(self._found)} tensors")
-        shape, values = self._found[name]
+        if name not in self._values_of:
+            raise ConfigError(f"{self._folder_name}: it has no tensor {name}; it has {len(self._values_of)} tensors")
+        shape, values = self._values_of[name]
         if not 0 <= begin <= end <= shape.numel():
             raise IndexError(f"{name}: elements [{begin}, {end}) of {shape.numel()}")
         with report_read_errors(self._folder_name, COPY):
@@ -96,7 +95,7 @@ class DeepSpeedSource:
             values.read(begin, out)
         return out
 
-    def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Does nothing: there is no read-ahead."""
 
     def close(self) -> None:
@@ -108,10 +107,10 @@ FoundTensors = dict[str, tuple[torch.Size, Values]]  # Name of our logical form 
 
 @dataclass(frozen=True, slots=True)
 class TrainedParameters:
-    """What a folder has of the parameters that are trained, and the files that have the rest.
+    """What a folder has of the parameters that are trained, and the files that have everything else.
 
     Attributes:
-        found: weights, states and step counts.
+        tensors: weights, states and step counts.
         names: of the parameters.
         groups: the param groups, with names.
         aliases: tied name -> first name.
@@ -120,7 +119,7 @@ class TrainedParameters:
         loss_scaler: its state, or None.
     """
 
-    found: FoundTensors
+    tensors: FoundTensors
     names: Sequence[str]
     groups: list[dict[str, Any]]
     aliases: Mapping[str, str]
@@ -152,7 +151,7 @@ def tied_names(head: Contents, stage: int) -> dict[str, str]:
 
 
 def unsharded_tensor(file: TorchFile, tensor: torch.Tensor) -> ShardedTensor:
-    """A tensor that lies unsharded in one file."""
+    """A tensor that is unsharded, in one file."""
     return ShardedTensor([file.locate(tensor)], max(tensor.numel(), 1), tensor.dtype)
 
 
@@ -166,8 +165,8 @@ def groups_with_names(
     for index, group in enumerate(saved):
         options = replace_unknown(dict(group), f"{path}: param_groups[{index}]", resolve_stranger)
         names = [name for place in options.pop("params") for name in shapes[place]]
-        kept = {str(key): _plain(value) for key, value in options.items() if key not in SWITCHES}
-        groups.append({**kept, "params": names})
+        plain_options = {str(key): _plain(value) for key, value in options.items() if key not in SWITCHES}
+        groups.append({**plain_options, "params": names})
     return groups
 
 

@@ -33,7 +33,7 @@ class NamedTensor:
     """One tensor of a model, with the names that a state dict gives it."""
 
     tensor: torch.Tensor  # A parameter, whose values may be elsewhere, or a buffer.
-    opaque: bool  # Quantised storage, whose dtype is not ours to choose.
+    opaque: bool  # Quantised storage, whose dtype stays as it is.
     names: list[str] = field(default_factory=list)  # More than one if it is tied.
 
 
@@ -42,13 +42,13 @@ def entries_of(model: nn.Module, *, exclude_frozen: bool) -> dict[str, NamedTens
 
     Raises ConfigError: a parameter is a tensor subclass that wraps others.
     """
-    known: dict[int, NamedTensor] = {}
+    by_id: dict[int, NamedTensor] = {}
     entries: dict[str, NamedTensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = [(name, p) for name, p in module._parameters.items() if p is not None]
         own = [(name, p) for name, p in own if p.requires_grad or not exclude_frozen]
-        kept, decoding = module._non_persistent_buffers_set, quantized_tensor_names(module)
-        own += [(name, b) for name, b in module._buffers.items() if b is not None and name not in kept]
+        non_persistent, decoding = module._non_persistent_buffers_set, quantized_tensor_names(module)
+        own += [(name, b) for name, b in module._buffers.items() if b is not None and name not in non_persistent]
         for name, tensor in own:
             full = f"{prefix}.{name}" if prefix else name
             if is_wrapper(tensor):
@@ -56,7 +56,7 @@ def entries_of(model: nn.Module, *, exclude_frozen: bool) -> dict[str, NamedTens
                     f"{full}: a {type(tensor).__name__} cannot be written as plain weights; leave it out with "
                     "exclude_frozen_parameters=True, or save the model with the library that quantised it"
                 )
-            entries[full] = known.setdefault(id(tensor), NamedTensor(tensor, name in decoding))
+            entries[full] = by_id.setdefault(id(tensor), NamedTensor(tensor, name in decoding))
             entries[full].names.append(full)
     return entries
 
@@ -158,22 +158,22 @@ class ExportWeights:
         """
         entries = self._synchronized_entries("a consolidated state dict", exclude_frozen=exclude_frozen_parameters)
         relay = DeferringFailures(self._run.collectives)
-        found: OrderedDict[str, torch.Tensor] = OrderedDict()  # OrderedDict[...]() would pickle its type arguments
+        state_dict: OrderedDict[str, torch.Tensor] = OrderedDict()  # OrderedDict[...]() would pickle its type arguments
         with self._open_reader(relay, masters=False) as reader:
             for name, entry in entries.items():
-                whole = found.get(entry.names[0])
+                values = state_dict.get(entry.names[0])
                 if name == entry.names[0]:
                     dtype = _dtype_of(entry, reader)
-                    whole = (
+                    values = (
                         torch.empty(entry.tensor.shape, dtype=dtype, device="cpu")
                         if relay.placement.rank == 0
                         else None
                     )
-                    _copy_pieces(whole, _values_of(entry, reader, dtype))
-                if whole is not None:
-                    found[name] = whole
+                    _copy_pieces(values, _values_of(entry, reader, dtype))
+                if values is not None:
+                    state_dict[name] = values
             relay.all_gather_results("a consolidated state dict")
-        return found if relay.placement.rank == 0 else None
+        return state_dict if relay.placement.rank == 0 else None
 
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
@@ -199,7 +199,7 @@ class ExportWeights:
                 )
                 for name, entry in by_name.items()
             ]
-            # One sub-group's states are in memory at a time. Reading a frozen weight in between would release them, so
+            # One sub-group's states are in memory at a time. Reading a frozen weight in between would free them, so
             # frozen weights are placed last.
             late = {name for name, entry in by_name.items() if not entry.tensor.requires_grad}
             shards = plan_weights_files(tensors, filename, max_shard_size, late)
@@ -210,7 +210,7 @@ class ExportWeights:
             write_weights_files(relay, folder, filename, shards, values)
 
     def _synchronized_entries(self, what: str, *, exclude_frozen: bool) -> dict[str, NamedTensor]:
-        """Follow changes of the model, and wait until the planes hold its values."""
+        """Apply pending changes of the model; returns its entries."""
         self._steps.make_ready(what)
         self._run.parts.check_outside_calls(what)
         self._changes.apply_pending()
@@ -218,17 +218,17 @@ class ExportWeights:
 
     @contextmanager
     def _open_reader(self, relay: DeferringFailures, *, masters: bool) -> Iterator[FirstRankReader]:
-        """A reader of the planes, which are at rest inside the context. No value changes: old graphs stay valid."""
+        """A reader of the tiered arrays, which are idle inside the context. No value changes: old graphs stay valid."""
         parts = self._run.parts
         parts.stepper.finish_updates()
         parts.coordinator.evict_all()  # this stores weights that forward has modified in place
         streams = parts.storage.streams
         streams.wait_events(streams.record_copy_event(), streams.record_update_event())
-        stored = parts.values_reader()
+        values_reader = parts.values_reader()
         try:
-            yield FirstRankReader(stored, relay, masters=masters)
+            yield FirstRankReader(values_reader, relay, masters=masters)
         finally:
-            stored.close()
+            values_reader.close()
             self._steps.make_ready("saving weights")
 
 

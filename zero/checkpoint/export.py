@@ -72,15 +72,15 @@ class CheckpointWeights:
     def _read_description(self, opened: OpenCheckpoint, dtype: torch.dtype, *, exclude_frozen: bool) -> None:
         source = opened.source
         state: Mapping[str, Any] = opened.state
-        held = {name.removeprefix(MODEL): saved for name, saved in source.tensors.items() if name.startswith(MODEL)}
+        infos = {name.removeprefix(MODEL): saved for name, saved in source.tensors.items() if name.startswith(MODEL)}
         aliases: dict[str, str] = dict(state.get("aliases", {}))
-        parameters = list(state.get("parameters", [name for name in held if name not in aliases]))
-        known = {*parameters, *aliases}
-        buffers = list(state.get("buffers", [name for name in held if name not in known]))
+        parameters = list(state.get("parameters", [name for name in infos if name not in aliases]))
+        tied_or_first = {*parameters, *aliases}
+        buffers = list(state.get("buffers", [name for name in infos if name not in tied_or_first]))
         trained = {name for group in state.get("groups", ()) for name in group["params"]}
         frozen = set(state.get("frozen", [name for name in parameters if trained and name not in trained]))
-        wanted = [name for name in parameters if not (exclude_frozen and name in frozen)] + buffers
-        missing = [name for name in wanted if name not in held]
+        selected = [name for name in parameters if not (exclude_frozen and name in frozen)] + buffers
+        missing = [name for name in selected if name not in infos]
         if missing:
             raise ConfigError(
                 "the checkpoint has no values for "
@@ -89,16 +89,18 @@ class CheckpointWeights:
                 "exclude_frozen_parameters=True)"
             )
         self.frozen = frozen | set(buffers)
-        values = set(wanted)
+        values = set(selected)
         self.aliases = {name: first for name, first in aliases.items() if first in values}
-        shapes = {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in held.items()}
+        shapes = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in infos.items()}
         opaque = quantized_state_names(shapes) & self.frozen
-        also: dict[str, list[str]] = {}
+        aliases_of: dict[str, list[str]] = {}
         for alias, first in self.aliases.items():
-            also.setdefault(first, []).append(alias)
-        kept = {name for name in wanted if name in opaque or not held[name].dtype.is_floating_point}
-        dtypes = {name: held[name].dtype if name in kept else dtype for name in wanted}
-        self.tensors = [Tensor(name, dtypes[name], held[name].shape, tuple(also.get(name, ()))) for name in wanted]
+            aliases_of.setdefault(first, []).append(alias)
+        unchanged = {name for name in selected if name in opaque or not infos[name].dtype.is_floating_point}
+        dtypes = {name: infos[name].dtype if name in unchanged else dtype for name in selected}
+        self.tensors = [
+            Tensor(name, dtypes[name], infos[name].shape, tuple(aliases_of.get(name, ()))) for name in selected
+        ]
 
     def read(self, tensor: Tensor) -> Iterator[torch.Tensor]:
         """Its values in order, as 1-D pieces, each valid until the next one. Raises StorageError, ConfigError."""
@@ -166,12 +168,12 @@ class LazyTensor:
 
     def contiguous(self) -> torch.Tensor:
         """Read it, into memory of its own. Raises StorageError, ConfigError."""
-        whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         position = 0
         for piece in self._weights.read(self._tensor):
-            whole.view(-1)[position : position + piece.numel()].copy_(piece)
+            values.view(-1)[position : position + piece.numel()].copy_(piece)
             position += piece.numel()
-        return whole
+        return values
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -196,13 +198,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
         opened = undo.enter_context(open_folder(checkpoint_dir, tag))
         excludes = _excludes_frozen(opened.state, exclude_frozen_parameters)
         weights = CheckpointWeights(opened, torch.float32, exclude_frozen=excludes)
-        found: dict[str, Any] = {tensor.name: LazyTensor(weights, tensor) for tensor in weights.tensors}
+        state_dict: dict[str, Any] = {tensor.name: LazyTensor(weights, tensor) for tensor in weights.tensors}
         if lazy_mode:
             weakref.finalize(weights, undo.pop_all().close)  # the entries keep `weights`
         else:
             weights.expect(weights.tensors)
-            found = {name: lazy.contiguous() for name, lazy in found.items()}
-    return found | {alias: found[first] for alias, first in weights.aliases.items()}
+            state_dict = {name: lazy.contiguous() for name, lazy in state_dict.items()}
+    return state_dict | {alias: state_dict[first] for alias, first in weights.aliases.items()}
 
 
 def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, tag: str | None = None) -> Model:
@@ -211,16 +213,16 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, t
     Returns the model. Raises ConfigError: there is no such checkpoint, it is damaged, or an engine holds the model's
     values. Raises StorageError: a read failed.
     """
-    kept = next((name for name, parameter in model.named_parameters() if is_managed(parameter)), None)
-    if kept is not None:
+    managed = next((name for name, parameter in model.named_parameters() if is_managed(parameter)), None)
+    if managed is not None:
         raise ConfigError(
-            f"load_state_dict_from_zero_checkpoint: an engine keeps the values of {kept}; use engine.load_checkpoint, "
-            "or pass a model that no engine holds"
+            f"load_state_dict_from_zero_checkpoint: an engine keeps the values of {managed}; use "
+            "engine.load_checkpoint, or pass a model that no engine holds"
         )
     values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
-    for name, held in model.state_dict().items():
-        if name in values and held.dtype == torch.bfloat16:  # as the engine rounds, which torch does not
+    for name, tensor in model.state_dict().items():
+        if name in values and tensor.dtype == torch.bfloat16:  # as the engine rounds, which torch does not
             values[name] = round_to_bf16(values[name].flatten()).view_as(values[name])
     model.load_state_dict(values, strict=False)
     return model
@@ -241,7 +243,7 @@ def convert_zero_checkpoint_to_state_dict(
         checkpoint_dir: folder of checkpoints, or one of them.
         output_dir: made if it is not there; gets `model.safetensors`, or shards and their index, and the model's
             config.json and tokenizer files if they lie in or around the checkpoint. Instead it may be the name of a
-            file (`OUT/pytorch_model.bin`, `OUT/mine.safetensors`), in whose form the weights alone are written.
+            file (`OUT/pytorch_model.bin`, `OUT/mine.safetensors`), in whose format only the weights are written.
         dtype: of floating values: float32, bfloat16, float16, or the name of one.
         max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
         safe_serialization: False: archives of torch.save, `pytorch_model.bin`. (DeepSpeed's default.)
@@ -253,8 +255,8 @@ def convert_zero_checkpoint_to_state_dict(
         StorageError: the disk has no room, or a transfer failed.
     """
     folder, filename = check_folder_argument(output_dir, "output_dir"), SAFE if safe_serialization else PICKLE
-    named = folder.suffix in (SUFFIX, *PICKLE_SUFFIXES) and not folder.is_dir()
-    if named:
+    names_file = folder.suffix in (SUFFIX, *PICKLE_SUFFIXES) and not folder.is_dir()
+    if names_file:
         folder, filename = folder.parent, folder.name
     with open_folder(checkpoint_dir, tag) as opened:
         export(
@@ -265,7 +267,7 @@ def convert_zero_checkpoint_to_state_dict(
             max_shard_size=max_shard_size,
             exclude_frozen=_excludes_frozen(opened.state, exclude_frozen_parameters),
         )
-        if not named:
+        if not names_file:
             copy_model_files(find_model_files(opened.folder), folder, resolve_dtype(dtype))
 
 
@@ -285,11 +287,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """The dtype of that name. Raises ConfigError: weights cannot be written in it."""
-    names = DTYPES | {str(known).removeprefix("torch."): known for known in DTYPES.values()}
-    found = names.get(str(dtype).removeprefix("torch."))
-    if found is None:
+    names = DTYPES | {str(value).removeprefix("torch."): value for value in DTYPES.values()}
+    resolved = names.get(str(dtype).removeprefix("torch."))
+    if resolved is None:
         raise ConfigError(f"dtype: expected one of {', '.join(names)}, got {dtype}")
-    return found
+    return resolved
 
 
 def _excludes_frozen(state: Mapping[str, Any], requested: bool) -> bool:

@@ -119,8 +119,8 @@ class CheckpointFolder:
 
     def tags(self) -> list[str]:
         """Tags of this engine's checkpoints, complete or not, the newest first. No other folders."""
-        found = [(manifest.time, tag) for tag in self._names() if (manifest := self._manifest(tag)) is not None]
-        return [tag for _, tag in sorted(found, reverse=True)]
+        dated = [(manifest.time, tag) for tag in self._names() if (manifest := self._manifest(tag)) is not None]
+        return [tag for _, tag in sorted(dated, reverse=True)]
 
     def newest_valid(self, tag: object = None, without: Collection[str] = ()) -> FoundCheckpoint | None:
         """The checkpoint to load: the requested one, else the one `latest` names, else the newest complete one.
@@ -135,16 +135,18 @@ class CheckpointFolder:
         wrong: list[str] = []
         latest = self.read_latest()
         if latest is not None and latest not in without:
-            found = self._find_latest(latest, wrong)
-            if found is not None:
-                return found
+            checkpoint = self._find_latest(latest, wrong)
+            if checkpoint is not None:
+                return checkpoint
         wrong += [f"{name!r} is damaged" for name in without]
-        found = self._newest_of([name for name in self.tags() if name != latest and name not in without], wrong)
-        if found is not None:
+        checkpoint = self._newest_of([name for name in self.tags() if name != latest and name not in without], wrong)
+        if checkpoint is not None:
             notes = (
-                (f"{'; '.join(wrong)}: loading {found.tag!r} instead, the newest complete checkpoint",) if wrong else ()
+                (f"{'; '.join(wrong)}: loading {checkpoint.tag!r} instead, the newest complete checkpoint",)
+                if wrong
+                else ()
             )
-            return replace(found, notes=(*notes, *found.notes))
+            return replace(checkpoint, notes=(*notes, *checkpoint.notes))
         if wrong:
             raise ConfigError(f"no checkpoint in {self.save_dir} can be loaded: {'; '.join(wrong)}")
         return None
@@ -195,26 +197,28 @@ class CheckpointFolder:
 
     def _find_requested(self, tag: str) -> FoundCheckpoint:
         wrong: list[str] = []
-        found = self._find_complete(tag, wrong)
-        if found is not None:
-            return found
-        other = self._newest_of([name for name in self.tags() if name != tag], [])
+        checkpoint = self._find_complete(tag, wrong)
+        if checkpoint is not None:
+            return checkpoint
+        newest = self._newest_of([name for name in self.tags() if name != tag], [])
         hint = (
-            "there is no other checkpoint" if other is None else f"the newest complete checkpoint is tag={other.tag!r}"
+            "there is no other checkpoint"
+            if newest is None
+            else f"the newest complete checkpoint is tag={newest.tag!r}"
         )
         raise ConfigError(f"load_checkpoint(tag={tag!r}): {'; '.join(wrong)}; {hint}")
 
     def _find_latest(self, latest: str, wrong: list[str]) -> FoundCheckpoint | None:
         problems: list[str] = []
         try:
-            found = self._find_complete(check_tag(latest), problems)
+            checkpoint = self._find_complete(check_tag(latest), problems)
         except ConfigError as error:
-            found, problems = None, [str(error)]
+            checkpoint, problems = None, [str(error)]
         wrong += [f"{self.save_dir / LATEST} names {latest!r}, but {problem}" for problem in problems]
-        return found
+        return checkpoint
 
     def _newest_of(self, tags: list[str], wrong: list[str]) -> FoundCheckpoint | None:
-        return next((found for tag in tags if (found := self._find_complete(tag, wrong)) is not None), None)
+        return next((checkpoint for tag in tags if (checkpoint := self._find_complete(tag, wrong)) is not None), None)
 
     def _is_complete(self, folder: Path) -> bool:
         try:
@@ -262,23 +266,23 @@ class CheckpointFolder:
         There may be thousands, so only those are read that `latest` names and whose manifests were written last: the
         time of writing is the time in it (`write_manifest`), where a file system may know only the second.
         """
-        latest, written = self.read_latest(), dict[str, int]()
+        latest, written_seconds = self.read_latest(), dict[str, int]()
         for tag in self._names():
             paths = [folder / MANIFEST_FILE for folder in self._places(tag)]
             stamps = [self._files.stamp(path)[2] // SECOND_NS for path in paths if self._files.exists(path)]
             if stamps:
-                written[tag] = max(stamps)
+                written_seconds[tag] = max(stamps)
         newest, last = 0.0, 0
-        for tag in sorted(written, key=lambda tag: (tag == latest, written[tag]), reverse=True):
-            if written[tag] < last:
+        for tag in sorted(written_seconds, key=lambda tag: (tag == latest, written_seconds[tag]), reverse=True):
+            if written_seconds[tag] < last:
                 break
             manifest = self._manifest(tag)
             if manifest is not None:  # a damaged one has no time
-                newest, last = max(newest, manifest.time), written[tag]
+                newest, last = max(newest, manifest.time), written_seconds[tag]
         return newest
 
     def partial_folder(self, tag: str) -> Path:
-        """The folder that `create_partial` makes for a tag; ranks other than the first write there without calling `create_partial`."""
+        """The folder that `create_partial` makes for a tag; ranks other than the first write there too."""
         return self._hidden_path(tag, PARTIAL)
 
     def commit(self, partial: PartialCheckpoint, save_latest: bool = True) -> Path:
@@ -286,7 +290,7 @@ class CheckpointFolder:
 
         Every file in it must be synced, and its manifest written. If this fails, call `abandon`; an old checkpoint can
         still be loaded. Raises ConfigError: files differ from the manifest; StorageError: the disk refused. `partial`:
-        from `create_partial`; its lock is released, also when this fails.
+        from `create_partial`; its lock is closed, also when this fails.
         """
         files = self._files
         target, latest, staged = self.save_dir / partial.tag, self.save_dir / LATEST, None
@@ -331,13 +335,13 @@ class CheckpointFolder:
         if count < 1:
             raise ConfigError(f"keep_last: expected the number of checkpoints to keep, at least 1, got {count}")
         with self._lock_folder():
-            latest, whole, removed = self.read_latest(), 0, []
+            latest, complete, removed = self.read_latest(), 0, []
             for tag in self.tags():
-                if whole >= count and tag != latest:
+                if complete >= count and tag != latest:
                     self._remove_checkpoint(tag)
                     removed.append(tag)
                 elif self._find_complete(tag, []) is not None:
-                    whole += 1
+                    complete += 1
             return removed
 
     def _lock_folder(self) -> Lock:
@@ -389,17 +393,17 @@ class CheckpointFolder:
             for name in self._hidden_tags(REMOVED):
                 self._remove(self._hidden_path(name, REMOVED))
             for name in self._hidden_tags(PARTIAL):
-                self._sweep_partial(self._hidden_path(name, PARTIAL), mine=name == tag)
+                self._sweep_partial(self._hidden_path(name, PARTIAL), is_own_tag=name == tag)
             for name in self._hidden_tags(REPLACED):
                 self._sweep_replaced(name)
             for name in self._files.listing(self.save_dir):
                 if name.startswith(f"{LATEST}{STAGED_INFIX}"):
                     self._files.remove(self.save_dir / name)
 
-    def _sweep_partial(self, folder: Path, mine: bool) -> None:
+    def _sweep_partial(self, folder: Path, is_own_tag: bool) -> None:
         """Remove it unless its job is alive.
 
-        On a file system without locks any job may be alive, but none that writes the same tag (`mine`).
+        On a file system without locks any job may be alive, but none that writes the same tag (`is_own_tag`).
         """
         owner = folder / OWNER_LOCK
         if self._files.exists(owner):
@@ -407,7 +411,7 @@ class CheckpointFolder:
             if lock is None:
                 return
             lock.close()
-            if not lock.is_certain and not mine:
+            if not lock.is_certain and not is_own_tag:
                 return
         self._remove(folder)
 
@@ -437,29 +441,29 @@ def open_checkpoint(
         load_dir: folder of checkpoints.
         tag: which; None: the one that `latest` names, or the newest complete one.
         without: tags that are known to be damaged.
-        groups: names in the param groups of the optimizer that goes on, see `open_deepspeed_folder`.
+        groups: names in the param groups of the optimizer that continues, see `open_deepspeed_folder`.
         universal: of several, the universal checkpoint of DeepSpeed that `latest_universal` names.
     """
     disk = files if files is not None else Files()
     folders = CheckpointFolder(load_dir, disk)
     latest = (LATEST_UNIVERSAL, LATEST) if universal else (LATEST, LATEST_UNIVERSAL)
-    named = next(filter(None, map(folders.read_latest, latest)), None) if tag is None else check_tag(tag)
-    if named and is_tag(named):  # `latest` may name anything
-        folder = load_dir / named
+    name = next(filter(None, map(folders.read_latest, latest)), None) if tag is None else check_tag(tag)
+    if name and is_tag(name):  # `latest` may name anything
+        folder = load_dir / name
         if not disk.exists(folder / MANIFEST_FILE) and is_deepspeed_folder(folder):
             return open_deepspeed_folder(folder, groups)
-    found = folders.newest_valid(tag, without)
-    if found is None:
+    checkpoint = folders.newest_valid(tag, without)
+    if checkpoint is None:
         return None
-    for note in found.notes:
+    for note in checkpoint.notes:
         logger.warning("load_checkpoint: %s", note)
     try:
-        return replace(_open_ours(found.folder, found.manifest, disk), tag=found.tag)
+        return replace(_open_ours(checkpoint.folder, checkpoint.manifest, disk), tag=checkpoint.tag)
     except DamagedError as error:
         if tag is not None:
             raise
         logger.warning("load_checkpoint: %s", error)
-        return open_checkpoint(load_dir, None, disk, {*without, found.tag}, groups, universal=universal)
+        return open_checkpoint(load_dir, None, disk, {*without, checkpoint.tag}, groups, universal=universal)
 
 
 def open_folder(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> OpenCheckpoint:

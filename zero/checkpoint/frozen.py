@@ -44,52 +44,54 @@ Sums = Mapping[str, tuple[str, int, int]]  # Parameter's name -> dtype, bytes an
 
 @dataclass(frozen=True, slots=True)
 class FrozenPart:
-    is_inside: bool  # They are in the checkpoint itself.
+    is_inside: bool  # The weights are in the checkpoint itself.
     shared_files: dict[str, DataFile] = field(default_factory=dict)  # Files that several checkpoints share.
     sums: Sums = field(default_factory=dict)  # With "reference".
 
 
 def frozen_extents(parts: EngineParts, indices: frozenset[int] | None = None) -> Extents:
-    wanted = frozenset(range(len(parts.leaves))) - parts.trained_indices if indices is None else indices
-    extents = Extents(parts, (), wanted.__contains__)
+    selected = frozenset(range(len(parts.leaves))) - parts.trained_indices if indices is None else indices
+    extents = Extents(parts, (), selected.__contains__)
     extents.finish()
     return extents
 
 
-def frozen_sums(parts: EngineParts, known: Sums | None = None) -> dict[str, tuple[str, int, int]]:
+def frozen_sums(parts: EngineParts, earlier: Sums | None = None) -> dict[str, tuple[str, int, int]]:
     """Checksums of the weights that are not trained, as stored, independent of the sharding. Called on all ranks.
 
-    `known`: the result of an earlier call. Then only persistent units, which are always bound, are summed again: a
-    forward, or `.data`, may write to them unnoticed. All are summed if one rank does not know them, or knows others.
+    `earlier`: the result of an earlier call. Then only persistent units, which are always bound, are summed again: a
+    forward, or `.data`, may write to them unnoticed. All are summed if a rank has no earlier result, or another one.
     """
-    held = b"" if known is None else digest_of(known).encode()
-    if set(parts.collectives.all_gather_bytes("known checksums of weights that are not trained", held)) != {held}:
-        known = None
+    digest = b"" if earlier is None else digest_of(earlier).encode()
+    if set(parts.collectives.all_gather_bytes("known checksums of weights that are not trained", digest)) != {digest}:
+        earlier = None
     bound = (unit for unit in parts.layout.units if unit.persistent and not unit.trainable)
-    indices = None if known is None else frozenset(slot.index for unit in bound for slot in unit.slots)
-    if known is not None and not indices:
-        return dict(known)
+    indices = None if earlier is None else frozenset(slot.index for unit in bound for slot in unit.slots)
+    if earlier is not None and not indices:
+        return dict(earlier)
     extents = frozen_extents(parts, indices)
 
     async def forget(offset: int, data: torch.Tensor) -> None:
-        """Store nothing: only the checksums are wanted."""
+        """Store nothing: only the checksums are needed."""
 
     writer = ExtentWriter(parts, forget)
     try:
         parts.storage.io_loop.run("summing weights that are not trained", writer.write_all(extents.extents))
     finally:
         writer.close()
-    mine = [
+    own_ranges = [
         (box.name.removeprefix(MODEL), box.dtype, begin_of(box.shape, box.offsets), box.payload_bytes, box.crc)
         for box in file_boxes(extents.extents, writer.checksums)
     ]
-    answers = parts.collectives.all_gather_bytes("checksums of weights that are not trained", json.dumps(mine).encode())
-    ranges = sorted({tuple(told) for answer in answers for told in json.loads(answer)})
+    answers = parts.collectives.all_gather_bytes(
+        "checksums of weights that are not trained", json.dumps(own_ranges).encode()
+    )
+    ranges = sorted({tuple(entry) for answer in answers for entry in json.loads(answer)})
     sums: dict[str, tuple[str, int, int]] = {}
     for name, dtype, _, nbytes, crc in ranges:
         _, before_bytes, before = sums.get(name, (dtype, 0, 0))
         sums[name] = dtype, before_bytes + nbytes, combine(before, crc, nbytes)
-    return {**(known or {}), **sums}
+    return {**(earlier or {}), **sums}
 
 
 def digest_of(sums: Sums) -> str:
@@ -98,7 +100,7 @@ def digest_of(sums: Sums) -> str:
 
 def check_reference(sums: Sums, saved: Sums) -> None:
     """Raise ConfigError unless the weights that are not trained are the ones that the checkpoint refers to."""
-    wrong = [name for name, told in saved.items() if name in sums and tuple(sums[name]) != tuple(told)]
+    wrong = [name for name, checksum in saved.items() if name in sums and tuple(sums[name]) != tuple(checksum)]
     wrong += [name for name in saved if name not in sums]
     if wrong:
         more = f" and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
@@ -134,10 +136,10 @@ class SharedFrozenWeights:
         folder = self.folders.save_dir / digest
         source = FolderSource(folder, read_manifest(self._files, folder), self._files)
         try:
-            whole = [(name, 0, source.tensors[name].shape.numel()) for name in sorted(source.tensors)[rank::ranks]]
-            source.expect(whole)
-            for span in whole:
-                source.read(*span)
+            ranges = [(name, 0, source.tensors[name].shape.numel()) for name in sorted(source.tensors)[rank::ranks]]
+            source.expect(ranges)
+            for place in ranges:
+                source.read(*place)
         finally:
             source.close()
 
@@ -149,7 +151,7 @@ class SharedFrozenWeights:
         for file, box in read_metadata(self._files.read_bytes(path), str(path)):
             if box.dtype is not None:
                 files[file][1].append(box)
-        return {f"../{FOLDER}/{digest}/{name}": told for name, told in files.items() if name != METADATA_FILE}
+        return {f"../{FOLDER}/{digest}/{name}": data_file for name, data_file in files.items() if name != METADATA_FILE}
 
     def remove_unused(self, checkpoints: Iterable[Path]) -> None:
         used = set()

@@ -1,7 +1,7 @@
-"""`engine.load_checkpoint`: values are read from the folder directly into the planes, by range.
+"""`engine.load_checkpoint`: values are read from the folder directly into the tiered arrays, by range.
 
-[Note: any layout] A checkpoint holds logical tensors. Each rank reads the elements of its own slices, in the order of
-its own planes, so the stage, the tier and the number of ranks of the job that saved do not matter.
+[Note: any layout] A checkpoint holds logical tensors. Each rank reads the elements of its own shards, in the order of
+its own arrays, so the stage, the tier and the number of ranks of the job that saved do not matter.
 """
 
 from __future__ import annotations
@@ -95,18 +95,23 @@ class LoadPlan:
                 _check_shape(MODEL + name, source.tensors[MODEL + name], buffer)
             else:
                 missing.append(name)
-        known = {name for leaf in parts.leaves for name in leaf.names} | self.buffers.keys() | set(other_stage_names)
+        model_names = (
+            {name for leaf in parts.leaves for name in leaf.names} | self.buffers.keys() | set(other_stage_names)
+        )
         saved = [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]
-        unexpected = [name for name in saved if name not in known]
+        unexpected = [name for name in saved if name not in model_names]
         if strict and (missing or unexpected):
             advice = "Build the model that was saved, or pass load_module_strict=False to load what fits"
             raise ConfigError(
                 mismatch_message("load_checkpoint: the checkpoint and the model", missing, unexpected, advice)
             )
         self.stateful_indices: set[int] = set()  # Indices of parameters whose states are in the source.
-        # Index of a trained parameter -> names of its state planes.
+        # Index of a trained parameter -> names of its state tensors.
         self._state_names = {
-            s.index: parts.plan.states_of(u) for u in parts.layout.units if u.trainable for s in u.slots
+            slot.index: parts.plan.states_of(unit)
+            for unit in parts.layout.units
+            if unit.trainable
+            for slot in unit.slots
         }
         if optimizer is not None:
             self.stateful_indices = {i for i, name in self.names.items() if i in trained and self._has_states(i, name)}
@@ -122,7 +127,7 @@ class LoadPlan:
         return frozenset([MODEL + first[i] for i in self.names] + [OPTIMIZER + first[i] for i in self.stateful_indices])
 
     def load(self) -> None:
-        """Fill planes and buffers. What has no value here keeps its own. Raises StorageError, ConfigError."""
+        """Fill arrays and buffers. What has no value here keeps its own. Raises StorageError, ConfigError."""
         parts, only = self._parts, None if self.is_everything else set(self.names)
         adoption = Adoption(parts.layout, parts.parameters(), parts.storage, self._read_pieces, None, only=only)
         self._source.expect(self._read_ranges(adoption.planned_reads()))
@@ -151,7 +156,7 @@ class LoadPlan:
         return [value if reads <= VALID_READS else value.clone() for value, reads in values]
 
     def _read_ranges(self, places: Iterable[tuple[Unit, Slot, int, int]]) -> Iterator[tuple[str, int, int]]:
-        """The (name, begin, end) that `_read_pieces` will read from the source for elements [begin, end) of these slots."""
+        """The (name, begin, end) that `_read_pieces` will read for elements [begin, end) of these slots."""
         for unit, slot, begin, end in places:
             if slot.index not in self.names:
                 continue
@@ -165,21 +170,21 @@ class LoadPlan:
     def read_numbers(self, optimizer: ZeroOptimizer | None) -> Numbers:
         """The numbers of parameters that have states. Raises ConfigError: one that the optimizer needs is missing."""
         kinds = [STEP] if optimizer is None else [STEP, *(kind for kind in optimizer.number_names() if kind != STEP)]
-        wanted = [(i, kind, state_name(self.names[i], kind)) for i in sorted(self.stateful_indices) for kind in kinds]
-        known = [(index, kind, name) for index, kind, name in wanted if name in self._source.tensors]
-        self._source.expect((name, 0, 1) for _, _, name in known)
-        found: dict[int, dict[str, torch.Tensor]] = {}
-        for index, kind, name in known:
+        needed = [(i, kind, state_name(self.names[i], kind)) for i in sorted(self.stateful_indices) for kind in kinds]
+        saved = [(index, kind, name) for index, kind, name in needed if name in self._source.tensors]
+        self._source.expect((name, 0, 1) for _, _, name in saved)
+        numbers: dict[int, dict[str, torch.Tensor]] = {}
+        for index, kind, name in saved:
             number = self._source.read(name, 0, 1).clone()
-            found.setdefault(id(self._parts.leaves[index].parameter), {})[kind] = number
+            numbers.setdefault(id(self._parts.leaves[index].parameter), {})[kind] = number
         for index in sorted(self.stateful_indices):
             key = id(self._parts.leaves[index].parameter)
-            if optimizer is not None and (lacks := optimizer.numbers_missing(key, found.get(key, {}))):
+            if optimizer is not None and (lacks := optimizer.numbers_missing(key, numbers.get(key, {}))):
                 raise ConfigError(
                     f"load_checkpoint: {self.names[index]}: the optimizer keeps {', '.join(lacks)}, which the "
                     f"checkpoint lacks: its states are those of another optimizer; {OTHER_OPTIMIZER_ADVICE}"
                 )
-        return found
+        return numbers
 
     def read_small_states(self, numbers: Numbers, optimizer: ZeroOptimizer) -> SmallStates:
         """Small states of the parameters that this rank owns, by the parameters' names.
@@ -187,27 +192,27 @@ class LoadPlan:
         Raises ConfigError: they are missing in the source, or of another shape.
         """
         places: list[tuple[str, str, str]] = []
-        mine = local_parameters(self._parts.layout)
+        owned = local_parameters(self._parts.layout)
         for index in sorted(self.stateful_indices):
             leaf = self._parts.leaves[index]
             count = numbers.get(id(leaf.parameter), {}).get(STEP)
             for kind, (shape, _) in optimizer.small_shapes(leaf.parameter).items() if count else ():
                 name = state_name(self.names[index], kind)
-                found = self._source.tensors[name].shape if name in self._source.tensors else None
-                if found != shape:
+                saved_shape = self._source.tensors[name].shape if name in self._source.tensors else None
+                if saved_shape != shape:
                     raise ConfigError(
                         f"load_checkpoint: {name}: expected shape {tuple(shape)}, got "
-                        f"{'nothing' if found is None else tuple(found)}; {OTHER_OPTIMIZER_ADVICE}"
+                        f"{'nothing' if saved_shape is None else tuple(saved_shape)}; {OTHER_OPTIMIZER_ADVICE}"
                     )
-                if index in mine:
+                if index in owned:
                     places.append((leaf.names[0], kind, name))
         self._source.expect((name, 0, self._source.tensors[name].shape.numel()) for _, _, name in places)
-        found_states: SmallStates = {}
+        states: SmallStates = {}
         for owner, kind, name in places:
             shape = self._source.tensors[name].shape
             value = self._source.read(name, 0, shape.numel()).clone().view(shape)
-            found_states.setdefault(owner, {})[kind] = value
-        return found_states
+            states.setdefault(owner, {})[kind] = value
+        return states
 
     def _warn_unused_states(self, optimizer: ZeroOptimizer) -> None:
         """Log the states that the source has but the optimizer does not keep, as when SGD loads states of Adam."""
@@ -215,7 +220,7 @@ class LoadPlan:
             return
         index_of = {self.names[index]: index for index in self.stateful_indices}
         others = {STEP, *optimizer.number_names()}
-        left: dict[str, list[str]] = {}  # Name of a state -> the parameters'.
+        unused: dict[str, list[str]] = {}  # Name of a state -> the parameters'.
         for state in self._source.tensors:
             name, _, kind = state.removeprefix(OPTIMIZER).rpartition(".")
             if state.startswith(OPTIMIZER) and kind not in others and name in index_of:
@@ -224,21 +229,24 @@ class LoadPlan:
                     *self._state_names[index],
                     *optimizer.small_shapes(self._parts.leaves[index].parameter),
                 }:
-                    left.setdefault(kind, []).append(name)
-        for kind, names in sorted(left.items()):
+                    unused.setdefault(kind, []).append(name)
+        for kind, names in sorted(unused.items()):
             logger.warning(
                 "load_checkpoint: the checkpoint has the state %s of %d parameters (%s, ...), which this optimizer "
                 "does not keep, so it is not loaded; this is normal if the optimizer or its options have changed",
-                *(kind, len(names), names[0]),
+                kind,
+                len(names),
+                names[0],
             )
 
     def _has_states(self, index: int, name: str) -> bool:
-        # A rule without planes has only the step count. Averages (EMA) may be missing: they begin at the weights then.
+        # A rule without state tensors has only the step count. Averages (EMA) may be missing: then they begin at the
+        # weights.
         kinds = [kind for kind in self._state_names[index] if kind != EMA] or (STEP,)
         return all(state_name(name, kind) in self._source.tensors for kind in kinds)
 
     def _states_of(self, index: int, name: str) -> list[str]:
-        """The tensors to read for the parameter's state planes; a missing average begins at the weights."""
+        """The tensors to read for the parameter's states; a missing average begins at the weights."""
         names = {kind: state_name(name, kind) for kind in self._state_names[index]}
         if EMA in names and names[EMA] not in self._source.tensors:
             names[EMA] = MODEL + name
@@ -246,24 +254,27 @@ class LoadPlan:
 
     def _warn_missing_averages(self) -> None:
         """Log how many averages the source lacks."""
-        begun = [i for i in sorted(self.stateful_indices) if MODEL + self.names[i] in self._states_of(i, self.names[i])]
-        if begun and self._parts.collectives.placement.rank == 0:
+        missing = [
+            i for i in sorted(self.stateful_indices) if MODEL + self.names[i] in self._states_of(i, self.names[i])
+        ]
+        if missing and self._parts.collectives.placement.rank == 0:
             logger.warning(
                 "load_checkpoint: the checkpoint has no averages (ema) of %d parameters (%s, ...): the averages start "
                 "from its weights",
-                *(len(begun), self.names[begun[0]]),
+                len(missing),
+                self.names[missing[0]],
             )
 
     def _check_optimizer(self) -> None:
         """Raise ConfigError if the source has states, but only those of another optimizer."""
         if self.stateful_indices:
             return
-        theirs = {name.rpartition(".")[2] for name in self._source.tensors if name.startswith(OPTIMIZER)} - {STEP}
-        ours = sorted({kind for kinds in self._state_names.values() for kind in kinds})
-        if theirs and self.names:
+        saved = {name.rpartition(".")[2] for name in self._source.tensors if name.startswith(OPTIMIZER)} - {STEP}
+        own = sorted({kind for kinds in self._state_names.values() for kind in kinds})
+        if saved and self.names:
             raise ConfigError(
-                f"load_checkpoint: the optimizer keeps {', '.join(ours) or 'no state'} for each parameter, but the "
-                f"checkpoint has {', '.join(sorted(theirs))} of another optimizer; {OTHER_OPTIMIZER_ADVICE}"
+                f"load_checkpoint: the optimizer keeps {', '.join(own) or 'no state'} for each parameter, but the "
+                f"checkpoint has {', '.join(sorted(saved))} of another optimizer; {OTHER_OPTIMIZER_ADVICE}"
             )
 
 
@@ -272,31 +283,31 @@ def _box_ranges(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[in
     return ((box.begin, box.begin + box.numel) for box in short_boxes(shape, begin, end, PIECE_NUMEL))
 
 
-def _check_shape(name: str, saved: TensorInfo, wanted: torch.Tensor) -> None:
+def _check_shape(name: str, saved: TensorInfo, tensor: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
-        shape, floating = wanted.shape, wanted.is_floating_point()
+        shape, floating = tensor.shape, tensor.is_floating_point()
     if saved.shape != shape:
         raise ConfigError(
             f"load_checkpoint: {name}: expected shape {tuple(shape)}, got {tuple(saved.shape)}; build the model that "
             "was saved, or resize it after loading"
         )
     if saved.dtype.is_floating_point != floating:
-        raise ConfigError(f"load_checkpoint: {name}: expected a tensor like {wanted.dtype}, got {saved.dtype}")
+        raise ConfigError(f"load_checkpoint: {name}: expected a tensor like {tensor.dtype}, got {saved.dtype}")
 
 
 def mismatch_message(what: str, missing: Sequence[str], unexpected: Sequence[str], advice: str) -> str:
     """The text of an error: `what` does not fit together, which names differ, and the advice."""
-    said = [f"{what} do not fit together."]
+    sentences = [f"{what} do not fit together."]
     for words, names in (("missing in the checkpoint", missing), ("not in the model", unexpected)):
         if names:
             more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-            said.append(f"{len(names)} {words}: {', '.join(names[:NAMES_SHOWN])}{more}.")
-    return " ".join([*said, advice])
+            sentences.append(f"{len(names)} {words}: {', '.join(names[:NAMES_SHOWN])}{more}.")
+    return " ".join([*sentences, advice])
 
 
 @dataclass(frozen=True, slots=True)
 class _LoadedObjects:
-    """What may be of any class in a checkpoint."""
+    """Objects of a checkpoint that may be of any class."""
 
     client_state: dict[str, Any] = field(default_factory=dict)
     extra_states: dict[str, Any] = field(default_factory=dict)
@@ -307,11 +318,14 @@ class _LoadedObjects:
 class LoadCheckpoints:
     """Loads checkpoints into one engine.
 
-    `saves`: brings the engine between two steps, and has the disk; `state`: knowledge of checkpoints between calls.
+    `saves`: completes the last step, and has the disk; `state`: knowledge of checkpoints between calls.
     """
 
     def __init__(self, run: Run, steps: EngineSteps, saves: SaveCheckpoints, state: CheckpointState) -> None:
-        self._run, self._steps, self._saver, self._state = run, steps, saves, state
+        self._run = run
+        self._steps = steps
+        self._saver = saves
+        self._state = state
 
     @explain_file_limit("load_checkpoint")
     @pause_gc()
@@ -385,21 +399,21 @@ class LoadCheckpoints:
     def _open(
         self, load_dir: Path, tag: Any, together: AllRanks, without: Collection[str], states: bool
     ) -> OpenCheckpoint | None:
-        found: list[OpenCheckpoint] = []
+        candidates: list[OpenCheckpoint] = []
         run, groups = self._run, None
         if states and run.updater is not None:
-            known = run.parts.names
+            name_of = run.parts.names
             trained = ([p for p in group["params"] if p.requires_grad] for group in run.updater.param_groups)
-            groups = [[known[id(p)] for p in group if id(p) in known] for group in trained]
+            groups = [[name_of[id(p)] for p in group if id(p) in name_of] for group in trained]
         universal = bool(run.config.checkpoint.load_universal)
 
-        def look() -> None:
+        def find() -> None:
             opened = open_checkpoint(load_dir, tag, self._saver.files, without, groups, universal=universal)
-            found.extend([] if opened is None else [opened])
+            candidates.extend([] if opened is None else [opened])
 
         try:
-            together.run_on_all("looking for a checkpoint", look)
-            name = found[0].folder.name.encode() if found else b""
+            together.run_on_all("looking for a checkpoint", find)
+            name = candidates[0].folder.name.encode() if candidates else b""
             names = {
                 answer.decode() for answer in self._run.collectives.world.all_gather_bytes("checkpoint to load", name)
             }
@@ -409,10 +423,10 @@ class LoadCheckpoints:
                     "the folder must be on a file system that all nodes share"
                 )
         except BaseException:
-            for opened in found:
+            for opened in candidates:
                 opened.source.close()
             raise
-        return found[0] if found else None
+        return candidates[0] if candidates else None
 
     def _load(
         self,
@@ -426,36 +440,41 @@ class LoadCheckpoints:
         run, parts, updater = self._run, self._run.parts, self._run.updater if states else None
         state, source = opened.state, opened.source
         with report_read_errors(opened.folder):
-            elsewhere, state = select_stage_state(state, parts)
+            other_stage_names, state = select_stage_state(state, parts)
         trusted = run.config.checkpoint.allow_pickle if allow_pickle is None else allow_pickle
 
         def check() -> Checked:
-            mine = None if only_module else opened.rank_state(parts.collectives.world.placement.rank)
+            own_state = None if only_module else opened.rank_state(parts.collectives.world.placement.rank)
             # If fewer ranks have saved, the first rank's state (the position in the data) is used for the others.
-            told = mine if mine is not None or only_module else opened.rank_state(0)
-            objects = _read_objects(opened, mine, told, parts, only_module=only_module, trusted=trusted)
+            nearest_state = own_state if own_state is not None or only_module else opened.rank_state(0)
+            objects = _read_objects(opened, own_state, nearest_state, parts, only_module=only_module, trusted=trusted)
             left_out = not state["has_frozen"]
-            wanted = LoadPlan(
-                source, parts, strict=strict, optimizer=updater, excludes_frozen=left_out, other_stage_names=elsewhere
+            plan = LoadPlan(
+                source,
+                parts,
+                strict=strict,
+                optimizer=updater,
+                excludes_frozen=left_out,
+                other_stage_names=other_stage_names,
             )
             if updater is not None:
                 check_groups(updater, state["groups"], parts.names, "load_checkpoint", "the checkpoint")
             if state["accumulating"] is not None and not only_module:
-                check_accumulated(parts, state["accumulating"], mine and mine["accumulated"])
+                check_accumulated(parts, state["accumulating"], own_state and own_state["accumulated"])
                 self._check_scale(state.get("loss_scaler"), goes_on=updater is not None)
                 self._check_accumulation_steps(int(state["config"]["gradient_accumulation_steps"]))
-            numbers = wanted.read_numbers(updater)
+            numbers = plan.read_numbers(updater)
             return (
                 objects,
-                mine,
-                told,
-                wanted,
+                own_state,
+                nearest_state,
+                plan,
                 numbers,
-                {} if updater is None else wanted.read_small_states(numbers, updater),
+                {} if updater is None else plan.read_small_states(numbers, updater),
             )
 
         checked = report_read_errors(opened.folder)(check)
-        objects, mine, told, wanted, numbers, small = together.run_on_all("checking a checkpoint", checked)
+        objects, own_state, nearest_state, plan, numbers, small = together.run_on_all("checking a checkpoint", checked)
         if state["frozen_sums"]:
             sums = frozen_sums(parts)
             together.run_on_all(
@@ -465,12 +484,12 @@ class LoadCheckpoints:
         self._steps.prepare_rewrite()
 
         def fill() -> None:
-            wanted.load()
-            if mine is not None and mine["accumulated"] is not None:
-                load_accumulated(parts, mine["accumulated"], source)
+            plan.load()
+            if own_state is not None and own_state["accumulated"] is not None:
+                load_accumulated(parts, own_state["accumulated"], source)
             set_extra_states(parts.model, objects.extra_states)
 
-        with self._state.loading(str(opened.folder), wanted.replaced_names(), everything=wanted.is_everything):
+        with self._state.loading(str(opened.folder), plan.replaced_names(), everything=plan.is_everything):
             try:
                 together.run_on_all("loading a checkpoint", fill)
             finally:
@@ -482,17 +501,18 @@ class LoadCheckpoints:
             restore_groups(updater, state["groups"])
             run.scaler.load_state_dict(state.get("loss_scaler"))
         if not only_module:
-            go_on = partial(_restore_run_state, run, state, told, objects.position, own=mine is not None)
-            together.run_on_all("going on from a checkpoint", go_on)
+            restore = partial(
+                _restore_run_state, run, state, nearest_state, objects.position, own=own_state is not None
+            )
+            together.run_on_all("going on from a checkpoint", restore)
         self._gather_weights()
         self._log_loaded(opened, only_module=only_module)
         return objects
 
     def _gather_weights(self) -> None:
-        """Bring what only all ranks together can gather; later one rank may evaluate alone."""
-        if (
-            not self._state.partially_loaded_folder
-        ):  # else an earlier load has left states that this one did not replace
+        """Gather what only all ranks together can gather; later one rank may evaluate alone."""
+        # A folder is named if an earlier load has left states that this one did not replace.
+        if not self._state.partially_loaded_folder:
             self._steps.make_ready("load_checkpoint")
 
     def _check_scale(self, saved: dict[str, Any] | None, *, goes_on: bool) -> None:
@@ -528,14 +548,14 @@ def _restore_run_state(
 
 def _read_objects(
     opened: OpenCheckpoint,
-    mine: dict[str, Any] | None,
+    own_state: dict[str, Any] | None,
     rank_state: dict[str, Any] | None,
     parts: EngineParts,
     *,
     only_module: bool,
     trusted: bool,
 ) -> _LoadedObjects:
-    """Of `client` and of the states of ranks; with `only_module` extra states alone, if the model's modules take any.
+    """Those of `client` and of the states of ranks; with `only_module` extra states alone, if modules take any.
 
     Raises ConfigError: there is an object that is not loaded; names its class.
     """
@@ -546,7 +566,7 @@ def _read_objects(
     if only_module:
         return _LoadedObjects(extra_states=extra)
     # A scheduler's state is its stage's own if the rank has saved the same stage, since groups differ by stage.
-    scheduler, (names, own) = client["lr_scheduler"], (mine or {}).get("lr_scheduler", (None, None))
+    scheduler, (names, own) = client["lr_scheduler"], (own_state or {}).get("lr_scheduler", (None, None))
     if names == [leaf.names[0] for leaf in parts.leaves]:
         scheduler = unpack_any(own, "the scheduler of a stage", trusted=trusted)
     position = None if rank_state is None else data_position(rank_state, trusted=trusted)

@@ -1,7 +1,7 @@
 """The files that `from_pretrained` needs besides weights: the model's configuration and its tokenizer's files.
 
-An engine's checkpoint does not hold them; clients such as the Trainer save them around it. They are found by name, so
-that no files of the checkpoint itself (states, random numbers, arguments) are copied with them.
+An engine's checkpoint does not contain them; clients such as the Trainer save them around it. They are found by name,
+so that no files of the checkpoint itself (states, random numbers, arguments) are copied with them.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ def find_model_files(checkpoint: Path, model: Path | None = None) -> dict[str, P
     """
     if model is not None and not (model / CONFIG).is_file():
         raise ConfigError(f"--model: expected a folder with the model's {CONFIG}, got {model}")
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     # If both folders have a file of the same name, the one in the checkpoint's own folder counts.
     parent = Path(os.path.abspath(checkpoint)).parent  # of "." and ".." too
     for folder in (checkpoint, parent) if model is None else (model,):
         for pattern in PATTERNS:
             for path in sorted(folder.glob(pattern)):
                 if path.is_file():
-                    found.setdefault(path.name, path)
-    return found
+                    paths.setdefault(path.name, path)
+    return paths
 
 
 def copy_model_files(files: dict[str, Path], out: Path, dtype: torch.dtype, *, replace: bool = False) -> list[str]:
     """Copy the files that `find_model_files` has found. Returns the names of those that were copied.
 
-    `dtype`: of the exported weights; config.json says it, because `from_pretrained` makes weights so. `replace`:
+    `dtype`: of the exported weights; config.json names it, because `from_pretrained` makes weights so. `replace`:
     overwrite existing files, since the user has named the folder of the new ones.
     """
     copied = []
     for name, path in files.items():
-        there = (out / name).exists()
-        if not there or (replace and not (out / name).samefile(path)):
+        exists = (out / name).exists()
+        if not exists or (replace and not (out / name).samefile(path)):
             shutil.copyfile(path, out / name)
             copied.append(name)
     if CONFIG in copied:
@@ -62,11 +62,11 @@ def copy_model_files(files: dict[str, Path], out: Path, dtype: torch.dtype, *, r
 
 
 def _set_dtype(config: Path, dtype: str) -> None:
-    def said(value: Any) -> Any:
+    def replace_dtype(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {key: dtype if key in DTYPE_KEYS and part else said(part) for key, part in value.items()}
+        return {key: dtype if key in DTYPE_KEYS and part else replace_dtype(part) for key, part in value.items()}
 
-    with suppress(ValueError, RecursionError):  # no JSON: whoever reads it will say so
+    with suppress(ValueError, RecursionError):  # no JSON: its reader will raise
         content = json.loads(config.read_text(encoding="utf-8"))
-        config.write_text(json.dumps(said(content), indent=2) + "\n", encoding="utf-8")
+        config.write_text(json.dumps(replace_dtype(content), indent=2) + "\n", encoding="utf-8")

@@ -22,49 +22,51 @@ LISTS, TABLES = ("parameters", "frozen", "buffers"), ("aliases", "dtypes")
 
 def gather_stage_states(everyone: Collectives, state: Mapping[str, Any]) -> dict[str, Any]:
     """The common state of all stages, with the names of all of them. All ranks call this."""
-    mine = json.dumps([{key: state[key] for key in (*LISTS, *TABLES)}, state["has_frozen"]]).encode()
-    answers = everyone.all_gather_bytes("names of all stages", mine)
-    told, frozen = zip(*(json.loads(answer) for answer in answers), strict=True)
+    payload = json.dumps([{key: state[key] for key in (*LISTS, *TABLES)}, state["has_frozen"]]).encode()
+    answers = everyone.all_gather_bytes("names of all stages", payload)
+    names_of_stages, frozen = zip(*(json.loads(answer) for answer in answers), strict=True)
     packed = dict.fromkeys(everyone.all_gather_bytes("groups of all stages", make_archive(state["groups"])))
-    groups: list[list[dict[str, Any]]] = [read_archive(each, "groups of a stage") for each in packed]
-    whole = dict(state)
+    groups: list[list[dict[str, Any]]] = [read_archive(archive, "groups of a stage") for archive in packed]
+    common = dict(state)
     for key in LISTS:
-        whole[key] = list(dict.fromkeys(name for part in told for name in part[key]))
+        common[key] = list(dict.fromkeys(name for part in names_of_stages for name in part[key]))
     for key in TABLES:
-        whole[key] = {name: value for part in told for name, value in part[key].items()}
-    whole["groups"], whole["stage_groups"] = [], groups
+        common[key] = {name: value for part in names_of_stages for name, value in part[key].items()}
+    common["groups"], common["stage_groups"] = [], groups
     for number in range(max(map(len, groups))):
         alike = [part[number] for part in groups if number < len(part)]
         names = list(dict.fromkeys(name for group in alike for name in group["params"]))
-        whole["groups"].append({**alike[0], "params": names})
-    whole["has_frozen"] = any(frozen)
-    return whole
+        common["groups"].append({**alike[0], "params": names})
+    common["has_frozen"] = any(frozen)
+    return common
 
 
 def gather_extra_states(everyone: Collectives, model: nn.Module) -> dict[str, Any]:
     """The extra states of the modules of all stages; of a tied module the first stage's count. All ranks call this."""
-    mine = AllRanks(everyone).run_on_all("extra states", lambda: pack_extra_states(model, "save_checkpoint"))
-    payload = b"" if mine is None else make_archive(mine)
-    whole: dict[str, Any] = {}
+    own = AllRanks(everyone).run_on_all("extra states", lambda: pack_extra_states(model, "save_checkpoint"))
+    payload = b"" if own is None else make_archive(own)
+    common: dict[str, Any] = {}
     for answer in filter(None, everyone.all_gather_bytes("extra states of all stages", payload)):
-        found = unpack_any(read_archive(answer, "extra states of a stage"), "extra states of a stage", trusted=True)
-        whole = {**found, **whole}
-    return whole
+        stage_states = unpack_any(
+            read_archive(answer, "extra states of a stage"), "extra states of a stage", trusted=True
+        )
+        common = {**stage_states, **common}
+    return common
 
 
 def select_stage_state(state: dict[str, Any], parts: EngineParts) -> tuple[frozenset[str], dict[str, Any]]:
-    """Names of parameters and buffers of all stages, and this stage's part of `gather_stage_states`. All ranks call this."""
+    """(names of parameters and buffers of all stages, this stage's part of the common state). All ranks call this."""
     if not parts.collectives.is_pipeline_stage:
         return frozenset(), state
     own = {name for leaf in parts.leaves for name in leaf.names}
-    mine = [*own, *persistent_buffers(parts.model)]
-    answers = parts.collectives.world.all_gather_bytes("names of all stages", json.dumps(mine).encode())
+    own_names = [*own, *persistent_buffers(parts.model)]
+    answers = parts.collectives.world.all_gather_bytes("names of all stages", json.dumps(own_names).encode())
     names = frozenset(name for answer in answers for name in json.loads(answer))
-    held = [{**group, "params": [name for name in group["params"] if name in own]} for group in state["groups"]]
+    own_groups = [{**group, "params": [name for name in group["params"] if name in own]} for group in state["groups"]]
     for groups in state.get("stage_groups", ()):  # groups of a number may have other options on other stages
-        if _parameter_names(groups) == _parameter_names(held):
+        if _parameter_names(groups) == _parameter_names(own_groups):
             return names, {**state, "groups": groups}
-    return names, {**state, "groups": held}
+    return names, {**state, "groups": own_groups}
 
 
 def _parameter_names(groups: Iterable[Mapping[str, Any]]) -> set[str]:

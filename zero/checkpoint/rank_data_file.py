@@ -1,9 +1,10 @@
 """One rank's part of a checkpoint: its boxes of tensors, and its data file, which is written run by run.
 
-[Note: order] A sub-group is one extent: its weights and its record are read once, and their boxes are contiguous in the
-file. For each piece of a parameter the master is written first, then the states, so that a load reads forwards too.
+[Note: order] A sub-group is one extent: its weights and its optimizer state are read once, and their boxes are
+contiguous in the file. For each piece of a parameter the master is written first, then the states, so that a load reads
+forwards too.
 
-[Note: replicas] Ranks that hold the same slice write its extents in turns.
+[Note: replicas] Ranks that hold the same shard divide its extents: each writes every n-th.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class BoxToWrite:
     shape: tuple[int, ...]  # Of the whole tensor.
     unit: Unit | None = None
     coordinate: int = 0  # Of the box's first element.
-    state: int | None = None  # Index of the optimizer's state plane; None: the weight, or its master, or `values`.
-    values: TieredArray | torch.Tensor | None = None  # A plane over coordinates, or the whole tensor, flat.
+    state: int | None = None  # Index of the optimizer's state; None: the weight, or its master, or `values`.
+    values: TieredArray | torch.Tensor | None = None  # An array over coordinates, or all of the tensor, flat.
     is_blob: bool = False  # The bytes are already an archive.
 
     @property
@@ -80,7 +81,7 @@ class BoxToWrite:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Runs that are contiguous in the file, and are made from one read of the planes."""
+    """Runs that are contiguous in the file, and are made from one read of the arrays."""
 
     group: SubGroup | None  # None: the values are read box by box.
     runs: tuple[PackedRun[BoxToWrite], ...]
@@ -101,12 +102,12 @@ class Extents:
         self._states, placement = parts.plan.states_of, parts.collectives.placement
         with torch._C.DisableTorchFunctionSubclass():
             self._shapes = [tuple(leaf.parameter.shape) for leaf in parts.leaves]
-        turn = placement.replica_ranks.index(placement.rank)
+        replica = placement.replica_ranks.index(placement.rank)
         self.nbytes = 0  # Size of the file so far, in whole pages.
         self._added_boxes: list[BoxToWrite] = []
         everything = list(self._all_boxes(groups))
-        mine = [self._place(*found) for found in everything[turn :: len(placement.replica_ranks)]]
-        self.extents = [extent for extent in mine if extent.runs]
+        own = [self._place(group, boxes) for group, boxes in everything[replica :: len(placement.replica_ranks)]]
+        self.extents = [extent for extent in own if extent.runs]
 
     def add(self, name: str, values: torch.Tensor) -> None:
         """Add a separate tensor in host memory, which must not change until it is written."""
@@ -115,7 +116,7 @@ class Extents:
         self._added_boxes += [BoxToWrite(name, flat.dtype, box, shape, None, box.begin, values=flat) for box in boxes]
 
     def add_array(self, name: str, dtype: torch.dtype, array: TieredArray, unit: Unit) -> None:
-        """Add a plane's values of a unit, as a tensor of (shard_numel,)."""
+        """Add an array's values of a unit, as a tensor of (shard_numel,)."""
         shape = (unit.shard_numel,)
         boxes = short_boxes(shape, 0, unit.shard_numel, PIECE_NUMEL)
         self._added_boxes += [
@@ -168,7 +169,7 @@ class Extents:
 
 
 class ExtentWriter:
-    """Encodes extents, in any order; it runs on the loop of the storage's mover.
+    """Encodes extents, in any order; it runs on the storage's I/O loop.
 
     Args:
         store: called with (offset in the file, bytes) of each run; the bytes may be reused when it returns.
@@ -190,9 +191,8 @@ class ExtentWriter:
         )
         self._encoders = Worker("zero-checkpoint-encoder", ENCODER_THREADS)
         self.checksums: dict[int, tuple[int, int]] = {}
-        self.is_stopped = (
-            False  # True: `write_all` begins no further extent, since one has failed or the owner ends it.
-        )
+        # True: `write_all` begins no further extent, since one has failed or the owner ends it.
+        self.is_stopped = False
 
     async def write_all(
         self,
@@ -200,10 +200,10 @@ class ExtentWriter:
         write: Callable[[Extent], Awaitable[None]] | None = None,
         concurrency: int = EXTENTS_IN_FLIGHT,
     ) -> None:
-        """Write extents with the planes' present values, each by `write`, or `self.write`. Raises StorageError."""
+        """Write extents with the arrays' present values, each by `write`, or `self.write`. Raises StorageError."""
         waiting, write = iter(extents), write or self.write
 
-        async def take_turns() -> None:
+        async def write_waiting() -> None:
             for extent in waiting:
                 if self.is_stopped:
                     return
@@ -213,14 +213,14 @@ class ExtentWriter:
                     self.is_stopped = True
                     raise
 
-        await await_all([asyncio.ensure_future(take_turns()) for _ in range(concurrency)])
+        await await_all([asyncio.ensure_future(write_waiting()) for _ in range(concurrency)])
 
     async def write(self, extent: Extent) -> None:
-        """Write one extent with the planes' present values. Raises StorageError."""
+        """Write one extent with the arrays' present values. Raises StorageError."""
         await await_all(await self.encode(extent))
 
     async def encode(self, extent: Extent) -> list[asyncio.Task[None]]:
-        """Encode one extent with the planes' present values; the planes may change once this returns.
+        """Encode one extent with the arrays' present values; they may change once this returns.
 
         Returns the running tasks that store it; each may raise StorageError. Raises StorageError: a read failed.
         """
@@ -295,23 +295,23 @@ class ExtentWriter:
         if part.unit is None:
             raise StateError(f"{part.name}: it is not known where its values are")
         if staged is None:
-            plane = part.values or self._storage.weights[self._layout.space_of(part.unit)]
-            return partial(copy_single_threaded, target, await self._read_array(plane, part.unit, lo, hi))
+            array = part.values or self._storage.weights[self._layout.space_of(part.unit)]
+            return partial(copy_single_threaded, target, await self._read_array(array, part.unit, lo, hi))
         begin, values = staged.group.begin, target.view(part.dtype)
         if part.state is not None:
             return partial(_fill_state, staged.state_view(), part.state, lo - begin, hi - begin, values)
         weight = staged.weights[part.unit.index]
-        stored = weight.bytes.view(part.unit.dtype)[lo - weight.begin : hi - weight.begin]
-        return partial(_fill_master, stored, staged.state_view().remainder, lo - begin, values)
+        elements = weight.bytes.view(part.unit.dtype)[lo - weight.begin : hi - weight.begin]
+        return partial(_fill_master, elements, staged.state_view().remainder, lo - begin, values)
 
     async def _read_array(self, array: TieredArray, unit: Unit, lo: int, hi: int) -> torch.Tensor:
         memory = array.memory(lo, hi)
         if memory is not None:
             return memory
         begin, end = lo // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(hi, BLOCK_NUMEL), unit.end)
-        whole = torch.empty(array.nbytes(begin, end), dtype=torch.uint8, device="cpu")
-        await read_array(array, begin, end, whole, self._storage.host_pool)
-        return whole[array.nbytes(begin, lo) : array.nbytes(begin, hi)]
+        aligned = torch.empty(array.nbytes(begin, end), dtype=torch.uint8, device="cpu")
+        await read_array(array, begin, end, aligned, self._storage.host_pool)
+        return aligned[array.nbytes(begin, lo) : array.nbytes(begin, hi)]
 
 
 def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: int, target: torch.Tensor) -> None:
@@ -326,13 +326,13 @@ def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: in
         target.copy_(joined)
 
 
-def _fill_state(group_state: SubGroupState, which: int, begin: int, end: int, target: torch.Tensor) -> None:
-    """Fill `target` with elements [begin, end) of one of the record's state planes, in fp32."""
-    planes = group_state.states.tensors
-    if planes:
-        copy_single_threaded(target, planes[which][begin:end])
+def _fill_state(group_state: SubGroupState, index: int, begin: int, end: int, target: torch.Tensor) -> None:
+    """Fill `target` with elements [begin, end) of one of the sub-group's states, in fp32."""
+    tensors = group_state.states.tensors
+    if tensors:
+        copy_single_threaded(target, tensors[index][begin:end])
     else:
-        target.copy_(group_state.states.load(begin, end)[which])
+        target.copy_(group_state.states.load(begin, end)[index])
 
 
 def data_file_name(rank: int) -> str:
@@ -351,7 +351,7 @@ def failure_file_name(rank: int) -> str:
 
 
 def plan_extents(parts: EngineParts, is_wanted: Callable[[int], bool], optimizer: ZeroOptimizer | None) -> Extents:
-    """The extents that this rank writes: its part of the planes; on the first rank also buffers and step counts.
+    """The extents that this rank writes: its part of the arrays; on the first rank also buffers and step counts.
 
     `is_wanted`: selects parameters, by index.
     `optimizer`: has the numbers of the states; None: all are 0. If it keeps small states, no update may be pending.
@@ -365,24 +365,27 @@ def plan_extents(parts: EngineParts, is_wanted: Callable[[int], bool], optimizer
         for leaf in parts.leaves:
             if leaf.index in trained and is_wanted(leaf.index):
                 numbers = {STEP: Scalar(0)} if optimizer is None else optimizer.saved_numbers(id(leaf.parameter))
-                for what, number in numbers.items():
-                    extents.add(state_name(leaf.names[0], what), number.to_tensor())
+                for kind, number in numbers.items():
+                    extents.add(state_name(leaf.names[0], kind), number.to_tensor())
     if optimizer is not None and placement.rank == placement.replica_ranks[0]:
         names = {id(leaf.parameter): leaf.names[0] for leaf in parts.leaves if is_wanted(leaf.index)}
-        for name, small in parts.small_states(names).items():
-            for what, value in small.items():
-                extents.add(state_name(name, what), value)
+        for name, states_of_parameter in parts.small_states(names).items():
+            for kind, value in states_of_parameter.items():
+                extents.add(state_name(name, kind), value)
     return extents
 
 
 class RankDataFile:
     """One rank's data file while it is written. Raises StorageError: the disk has no room; nothing is left.
 
-    `extents`: the extents to write, after `end`. `folder`: of the unfinished checkpoint.
+    `extents`: the extents to write, after `Extents.finish`. `folder`: of the unfinished checkpoint.
     """
 
     def __init__(self, parts: EngineParts, extents: Extents, folder: Path, rank: int, files: Files) -> None:
-        self.extents, self._folder, self._rank, self._files = extents.extents, folder, rank, files
+        self.extents = extents.extents
+        self._folder = folder
+        self._rank = rank
+        self._files = files
         self._io_loop = parts.storage.io_loop
         self._write_future: IoFuture[None] | None = None
         with ExitStack() as undo:
@@ -411,39 +414,40 @@ class RankDataFile:
     def finish(self) -> None:
         """After all writes: sync the file and write its list. Blocks; any thread. Raises StorageError."""
         self.file.sync()
-        self.stamp = self._files.stamp(self._folder / data_file_name(self._rank))  # the list lets the first rank go on
+        # Before the list is written: with the list the first rank continues.
+        self.stamp = self._files.stamp(self._folder / data_file_name(self._rank))
         boxes = list(file_boxes(self.extents, self.writer.checksums))
         self._files.write_bytes(self._folder / list_file_name(self._rank), json.dumps([self.file.nbytes, boxes]))
 
     def close(self) -> None:
-        """Release the file and the memory. If an interrupt has ended `write`, wait for transfers in flight first."""
+        """Close the file and free the memory. If an interrupt has ended `write`, wait for writes in flight first."""
         self.writer.is_stopped = True
         if self._write_future is not None:
             self._write_future.wait()
 
-        async def end() -> None:
+        async def close() -> None:
             self.close_on_loop()
 
-        self._io_loop.run("closing a checkpoint", end())
+        self._io_loop.run("closing a checkpoint", close())
 
     def close_on_loop(self) -> None:
-        """`close`, on the mover's loop. Idempotent."""
+        """`close`, on the I/O loop. Idempotent."""
         self._aio.close()
         self.writer.close()
         self.file.close()
 
 
 def file_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, int]]) -> list[FileBox]:
-    found = []
+    boxes = []
     for extent in extents:
         for run in extent.runs:
             for place in run.boxes:
                 part, payload = place.item, run.offset + place.payload
                 dtype = None if part.is_blob else str(part.dtype).removeprefix("torch.")
                 begin, nbytes = run.offset + place.begin, place.end - place.begin
-                where = (part.shape, part.box.offsets, part.box.sizes, begin, nbytes, payload)
-                found.append(FileBox(part.name, dtype, *where, place.nbytes, checksums[payload][1]))
-    return found
+                place_in_file = (part.shape, part.box.offsets, part.box.sizes, begin, nbytes, payload)
+                boxes.append(FileBox(part.name, dtype, *place_in_file, place.nbytes, checksums[payload][1]))
+    return boxes
 
 
 def read_list(files: Files, path: Path) -> DataFile:
@@ -456,10 +460,10 @@ def read_list(files: Files, path: Path) -> DataFile:
             f"{path} is missing, although its rank has written it: save_dir must be on a file system that all nodes "
             "share"
         )
-    nbytes, told = json.loads(files.read_bytes(path))
+    nbytes, rows = json.loads(files.read_bytes(path))
     boxes = [
-        FileBox(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), *rest)
-        for name, dtype, shape, offsets, sizes, *rest in told
+        FileBox(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), *others)
+        for name, dtype, shape, offsets, sizes, *others in rows
     ]
     entry = FileEntry(bytes=nbytes, boxes=tuple((box.payload, box.payload_bytes, box.crc) for box in boxes))
     return entry, boxes

@@ -46,13 +46,16 @@ class SaveCheckpoints:
         state: knowledge of checkpoints between calls.
 
     Attributes:
-        files: the disk that checkpoints lie on.
+        files: operations on the disk with the checkpoints.
         checkpoint_tools: name -> text of scripts that are written into the folder of checkpoints, for clients that look
             for them.
     """
 
     def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges, state: CheckpointState) -> None:
-        self._run, self._steps, self._changes, self._state = run, steps, changes, state
+        self._run = run
+        self._steps = steps
+        self._changes = changes
+        self._state = state
         self.files = Files()
         self.checkpoint_tools: Mapping[str, str] = MappingProxyType({})
         self._shared_stamp: Stamp = ()  # Of the files with frozen weights that were last verified or written.
@@ -88,7 +91,7 @@ class SaveCheckpoints:
             StorageError: not enough room, or the disk refused; older checkpoints are as they were.
             StateError: inside forward, backward or `GatheredParameters`; or it failed on another rank.
         """
-        # Absolute, because a save that goes on beside training must not follow the program to another folder.
+        # Absolute, because the program may change its folder while a save continues beside training.
         folder = check_folder_argument(save_dir, "save_checkpoint: save_dir").absolute()
         self.ensure_between_steps("save_checkpoint")
         name = self._agree_on_tag(f"global_step{self._run.global_steps}" if tag is None else tag)
@@ -97,17 +100,19 @@ class SaveCheckpoints:
         if self._run.updater is not None and self._run.updater.has_small_states:
             self._steps.synchronize()  # small states are captured now, so the updates that change them must be done
         state, extents = self._capture(client_state or {}, frozen)
-        behind = self._may_save_async(state)
-        if not behind:
+        is_async = self._may_save_async(state)
+        if not is_async:
             self._steps.synchronize()
         save = SaveJob(parts, folder, name, self.files)
         keep_last = self._run.config.checkpoint.keep_last
         save.shared_files, save.keep_last, save.tools = frozen.shared_files, keep_last, self.checkpoint_tools
-        said = f"checkpoint {folder / name}: {format_bytes(extents.nbytes)} of this rank saved"
+        description = f"checkpoint {folder / name}: {format_bytes(extents.nbytes)} of this rank saved"
         try:
             save.begin(extents, state)
-            if behind:
-                self._state.set_background_save(BackgroundSave(save, parts, save_latest=save_latest, describe=said))
+            if is_async:
+                self._state.set_background_save(
+                    BackgroundSave(save, parts, save_latest=save_latest, describe=description)
+                )
                 return True
             save.write()
             save.commit(save_latest=save_latest)
@@ -115,11 +120,11 @@ class SaveCheckpoints:
             save.close()
             raise
         save.close()
-        logger.info("%s", said)
+        logger.info("%s", description)
         return True
 
     def _may_save_async(self, state: Mapping[str, Any]) -> bool:
-        """True when training may continue while this is written; else the log says why not."""
+        """True when training may continue while this is written; else the reason is logged."""
         if not self._run.config.checkpoint.async_save:
             return False
         why, modified = "", sorted(self._state.modified_units.union(*self._state.edited_units))
@@ -128,12 +133,12 @@ class SaveCheckpoints:
         elif state["accumulating"] is not None:
             why = "gradients have been accumulated since the last step, and the next backward would change them"
         elif modified:
-            # A forward may modify them again, and the save could not notice it in time to take the old values.
+            # A forward may modify them again, and the save could not notice it in time to read the old values.
             why = f"weights have been modified in place ({modified[0]})"
-        told = [
+        reasons = [
             answer.decode() for answer in self._run.collectives.all_gather_bytes("saving beside training", why.encode())
         ]
-        why = next(filter(None, told), "")
+        why = next(filter(None, reasons), "")
         if why:
             logger.warning(
                 "save_checkpoint: this checkpoint is written before the call returns, not in the background: %s", why
@@ -147,11 +152,11 @@ class SaveCheckpoints:
         self._state.wait_for_checkpoint()
         self._changes.replan()
         modified = any(bound.is_bound and bound.has_changes for bound in self._run.parts.bound)
-        told = self._run.collectives.all_gather_bytes(
+        answers = self._run.collectives.all_gather_bytes(
             f"{what}: weights modified in place", b"yes" if modified else b"no"
         )
-        if b"yes" in told:  # one rank's edit in `GatheredParameters` is made in place on that rank only
-            # Weights modified in place are stored when their unit is released; all ranks gather it again together.
+        if b"yes" in answers:  # one rank's edit in `GatheredParameters` is made in place on that rank only
+            # Weights modified in place are stored when their unit is evicted; all ranks gather it again together.
             self._steps.evict_all()
             self._steps.make_ready(what)
         self._steps.take_user_gradients()
@@ -183,10 +188,10 @@ class SaveCheckpoints:
         return FrozenPart(is_inside=False, shared_files=shared.entries(digest))
 
     def _may_share(self, shared: SharedFrozenWeights, digest: str) -> bool:
-        """True if they are there, undamaged. Files verified before are not read again. All ranks call this."""
+        """True if the files exist, undamaged. Files verified before are not read again. All ranks call this."""
         stamp, placement = shared.stamp(digest), self._run.collectives.placement
-        told = "known" if stamp and stamp == self._shared_stamp else "there" if stamp else "missing"
-        answers = self._run.collectives.all_gather_bytes("shared weights", told.encode())
+        status = "known" if stamp and stamp == self._shared_stamp else "there" if stamp else "missing"
+        answers = self._run.collectives.all_gather_bytes("shared weights", status.encode())
         if b"missing" in answers:
             return False
         if b"there" not in answers:
@@ -196,28 +201,28 @@ class SaveCheckpoints:
             shared.verify(digest, placement.rank, placement.world_size)
         except (ConfigError, StorageError) as error:
             damage = str(error).encode()
-        found = [
+        damages = [
             answer.decode()
             for answer in self._run.collectives.all_gather_bytes("shared weights read", damage)
             if answer
         ]
-        if found and placement.rank == 0:
+        if damages and placement.rank == 0:
             logger.warning(
                 'save_checkpoint: the file of frozen weights that checkpoints share (checkpoint.frozen is "once") '
                 "is damaged and is written again: %s",
-                "; ".join(found),
+                "; ".join(damages),
             )
-        return not found
+        return not damages
 
     def _capture(self, client_state: Mapping[str, Any], frozen: FrozenPart) -> tuple[dict[str, Any], Extents]:
         """The common state of all ranks, and everything that this rank writes."""
         parts, trained = self._run.parts, self._run.parts.trained_indices
-        own = parts.collectives.world.is_saved_here
+        is_saved_here = parts.collectives.world.is_saved_here
 
-        def wanted(index: int) -> bool:
-            return (frozen.is_inside or index in trained) and own(parts.leaves[index].names[0])
+        def is_saved(index: int) -> bool:
+            return (frozen.is_inside or index in trained) and is_saved_here(parts.leaves[index].names[0])
 
-        extents = plan_extents(parts, wanted, self._run.updater)
+        extents = plan_extents(parts, is_saved, self._run.updater)
         state = common_state(self._run)
         state["has_frozen"], state["frozen_sums"] = frozen.is_inside or bool(frozen.shared_files), dict(frozen.sums)
         if not state["has_frozen"]:
@@ -247,14 +252,14 @@ class SaveCheckpoints:
         """True, with a warning, if gradients are missing: they are not saved, so that no later step can use them."""
         watch, everyone = self._run.parts.backward_watch, self._run.collectives.world
         watch.end_failed_backward()
-        mine = watch.is_torn or self._run.parts.gradients.has_lost
-        torn = any(everyone.all_gather_bytes("a backward that was broken off", b"torn" if mine else b""))
-        if torn:
+        is_torn = watch.is_torn or self._run.parts.gradients.has_lost
+        is_any_torn = any(everyone.all_gather_bytes("a backward that was broken off", b"torn" if is_torn else b""))
+        if is_any_torn:
             logger.warning(
                 "save_checkpoint: the last backward was broken off, so the gradients since the last step are not "
                 "saved; a run that is continued from this checkpoint begins that step again"
             )
-        return torn
+        return is_any_torn
 
     def _make_blobs(
         self,
@@ -286,8 +291,8 @@ class SaveCheckpoints:
             answer.decode() for answer in self._run.collectives.world.all_gather_bytes("checkpoint tag", name.encode())
         ]
         if len(set(names)) > 1:
-            told = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
-            message = f"save_checkpoint: ranks have different tags ({told})"
+            tags = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
+            message = f"save_checkpoint: ranks have different tags ({tags})"
             if self._run.config.checkpoint.tag_validation == "fail":
                 raise ConfigError(f"{message}; pass the same tag on all ranks")
             if self._run.config.checkpoint.tag_validation == "warn":

@@ -50,10 +50,14 @@ class SaveJob:
 
     def __init__(self, parts: EngineParts, save_dir: Path, tag: str, files: Files) -> None:
         everyone = parts.collectives.world
-        self._parts, self.placement, self.tag = parts, everyone.placement, tag
+        self._parts = parts
+        self.placement = everyone.placement
+        self.tag = tag
         self.keep_last: int | None = None  # The number of checkpoints to keep; None: all.
         self.tools: Mapping[str, str] = {}  # Name -> text of scripts to write into the folder that has `latest`.
-        self._files, self._together, self._collectives = files, AllRanks(everyone), everyone
+        self._files = files
+        self._together = AllRanks(everyone)
+        self._collectives = everyone
         self._folders = CheckpointFolder(save_dir, files)
         self._aliases: dict[str, str] = {}
         self.shared_files: Mapping[str, DataFile] = {}  # Files in other folders that are also part of this checkpoint.
@@ -66,21 +70,21 @@ class SaveJob:
 
         Raises StorageError: there is no room; StateError: it failed on another rank.
 
-        `extents`: the extents that this rank writes, after `end`. `state`: the common state of all ranks.
+        `extents`: the extents that this rank writes, after `Extents.finish`. `state`: the common state of all ranks.
         """
         self._global_steps = state["global_steps"]
         self._aliases = {MODEL + alias: MODEL + name for alias, name in state.get("aliases", {}).items()}
         folder = self._folders.partial_folder(self.tag)
 
-        # Results are stored in `self` at once: if another rank fails, `close` can still release them.
-        def make() -> None:
+        # Results are stored in `self` at once: if another rank fails, `close` can still free them.
+        def make_folder() -> None:
             self._partial = self._folders.create_partial(self.tag)
 
-        def create() -> None:
+        def create_file() -> None:
             self._rank_data_file = RankDataFile(self._parts, extents, folder, self.placement.rank, self._files)
 
-        self._together.run_on_first("making the folder of a checkpoint", make)
-        self._together.run_on_all("reserving the room of a checkpoint", create)
+        self._together.run_on_first("making the folder of a checkpoint", make_folder)
+        self._together.run_on_all("reserving the room of a checkpoint", create_file)
         return self.rank_data_file
 
     def write(self) -> None:
@@ -129,18 +133,21 @@ class SaveJob:
             raise self._given_up_error()
 
     def _given_up_error(self) -> StateError:
-        left = [f"rank {rank} {why}" for rank, why in self.ended_ranks(range(self.placement.world_size)).items()]
+        reasons = [f"rank {rank} {why}" for rank, why in self.ended_ranks(range(self.placement.world_size)).items()]
         return StateError(
             f"saving a checkpoint: the first rank could not complete {self.tag}: "
-            f"{'; '.join(left) or 'its own error says why'}; older checkpoints are as they were"
+            f"{'; '.join(reasons) or 'its own error says why'}; older checkpoints are as they were"
         )
 
     def ended_ranks(self, ranks: Collection[int]) -> dict[int, str]:
-        """Those of these ranks that have ended, and what is known of it. Blocks."""
+        """Those of these ranks that have ended, and why, as far as it is known. Blocks."""
         return self._collectives.ended_ranks([rank for rank in ranks if rank != self.placement.rank])
 
     def _list_files(self) -> set[str]:
-        """What is in the folder so far; nothing once it has got its name, or is removed."""
+        """Names of the files in the folder so far; none once it has been renamed or removed.
+
+        Raises StateError: a rank's part has failed.
+        """
         folder = self._folders.partial_folder(self.tag)
         names = set(self._files.listing(folder))
         for rank in range(self.placement.world_size):
@@ -156,11 +163,11 @@ class SaveJob:
         partial, files = self._partial, self._files
         if partial is None:
             raise StateError("checkpoint: no save is in progress; call begin() first")
-        written = dict(self.shared_files)
+        data_files = dict(self.shared_files)
         for rank in range(self.placement.world_size):
-            written[data_file_name(rank)] = read_list(files, partial.folder / list_file_name(rank))
-        entries = {name: entry for name, (entry, _) in written.items()}
-        metadata = make_metadata({name: boxes for name, (_, boxes) in written.items()}, self._aliases)
+            data_files[data_file_name(rank)] = read_list(files, partial.folder / list_file_name(rank))
+        entries = {name: entry for name, (entry, _) in data_files.items()}
+        metadata = make_metadata({name: boxes for name, (_, boxes) in data_files.items()}, self._aliases)
         files.write_bytes(partial.folder / METADATA_FILE, metadata)
         checksum = kernels.crc32c(bytes_tensor(metadata))
         entries[METADATA_FILE] = FileEntry(bytes=len(metadata), boxes=((0, len(metadata), checksum),))
@@ -188,20 +195,20 @@ class SaveJob:
             )
 
     def _add_tools(self) -> None:
-        there = set(self._files.listing(self._folders.save_dir)) if self.tools else set()
-        for name in self.tools.keys() - there:
+        present = set(self._files.listing(self._folders.save_dir)) if self.tools else set()
+        for name in self.tools.keys() - present:
             self._files.write_bytes(self._folders.save_dir / name, self.tools[name], 0o755)
 
     def _remove_old(self) -> None:
         if self.keep_last is not None and self._folders.keep_last(self.keep_last):
-            left = [self._folders.save_dir / tag for tag in self._folders.tags()]
-            SharedFrozenWeights(self._folders.save_dir, self._files).remove_unused(left)
+            remaining = [self._folders.save_dir / tag for tag in self._folders.tags()]
+            SharedFrozenWeights(self._folders.save_dir, self._files).remove_unused(remaining)
 
     def close(self) -> None:
-        """Release everything; an incomplete checkpoint is removed."""
-        part, self._rank_data_file = self._rank_data_file, None
-        if part is not None:
-            part.close()
+        """Close the file and free the memory; an incomplete checkpoint is removed."""
+        data_file, self._rank_data_file = self._rank_data_file, None
+        if data_file is not None:
+            data_file.close()
         self.abandon()
 
     def abandon(self) -> None:

@@ -57,7 +57,7 @@ class Source(Protocol):
         Valid during `VALID_READS` further reads. Raises StorageError: a read failed; ConfigError: the data is damaged.
         """
 
-    def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Announce the (name, begin, end) of all reads, in their order, so that the source can prefetch them."""
 
     def close(self) -> None:
@@ -152,8 +152,8 @@ class FolderSource:
         parts = [(box.stored, lo * size, hi * size) for box, (lo, hi) in zip(boxes, bounds, strict=True)]
         return self._reader.get_parts(parts).view(dtype)
 
-    def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
-        boxes = (box.stored for name, begin, end in wanted for box in self._overlapping(name, begin, end))
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        boxes = (box.stored for name, begin, end in ranges for box in self._overlapping(name, begin, end))
         self._reader.prefetch(boxes)
 
     def blob(self, name: str, *, trusted: bool = False) -> Any:
@@ -167,10 +167,10 @@ class FolderSource:
             raise ConfigError(f"{self.folder}: the checkpoint has no {name!r}; it has {', '.join(sorted(self._blobs))}")
         with report_read_errors(self.folder):
             data = self._reader.get(self._blobs[name])
-            found = read_archive(data, f"{name} in {self.folder}", trusted=trusted)
-        if not isinstance(found, dict):
-            raise ConfigError(f"{name} in {self.folder}: expected a dict, got {type(found).__name__}")
-        return found
+            content = read_archive(data, f"{name} in {self.folder}", trusted=trusted)
+        if not isinstance(content, dict):
+            raise ConfigError(f"{name} in {self.folder}: expected a dict, got {type(content).__name__}")
+        return content
 
     def close(self) -> None:
         self._reader.close()
@@ -207,8 +207,8 @@ class FolderSource:
         self._boxes[name] = [box for box in boxes if box.begin < box.end]
 
     def _find_payload(self, file: str, box: FileBox, payloads: Mapping[str, list[int]]) -> StoredBox:
-        known = payloads.get(file, [])
-        at = bisect_left(known, box.begin)
-        if at == len(known) or known[at] >= box.begin + box.nbytes:
+        positions = payloads.get(file, [])
+        index = bisect_left(positions, box.begin)
+        if index == len(positions) or positions[index] >= box.begin + box.nbytes:
             raise ConfigError(f"{self.folder}: the manifest does not say where {box.name} is")
-        return StoredBox(self._names.index(file), *self._manifest.files[file].boxes[at])
+        return StoredBox(self._names.index(file), *self._manifest.files[file].boxes[index])
