@@ -84,7 +84,7 @@ class PipelineModule(nn.Module):
         self.parts = stage_bounds(specs, self.num_stages, partition_method)
         self.num_layers, self.micro_offset = len(specs), 0
         self.tied_stages = {key: self._stages_of(uses) for key, uses in _tied_uses(specs).items()}
-        """Key of a tied layer -> the stages that hold it, in order."""
+        """Key of a tied layer -> the stages that have it, in order."""
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs: list[Callable[..., Any]] = []
         self._build(specs)
@@ -125,21 +125,25 @@ class PipelineModule(nn.Module):
     @contextmanager
     def preserving_state(self) -> Iterator[None]:
         """A context in which a forward does not change random states, the count of forwards, or buffers."""
-        before, host, tracker = self.micro_offset, (random.getstate(), np.random.get_state()), get_cuda_rng_tracker()
-        named, kept = tracker.get_states(), list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]()
+        before, host_states, tracker = (
+            self.micro_offset,
+            (random.getstate(), np.random.get_state()),
+            get_cuda_rng_tracker(),
+        )
+        tracker_states, saved_buffers = tracker.get_states(), list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]()
         for module in self.modules():
             buffers = module.named_buffers(recurse=False)
-            kept += [(module, name, buffer, buffer.detach().clone()) for name, buffer in buffers]
+            saved_buffers += [(module, name, buffer, buffer.detach().clone()) for name, buffer in buffers]
         try:
             with torch.random.fork_rng(), torch.no_grad():
                 yield
         finally:
             self.micro_offset = before
-            random.setstate(host[0])
-            np.random.set_state(host[1])
-            tracker.set_states(named)
+            random.setstate(host_states[0])
+            np.random.set_state(host_states[1])
+            tracker.set_states(tracker_states)
             with torch.no_grad():
-                for module, name, buffer, value in kept:
+                for module, name, buffer, value in saved_buffers:
                     buffer.copy_(value)
                     module._buffers[name] = buffer  # the forward may have put another one there
 
@@ -150,13 +154,13 @@ class PipelineModule(nn.Module):
         count, interval = len(self.forward_funcs), self.activation_checkpoint_interval
         for begin in range(0, count, interval or max(count, 1)):
             end = min(begin + (interval or count), count)
-            whole = isinstance(inputs, tuple)  # a layer gets a tuple of one as such
-            run = partial(self._run_layers, begin, end, self.micro_offset + 1, whole)  # as DeepSpeed counts
-            given = inputs if whole else (inputs,)
+            is_tuple = isinstance(inputs, tuple)  # a layer gets a tuple of one as such
+            run = partial(self._run_layers, begin, end, self.micro_offset + 1, is_tuple)  # as DeepSpeed counts
+            arguments = inputs if is_tuple else (inputs,)
             if interval and torch.is_grad_enabled() and self._may_checkpoint(begin, end):
-                inputs = self.activation_checkpoint_func(run, *given)
+                inputs = self.activation_checkpoint_func(run, *arguments)
             else:
-                inputs = run(*given)
+                inputs = run(*arguments)
         return inputs
 
     def _run_layers(self, begin: int, end: int, micro_offset: int, is_tuple: bool, *inputs: Any) -> Any:

@@ -28,12 +28,12 @@ def stage_bounds(layers: Sequence[Any], num_stages: int, method: str) -> list[in
         raise ConfigError(
             f"PipelineModule: num_stages: expected 1 to {len(layers)}, the number of layers, got {num_stages}"
         )
-    wish = method.lower()
-    if wish == "uniform":
+    kind = method.lower()
+    if kind == "uniform":
         weights = [1] * len(layers)
-    elif wish == "parameters":
+    elif kind == "parameters":
         weights = [_numel(layer) for layer in layers]
-    elif wish.startswith("type:"):
+    elif kind.startswith("type:"):
         pattern = re.compile(method.split(":", 1)[1], re.IGNORECASE)
         weights = [int(pattern.search(_class_name(layer)) is not None) for layer in layers]
         if not any(weights):

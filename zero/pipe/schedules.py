@@ -97,9 +97,9 @@ class _Layers(nn.Module):
 
     def loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
         with self.noting_failure():
-            at = int(number)
-            loss = self._functions.loss(self.outputs[at], self.batches.labels[at])
-            self.outputs[at] = None
+            index = int(number)
+            loss = self._functions.loss(self.outputs[index], self.batches.labels[index])
+            self.outputs[index] = None
             return loss
 
     @contextmanager
@@ -141,12 +141,15 @@ class Schedules:
     def __init__(
         self, module: PipelineModule, stages: PipelineCollectives, functions: StageFunctions, name: str
     ) -> None:
-        self._module, self._stages, self._functions, self._name = module, stages, functions, name
+        self._module = module
+        self._stages = stages
+        self._functions = functions
+        self._name = name
         self._is_first, self._is_last = module.stage_id == 0, module.stage_id == module.num_stages - 1
         self._cache: dict[bool, tuple[tuple[str, int], Any, _Layers]] = {}
 
     def forget_shapes(self) -> None:
-        """Ask for the shapes anew in the next run, though those of the inputs are the same. All ranks call this."""
+        """Find the shapes again in the next run, though those of the inputs are the same. All ranks call this."""
         self._cache.clear()
 
     def run(self, batches: MicroBatches, count: int, *, train: bool) -> list[Any]:
@@ -195,8 +198,8 @@ class Schedules:
             kind = (
                 Schedule1F1B if self._name == "1f1b" and train and count >= self._module.num_stages else ScheduleGPipe
             )
-            made = kind(stage, count, loss_fn=layers.loss if train else None, scale_grads=False)
-            self._cache[train] = key, made, layers
+            schedule = kind(stage, count, loss_fn=layers.loss if train else None, scale_grads=False)
+            self._cache[train] = key, schedule, layers
         return self._cache[train][1:]
 
     def _stage(self, layers: _Layers, batches: MicroBatches, *, train: bool) -> _Stage:
@@ -204,7 +207,11 @@ class Schedules:
         number = (torch.zeros(1, dtype=torch.int64, device="cpu"),)
         nothing = (torch.empty(1, device="meta", dtype=torch.float32),)
         return _Stage(
-            *(layers, self._functions, self._module.stage_id, self._module.num_stages, self._stages.device),
+            layers,
+            self._functions,
+            self._module.stage_id,
+            self._module.num_stages,
+            self._stages.device,
             input_args=number if self._is_first else received,
             output_args=nothing if self._is_last else sent,
             group=self._stages.column.handle,
@@ -218,25 +225,25 @@ class Schedules:
         sent: tuple[torch.Tensor, ...] = ()
         together = AllRanks(self._stages)
         for stage in range(self._module.num_stages - 1):
-            mine, payload, failure = stage == self._module.stage_id, b"", None
+            is_own, payload, failure = stage == self._module.stage_id, b"", None
             try:
-                payload = self._trial_shapes(layers, batches, received) if mine else b""
+                payload = self._trial_shapes(layers, batches, received) if is_own else b""
             except Exception as error:
                 failure = error
             answers = together.all_gather_results(f"shapes behind stage {stage}", payload, failure)
-            is_tuple, told = json.loads(answers[self._stages.column.ranks[stage]])
-            shapes = tuple(_tensor_from_description(part, train) for part in told)
-            sent = shapes if mine else sent
+            is_tuple, descriptions = json.loads(answers[self._stages.column.ranks[stage]])
+            shapes = tuple(_tensor_from_description(part, train) for part in descriptions)
+            sent = shapes if is_own else sent
             if stage + 1 == self._module.stage_id:
                 received, layers.gets_tuple = shapes, is_tuple
         return received, sent
 
     def _trial_shapes(self, layers: _Layers, batches: MicroBatches, received: Sequence[torch.Tensor]) -> bytes:
         """Whether this stage sends a tuple, and the shapes, from a trial forward, which may change its input."""
-        made = tuple(torch.zeros(part.shape, dtype=part.dtype, device=self._stages.device) for part in received)
-        value: Any = map_tensors(batches.inputs[0], torch.clone) if self._is_first else made
+        inputs = tuple(torch.zeros(part.shape, dtype=part.dtype, device=self._stages.device) for part in received)
+        value: Any = map_tensors(batches.inputs[0], torch.clone) if self._is_first else inputs
         if not (self._is_first or layers.gets_tuple):
-            (value,) = made
+            (value,) = inputs
         with self._module.preserving_state():
             output = self._functions.forward(value)
         is_tuple = isinstance(output, (tuple, list))
@@ -256,9 +263,9 @@ def _make_sendable(output: Any) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(value, lambda part: found.append(part) or part)  # type: ignore[func-returns-value]
-    yield from found
+    tensors: list[torch.Tensor] = []
+    map_tensors(value, lambda part: tensors.append(part) or part)  # type: ignore[func-returns-value]
+    yield from tensors
 
 
 def _check_tensor(part: Any) -> torch.Tensor:

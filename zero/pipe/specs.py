@@ -29,8 +29,8 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def __repr__(self) -> str:
-        given = [*map(repr, self.module_args), *(f"{key}={value!r}" for key, value in self.module_kwargs.items())]
-        return f"{self.typename.__name__}({', '.join(given)})"
+        arguments = [*map(repr, self.module_args), *(f"{key}={value!r}" for key, value in self.module_kwargs.items())]
+        return f"{self.typename.__name__}({', '.join(arguments)})"
 
     def build(self) -> nn.Module:
         return self.typename(*self.module_args, **self.module_kwargs)
@@ -86,7 +86,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
-    """What a dotted name leads to, by properties too, as those of Megatron's embeddings; None: nothing."""
+    """The object of a dotted name, by properties too, as those of Megatron's embeddings; None: there is none."""
     try:
         return attrgetter(name)(module)
     except AttributeError:

@@ -21,7 +21,7 @@ class TiedWeights:
         self._groups = {key: stages.group(who) for key, who in module.tied_stages.items() if len(who) > 1}
 
     def make_equal(self) -> None:
-        """Copy the values of the first stage that holds them to the others. Called before the engine is made."""
+        """Copy the values of the first stage that has them to the others. Called before the engine is made."""
         for group, _, parameter in self._shared_parameters():
             values = self._stages.all_gather(group, parameter.detach().cpu().reshape(-1))
             with torch.no_grad():
@@ -37,22 +37,22 @@ class TiedWeights:
             if not parameter.requires_grad:
                 continue
             values = values_of(parameter)
-            mine = values.gradient()
-            has = self._stages.all_gather(group, torch.tensor([mine is not None], device="cpu").to(torch.uint8))
-            if not any(bool(part) for part in has):
+            own = values.gradient()
+            has_gradient = self._stages.all_gather(group, torch.tensor([own is not None], device="cpu").to(torch.uint8))
+            if not any(bool(part) for part in has_gradient):
                 continue
-            flat = (
-                torch.zeros(parameter.numel(), dtype=torch.float32, device="cpu") if mine is None else mine.reshape(-1)
-            )
-            total, *rest = self._stages.all_gather(group, flat)
-            for part in rest:
+            flat = torch.zeros(parameter.numel(), dtype=torch.float32, device="cpu") if own is None else own.reshape(-1)
+            total, *others = self._stages.all_gather(group, flat)
+            for part in others:
                 total = total + part
             values.set_gradient(total.view(parameter.shape))
             if group.index:
                 # The gradient is stored rounded, and this stage's sum of squares contains the stored values: exclude
                 # exactly these, since the first stage counts them.
-                stored = values.gradient()
-                self._stages.add_duplicate_gradient(total if stored is None else stored.reshape(-1).contiguous())
+                stored_gradient = values.gradient()
+                self._stages.add_duplicate_gradient(
+                    total if stored_gradient is None else stored_gradient.reshape(-1).contiguous()
+                )
 
     def _shared_parameters(self) -> Iterator[tuple[Group, str, nn.Parameter]]:
         for key, group in self._groups.items():

@@ -51,10 +51,10 @@ class ProcessTopology:
         """The rank at these coordinates. Raises ConfigError: an axis is missing, or a coordinate is off the grid."""
         if set(coordinates) != set(self.axes):
             raise ConfigError(f"get_rank: expected a coordinate for each of {self.axes}, got {coordinates}")
-        wanted = tuple(coordinates[axis] for axis in self.axes)
-        if wanted not in self._coordinates:
+        coordinate = tuple(coordinates[axis] for axis in self.axes)
+        if coordinate not in self._coordinates:
             raise ConfigError(f"get_rank: {coordinates} is not in a grid of {dict(zip(self.axes, self.dims))}")  # noqa: B905
-        return self._coordinates.index(wanted)
+        return self._coordinates.index(coordinate)
 
     def get_coord(self, rank: int) -> NamedTuple:
         """The coordinates of a rank, with a field for each axis."""
