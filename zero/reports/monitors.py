@@ -118,16 +118,16 @@ class Monitors:
 
     def __init__(self, config: Any, *, writes: bool) -> None:
         blocks = {name: getattr(config, name) for name in KINDS}
-        wanted = {name: block for name, block in blocks.items() if block is not None and block.enabled}
-        for name in wanted:
+        enabled = {name: block for name, block in blocks.items() if block is not None and block.enabled}
+        for name in enabled:
             package = KINDS[name][0]
             if package is not None and importlib.util.find_spec(package) is None:
                 raise ConfigError(
                     f"{name}.enabled: the package {package} is not installed; pip install {package}, or set it to false"
                 )
-        self.enabled = bool(wanted)
+        self.enabled = bool(enabled)
         self.writers: dict[str, Monitor] = {}
-        for name, block in wanted.items() if writes else ():
+        for name, block in enabled.items() if writes else ():
             self.writers[name] = KINDS[name][1](block)
 
     def write_events(self, event_list: Sequence[MonitorEvent]) -> None:

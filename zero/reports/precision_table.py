@@ -41,7 +41,7 @@ def dtype_table(
 
     `placement`: the sharding over ranks; `coded`: the result of `coded_numel`.
     """
-    rows = [COLUMNS, *(_row(space, plan, config, placement, coded) for space in layout.spaces)]
+    rows = [COLUMNS, *(_row(address_space, plan, config, placement, coded) for address_space in layout.spaces)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     notes = [
@@ -53,15 +53,15 @@ def dtype_table(
     if scaler.is_needed:
         notes.append(f"loss scale: {'dynamic, from' if scaler.dynamic else 'static,'} {scaler.cur_scale:.10g}")
     notes.append(f"steps whose gradients are inf or NaN: {'skipped' if scaler.skips_nonfinite else 'taken'}")
-    if any(space.trainable for space in layout.spaces):
-        most = config.gradient_clipping
-        notes.append(f"gradients are clipped to a norm of {most:.10g}" if most else "gradients are not clipped")
+    if any(address_space.trainable for address_space in layout.spaces):
+        clipping = config.gradient_clipping
+        notes.append(f"gradients are clipped to a norm of {clipping:.10g}" if clipping else "gradients are not clipped")
     return "\n".join(["what is kept in which dtype", *map(str.rstrip, lines), *(f"  {note}" for note in notes)])
 
 
 def warn_of_slow_matmuls(layout: Layout, config: Config, device: torch.device) -> None:
     """Warn once in a process if the CPU is much slower in a training's 16-bit matmuls than in fp32 ones."""
-    if device.type != "cpu" or _warned_devices or not any(space.trainable for space in layout.spaces):
+    if device.type != "cpu" or _warned_devices or not any(address_space.trainable for address_space in layout.spaces):
         return
     everything = autocast_dtype(config, device) is not None
     units = [unit for unit in layout.units if everything or unit.dtype in (torch.bfloat16, torch.float16)]
@@ -79,28 +79,28 @@ def warn_of_slow_matmuls(layout: Layout, config: Config, device: torch.device) -
 
 
 def _row(
-    space: AddressSpace, plan: Plan, config: Config, placement: Placement, coded: Mapping[int, int]
+    address_space: AddressSpace, plan: Plan, config: Config, placement: Placement, coded: Mapping[int, int]
 ) -> tuple[str, ...]:
-    # Values that only serve to decode are not counted as parameters (0 in `coded`), but they are stored too.
-    numel = f"{sum(coded.get(slot.index, 0) or slot.numel for unit in space.units for slot in unit.slots):,}"
-    weights = "codes" if space.dtype == torch.uint8 else _name(space.dtype)
-    if not space.trainable:
+    # Values that are only used to decode are not counted as parameters (0 in `coded`), but they are stored too.
+    numel = f"{sum(coded.get(slot.index, 0) or slot.numel for unit in address_space.units for slot in unit.slots):,}"
+    weights = "codes" if address_space.dtype == torch.uint8 else _name(address_space.dtype)
+    if not address_space.trainable:
         return ("frozen", numel, weights, *[NOTHING] * 5)
-    exact = {None: "the weights", torch.int16: f"fp32 = {weights} + 16 bits"}.get(space.remainder, "fp32")
-    master = "the weights, rounded at random" if space.rounds_stochastically else exact
-    kept = torch.float32 if plan.gradient_wide else space.dtype
-    added = torch.float32 if plan.accumulation == torch.float32 or plan.gradient_wide else space.dtype
-    summed = plan.deferred_bytes or plan.passes < (config.gradient_accumulation_steps or 1)  # before the exchange
-    sent = not (placement.is_single_rank or placement.shares_memory)
-    travel = _collective_dtype(kept if summed else space.dtype, config) if sent else NOTHING
-    narrow = plan.states_of(space) == ADAM_STATES
-    states = _name(plan.state_dtype if narrow else torch.float32) if plan.states_of(space) else NOTHING
-    return ("trained", numel, weights, master, _name(kept), _name(added), travel, states)
+    exact = {None: "the weights", torch.int16: f"fp32 = {weights} + 16 bits"}.get(address_space.remainder, "fp32")
+    master = "the weights, rounded at random" if address_space.rounds_stochastically else exact
+    stored = torch.float32 if plan.gradient_wide else address_space.dtype
+    summed_in = torch.float32 if plan.accumulation == torch.float32 or plan.gradient_wide else address_space.dtype
+    is_summed = plan.deferred_bytes or plan.passes < (config.gradient_accumulation_steps or 1)  # before the collectives
+    is_sent = not (placement.is_single_rank or placement.shares_memory)
+    between_ranks = _collective_dtype(stored if is_summed else address_space.dtype, config) if is_sent else NOTHING
+    is_adam = plan.states_of(address_space) == ADAM_STATES
+    states = _name(plan.state_dtype if is_adam else torch.float32) if plan.states_of(address_space) else NOTHING
+    return ("trained", numel, weights, master, _name(stored), _name(summed_in), between_ranks, states)
 
 
 def _collective_dtype(dtype: torch.dtype, config: Config) -> str:
-    wish = config.communication_data_type
-    return _name(dtype if wish is None or DTYPES[wish].itemsize > dtype.itemsize else DTYPES[wish])
+    requested = config.communication_data_type
+    return _name(dtype if requested is None or DTYPES[requested].itemsize > dtype.itemsize else DTYPES[requested])
 
 
 def _name(dtype: torch.dtype) -> str:

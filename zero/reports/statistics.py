@@ -39,7 +39,7 @@ class Statistics:
     expert_row_bytes: int
     """Part of `gathered_bytes`: routed rows of packed experts, fetched without the other rows."""
     whole_experts_by_unit: Mapping[str, int]
-    """Number of whole fetches of a layer's packed experts, which happen if the model's code accesses the parameter."""
+    """Number of fetches of all of a layer's packed experts, which happen if the model's code accesses the parameter."""
     prefetch_hits: int
     """Uses that found their unit resident."""
     prefetch_late: int
@@ -54,7 +54,7 @@ class Statistics:
     live_numel_peak: int
     """Highest number of elements resident or in flight, without persistent units."""
     arena_peak_bytes: int
-    """Highest number of bytes leased from the host arena."""
+    """Highest number of bytes leased from the host pool."""
     activation_stored_bytes: int
     """Bytes of saved activations written to their tier; if that is NVMe, `nvme_write_bytes` includes them."""
     activation_restored_bytes: int
@@ -70,12 +70,12 @@ class Statistics:
 
     def wear_since(self, earlier: Statistics) -> Wear:
         """The bytes written to NVMe since an earlier call; zeros if no step or no time lies between."""
-        written = self.nvme_write_bytes - earlier.nvme_write_bytes
+        written_bytes = self.nvme_write_bytes - earlier.nvme_write_bytes
         steps = self.steps - earlier.steps
         seconds = self.taken_at_seconds - earlier.taken_at_seconds
         return Wear(
-            nvme_written_bytes_per_step=written / steps if steps > 0 else 0.0,
-            nvme_written_bytes_per_day=written / seconds * SECONDS_PER_DAY if seconds > 0 else 0.0,
+            nvme_written_bytes_per_step=written_bytes / steps if steps > 0 else 0.0,
+            nvme_written_bytes_per_day=written_bytes / seconds * SECONDS_PER_DAY if seconds > 0 else 0.0,
         )
 
     @property

@@ -1,7 +1,7 @@
 """Recordings of an engine's timeline, and the files that they are written to.
 
-[Note: exact ends] A recording begins and ends on the mover thread, between two of its transfers, and the byte counters
-are read there too. So the spans of reads and writes add up to the transferred bytes in the file.
+[Note: exact ends] A recording begins and ends on the I/O loop, between two of its transfers, and the byte counters are
+read there too. So the spans of reads and writes add up to the transferred bytes in the file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def trace_calls(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Calla
 class _Recording:
     path: Path
     steps_before: int
-    counters: dict[str, float]  # Values at the begin of the recording.
+    counters: dict[str, float]  # Values at the start of the recording.
     by_environment: bool
 
 
@@ -73,9 +73,8 @@ class Tracer:
         self._requested = (
             None if not path else (check_target(path), *parse_steps(os.environ.get(STEPS_VARIABLE, STEPS)))
         )
-        self._first_steps: int | None = (
-            None  # Steps before the first call: a run that goes on from a checkpoint has some.
-        )
+        # Steps before the first call: a run that continues from a checkpoint has some.
+        self._first_steps: int | None = None
         storage.on_close_begin.append(self.finish_recording)
 
     def set_storage(self, storage: Storage) -> None:
@@ -114,46 +113,46 @@ class Tracer:
 
     def finish_recording(self) -> None:
         """End the recording and write its file; does nothing if none is running. A failure only causes a warning."""
-        trace, self._recording = self._recording, None
-        if trace is None:
+        recording, self._recording = self._recording, None
+        if recording is None:
             return
         exposed_seconds = self.storage.io_loop.exposed_wait.seconds
-        recording, traffic = self._run_on_io_loop("ending a trace", self.storage.timeline.stop)
+        timeline, traffic = self._run_on_io_loop("ending a trace", self.storage.timeline.stop)
         after = self._counters(traffic, exposed_seconds)
-        if recording.dropped:
+        if timeline.dropped:
             logger.warning(
                 "trace: the %d oldest spans were dropped, because the buffer holds only %d; record fewer steps",
-                recording.dropped,
-                len(recording.spans),
+                timeline.dropped,
+                len(timeline.spans),
             )
-        document = trace_document(recording, self._facts(trace, after), world.rank())
+        document = trace_document(timeline, self._facts(recording, after), world.rank())
         try:
-            write_trace(trace.path, document)
+            write_trace(recording.path, document)
         except OSError as error:  # a failed trace must not end the training run
-            logger.warning("trace: %s could not be written: %s", trace.path, error)
+            logger.warning("trace: %s could not be written: %s", recording.path, error)
         else:
-            logger.log(NOTICE, "trace of %d steps: %s", self._steps - trace.steps_before, trace.path)
+            logger.log(NOTICE, "trace of %d steps: %s", self._steps - recording.steps_before, recording.path)
 
-    def _facts(self, trace: _Recording, after: dict[str, float]) -> dict[str, Any]:
+    def _facts(self, recording: _Recording, after: dict[str, float]) -> dict[str, Any]:
         disk = self.storage.disk
         return {
-            "steps_before": trace.steps_before,
-            "steps": self._steps - trace.steps_before,
-            **{name: value - trace.counters[name] for name, value in after.items()},
+            "steps_before": recording.steps_before,
+            "steps": self._steps - recording.steps_before,
+            **{name: value - recording.counters[name] for name, value in after.items()},
             "aio_backend": disk.aio.backend if disk else "none",
         }
 
     def _run_on_io_loop(self, what: str, act: Callable[[], T]) -> tuple[T, Traffic]:
-        """What `act` returns, and the bytes that were moved by then."""
-        disk, mover = self.storage.disk, self.storage.io_loop
+        """Call `act` on the I/O loop; returns its result, and the bytes that were moved by then."""
+        disk, io_loop = self.storage.disk, self.storage.io_loop
 
-        def both() -> tuple[T, Traffic]:
+        def act_and_count() -> tuple[T, Traffic]:
             return act(), replace(disk.traffic) if disk else Traffic()
 
         async def job() -> tuple[T, Traffic]:
-            return both()
+            return act_and_count()
 
-        return both() if mover.is_current_thread() else mover.run(what, job())
+        return act_and_count() if io_loop.is_current_thread() else io_loop.run(what, job())
 
     def _counters(self, traffic: Traffic, exposed_seconds: float) -> dict[str, float]:
         aio = self.storage.disk.aio.stats() if self.storage.disk else None
