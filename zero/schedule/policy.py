@@ -226,9 +226,8 @@ class HotUnits:
         if unit in self.pinned:
             self._set_status(unit, pinned=True, in_use=False)
             return ()
-        self._set_status(
-            unit, pinned=False, in_use=True
-        )  # it is on the device, and needs its room until this is decided
+        # It is on the device, and needs its room until this is decided.
+        self._set_status(unit, pinned=False, in_use=True)
         uses, numel = self._uses, self._numel
         colder: list[int] = []
         if MUCH_HOTTER * self._fewest_uses() < uses[unit]:
