@@ -176,7 +176,7 @@ class _ReadOnce(StoredValues):
     """Reads each part of a sub-group, and the weights of each unit, from its plane once, and keeps copies."""
 
     def __init__(self, engine: Any) -> None:
-        super().__init__(layout_of(engine), storage_of(engine), keeper_of(engine).places)
+        super().__init__(layout_of(engine), storage_of(engine), keeper_of(engine).slots)
         self._parts: dict[Any, Piece] = {}
         self._flats: dict[int, Tensor] = {}
 
@@ -471,7 +471,7 @@ def only_updates_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Callab
 
 def stranded_in(plane: Any) -> list[tuple[int, int]]:
     """Ranges whose newest values could not be written to the disk, in the order in which the writes failed."""
-    return [(each.on_step_begin, each.end) for each in plane._failed_writes]
+    return [(each.begin, each.end) for each in plane._failed_writes]
 
 
 # ---- snapshots and checkpoints --------------------------------------------------------------------------------------

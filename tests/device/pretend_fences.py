@@ -61,7 +61,7 @@ REMOVALS = (
     Removal(
         "the host does not wait",
         "offload/streams.py",
-        "                if not fence.query():",
+        "                if not event.query():",
         "                if False:",
         D,
     ),
@@ -119,16 +119,16 @@ REMOVALS = (
         "a fetch from NVMe does not wait for the last use of where it goes",
         "offload/planes/copies.py",
         "block.data, *after\n                )\n            finally:\n"
-        "                streams.free_after(block, copied)\n\n    await await_all([take_chunks()",
+        "                streams.free_after(block, copied)\n\n    await await_all([fetch_chunks()",
         "block.data\n                )\n            finally:\n"
-        "                streams.free_after(block, copied)\n\n    await await_all([take_chunks()",
+        "                streams.free_after(block, copied)\n\n    await await_all([fetch_chunks()",
         (*D, "plain:nvme-nvme"),
     ),
     Removal(
         "a chunk of the host is reused before it has been copied",
         "offload/planes/copies.py",
-        "                streams.free_after(block, copied)\n\n    await await_all([take_chunks()",
-        "                block.free()\n\n    await await_all([take_chunks()",
+        "                streams.free_after(block, copied)\n\n    await await_all([fetch_chunks()",
+        "                block.free()\n\n    await await_all([fetch_chunks()",
         (*D, "plain:nvme-nvme"),
     ),
     Removal(
@@ -522,8 +522,8 @@ REMOVALS = (
     Removal(
         "the memory of a saved tensor returns while another stream still copies it away",
         "offload/saved/spill_store.py",
-        "self._streams.wait_and_record_stream(oldest, fence)",
-        "self._streams.wait_events(fence)",
+        "self._streams.wait_and_record_stream(oldest, event)",
+        "self._streams.wait_events(event)",
         ("towers_offloaded:cpu-cpu",),
     ),
     Removal(
@@ -543,22 +543,22 @@ REMOVALS = (
     Removal(
         "a saved tensor is used before it has been copied back",
         "offload/saved/activations.py",
-        "self._streams.wait_and_record_stream(data, kept.event)",
+        "self._streams.wait_and_record_stream(data, saved.event)",
         "self._streams.wait_and_record_stream(data)",
         ("towers_offloaded:cpu-cpu", "activations_offloaded:cpu-cpu"),
     ),
     Removal(
         "the memory of a tensor that was copied back returns while another stream uses it",
         "offload/saved/activations.py",
-        "self._streams.wait_and_record_stream(data, kept.event)",
-        "self._streams.wait_events(kept.event)",
+        "self._streams.wait_and_record_stream(data, saved.event)",
+        "self._streams.wait_events(saved.event)",
         ("towers_offloaded:cpu-cpu", "towers_on_the_host:none-none", "towers_near:none-none"),
     ),
     Removal(
         "memory that nobody wants returns before what is copied there has come",
         "offload/saved/activations.py",
-        "self._streams.wait_and_record_stream(gone.data, gone.event)",
-        "self._streams.wait_events(gone.event)",
+        "self._streams.wait_and_record_stream(dropped.data, dropped.event)",
+        "self._streams.wait_events(dropped.event)",
         ("forwards_for_nothing:none-none",),
     ),
 )

@@ -143,9 +143,9 @@ def test_what_a_step_frees_is_there_for_the_next_one_without_page_faults() -> No
     script = """
 import ctypes, gc, resource, sys
 import torch
-from offload.memory.host_memory import keep_freed_memory
+from offload.memory.host_memory import retain_heap
 if sys.argv[1] == "kept":
-    keep_freed_memory()
+    retain_heap()
 def one_round():
     blocks = [torch.ones(20 << 20, dtype=torch.uint8) for _ in range(10)]
 def faults():

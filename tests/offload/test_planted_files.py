@@ -111,8 +111,7 @@ def test_folders_of_the_user_that_umask_0002_gave_to_a_group_are_closed_to_it(
     use(disk)
     assert {(disk / name).stat().st_mode & 0o7777 for name in FOLDERS} == {0o2755}
     assert [
-        f"{disk / name} had mode 2775" in record.message
-        for name, record in zip(FOLDERS, caplog.records, strict=True)
+        f"{disk / name} had mode 2775" in record.message for name, record in zip(FOLDERS, caplog.records, strict=True)
     ] == [True] * 3
 
 

@@ -88,7 +88,7 @@ def test_past_the_limit_of_locked_memory_everything_moves_and_the_reason_says_wh
 import asyncio, os, resource
 import torch
 from offload.disk.aio import AioOptions, open_aio
-from offload.memory.pool import Arena
+from offload.memory.pool import BlockPool
 from offload.errors import ConfigError
 from offload.planes.tiered_array import Disk
 from offload.disk.swapfile import SwapSpace
@@ -103,7 +103,7 @@ try:
 except ConfigError as error:
     print("skip:", error)
     raise SystemExit
-arena = Arena("host", 1 << 20, "memory_budget.host", torch.device("cpu"), register=disk.aio.register_memory)
+arena = BlockPool("host", 1 << 20, "memory_budget.host", torch.device("cpu"), register=disk.aio.register_memory)
 data = arena.lease(1 << 19, "record").data
 data.fill_(7)
 async def there_and_back():

@@ -697,8 +697,8 @@ def test_the_bar_makes_no_semaphore_that_a_killed_rank_would_leave() -> None:
         "import multiprocessing.synchronize as s\n"
         "def made(*a, **k): raise SystemExit('a semaphore was made')\n"
         "s.SemLock.__init__ = made\n"
-        "from zero.store.adoption import Bar\n"
-        "with Bar(total=3, delay=0.0) as bar: bar.update(3)\n"
+        "from zero.store.adoption import ProgressBar\n"
+        "with ProgressBar(total=3, delay=0.0) as bar: bar.update(3)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
@@ -734,8 +734,6 @@ def test_one_line_says_what_cutting_a_whole_model_cost(
         with caplog.at_level(logging.INFO, "zero"):
             open_engine(model, config)
         lines = [
-            line
-            for line in (r.getMessage() for r in caplog.records)
-            if line.startswith("model sharded in place in ")
+            line for line in (r.getMessage() for r in caplog.records) if line.startswith("model sharded in place in ")
         ]
         assert len(lines) == 1 and words in lines[0] and "KB" in lines[0], lines
