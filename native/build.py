@@ -127,11 +127,11 @@ def _compile(library: Library, compiler: list[str], package: Path, werror: bool)
     extra = library.werror_flags if werror else ()
     command = [*compiler, *library.flags, *extra, definition, "-Iinclude", "-o", temporary, *sources]
     try:
-        done = subprocess.run(command, cwd=package, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode != 0:
-            raise BuildError(f"{library.name}: {shlex.join(command)} failed ({done.returncode}):\n{done.stdout}")
-        if done.stdout.strip():
-            print(done.stdout, file=sys.stderr, end="")
+        process = subprocess.run(command, cwd=package, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if process.returncode != 0:
+            raise BuildError(f"{library.name}: {shlex.join(command)} failed ({process.returncode}):\n{process.stdout}")
+        if process.stdout.strip():
+            print(process.stdout, file=sys.stderr, end="")
         os.chmod(temporary, 0o755)
         os.replace(temporary, package / library.name)
     finally:
@@ -154,8 +154,8 @@ def build(library: Library, package: Path = PACKAGE, *, werror: bool = False) ->
             return f"{library.name}: is current"
         compiler = find_compiler(library)
         if compiler is None:
-            wanted = os.environ.get(library.environment_key) or ", ".join(library.compilers)
-            return f"{library.name}: skipped: no compiler on PATH (looked for {wanted})"
+            names = os.environ.get(library.environment_key) or ", ".join(library.compilers)
+            return f"{library.name}: skipped: no compiler on PATH (looked for {names})"
         _compile(library, compiler, package, werror)
         return f"{library.name}: built with {shlex.join(compiler)}"
 
